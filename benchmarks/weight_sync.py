@@ -62,7 +62,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     tensors = {n: t for part in sorted(model.glob("*.safetensors")) for n, t in load_file(part).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     world.start(ParallelConfig(), seed=0, timeout_seconds=600)
-    engine = VllmEngine.start(settings(model, folder))
+    engine = VllmEngine(settings(model, folder))
     drain = Drain(model)
     seconds: dict[str, list[float]] = {}
     octets = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])

@@ -155,7 +155,7 @@ class LiveSampler:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._folder.path, ignore_errors=True)
                 self._folder.trace.mkdir(parents=True)
-                self._engine = VllmEngine.start(engine_settings(self._config, facts, self._folder.path))
+                self._engine = VllmEngine(engine_settings(self._config, facts, self._folder.path))
             world.broadcast("ready" if self._engine else None, str)
             other = config.model.from_run is not None or rollout.weights != "exact"
             if version or other:  # otherwise the engine has read the initial model itself

@@ -6,85 +6,50 @@
                                    <-- Generated -  tokens, logprobs, references to routes
                                                     routes ----> trace store
 
-The child ends whenever the parent ends. A child that ends or stops answering raises SamplerGone here.
+A child that ends or stops answering raises SamplerGone here, see `child_process`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
-from moe_rl.errors import About, EngineError, SamplerGone, WeightSyncError, describe
-from moe_rl.messages import Channel, Message
+from moe_rl.errors import EngineError, WeightSyncError
+from moe_rl.messages import Message
+from moe_rl.rollout.child_process import ChildProcess
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm import wire
-from moe_rl.vllm.process import Scratch, child_environment
+from moe_rl.vllm.process import child_environment
 from moe_rl.vllm.wire import EngineSettings
 from moe_rl.weights.update import WeightUpdate
-
-_POLL_SECONDS = 0.2
-_CLOSE_SECONDS = 10.0
-_LOG_TAIL_LINES = 15
 
 
 class VllmEngine:
     """Talks to a running engine. Every call raises SamplerGone, with process and log, once the engine is dead or
     hung."""
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        process: subprocess.Popen,
-        channel: Channel,
-        scratch: Scratch,
-    ):
-        self._settings = settings
-        self._process = process
-        self._channel = channel
-        self._scratch = scratch
-        self._failure = ""
-        self.pid: int = process.pid
-        self.vllm_version = ""
-        self.workers, self.address = 1, "127.0.0.1"
-
-    @classmethod
-    def start(cls, settings: EngineSettings) -> Self:
+    def __init__(self, settings: EngineSettings):
         """Spawn the engine and wait until it can sample. Raises EngineError with the tail of its log."""
-        if threading.current_thread() is not threading.main_thread():
-            # The kernel ties the child's life to the thread that spawned it, not to the process.
-            raise EngineError(describe("An engine must be started from the main thread", do="start it there"))
-        log_path = settings.log_path.absolute()
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        # A killed engine cannot remove its temporary files, so this process removes their folder.
-        scratch = Scratch()
-        ours, theirs = socket.socketpair()
-        with theirs, open(log_path, "ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "moe_rl.vllm.child", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=child_environment(settings.capture) | {"TMPDIR": scratch.name},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        engine = cls(settings, process, Channel(ours, wire.REPLIES), scratch)
+        self._settings = settings
+        self._child = ChildProcess(
+            "vLLM engine",
+            "moe_rl.vllm.child",
+            log_path=settings.log_path,
+            environment=child_environment(settings.capture),
+            replies=wire.REPLIES,
+            alive=wire.Alive,
+            silence_seconds=settings.silence_seconds,
+        )
+        self.pid = self._child.pid
+        self.workers, self.address = 1, "127.0.0.1"
         try:
-            ready = engine._call(wire.Start(settings), wire.Ready, settings.startup_timeout_seconds)
-            engine.vllm_version = ready.vllm_version
+            ready = self._child.start(wire.Start(settings), wire.Ready, settings.startup_timeout_seconds)
+            if isinstance(ready, wire.Failed):
+                raise self._child.broken("could not start", ready.message)
+            self.vllm_version: str = self._checked(ready, wire.Ready).vllm_version
         except BaseException:
-            engine.close()
+            self.close()
             raise
-        return engine
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
@@ -132,20 +97,11 @@ class VllmEngine:
 
     def alive(self) -> bool:
         """Return whether the process runs and no call has failed for good."""
-        return not self._failure and self._process.poll() is None
+        return self._child.alive()
 
     def close(self) -> None:
         """End the engine and everything it started. May be called at any time, and repeatedly."""
-        if self._process.returncode is None:
-            with contextlib.suppress(OSError):
-                self._channel.socket.settimeout(_POLL_SECONDS)
-                self._channel.send(wire.Close())
-            self._channel.socket.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                # An engine in the middle of a call, or one that failed, does not answer; waiting is pointless.
-                self._process.wait(0 if self._failure else _CLOSE_SECONDS)
-        self._kill()
-        self._failure = self._failure or describe("The vLLM engine was closed", where={"pid": self.pid})
+        self._child.close(wire.Close())
 
     def __enter__(self) -> Self:
         return self
@@ -153,83 +109,17 @@ class VllmEngine:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _call(self, message: Message, expected: type, seconds: float | None = None):
-        """Send one call and wait for its reply. `seconds` limits the whole call; None limits the silence between
-        frames."""
-        if self._failure:
-            raise SamplerGone(self._failure)
-        limit = self._settings.silence_seconds if seconds is None else seconds
-        deadline = time.monotonic() + limit
-        try:
-            self._channel.socket.settimeout(limit)
-            self._channel.send(message)
-            self._channel.socket.settimeout(_POLL_SECONDS)
-            while True:
-                try:
-                    reply = self._channel.receive()
-                except TimeoutError:
-                    if self._process.poll() is not None:
-                        raise EOFError("its process ended") from None
-                    if time.monotonic() > deadline:
-                        raise
-                    continue
-                if not isinstance(reply, wire.Alive):
-                    break
-                if seconds is None:
-                    deadline = time.monotonic() + limit
-        except TimeoutError:
-            what = "was not ready in time" if seconds is not None else "hangs"
-            raise self._broken(what, f"no sign of life for {limit:g} s") from None
-        except (EOFError, OSError):
-            raise self._broken("died", self._exit()) from None
-        except ValueError as error:
-            raise self._broken("sent an invalid frame", str(error)) from error
-        except BaseException:
-            # After an interruption, the late reply to this call would be taken for the reply to the next one.
-            self._failure = describe("The vLLM engine was left in the middle of a call", where={"pid": self.pid})
-            raise
+    def _call[R: Message](self, message: Message, expected: type[R]) -> R:
+        """Send one call and wait for its reply."""
+        self._child.send(message)
+        reply = self._child.receive()
         if isinstance(reply, wire.Failed):
-            if isinstance(message, wire.Start):
-                raise self._broken("could not start", reply.message)
             raise (WeightSyncError if reply.weights else EngineError)(
                 f"{reply.message} [vLLM engine, pid {self.pid}, log {self._settings.log_path}]"
             )
+        return self._checked(reply, expected)
+
+    def _checked[R: Message](self, reply: Message, expected: type[R]) -> R:
         if not isinstance(reply, expected):
-            raise self._broken("gave the wrong answer", type(reply).__name__)
+            raise self._child.broken("gave the wrong answer", type(reply).__name__)
         return reply
-
-    def _exit(self) -> str:
-        """Describe how the process ended. Its socket closes a moment earlier."""
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return "its connection closed"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def _broken(self, what: str, got: str) -> EngineError:
-        """Record that the engine is unusable, end its process, and return the error.
-
-        The error is SamplerGone only if the engine was once ready: an engine that cannot start would fail again.
-        """
-        self._kill()
-        where: About = {"pid": self.pid, "log": self._settings.log_path}
-        self._failure = describe(f"The vLLM engine {what}", where=where, got=got, do="read its log and start again")
-        kind = SamplerGone if self.vllm_version else EngineError
-        return kind(f"{self._failure}\n{_tail(self._settings.log_path)}".rstrip())
-
-    def _kill(self) -> None:
-        self._channel.socket.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._scratch.cleanup()
-
-
-def _tail(log_path: Path) -> str:
-    try:
-        with open(log_path, "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))
-            lines = log.read().decode("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
-    except OSError:
-        return ""
-    return "\n".join(f"  | {line}" for line in lines)

@@ -36,7 +36,7 @@ def start_sampler(config: Config, facts: ModelFacts, run_dir: Path) -> Sampler:
     """
     if config.rollout.servers:
         return ServerFleet.attach(config, run_dir / "trace")
-    return VllmEngine.start(engine_settings(config, facts, run_dir))
+    return VllmEngine(engine_settings(config, facts, run_dir))
 
 
 def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineSettings:

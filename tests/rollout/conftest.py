@@ -79,7 +79,7 @@ def settings(checkpoint, tmp_path_factory) -> EngineSettings:
 @pytest.fixture(scope="session")
 def engine(settings):
     """The shared engine: float32, recording. A test that changes its weights restores them."""
-    with VllmEngine.start(settings) as running:
+    with VllmEngine(settings) as running:
         yield running
 
 

@@ -178,7 +178,7 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         router_logits_fraction=1.0,
     )
     requests = [replace(request, top_k=10, top_p=0.9) for request in requests_of(2, 1, max_tokens=40)]
-    with VllmEngine.start(asked) as engine:
+    with VllmEngine(asked) as engine:
         completions = engine.generate(requests, shard="extras")
         codec = TextCodec(settings.model_path, ())
         texts = [[codec.decode([token]) for token in one.token_ids[:-1] if token < TEXTS] for one in completions]

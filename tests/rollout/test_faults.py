@@ -31,7 +31,7 @@ CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
 
 def start(settings, folder: Path, **changes) -> VllmEngine:
     own = {"trace_root": folder / "trace", "log_path": folder / "engine.log", **changes}
-    return VllmEngine.start(replace(settings, **own))
+    return VllmEngine(replace(settings, **own))
 
 
 def reload_same(engine, checkpoint, folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +168,7 @@ def test_the_engine_does_not_outlive_its_trainer(settings, tmp_path):
             from pathlib import Path
             from moe_rl.rollout.engine import VllmEngine
             from moe_rl.vllm.wire import EngineSettings
-            engine = VllmEngine.start(EngineSettings(Path({str(settings.model_path)!r}), "float32", 128, 8, 4, None, "",
+            engine = VllmEngine(EngineSettings(Path({str(settings.model_path)!r}), "float32", 128, 8, 4, None, "",
                 Path({str(tmp_path / "engine.log")!r}), 240.0, 0))
             print(engine.pid, engine.generate([], shard="none"), flush=True)
             time.sleep(600)

@@ -1,29 +1,37 @@
-"""Tests the error for a dead engine, with a stand-in for its process. Real engines die in test_faults.py."""
+"""Tests the error for a dead child, with a stand-in for it. Real engines die in test_faults.py."""
 
-import socket
-import subprocess
-import sys
+import os
+from pathlib import Path
 
 import pytest
 
 from moe_rl.errors import EngineError, SamplerGone
-from moe_rl.messages import Channel
-from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.child_process import ChildProcess
 from moe_rl.vllm import wire
-from moe_rl.vllm.process import Scratch
-from moe_rl.vllm.wire import EngineSettings
+
+ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_only_an_engine_that_was_there_is_gone(tmp_path, ready):
+def test_only_a_child_that_was_there_is_gone(tmp_path, ready):
     """A run whose sampler is gone exits with 3, to be resumed. Resuming would not help if the sampler cannot start."""
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"], start_new_session=True)
-    log = tmp_path / "engine.log"
-    settings = EngineSettings(tmp_path, "float32", 8, 1, 1, None, "", log, startup_timeout_seconds=1.0, seed=0)
-    engine = VllmEngine(settings, process, Channel(ours, wire.REPLIES), Scratch())
-    engine.vllm_version = "0" if ready else ""
-    theirs.close()
-    with pytest.raises(EngineError, match=r"died \(pid \d+, log .*engine.log\): got exit code 7") as raised:
-        engine.score([[1, 2, 3]])
-    assert isinstance(raised.value, SamplerGone) == ready
+    child = ChildProcess(
+        "stand-in",
+        "tests.rollout.gone_child",
+        log_path=tmp_path / "engine.log",
+        environment=os.environ | {"PYTHONPATH": ROOT, "READY": "yes" if ready else ""},
+        replies=wire.REPLIES,
+        alive=wire.Alive,
+        silence_seconds=20.0,
+    )
+    ask = wire.AskCounts()
+    with pytest.raises(EngineError, match=r"died \(pid \d+, .*engine.log\): got exit code 7") as raised:
+        if ready:
+            assert child.start(ask, wire.Ready, 20.0) == wire.Ready("0")
+            child.send(ask)
+            child.receive()
+        else:
+            child.start(ask, wire.Ready, 20.0)
+    assert isinstance(raised.value, SamplerGone) == ready and not child.alive()
+    with pytest.raises(SamplerGone, match="exit code 7"):
+        child.send(ask)

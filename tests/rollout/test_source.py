@@ -85,4 +85,4 @@ def test_native_capture_is_refused_where_it_cannot_run(settings, tmp_path):
     with pytest.raises(
         EngineError, match="own capture cannot run here.*platform cpu.*rollout.capture to patch or worker"
     ):
-        VllmEngine.start(asked)
+        VllmEngine(asked)

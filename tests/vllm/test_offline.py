@@ -87,7 +87,7 @@ def test_an_offline_llm_records_what_the_engine_of_a_run_does(tmp_path):
         seed=0,
     )
     requests = [GenerateRequest(str(seed), prompt, seed, 8, 1.0, (1,)) for prompt, seed in PROMPTS.items()]
-    with VllmEngine.start(settings) as engine:
+    with VllmEngine(settings) as engine:
         completions = engine.generate(requests, shard="ids")
     theirs = TraceStore(tmp_path / "trace")
     assert TraceStore(tmp_path / "mine").shards()

@@ -1,0 +1,193 @@
+"""Runs a module of this package in a child process and calls it over a socket: the vLLM engine, and the pool.
+
+The child answers each call with one reply. It may send any number of signs of life before it. It ends whenever the
+parent ends. A child that ends or stops answering raises SamplerGone here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_rl.errors import About, EngineError, SamplerGone, describe
+from moe_rl.messages import Channel, Message
+from moe_rl.vllm.process import Scratch
+
+_POLL_SECONDS = 0.2
+_CLOSE_SECONDS = 10.0
+_LOG_TAIL_LINES = 15
+
+
+class ChildProcess:
+    """Holds a child and the socket to it. Every call raises SamplerGone, with process and log, once it is dead or hung.
+
+    Construction spawns the child with the socket's descriptor and this process's id as its arguments. It must happen on
+    the main thread: the kernel ties the child's life to the thread that spawned it, not to the process.
+
+    Args:
+        name: of the child, for messages.
+        module: what the child runs.
+        log_path: file for all output of the child.
+        environment: of the child.
+        replies: decoder of what the child sends.
+        alive: the type of its signs of life.
+        silence_seconds: without a sign of life for so long during a call, the child counts as hung.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *,
+        log_path: Path,
+        environment: Mapping[str, str],
+        replies: msgspec.msgpack.Decoder,
+        alive: type[Message],
+        silence_seconds: float,
+    ):
+        if threading.current_thread() is not threading.main_thread():
+            raise EngineError(describe(f"The {name} must be started from the main thread", do="start it there"))
+        self._name, self.log_path, self._alive, self._silence = name, log_path.absolute(), alive, silence_seconds
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # A killed child cannot remove its temporary files, so this process removes their folder.
+        self._scratch = Scratch()
+        ours, theirs = socket.socketpair()
+        with theirs, open(self.log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**environment, "TMPDIR": self._scratch.name},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._channel: Channel[Any] = Channel(ours, replies)
+        self._failure = ""
+        self._ready = False
+        self.pid: int = self._process.pid
+
+    def send(self, call: Message) -> None:
+        """Send a call whose reply `receive` will return."""
+        self._exchange(lambda limit: self._sent(call, limit), None)
+
+    def receive(self) -> Any:
+        """Return the next reply. `silence_seconds` limits the silence before it."""
+        return self._exchange(lambda limit: self._received(limit, signs=True), None)
+
+    def start(self, call: Message, ready: type[Message], seconds: float) -> Any:
+        """Make the first call and return its reply, within `seconds`. After a reply of type `ready` the child counts as
+        one that was there."""
+
+        def both(limit: float) -> Any:
+            self._sent(call, limit)
+            return self._received(limit, signs=False)
+
+        reply = self._exchange(both, seconds)
+        self._ready = isinstance(reply, ready)
+        return reply
+
+    def alive(self) -> bool:
+        """Return whether the process runs and no call has failed for good."""
+        return not self._failure and self._process.poll() is None
+
+    def broken(self, what: str, got: str) -> EngineError:
+        """Record that the child is unusable, end it, and return the error.
+
+        The error is SamplerGone only if the child was once ready: one that cannot start would fail again.
+        """
+        self._kill()
+        where: About = {"pid": self.pid, "log": self.log_path}
+        self._failure = describe(f"The {self._name} {what}", where=where, got=got, do="read its log and start again")
+        kind = SamplerGone if self._ready else EngineError
+        return kind(f"{self._failure}\n{_tail(self.log_path)}".rstrip())
+
+    def close(self, goodbye: Message) -> None:
+        """End the child and everything it started. May be called at any time, and repeatedly."""
+        if self._process.returncode is None:
+            with contextlib.suppress(OSError):
+                self._channel.socket.settimeout(_POLL_SECONDS)
+                self._channel.send(goodbye)
+            self._channel.socket.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # A child in the middle of a call, or one that failed, does not answer; waiting is pointless.
+                self._process.wait(0 if self._failure else _CLOSE_SECONDS)
+        self._kill()
+        self._failure = self._failure or describe(f"The {self._name} was closed", where={"pid": self.pid})
+
+    def _exchange(self, act: Any, seconds: float | None) -> Any:
+        """Do `act` within the time limit, and turn what goes wrong with the child into an error that names it."""
+        if self._failure:
+            raise SamplerGone(self._failure)
+        limit = self._silence if seconds is None else seconds
+        try:
+            return act(limit)
+        except TimeoutError:
+            what = "was not ready in time" if seconds is not None else "hangs"
+            raise self.broken(what, f"no sign of life for {limit:g} s") from None
+        except (EOFError, OSError):
+            raise self.broken("died", self._exit()) from None
+        except ValueError as error:
+            raise self.broken("sent an invalid frame", str(error)) from error
+        except BaseException:
+            # After an interruption, the late reply to this call would be taken for the reply to the next one.
+            self._failure = describe(f"The {self._name} was left in the middle of a call", where={"pid": self.pid})
+            raise
+
+    def _sent(self, call: Message, limit: float) -> None:
+        self._channel.socket.settimeout(limit)
+        self._channel.send(call)
+
+    def _received(self, limit: float, *, signs: bool) -> Any:
+        """Return the next reply. With `signs`, each sign of life begins the limit anew."""
+        deadline = time.monotonic() + limit
+        self._channel.socket.settimeout(_POLL_SECONDS)
+        while True:
+            try:
+                reply = self._channel.receive()
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise EOFError("its process ended") from None
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            if not isinstance(reply, self._alive):
+                return reply
+            if signs:
+                deadline = time.monotonic() + limit
+
+    def _exit(self) -> str:
+        """Describe how the process ended. Its socket closes a moment earlier."""
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "its connection closed"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _kill(self) -> None:
+        self._channel.socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._scratch.cleanup()
+
+
+def _tail(log_path: Path) -> str:
+    try:
+        with open(log_path, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))
+            lines = log.read().decode("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
+    except OSError:
+        return ""
+    return "\n".join(f"  | {line}" for line in lines)
