@@ -12,11 +12,16 @@ class Clock:
 
     Args:
         begun: Called with the name of each part as it begins.
+        ended: Called with the name of each part that has ended, and its begin and end on time.perf_counter.
     """
 
-    def __init__(self, begun: Callable[[str], None] = lambda name: None):
+    def __init__(
+        self,
+        begun: Callable[[str], None] = lambda name: None,
+        ended: Callable[[str, float, float], None] = lambda name, begin, end: None,
+    ):
         self.seconds: dict[str, float] = {}
-        self.begun = begun
+        self.begun, self.ended = begun, ended
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -25,4 +30,6 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            end = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+        self.ended(name, start, end)

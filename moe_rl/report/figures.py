@@ -23,6 +23,19 @@ from numpy.typing import ArrayLike
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f7fd9", "#dd8427", "#2f9e73", "#8d6fd1"
 RED, GREY, CYAN, YELLOW, OLIVE = "#d4524e", "#8b919b", "#2aa3b8", "#b9a04a", "#6e7f3a"
+PHASES = (
+    ("sample", BLUE),
+    ("reward", PURPLE),
+    ("routes", CYAN),
+    ("logprobs", ORANGE),
+    ("train", GREEN),
+    ("sync", RED),
+    ("eval", GREY),
+    ("checkpoint", YELLOW),
+    ("export", OLIVE),
+)
+"""The colour of each part of a step, in the order of a step."""
+
 INK = "#010203"  # placeholder that `_svg` replaces with `currentColor`
 
 STYLE = {

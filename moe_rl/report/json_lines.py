@@ -1,4 +1,4 @@
-"""Encodes and reads files that hold one dataclass a line, as JSON."""
+"""Encodes, reads and appends to files that hold one dataclass a line, as JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +10,37 @@ from typing import Any
 
 import msgspec
 
+from moe_rl.disk import write_all, write_whole, writing
 from moe_rl.errors import MoeRLError, describe
 
 
 def encode(values: Iterable[Any]) -> bytes:
     return "".join(json.dumps(asdict(value), allow_nan=False) + "\n" for value in values).encode()
+
+
+class StepFile[T]:
+    """Appends to a file of a run, on one rank. Each line belongs to a step, which its field `step` names.
+
+    Args:
+        kind: the dataclass of a line.
+        what: what error messages call the lines.
+    """
+
+    def __init__(self, path: Path, kind: type[T], what: str):
+        self._path, self._kind, self._what = path, kind, what
+
+    def write(self, values: Iterable[T]) -> None:
+        """Append lines. Raises DiskError when they cannot be written."""
+        data = encode(values)
+        what = f"{self._what} could not be written"
+        with writing(what, self._path, size=len(data)), self._path.open("ab", buffering=0) as file:
+            write_all(file.fileno(), data)
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of `step` and later steps, and a last line that was cut short."""
+        if self._path.exists():
+            kept = [line for line in read_lines(self._path, self._kind) if line.step < step]  # type: ignore[attr-defined]
+            write_whole(self._path, encode(kept), self._what)
 
 
 def read_lines[T](path: Path, kind: type[T]) -> list[T]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_rl.disk import write_whole
 from moe_rl.report import summary as summary_module
+from moe_rl.report import timeline_plots
 from moe_rl.report.format import count, duration, percent, points, scientific, seconds
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import Row, RunLines, pass_rates, read_run, values
@@ -16,6 +17,7 @@ from moe_rl.report.registry import METRICS, find
 from moe_rl.report.run_config import flat, read_config
 from moe_rl.report.run_plots import panels
 from moe_rl.report.sample_lines import SampleLine, read_samples
+from moe_rl.report.timeline import read_timeline
 from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state
 
 FILE = "report.html"
@@ -44,7 +46,7 @@ def write_report(run_dir: Path) -> Path:
         facts=_facts(run, summary, config),
         warnings=_warnings(run, summary, finished=stored.exists()),
         tiles=_tiles(run, summary),
-        panels=panels(run),
+        panels=[*panels(run), *timeline_plots.panels(read_timeline(run_dir))],
         summary=summary,
         config=[(section, flat(keys).items()) for section, keys in config.items()],
         samples=_samples(read_samples(run_dir)),

@@ -13,12 +13,11 @@ from moe_rl.report.figures import (
     GREEN,
     GREY,
     INK,
-    OLIVE,
     ORANGE,
+    PHASES,
     PURPLE,
     RED,
     STYLE,
-    YELLOW,
     Panel,
     figure_of,
     from_zero,
@@ -332,19 +331,6 @@ def _update(run: RunLines) -> Panel:
     return panel_of(name, title, direction, reading, figure)
 
 
-_PHASES = (
-    ("sample", BLUE),
-    ("reward", PURPLE),
-    ("routes", CYAN),
-    ("logprobs", ORANGE),
-    ("train", GREEN),
-    ("sync", RED),
-    ("eval", GREY),
-    ("checkpoint", YELLOW),
-    ("export", OLIVE),
-)
-
-
 def _time(run: RunLines) -> Panel:
     name, title, direction = "time", "Time per phase", "seconds per step, lower is better"
     if not run.train:
@@ -353,7 +339,7 @@ def _time(run: RunLines) -> Panel:
     figure, axes = figure_of(wide=True)
     base = [0.0] * len(steps)
     totals: dict[str, float] = {}
-    for phase, color in _PHASES:
+    for phase, color in PHASES:
         seconds = [row.get(f"time/{phase}") or 0.0 for row in run.train]
         if any(seconds):
             axes.bar(steps, seconds, bottom=base, width=0.85, color=color, label=phase, linewidth=0)

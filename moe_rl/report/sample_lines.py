@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl.disk import write_all, write_whole, writing
-from moe_rl.report.json_lines import encode, read_lines
+from moe_rl.report.json_lines import StepFile, read_lines
 from moe_rl.types import VersionSpan
 
 FILE = "samples.jsonl"
@@ -79,24 +78,11 @@ class SampleLine:
         return self.differing_layers[row] if row < len(self.differing_layers) else None
 
 
-class SampleFile:
+class SampleFile(StepFile[SampleLine]):
     """Appends to samples.jsonl of a run. It lives on one rank."""
 
     def __init__(self, run_dir: Path):
-        self._path = Path(run_dir) / FILE
-
-    def write(self, lines: list[SampleLine]) -> None:
-        """Append the samples of a step. Raises DiskError when they cannot be written."""
-        data = encode(lines)
-        what = "the samples of a step could not be written"
-        with writing(what, self._path, size=len(data)), self._path.open("ab", buffering=0) as file:
-            write_all(file.fileno(), data)
-
-    def rewind(self, step: int) -> None:
-        """Drop the samples of `step` and later steps, and a last line that was cut short."""
-        if self._path.exists():
-            kept = [line for line in read_samples(self._path.parent) if line.step < step]
-            write_whole(self._path, encode(kept), "the samples of the run")
+        super().__init__(Path(run_dir) / FILE, SampleLine, "the samples of the run")
 
 
 def read_samples(run_dir: Path) -> list[SampleLine]:

@@ -95,7 +95,7 @@ def train(
         for step in range(done + 1, config.run.steps + 1):
             if early:
                 break
-            clock = Clock(peers.part)
+            clock = Clock(peers.part, trainer.timed)
             with clock("step"):
                 batch = trainer.sample(step, clock)
                 if batch is None:

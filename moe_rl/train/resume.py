@@ -144,6 +144,7 @@ def restore(trainer: Trainer, done: int) -> None:
             main.log.note(f"shard {shard} is not in the trace manifest; it is not used for training")
         main.log.rewind(done + 1)
         main.samples.rewind(done + 1)
+        main.timeline.rewind(done + 1)
         now = checkpoint.layout(parallel)
         if before is not None and before != now:
             changed = [f"{name} {before.get(name)} -> {n}" for name, n in now.items() if before.get(name) != n]

@@ -31,6 +31,7 @@ from moe_rl.report.log import RunLog
 from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
+from moe_rl.report.timeline import Timeline
 from moe_rl.report.trackers import Trackers
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, kept_steps
 from moe_rl.rollout.rollouts import Rollouts, canary_runs, start_sampler
@@ -61,6 +62,7 @@ class RankZero:
 
     log: RunLog
     samples: SampleFile
+    timeline: Timeline
     rollouts: Rollouts
     trackers: Trackers
     left_behind: RolloutBatch | None = None
@@ -115,7 +117,7 @@ class Trainer:
             seconds = config.report.tracker_seconds
             trackers = Trackers(folder.path, config.report.trackers, seconds=seconds, note=log.note)
             stack.callback(trackers.close)
-            self.main = RankZero(log, SampleFile(folder.path), rollouts, trackers)
+            self.main = RankZero(log, SampleFile(folder.path), Timeline(folder.path), rollouts, trackers)
         build = (self.facts, config.train, config.parallel, config.model.path)
         updates = config.run.steps * config.train.updates_per_step
         self.policy = Policy(*build, temperature=config.rollout.temperature, run_updates=updates)
@@ -130,9 +132,14 @@ class Trainer:
         self.longest_step, self.step_ended = 0.0, time.monotonic()
         self.train_seconds = 0.0  # duration of the last step, including its weight sync
         self.progress = Progress(config.eval, config.task.pass_rates)
-        self.saving = Clock()  # time spent on checkpoints and exports since the last step was logged
+        self.saving = Clock(ended=self.timed)  # time spent on checkpoints and exports since the last step was logged
         runs = None if task is None else canary_runs(config, task)
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
+
+    def timed(self, part: str, begin: float, end: float) -> None:
+        """Write a part of a step that has ended into the time line of the run, on rank 0."""
+        if self.main is not None:
+            self.main.timeline.add(part, begin, end)
 
     def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
         """Sample and verify a batch on rank 0, and send its tokens to all ranks. Routes stay in the trace store.
@@ -197,11 +204,12 @@ class Trainer:
                 **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
             }
         )
-        self.saving = Clock()
+        self.saving = Clock(ended=self.timed)
         self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
         if self.main is not None:
             self.main.samples.write(samples.lines(step, batch.samples, batch.sequences, self.train_step.views))
             self.main.log.step(step, metrics)
+            self.main.timeline.step = step + 1
             self.main.trackers.look()
         return self.train_step.guards.after_step(step, metrics)
 
@@ -257,7 +265,7 @@ class Trainer:
         """Return the metrics of an evaluation that the log has, or make it; None if the run was asked to stop."""
         if (logged := main.log.evaluation(step)) is not None:
             return logged
-        clock, metrics = Clock(self.peers.part), None
+        clock, metrics = Clock(self.peers.part, self.timed), None
         saying = main.log.phase("evaluating on held-out prompts")
         with suppress(StopRequested), self.peers.to_be_left(), clock("eval"), saying:
             metrics = main.rollouts.evaluate(step)

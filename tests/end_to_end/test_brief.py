@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
 from moe_rl.report.registry import METRICS, find
+from moe_rl.report.timeline import read_timeline, windows
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from tests.distributed.ranks import torchrun
 from tests.end_to_end.conftest import BRIEF, Launch, config, rows, tensors
@@ -75,6 +77,26 @@ def test_a_sampler_that_cannot_sleep_is_said_to_be_awake_once(brief_run):
     assert all(0 < row["time/sleep"] < row["time/step"] for row in steps)
     log = (brief_run.folder / "engine.log").read_text()
     assert log.count("sleep mode is not supported on CPU") == 3 * len(steps)
+
+
+def timeline_of(folder):
+    """Return the time line of a whole run. No side does two things at once, and no step is in it twice."""
+    found = read_timeline(folder)
+    for side in ("sampler", "trainer"):
+        own = sorted((one for one in found if one.side == side), key=lambda one: one.begin)
+        assert all(one.end <= next_one.begin for one, next_one in pairwise(own)), side
+        assert [one.step for one in own if one.what == "sync"] == [1, 2], side
+    assert [one.step for one in found if one.what == "train"] == [1, 2]
+    return found
+
+
+def test_in_a_synchronous_run_each_side_waits_while_the_other_works(brief_run):
+    found = timeline_of(brief_run.folder)
+    work = {side: [one for one in found if one.side == side and one.what != "sync"] for side in ("sampler", "trainer")}
+    for one in work["sampler"]:
+        assert all(one.end <= other.begin or other.end <= one.begin for other in work["trainer"])
+    assert all(step.idle(side) > 0.05 for step in windows(found) for side in work)
+    assert "Who worked when" in (brief_run.folder / "report.html").read_text()
 
 
 def test_the_ledger_holds_every_prompt_once(brief_run):
@@ -165,4 +187,5 @@ def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert on_tensorboard(folder) == on_tensorboard(brief_run.folder)
     assert evaluated(folder) == evaluated(brief_run.folder)
+    assert [one.step for one in windows(timeline_of(folder))] == [1, 2]
     assert (folder / "prompts.jsonl").read_text() == (brief_run.folder / "prompts.jsonl").read_text()

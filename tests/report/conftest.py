@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.report.lines import FILE, encode
+from moe_rl.report.timeline import SIDES, Interval, Timeline
 from moe_rl.types import QUANTILES
 
 LEVELS = ("1-digit", "2-digit", "carry")
@@ -162,6 +163,19 @@ def evaluation(step: int, total: int = 40) -> dict[str, float]:
     }
 
 
+def intervals(steps: int) -> list[Interval]:
+    """Return the time line of a synchronous run, half a second of nothing between steps."""
+    found, now = [], 1_785_571_200.0
+    for step in range(1, steps + 1):
+        row = metrics(step)
+        for part, sides in SIDES.items():
+            if seconds := row.get(f"time/{part}"):
+                found += [Interval(side, part, now, now + seconds, step) for side in sides]
+                now += seconds
+        now += 0.5
+    return found
+
+
 @pytest.fixture
 def step_metrics() -> Callable[..., dict[str, float]]:
     return metrics
@@ -178,7 +192,7 @@ def facts() -> dict[str, object]:
 
 
 def write_run(run_dir: Path, *, replay: bool = True, native_every: int = 5, steps: int = 40) -> Path:
-    """Write metrics.jsonl and config.yaml of a synthetic run."""
+    """Write metrics.jsonl, timeline.jsonl and config.yaml of a synthetic run."""
     run_dir.mkdir(parents=True, exist_ok=True)
     lines = [encode(0, "eval", evaluation(0))]
     for step in range(1, steps + 1):
@@ -187,6 +201,7 @@ def write_run(run_dir: Path, *, replay: bool = True, native_every: int = 5, step
         if step % 10 == 0:
             lines.append(encode(step, "eval", evaluation(step)))
     (run_dir / FILE).write_text("".join(lines))
+    Timeline(run_dir).write(intervals(steps))
     (run_dir / "config.yaml").write_text(CONFIG if replay else CONFIG.replace("mode: r3", 'mode: "off"'))
     return run_dir
 

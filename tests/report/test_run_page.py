@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from moe_rl.report import page as pages
-from moe_rl.report import run_plots
+from moe_rl.report import run_plots, timeline_plots
 from moe_rl.report.lines import encode, read_run
 from moe_rl.report.run_page import write_report
 from moe_rl.report.run_plots import panels
 from moe_rl.report.summary import summarize
+from moe_rl.report.timeline import read_timeline
 from tests.report.conftest import FACTS, write_run
 
 VOID = {"meta", "br", "hr", "img", "link", "wbr", "input"}
 PLOTS = ["pass-rate", "reward", "spread", "length", "policy-kl", "routing", "extreme", "entropy", "update", "canary"]
-PLOTS += ["throughput", "memory", "time"]
+PLOTS += ["throughput", "memory", "time", "timeline", "idle"]
 
 
 class Page(HTMLParser):
@@ -207,7 +208,7 @@ def test_names_from_outside_are_escaped(synthetic_run, facts, step_metrics):
 
 
 def test_panels_keep_their_order_and_units(usual):
-    drawn = panels(read_run(usual[0]))
+    drawn = panels(read_run(usual[0])) + timeline_plots.panels(read_timeline(usual[0]))
     assert [panel.name for panel in drawn] == PLOTS
     for panel in drawn:
         assert re.search(r"better|bad|good", panel.direction), panel.name

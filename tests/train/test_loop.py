@@ -65,6 +65,7 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
         main=trainer.RankZero(
             SimpleNamespace(phase=phase),
             SimpleNamespace(),
+            SimpleNamespace(),
             SimpleNamespace(take=take),
             SimpleNamespace(),
         ),
@@ -88,7 +89,7 @@ def test_utilization_is_what_training_needs_over_what_its_devices_can_do(monkeyp
     clock.seconds = dict.fromkeys(trainer._TRAINING, 0.5)
     guards = SimpleNamespace(after_step=lambda step, metrics: None)
     run = SimpleNamespace(
-        facts=model, peak_flops=peak, main=None, saving=Clock(), train_step=SimpleNamespace(guards=guards)
+        facts=model, peak_flops=peak, main=None, saving=Clock(), timed=None, train_step=SimpleNamespace(guards=guards)
     )
     batch = SimpleNamespace(metrics={}, sequences=[SimpleNamespace(forwarded=length) for length in (5, 3)])
     logged = {}

@@ -1,0 +1,80 @@
+"""Draws what samplers and trainers did and when, with a sentence that says how long each side waited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import matplotlib
+from matplotlib.axes import Axes
+
+from moe_rl.report.figures import BLUE, GREEN, INK, PHASES, STYLE, Panel, figure_of, in_percent, line, missing, panel_of
+from moe_rl.report.format import duration, percent
+from moe_rl.report.timeline import WEIGHTS, Interval, Side, Window, idle_share, windows
+
+_SHOWN = 8  # steps
+_COLORS = (*PHASES, ("placement", "#c46aa8"), ("sleep", "#5b6b8c"))
+_ROWS: dict[Side, tuple[str, float]] = {"sampler": ("samplers", 1.0), "trainer": ("trainers", 0.0)}
+
+
+def panels(intervals: Sequence[Interval]) -> list[Panel]:
+    """Return the time line of the last steps, and the idle share of each side in all steps."""
+    steps = windows(intervals)
+    with matplotlib.rc_context(STYLE):
+        return [_timeline(intervals, steps), _idle(steps)]
+
+
+def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> Panel:
+    name, title, direction = "timeline", "Who worked when", "a gap is a side that waits, fewer are better"
+    if not steps:
+        return missing(name, title, direction, "No time line was written.", wide=True)
+    last = steps[-_SHOWN:]
+    begin, end = last[0].begin, last[-1].end
+    shown = [one for one in intervals if one.begin < end and one.end > begin]
+    figure, axes = figure_of(wide=True, height=2.1, xlabel="seconds")
+    for what, color in _COLORS:
+        label: str | None = "weights" if what == WEIGHTS else what
+        for side, (_, row) in _ROWS.items():
+            spans = [
+                (max(one.begin, begin) - begin, min(one.end, end) - max(one.begin, begin))
+                for one in shown
+                if (one.what, one.side) == (what, side)
+            ]
+            if spans:
+                axes.broken_barh(spans, (row - 0.36, 0.72), color=color, linewidth=0, label=label)
+                label = None
+    _steps(axes, last, begin)
+    axes.set_yticks([row for _, row in _ROWS.values()], [label for label, _ in _ROWS.values()])
+    axes.set_ylim(-0.5, 1.75)
+    axes.set_xlim(0, end - begin)
+    axes.grid(visible=False)
+    waited = "; ".join(
+        f"{label} waited {percent(idle_share(steps, side), 0)} of the time" for side, (label, _) in _ROWS.items()
+    )
+    reading = f"Over all {len(steps)} steps, {duration(sum(one.end - one.begin for one in steps))}: {waited}."
+    if len(last) < len(steps):
+        reading += f" The last {len(last)} steps are shown."
+    return panel_of(name, title, direction, reading, figure, wide=True)
+
+
+def _steps(axes: Axes, steps: Sequence[Window], begin: float) -> None:
+    """Number the steps above the rows, and part them by lines."""
+    for one in steps:
+        axes.axvline(one.end - begin, color=INK, alpha=0.3, linewidth=0.7)
+        axes.text((one.begin + one.end) / 2 - begin, 1.55, f"{one.step}", ha="center", va="center", fontsize=8.5)
+
+
+def _idle(steps: Sequence[Window]) -> Panel:
+    name, title = "idle", "Idle share of each side"
+    direction = "fraction of a step in which a side did nothing, lower is better"
+    if not steps:
+        return missing(name, title, direction, "No time line was written.")
+    figure, axes = figure_of()
+    colors: dict[Side, str] = {"sampler": BLUE, "trainer": GREEN}
+    for side, (label, _) in _ROWS.items():
+        line(axes, [one.step for one in steps], [one.idle(side) for one in steps], colors[side], label)
+    axes.set_ylim(0, 1)
+    in_percent(axes)
+    shares = {label: percent(median(one.idle(side) for one in steps), 0) for side, (label, _) in _ROWS.items()}
+    reading = f"In a median step {' and '.join(f'{label} {share}' for label, share in shares.items())}."
+    return panel_of(name, title, direction, reading, figure)
