@@ -204,6 +204,19 @@ class SamplingSupport:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplerHead:
+    """Holds the sampler's K likeliest tokens at each token of a completion, with their log-probabilities.
+
+    Attributes:
+        ids: [T, K] int32, the likeliest first.
+        logprobs: [T, K] float32, natural logarithm. -inf where fewer than K tokens could be drawn.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Holds the verifiers' result for one completion.
 

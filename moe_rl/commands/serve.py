@@ -50,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fraction of the tokens whose router logits are kept",
     )
     parser.add_argument(
+        "--head",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of the likeliest tokens kept per sampled token (objective.score_centering)",
+    )
+    parser.add_argument(
         "--reads-text", action="store_true", help="load the tokenizer, for requests with stop strings (rollout.stop)"
     )
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
@@ -98,6 +105,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
             model_fingerprint=options.model_fingerprint or "",
             support=options.support,
             router_logits_fraction=options.router_logits_fraction,
+            head=options.head,
             reads_text=options.reads_text,
             token_file=options.token_file,
             **address,
@@ -119,6 +127,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
         model_fingerprint="",
         support=config.rollout.keep_sampling_mask,
         router_logits_fraction=config.rollout.router_logits_fraction,
+        head=config.objective.score_centering or 0,
         reads_text=bool(config.rollout.stop),
         token_file=options.token_file or config.rollout.token_file,
         **address,

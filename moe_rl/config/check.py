@@ -52,6 +52,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *_evaluation_problems(config),
         *_batch_problems(config),
         *_replay_problems(config),
+        *_head_problems(config),
         *engine_problems(config),
         *layout_problems(config.parallel, config.train, facts, world_size),
         *_share_problems(config, world_size),
@@ -97,6 +98,16 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
             where={"key": "rollout.top_k"},
             got=config.rollout.top_k,
             expected=f"below vocab_size = {facts.vocab}, or 0 for all",
+        )
+
+
+def _head_problems(config: Config) -> Iterator[Problem]:
+    if config.objective.score_centering is not None and config.rollout.capture == "native":
+        yield describe(
+            "vLLM's own capture records only routes",
+            where={"key": "objective.score_centering", "given": "rollout.capture is native"},
+            got=config.objective.score_centering,
+            expected="rollout.capture patch or worker",
         )
 
 

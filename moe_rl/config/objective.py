@@ -58,6 +58,8 @@ class ObjectiveConfig(Section):
 
     weighs_by_sampler: ClassVar[bool] = False
     """Whether the loss itself contains the ratio to the sampler."""
+    centers: ClassVar[bool] = False
+    """Whether the loss weights a token by its ratio to the sampler alone, so that its score can be centered."""
     counted_by_token: ClassVar[str] = ""
     """For a loss with one term per sequence: the similar loss that accepts weights of single tokens."""
 
@@ -83,6 +85,9 @@ class ObjectiveConfig(Section):
     """Limit of the mean squared log-ratio of the trainer's old policy to the sampler (M2PO). The mean is over the
     tokens of an update that the loss pushes further away from the sampler. While it is above the limit, the token with
     the largest square is masked. null: no token is masked."""
+    score_centering: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of the sampler's likeliest tokens that are recorded at every token, to center the score of cispo or
+    dppo_tv (arXiv 2609.20807). Costs 8 bytes of trace each before compression. null: not centered."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL to the frozen initial policy, which routes natively. With every loss it is the mean over the
     tokens of a sequence, then over sequences. 0: no reference model is built."""
@@ -111,6 +116,7 @@ class ObjectiveConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         yield from self._correction_problems()
+        yield from self._centering_problems()
         yield from self._kl_problems()
 
     def _correction_problems(self) -> Iterator[Problem]:
@@ -180,6 +186,19 @@ class ObjectiveConfig(Section):
                 where={"key": "objective.second_moment_limit", "given": f"objective.name is {self.name}"},
                 got=self.second_moment_limit,
                 do=f"use {self.counted_by_token}, or a sequence-level correction",
+            )
+
+    def _centering_problems(self) -> Iterator[Problem]:
+        if self.score_centering is not None and not (self.centers and self.old_logprobs == "sampler"):
+            yield describe(
+                "the weights that the loss would give to other tokens are not known",
+                where={
+                    "key": "objective.score_centering",
+                    "given": f"objective.name is {self.name}, objective.old_logprobs is {self.old_logprobs}",
+                },
+                got=self.score_centering,
+                expected="objective.name cispo or dppo_tv, with objective.old_logprobs sampler",
+                do="set these, or remove objective.score_centering",
             )
 
     def _kl_problems(self) -> Iterator[Problem]:
@@ -272,6 +291,7 @@ class DapoConfig(ObjectiveConfig):
 class CispoConfig(ObjectiveConfig):
     """Weights the log-likelihood by the truncated ratio and takes the mean over all tokens."""
 
+    centers = True
     name: Literal["cispo"]
     weight_cap: WeightCap = Field(examples=[5.0])
 
@@ -298,6 +318,7 @@ class GmpoConfig(ObjectiveConfig):
 class DppoTvConfig(ObjectiveConfig):
     """Works like cispo, but removes tokens whose probability moved too far."""
 
+    centers = True
     name: Literal["dppo_tv"]
     delta_low: Probability = Field(examples=[0.2])
     """Largest loss of probability with which a token keeps its gradient."""

@@ -21,7 +21,7 @@ from moe_rl.replay.routes import RowPolicy, SequenceRoutes, microbatch_routes, r
 from moe_rl.replay.session import ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.types import SamplingSupport, Sequence
+from moe_rl.types import SamplerHead, SamplingSupport, Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,8 +38,10 @@ class Microbatch:
         targets: int64 [n], these tokens.
         predicted: int64 [n], which of the N completion tokens they are.
         support: The sampling supports of these n tokens; None if they were drawn from the whole vocabulary.
+        head_ids: int64 [n, K], the sampler's likeliest ids at these n tokens; None if they were not recorded.
         sequence_ids: int64 [N], in 0..B-1.
         rollout_logprobs: float32 [N].
+        head_logprobs: float32 [K, N], the sampler's, of the head ids of all N tokens; None without them.
         advantages: float32 [B]; NaN until they are set.
         indices: Which sequences of the batch are packed.
         real_tokens: Rows without padding, over all context-parallel ranks.
@@ -54,8 +56,10 @@ class Microbatch:
     targets: torch.Tensor
     predicted: torch.Tensor
     support: Support | None
+    head_ids: torch.Tensor | None
     sequence_ids: torch.Tensor
     rollout_logprobs: torch.Tensor
+    head_logprobs: torch.Tensor | None
     advantages: torch.Tensor
     indices: tuple[int, ...]
     real_tokens: int
@@ -188,6 +192,7 @@ def pack(
     device: torch.device | None = None,
     context: tuple[int, int] = (0, 1),
     supports: Seq[SamplingSupport] | None = None,
+    heads: Seq[SamplerHead] | None = None,
 ) -> Microbatch:
     """Pack sequences[i] for i in indices. The last token of each is not fed, because nothing is predicted after it.
 
@@ -197,6 +202,7 @@ def pack(
         context: (this rank's part of every sequence, number of parts), see `world.context_parallel`.
         supports: Sampling supports of the packed sequences, in the order of `indices`. None if every token was drawn
             from the whole vocabulary.
+        heads: The sampler's likeliest tokens of the packed sequences, in the order of `indices`, if they were recorded.
     """
     indices = range(len(sequences)) if indices is None else indices
     device = world.device() if device is None else device
@@ -237,8 +243,10 @@ def pack(
         targets=on_device(targets[predicted]),
         predicted=on_device(predicted),
         support=None if supports is None else _support(supports, predicted, device),
+        head_ids=None if not heads else on_device(np.concatenate([h.ids for h in heads])[predicted].astype(np.int64)),
         sequence_ids=on_device(sequence_ids),
         rollout_logprobs=on_device(logprobs.astype(np.float32)),
+        head_logprobs=None if not heads else on_device(np.concatenate([h.logprobs for h in heads]).T),
         advantages=torch.full((len(chosen),), torch.nan, device=device),
         indices=tuple(indices),
         real_tokens=sum(s.forwarded for s in chosen),

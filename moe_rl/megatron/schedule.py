@@ -19,11 +19,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch
-from moe_rl.objectives.logprobs import token_logprobs, token_logprobs_and_entropies
+from moe_rl.objectives.logprobs import token_scores
 from moe_rl.replay.session import ReplaySession, require_open
 
 # (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator.
-# If entropies are requested, they are a third argument [N], also with gradient.
+# If entropies are requested, they are a third argument [N], also with gradient. If the microbatch has head ids, the
+# keyword argument `head` [K, N] holds their logprobs, also with gradient.
 LossFunction = Callable[..., torch.Tensor]
 
 
@@ -74,7 +75,9 @@ def training_pass(
     """
 
     def loss_of(number, microbatch, logits):
-        value = loss(number, *completion_logprobs(microbatch, logits, temperature, entropy=entropy))
+        values = completion_logprobs(microbatch, logits, temperature, entropy=entropy, head=True)
+        others = {} if microbatch.head_ids is None else {"head": values[1 : len(values) - entropy]}
+        value = loss(number, values[0], *values[len(values) - entropy :], **others)
         return value, torch.zeros([], dtype=torch.int), value.detach().isfinite()
 
     return {**_arguments(chunks, microbatches, session, loss_of), "forward_only": False}
@@ -131,21 +134,23 @@ def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object
 
 
 def completion_logprobs(
-    microbatch: Microbatch, logits: torch.Tensor, temperature: float, *, entropy: bool
+    microbatch: Microbatch, logits: torch.Tensor, temperature: float, *, entropy: bool, head: bool = False
 ) -> torch.Tensor:
     """Return the logprobs [1, N] float32 of the completion tokens, from this rank's logits [1, T, V / TP].
 
-    The result is equal on all tensor-parallel and context-parallel ranks. With `entropy` it is [2, N]; the second row
-    is the entropy of each token's distribution in nats. Both are computed over the token's sampling support, if the
-    microbatch has one. If all ranks compute the same loss from the result, each rank gets the gradient for its own part
-    of the vocabulary and its own tokens.
+    The result is equal on all tensor-parallel and context-parallel ranks. With `head` the logprobs [K, N] of the
+    microbatch's head ids follow, if it has any. With `entropy` the last row is the entropy of each token's distribution
+    in nats. All are computed over the token's sampling support, if the microbatch has one. If all ranks compute the
+    same loss from the result, each rank gets the gradient for its own part of the vocabulary and its own tokens.
     """
     given = logits[0].index_select(0, microbatch.predicts), microbatch.targets, temperature
-    where = {"support": microbatch.support, "group": parallel_state.get_tensor_model_parallel_group()}
-    if entropy:
-        values = torch.stack(token_logprobs_and_entropies(*given, **where))
-    else:
-        values = token_logprobs(*given, **where)[None]
+    values = token_scores(
+        *given,
+        entropy=entropy,
+        others=microbatch.head_ids if head else None,
+        support=microbatch.support,
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )
     if parallel_state.get_context_parallel_world_size() == 1:
         return values
     return _Gathered.apply(values, microbatch.predicted, len(microbatch.sequence_ids))

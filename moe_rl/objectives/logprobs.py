@@ -52,8 +52,7 @@ def token_logprobs(
         TypeError: a dtype is wrong.
         ValueError: a shape or the temperature is wrong.
     """
-    _check(logits, targets, temperature, support)
-    return _TokenLogprobs.apply(logits, targets, temperature, support, _several(group), False)[0]
+    return token_scores(logits, targets, temperature, support=support, group=group)[0]
 
 
 def token_logprobs_and_entropies(
@@ -68,11 +67,35 @@ def token_logprobs_and_entropies(
 
     p = softmax(logits / temperature) over the token's support. Gradient of H_t: -p_v (log p_v + H_t) / temperature.
     """
-    _check(logits, targets, temperature, support)
-    return _TokenLogprobs.apply(logits, targets, temperature, support, _several(group), True)
+    logprobs, entropies = token_scores(logits, targets, temperature, entropy=True, support=support, group=group)
+    return logprobs, entropies
 
 
-class _TokenLogprobs(torch.autograd.Function):
+def token_scores(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    others: Tensor | None = None,
+    support: Support | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Compute `token_logprobs`, and what else is asked for, in one pass over the logits.
+
+    Args:
+        entropy: also compute `token_logprobs_and_entropies`.
+        others: [T, K] int64, further ids at each token, to compute the logprobs of. An id outside the support has the
+            logprob -inf, whose gradient must be 0.
+
+    Returns:
+        [1 + K + entropy, T]: the logprobs of the targets, those of the others, the entropies if asked for.
+    """
+    _check(logits, targets, temperature, support, others)
+    return _TokenScores.apply(logits, targets, temperature, support, _several(group), entropy, others)
+
+
+class _TokenScores(torch.autograd.Function):
     """Saves the logits, which autograd keeps anyway, instead of the float32 softmax of every chunk."""
 
     @staticmethod
@@ -84,11 +107,13 @@ class _TokenLogprobs(torch.autograd.Function):
         support: Support | None,
         group: dist.ProcessGroup | None,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        own, local = _own(targets, logits.shape[1], group)
-        # Per token: logprob and entropy, summed over the ranks; the largest logit; the log of the sum of exp(logit -
-        # largest).
-        result = logits.new_zeros((2 if entropy else 1, len(targets)), dtype=_working_dtype(logits))
+        others: Tensor | None,
+    ) -> Tensor:
+        ids = targets[:, None] if others is None else torch.cat((targets[:, None], others), 1)
+        own, local = _own(ids, logits.shape[1], group)
+        # Per token, summed over the ranks: logprobs, then the entropy.
+        result = logits.new_zeros((ids.shape[1] + entropy, len(targets)), dtype=_working_dtype(logits))
+        # Per token: the largest logit; the log of the sum of exp(logit - largest).
         shift: Any = result.new_empty((2, len(targets))) if group is not None else None
         for rows in _chunks(logits):
             scaled = _scaled(logits, rows, result.dtype, temperature, support, group)
@@ -97,42 +122,38 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 shift[:, rows] = torch.stack(_shift(scaled, group))
                 logprobs = _shifted(scaled, shift[:, rows])
-            result[0, rows] = logprobs.gather(1, local[rows, None])[:, 0]
+            result[: ids.shape[1], rows] = logprobs.gather(1, local[rows]).T
             if entropy:
-                result[1, rows] = torch.special.entr(logprobs.exp_()).sum(-1)
+                result[-1, rows] = torch.special.entr(logprobs.exp_()).sum(-1)
         if group is not None:
-            result[0].masked_fill_(~own, 0.0)
+            result[: ids.shape[1]].masked_fill_(~own.T, 0.0)
             dist.all_reduce(result, group=group)
-        entropies = result[1] if entropy else None
-        ctx.save_for_backward(logits, targets, shift, entropies)
+        ctx.save_for_backward(logits, ids, shift, result[-1] if entropy else None)
         ctx.temperature, ctx.support, ctx.group = temperature, support, group
-        ctx.set_materialize_grads(False)
-        return result[0], entropies
+        return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, targets, shift, entropies = ctx.saved_tensors
-        if grad is None and grad_entropy is None:
-            return (None,) * 6
-        own, local = _own(targets, logits.shape[1], ctx.group)
-        of_token = torch.zeros_like(grad_entropy) if grad is None else grad / ctx.temperature
-        of_all = of_token
-        if grad_entropy is not None:
-            of_entropy = grad_entropy / ctx.temperature
-            of_all = of_token + of_entropy * entropies
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, ids, shift, entropies = ctx.saved_tensors
+        own, local = _own(ids, logits.shape[1], ctx.group)
+        scaled_grad = grad / ctx.temperature
+        of_id = scaled_grad[: ids.shape[1]].T
+        of_all = of_id.sum(1)
+        if entropies is not None:
+            of_all = of_all + scaled_grad[-1] * entropies
         grad_logits = torch.empty_like(logits)
         for rows in _chunks(logits):
-            # d logp_t / d logit_v = (1[v = target] - p_v) / temperature. `token_logprobs_and_entropies` gives the
-            # gradient of H_t.
+            # d logp_v / d logit_u = (1[u = v] - p_u) / temperature. `token_logprobs_and_entropies` gives the gradient
+            # of H_t.
             scaled = _scaled(logits, rows, of_all.dtype, ctx.temperature, ctx.support, ctx.group)
             p = scaled.softmax(-1) if shift is None else _shifted(scaled, shift[:, rows]).exp_()
             chunk = p * -of_all[rows, None]
-            if grad_entropy is not None:
-                chunk.addcmul_(torch.special.entr(p), of_entropy[rows, None])
-            ours = torch.where(own[rows], of_token[rows], 0.0)
-            grad_logits[rows] = chunk.scatter_add_(1, local[rows, None], ours[:, None]).to(logits.dtype)
-        return grad_logits, None, None, None, None, None
+            if entropies is not None:
+                chunk.addcmul_(torch.special.entr(p), scaled_grad[-1, rows, None])
+            ours = torch.where(own[rows], of_id[rows], 0.0)
+            grad_logits[rows] = chunk.scatter_add_(1, local[rows], ours).to(logits.dtype)
+        return grad_logits, None, None, None, None, None, None
 
 
 def _scaled(
@@ -186,8 +207,8 @@ def _rank(group: dist.ProcessGroup | None) -> int:
     return group.rank() if group is not None else 0
 
 
-def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support | None) -> None:
-    if not logits.is_floating_point() or targets.dtype != torch.int64:
+def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support | None, others: Tensor | None) -> None:
+    if not logits.is_floating_point() or any(t is not None and t.dtype != torch.int64 for t in (targets, others)):
         raise TypeError(
             describe(
                 "wrong dtypes for token logprobs",
@@ -217,16 +238,17 @@ def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support
                 do="use the temperature of the sampler",
             )
         )
-    if support is not None and len(support) != len(targets):
-        raise ValueError(
-            describe(
-                "not of these tokens",
-                where={"argument": "support"},
-                got=f"that of {len(support)} tokens",
-                expected=len(targets),
-                do="cut logits, targets and support to the same tokens",
+    for name, of_tokens in (("support", support), ("others", others)):
+        if of_tokens is not None and len(of_tokens) != len(targets):
+            raise ValueError(
+                describe(
+                    "not of these tokens",
+                    where={"argument": name},
+                    got=f"that of {len(of_tokens)} tokens",
+                    expected=len(targets),
+                    do=f"cut logits, targets and {name} to the same tokens",
+                )
             )
-        )
 
 
 def _working_dtype(logits: Tensor) -> torch.dtype:

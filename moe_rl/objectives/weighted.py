@@ -2,6 +2,8 @@
 
 `losses.py` describes shapes, dtypes, errors and the denominator. The gradient of such a loss is -w_t A_i at token t.
 Its value contains l_t itself and has no meaning. sg[...] is a constant for the gradient.
+
+With a `head`, cispo and dppo_tv center their score (see `centering.py`). old_logprobs must then be the sampler's.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_rl.objectives.centering import Head, centering
 from moe_rl.objectives.loss_parts import PolicyLoss, check_loss, token_advantages, with_counts
 
 
@@ -21,6 +24,7 @@ def cispo(
     weight_cap: float,
     denominator: int,
     weights: Tensor | None = None,
+    head: Head | None = None,
 ) -> PolicyLoss:
     """Compute the loss of Clipped IS-weight Policy Optimization (MiniMax-M1, arXiv 2506.13585, equations 4 and 5).
 
@@ -34,7 +38,8 @@ def cispo(
     of_token = token_advantages(advantages, sequence_ids, weights)
     ratio = (logprobs.detach().double() - old_logprobs.detach().double()).exp()
     capped = (ratio > weight_cap) & (of_token != 0)
-    return _weighted(logprobs, of_token, ratio.clamp(max=weight_cap), ratio, capped, denominator, broken)
+    center = None if head is None else centering(head, weight_cap)
+    return _weighted(logprobs, of_token, ratio.clamp(max=weight_cap), ratio, capped, denominator, broken, center)
 
 
 def dppo_tv(
@@ -48,6 +53,7 @@ def dppo_tv(
     weight_cap: float,
     denominator: int,
     weights: Tensor | None = None,
+    head: Head | None = None,
 ) -> PolicyLoss:
     """Compute the loss of Divergence Proximal Policy Optimization with binary total variation (arXiv 2602.04879).
 
@@ -71,10 +77,16 @@ def dppo_tv(
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
     current, old = logprobs.detach().double(), old_logprobs.detach().double()
-    ratio, moved = (current - old).exp(), current.exp() - old.exp()
-    masked = ((of_token > 0) & (moved > delta_high)) | ((of_token < 0) & (moved < -delta_low))
+    ratio = (current - old).exp()
+
+    def is_masked(p: Tensor, p_old: Tensor) -> Tensor:
+        moved = p - p_old
+        return ((of_token > 0) & (moved > delta_high)) | ((of_token < 0) & (moved < -delta_low))
+
+    masked = is_masked(current.exp(), old.exp())
     scale = torch.where(masked, 0.0, ratio.clamp(max=weight_cap))
-    return _weighted(logprobs, of_token, scale, ratio, masked, denominator, broken)
+    center = None if head is None else centering(head, weight_cap, is_masked)
+    return _weighted(logprobs, of_token, scale, ratio, masked, denominator, broken, center)
 
 
 def minirl(
@@ -121,14 +133,25 @@ def minirl(
 
 
 def _weighted(
-    logprobs: Tensor, of_token: Tensor, scale: Tensor, ratio: Tensor, clipped: Tensor, denominator: int, broken: Tensor
+    logprobs: Tensor,
+    of_token: Tensor,
+    scale: Tensor,
+    ratio: Tensor,
+    clipped: Tensor,
+    denominator: int,
+    broken: Tensor,
+    center: Tensor | None = None,
 ) -> PolicyLoss:
-    """Return the loss -sum(scale * A * l) / denominator with its counts.
+    """Return the loss -sum(A * (scale * l - center)) / denominator with its counts.
 
     Args:
         of_token: [T], advantages from `token_advantages`.
         scale: [T] float64, factor of each token's A l before the division by the denominator.
         broken: the result of `check_loss`.
+        center: [T] float64, from `centering`. None: 0.
     """
-    loss = -(scale * of_token * logprobs.double()).sum() / denominator
+    terms = scale * of_token * logprobs.double()
+    if center is not None:
+        terms = terms - of_token * center
+    loss = -terms.sum() / denominator
     return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))

@@ -196,6 +196,11 @@ ALL = (
     Metric("objective/zero_advantage_fraction", "fraction", "lower",
         "Fraction of the trained sequences whose advantage is exactly 0. They teach nothing.",
         "Near 1: rewards do not differ where objective.advantage compares them."),
+    Metric("objective/head_mass", "fraction", "higher",
+        "Mean probability that the sampler gave to its objective.score_centering likeliest tokens, over the tokens. "
+        "Score centering is exact on them and models the rest. Logged only with objective.score_centering.",
+        "Below 0.99: much of the sampler is modelled. Raise objective.score_centering.",
+        "when measured"),
     Metric("objective/second_moment", "nats^2", "lower",
         "Mean of (log r)^2 over the tokens of an update that the loss pushes further away from the sampler, where r = "
         "old policy / sampler, before any of them is masked. Mean over the updates of the step. Logged only with "

@@ -91,6 +91,7 @@ def _differences(config: Config, facts: ModelFacts, url: str, served: Served) ->
         "rollout.capture": (served.capture, rollout.capture),
         "rollout.keep_sampling_mask": (served.support, rollout.keep_sampling_mask),
         "rollout.router_logits_fraction": (served.router_logits_fraction, rollout.router_logits_fraction),
+        "objective.score_centering": (served.head, config.objective.score_centering or 0),
     }
     if rollout.stop:
         needed["rollout.stop"] = ("no tokenizer" if not served.reads_text else "a tokenizer", "a tokenizer")

@@ -57,6 +57,7 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
         capture=rollout.capture,
         support=rollout.keep_sampling_mask,
         router_logits_fraction=rollout.router_logits_fraction,
+        head=config.objective.score_centering or 0,
         sleeps=rollout.sleep_level > 0,
         reads_text=bool(rollout.stop),
     )

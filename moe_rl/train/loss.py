@@ -4,11 +4,13 @@ bonus."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.objectives import corrections
+from moe_rl.objectives.centering import Head
 from moe_rl.objectives.losses import POLICY_LOSSES, USE_ROLLOUT_LOGPROBS, reference_kl
 from moe_rl.objectives.penalties import entropy_bonus
 from moe_rl.train.shares import MicrobatchWork, UpdateShare
@@ -24,6 +26,7 @@ class LossSums:
     clip_units: torch.Tensor | int = 0
     ratio: torch.Tensor | int = 0
     corrections: torch.Tensor | int = 0
+    head_mass: torch.Tensor | int = 0
 
 
 class UpdateLoss:
@@ -39,17 +42,26 @@ class UpdateLoss:
         self.objective, self.share, self.sums = objective, share, sums
         self.seen: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def __call__(self, number: int, logprobs: torch.Tensor, *entropies: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, number: int, logprobs: torch.Tensor, *entropies: torch.Tensor, head: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the loss of microbatch `number`.
 
         Args:
             logprobs: float32 [N], of its completion tokens.
             entropies: float32 [N], if requested.
+            head: float32 [K, N], logprobs of the microbatch's head ids, if it has any.
         """
         objective, share, sums, work = self.objective, self.share, self.sums, self.share.work[number]
         microbatch = work.microbatch
         self.seen[number] = tuple(values.detach() for values in (logprobs, *entropies))
-        own = {"rollout_logprobs": microbatch.rollout_logprobs} if objective.name in USE_ROLLOUT_LOGPROBS else {}
+        own: dict[str, Any] = {}
+        if objective.name in USE_ROLLOUT_LOGPROBS:
+            own["rollout_logprobs"] = microbatch.rollout_logprobs
+        if head is not None:
+            assert microbatch.head_logprobs is not None  # recorded together with the ids
+            own["head"] = Head(head, microbatch.head_logprobs)
+            sums.head_mass += microbatch.head_logprobs.double().exp().sum()
         # The loss function is looked up here rather than through `policy_loss`, so that fewer frames lie above it.
         result = POLICY_LOSSES[objective.name](
             logprobs,

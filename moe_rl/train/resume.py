@@ -29,7 +29,7 @@ from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.train.sampling_support import read_support
+from moe_rl.train.sampling_support import read_head, read_support
 from moe_rl.train.trainer import RankZero, Trainer
 
 # What `Trainer.save` gives to a checkpoint and `restore` reads.
@@ -180,10 +180,16 @@ def _take_left_behind(trainer: Trainer, main: RankZero, done: int) -> RolloutBat
     ledger."""
     rollouts, step = main.rollouts, done + 1
     begun = f"resumed after step {done}" if done else "restarted from the beginning"
-    vocabulary = trainer.facts.vocab if trainer.config.rollout.keep_sampling_mask else None
+    config, vocabulary = trainer.config, trainer.facts.vocab
     try:
         entry, batch = left_behind(
-            step, rollouts.ledger, rollouts.source, trainer.kept, trainer.train_step.spec, vocabulary=vocabulary
+            step,
+            rollouts.ledger,
+            rollouts.source,
+            trainer.kept,
+            trainer.train_step.spec,
+            support=vocabulary if config.rollout.keep_sampling_mask else None,
+            head=(vocabulary, config.objective.score_centering) if config.objective.score_centering else None,
         )
     except MoeRLError as error:
         dropped = rollouts.ledger.rewind(done)
@@ -202,12 +208,14 @@ def left_behind(
     kept: KeptRollouts,
     spec: TraceSpec,
     *,
-    vocabulary: int | None,
+    support: int | None = None,
+    head: tuple[int, int] | None = None,
 ) -> tuple[StepPrompts, RolloutBatch]:
     """Read and check the rollouts of `step`, the step after the checkpoint that the run continues from.
 
     Args:
-        vocabulary: Vocabulary size, if sampling supports are needed; else None.
+        support: Vocabulary size, if sampling supports are needed; else None.
+        head: Vocabulary size and number of tokens, if sampler heads are needed; else None.
 
     Returns:
         The step's line of the prompt ledger, and its rollouts.
@@ -242,8 +250,10 @@ def left_behind(
             weight_version=step - 1,
             policy=_ROWS,
         )
-        if vocabulary is not None:
-            read_support(kept.store, sequence, vocabulary)
+        if support is not None:
+            read_support(kept.store, sequence, support)
+        if head is not None:
+            read_head(kept.store, sequence, *head)
     return entry, batch
 
 

@@ -1,7 +1,7 @@
-"""Reads the recorded sampling supports of a completion from the trace store, and checks them before any pass.
+"""Reads what was recorded of the sampler's distributions from the trace store, and checks it before any pass.
 
 A sampling support is the set of token ids that top-k, top-p and min-p left to sample from. A wrong support silently
-gives wrong logprobs: no other check would detect it.
+gives wrong logprobs: no other check would detect it. A head is the sampler's likeliest tokens, with their logprobs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_rl.errors import About, SupportError, TraceError, describe
 from moe_rl.trace import TraceStore
-from moe_rl.types import SamplingSupport, Sequence
+from moe_rl.types import SamplerHead, SamplingSupport, Sequence
 
 
 def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> SamplingSupport:
@@ -23,27 +23,9 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
         SupportError: The support was not recorded, belongs to other tokens, has ids out of range or out of order, or
             lacks the sampled token. The message names request and token.
     """
-    if sequence.routes is None:
-        raise _refused(sequence, "sampling support is missing", fault="missing", got="no record")
-    try:
-        counts = store.aux(sequence.routes, "support_counts")
-        ids = store.aux(sequence.routes, "support_ids")
-        held = store.info(sequence.routes).held_rows
-    except TraceError as error:
-        raise _refused(sequence, "sampling support cannot be read", fault="unreadable", got=error) from error
+    counts, ids = _drawn(store, sequence, "support_counts", "support_ids")
     tokens = np.asarray(sequence.token_ids, np.int64)
     counts, ids = counts.astype(np.int64), ids.astype(np.int64)
-    # The row of position p - 1 gave the token at position p. vLLM may find a stop string late: then more tokens were
-    # drawn than the sequence has.
-    drawn = sequence.routes.start + held + 1 - len(sequence.prompt_token_ids)
-    if len(counts) != drawn or drawn < len(tokens):
-        raise _refused(
-            sequence,
-            "sampling support belongs to other tokens",
-            got=f"supports for {len(counts)} tokens",
-            fault="tokens",
-            expected=max(drawn, len(tokens)),
-        )
     if counts.sum() != len(ids):
         raise _refused(
             sequence,
@@ -90,6 +72,66 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
             got=f"token {tokens[at]} and {counts[at]} other ids",
         )
     return SamplingSupport(counts, ids)
+
+
+def read_head(store: TraceStore, sequence: Sequence, vocabulary: int, size: int) -> SamplerHead:
+    """Read the sampler's likeliest tokens at each completion token, as `vllm.extras` recorded them with the routes.
+
+    Args:
+        vocabulary: Vocabulary size; ids must be below it.
+        size: Number of tokens K that must have been recorded, or the vocabulary if that is smaller.
+
+    Raises:
+        SupportError: The head was not recorded, belongs to other tokens, has another size, has ids out of range or
+            twice, has logprobs that are no probabilities, or gives the sampled token another logprob than came with the
+            completion. The message names request and token.
+    """
+    ids, logprobs = (one[: len(sequence.token_ids)] for one in _drawn(store, sequence, "head_ids", "head_logprobs"))
+    wanted = (len(sequence.token_ids), min(size, vocabulary))
+    if ids.shape != wanted or logprobs.shape != wanted:
+        raise _refused(
+            sequence,
+            "sampler head has another size",
+            fault="size",
+            got=f"ids {ids.shape}, logprobs {logprobs.shape}",
+            expected=wanted,
+        )
+    ordered = np.sort(ids, 1)
+    sampled = ids == np.asarray(sequence.token_ids)[:, None]
+    apart = np.abs(np.where(sampled, logprobs, 0).sum(1) - np.where(sampled.any(1), sequence.rollout_logprobs, 0))
+    for fault, what, wrong in (
+        ("vocabulary", "has an id that is not in the vocabulary", (ids < 0) | (ids >= vocabulary)),
+        ("twice", "has an id twice", ordered[:, 1:] == ordered[:, :-1]),
+        ("probability", "has logprobs of no distribution", ~(np.exp(logprobs.astype(np.float64)).sum(1) < 1 + 1e-4)),
+        ("sampled", "gives the sampled token another logprob than the completion", ~(apart < 1e-3)),
+    ):
+        if wrong.any():
+            at = int(np.flatnonzero(wrong.reshape(len(ids), -1).any(1))[0])
+            raise _refused(sequence, f"sampler head {what}", fault=fault, token=at, got=f"ids {ids[at][:8].tolist()}")
+    return SamplerHead(ids, logprobs)
+
+
+def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return two recorded arrays of a sequence, after a check that the first has an entry for each token drawn."""
+    if sequence.routes is None:
+        raise _refused(sequence, f"{first} is missing", fault="missing", got="no record")
+    try:
+        one, other = store.aux(sequence.routes, first), store.aux(sequence.routes, second)
+        held = store.info(sequence.routes).held_rows
+    except TraceError as error:
+        raise _refused(sequence, f"{first} cannot be read", fault="unreadable", got=error) from error
+    # The row of position p - 1 gave the token at position p. vLLM may find a stop string late: then more tokens were
+    # drawn than the sequence has.
+    drawn = sequence.routes.start + held + 1 - len(sequence.prompt_token_ids)
+    if len(one) != drawn or drawn < len(sequence.token_ids):
+        raise _refused(
+            sequence,
+            f"{first} belongs to other tokens",
+            got=f"an entry for {len(one)} tokens",
+            fault="tokens",
+            expected=max(drawn, len(sequence.token_ids)),
+        )
+    return one, other
 
 
 def _refused(

@@ -20,8 +20,8 @@ from moe_rl.replay.routes import RowPolicy, missing_rows
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.assignment import agreed, assign, load_excess
-from moe_rl.train.sampling_support import read_support
-from moe_rl.types import SamplingSupport, Sequence
+from moe_rl.train.sampling_support import read_head, read_support
+from moe_rl.types import SamplerHead, SamplingSupport, Sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class Shares:
 
         Raises:
             MoeRLError: On some rank, routes are missing, damaged, wrong or too old beyond what the config allows, or a
-                required sampling support is missing or wrong. Raised on all ranks.
+                required sampling support or sampler head is missing or wrong. Raised on all ranks.
         """
         sequences, group_ids, dropped = self._complete(sequences, group_ids)
         updates, by_length = [], 0
@@ -144,8 +144,8 @@ class Shares:
             work = []
             for indices in plan[rank]:
                 packed = [ours[i] for i in indices]
-                supports = self._supports(packed)
-                microbatch = pack(ours, indices, world.device(), world.context_parallel(), supports)
+                recorded = self._supports(packed), self._heads(packed)
+                microbatch = pack(ours, indices, world.device(), world.context_parallel(), *recorded)
                 table = microbatch.read_routes(
                     self.store,
                     packed,
@@ -172,6 +172,13 @@ class Shares:
         if not self.config.rollout.keep_sampling_mask or not world.is_last_stage():
             return None
         return [read_support(self.store, sequence, self.vocabulary) for sequence in packed]
+
+    def _heads(self, packed: list[Sequence]) -> list[SamplerHead] | None:
+        """Read the sampler heads of the packed sequences, if this rank computes a loss that they center."""
+        size = self.config.objective.score_centering
+        if size is None or not world.is_last_stage():
+            return None
+        return [read_head(self.store, sequence, self.vocabulary, size) for sequence in packed]
 
     def _fallback(self, tables: list[MicrobatchRoutes], sequences: list[Sequence]) -> dict[str, float]:
         """Return metrics on how much of the step is replayed, over all ranks. Raises ReplayError on all if it is too

@@ -131,6 +131,9 @@ def loss_metrics(objective: ObjectiveConfig, sums: LossSums, updates: int) -> di
         mine = torch.as_tensor(sums.corrections, dtype=torch.float64).expand(corrections.SUMS).tolist()
         corrected = corrections.metrics(world.all_reduce(mine))
         metrics |= {f"correction/{name}": value for name, value in corrected.items()}
+    if objective.score_centering is not None:
+        (mass,) = world.all_reduce([float(sums.head_mass)])
+        metrics["objective/head_mass"] = mass / max(units, 1)
     if objective.kl_coef > 0 and objective.kl_in == "loss":
         metrics["objective/kl_ref"] = kl / updates
     return metrics

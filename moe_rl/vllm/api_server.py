@@ -45,7 +45,7 @@ class ServerSettings:
         further: command line for vLLM, which may override `sizes`.
         capture: "patch" or "worker".
         model_fingerprint: "" accepts the fingerprint of any run.
-        support, router_logits_fraction: as in recording.Recording.
+        support, router_logits_fraction, head: as in recording.Recording.
         reads_text: load the tokenizer, for stop strings.
         host: None listens on this machine only.
         port: 0 for a free one.
@@ -61,6 +61,7 @@ class ServerSettings:
     model_fingerprint: str
     support: bool
     router_logits_fraction: float
+    head: int
     reads_text: bool
     host: str | None
     port: int
@@ -161,6 +162,7 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
         fingerprint,
         support=settings.support,
         router_logits_fraction=settings.router_logits_fraction,
+        head=settings.head,
     )
     # Imported late, so that errors in the arguments are reported quickly.
     import uvloop

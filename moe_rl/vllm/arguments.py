@@ -120,11 +120,11 @@ def _refuse_native(recording: Recording) -> None:
                 do="set rollout.capture to patch or worker",
             )
         )
-    if recording.support or recording.log_normalizer or recording.router_logits_fraction:
+    if recording.more_than_routes:
         raise EngineError(
             describe(
                 "vLLM's own capture records routes only",
-                got="support, log_normalizer or router_logits_fraction",
+                got="support, log_normalizer, router_logits_fraction or head",
                 do="set rollout.capture to patch or worker",
             )
         )

@@ -100,6 +100,7 @@ class ChildEngine:
                 support=settings.support,
                 log_normalizer=settings.log_normalizer,
                 router_logits_fraction=settings.router_logits_fraction,
+                head=settings.head,
             )
         self._llm = vllm.LLM(
             **arguments.fixed(

@@ -133,7 +133,7 @@ class Served(msgspec.Struct, frozen=True):
 
     Attributes:
         num_experts, top_k, layer_map: as in trace.record.TraceSpec.
-        capture, support, router_logits_fraction: as in recording.Recording and the config's rollout.capture.
+        capture, support, router_logits_fraction, head: as in recording.Recording and the config's rollout.capture.
         reads_text: whether it finds stop strings.
         gpus: number of GPUs that share the weights.
         start: a random id of this start of the server.
@@ -156,6 +156,7 @@ class Served(msgspec.Struct, frozen=True):
     capture: str
     support: bool
     router_logits_fraction: float
+    head: int
     reads_text: bool
     gpus: int
     start: str

@@ -1,23 +1,27 @@
-"""Records more than routes, each kind by its own switch: sampling support, log-normaliser, router logits.
+"""Records more than routes, each kind by its own switch: sampling support, log-normaliser, router logits, head.
 
 support         the token ids that could have been drawn under top-k, top-p and min-p, per sampled token
 log_normalizer  log of the total probability of the support before truncation, per sampled token. Add it to the token's
                 log-probability to get the log-probability without top-k, top-p and min-p.
 router_logits   logits of every router, for a fraction of the tokens that this request computed itself
+head            the K likeliest tokens with their log-probabilities in the sampling distribution, per sampled token
 
 Each costs copies to the host in every step, so each is off by default. A trainer with `rollout.keep_sampling_mask`
-needs the support of every token; the others are diagnostics for some requests.
+needs the support of every token, one with `objective.score_centering` the head; the others are diagnostics for some
+requests.
 
 Arrays as they are stored with a record and read back by `TraceStore.aux`:
 
 support_counts [N] uint32, support_ids [sum] int32 (ascending per token; a count of 0: every token could be drawn),
-log_normalizer [N] float32, for the N sampled tokens in order; router_logits [M, L, E] float32 of rows
+log_normalizer [N] float32, head_ids [N, K] int32 and head_logprobs [N, K] float32 (the likeliest first, -inf for a
+token that could not be drawn), for the N sampled tokens in order; router_logits [M, L, E] float32 of rows
 router_logits_rows [M] uint32, ascending.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -37,8 +41,9 @@ class Extras:
         self._runner = worker.model_runner
         self._fraction = recording.router_logits_fraction
         self._support, self._log_normalizer = recording.support, recording.log_normalizer
-        self._samples = self._support or self._log_normalizer
-        self._sampled: dict[int, dict[int, tuple[np.ndarray, float]]] = {}
+        self._head = recording.head
+        self._samples = self._support or self._log_normalizer or self._head > 0
+        self._sampled: dict[int, dict[int, _Drawn]] = {}
         self._logits: dict[int, dict[int, np.ndarray]] = {}
         self._in_step: list[tuple[Recorded, int]] = []
         self._log_mass_before: Tensor | None = None
@@ -51,14 +56,14 @@ class Extras:
     def of(cls, worker, recording: Recording, moe_modules, *, pipeline_stages: int) -> Self | None:
         """Make the hooks, or return None if only routes are recorded. Raises EngineError if the engine cannot show the
         rest."""
-        if not (recording.support or recording.log_normalizer or recording.router_logits_fraction):
+        if not recording.more_than_routes:
             return None
         config = worker.vllm_config
         for wrong, why, do in (
             (pipeline_stages > 1, "no pipeline stage sees both the sampler and all routers", "one stage"),
             (config.speculative_config is not None, "speculative decoding draws several tokens a step", "turn it off"),
             (
-                (recording.support or recording.log_normalizer)
+                (recording.support or recording.log_normalizer or recording.head > 0)
                 and config.model_config.logprobs_mode != "processed_logprobs",
                 f"logprobs_mode is {config.model_config.logprobs_mode}, which does not show what was removed",
                 "set logprobs_mode to processed_logprobs",
@@ -71,7 +76,9 @@ class Extras:
         ):
             if wrong:
                 raise EngineError(
-                    describe("Sampling support, log-normaliser or router logits cannot be recorded", got=why, do=do)
+                    describe(
+                        "Sampling support, log-normaliser, router logits or head cannot be recorded", got=why, do=do
+                    )
                 )
         return cls(worker, recording, moe_modules)
 
@@ -117,10 +124,13 @@ class Extras:
             )
         drawn = [sampled[p] for p in positions]
         if self._support and not request.greedy:
-            aux["support_counts"] = np.asarray([len(ids) for ids, _ in drawn], np.uint32)
-            aux["support_ids"] = np.concatenate([_NOTHING, *(ids for ids, _ in drawn)])
+            aux["support_counts"] = np.asarray([len(one.support) for one in drawn], np.uint32)
+            aux["support_ids"] = np.concatenate([_NOTHING, *(one.support for one in drawn)])
         if self._log_normalizer and not request.greedy:
-            aux["log_normalizer"] = np.asarray([mass for _, mass in drawn], np.float32)
+            aux["log_normalizer"] = np.asarray([one.mass for one in drawn], np.float32)
+        if self._head and not request.greedy:
+            aux["head_ids"] = np.stack([one.head_ids for one in drawn])
+            aux["head_logprobs"] = np.stack([one.head_logprobs for one in drawn])
         if self._fraction:
             kept = sorted(p for p in logits if p < rows)
             layers, experts = self._buffer.shape[1:]
@@ -145,7 +155,7 @@ class Extras:
         sampler.topk_topp_sampler.register_forward_hook(self._after_sampling)
 
     def _after_sampling(self, module, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
-        """Store the supports of the sampled tokens.
+        """Store what is asked for of the distributions that the tokens were drawn from.
 
         inputs[0] holds the logits [R, V], masked or, if the sampler masks them itself, not yet masked. output[1] holds
         the log-probabilities [R, V] of the sampling distribution, -inf for removed tokens.
@@ -153,7 +163,6 @@ class Extras:
         logprobs = output[1]
         if logprobs is None:
             raise EngineError(describe("vLLM's sampler gave no processed log-probabilities", do="ask for logprobs=0"))
-        possible = torch.isfinite(logprobs)
         mass = None
         if self._log_normalizer:
             # For any token of the support: its logit minus its log-probability is the log-sum-exp over the support.
@@ -166,14 +175,34 @@ class Extras:
             for row, (request, _) in enumerate(self._in_step)
             if request.ask is not None and not request.greedy and request.forwarded >= len(request.prompt)
         ]
-        supports = _supports(possible, [row for row, _ in wanted]) if self._support else {}
+        rows = [row for row, _ in wanted]
+        supports = _supports(torch.isfinite(logprobs), rows) if self._support else {}
+        heads = _heads(logprobs, rows, self._head) if self._head else {}
         for row, request in wanted:
             value = float(mass[row]) if mass is not None else 0.0
-            one = (supports.get(row, _NOTHING), value)
+            one = _Drawn(supports.get(row, _NOTHING), value, *heads.get(row, _NO_HEAD))
             self._sampled.setdefault(request.number, {}).setdefault(request.forwarded, one)
 
 
 _NOTHING = np.zeros(0, np.int32)
+_NO_HEAD = _NOTHING, _NOTHING.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Drawn:
+    """Holds what is kept of the distribution that one token was drawn from."""
+
+    support: np.ndarray
+    mass: float
+    head_ids: np.ndarray
+    head_logprobs: np.ndarray
+
+
+def _heads(logprobs: Tensor, rows: list[int], size: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Return ids int32 [K] and logprobs float32 [K] of the likeliest tokens of these rows of logprobs [R, V]."""
+    best, ids = logprobs[rows].topk(min(size, logprobs.shape[1]), dim=-1)
+    kept = zip(ids.to(torch.int32).cpu().numpy(), best.float().cpu().numpy(), strict=True)
+    return dict(zip(rows, kept, strict=True))
 
 
 def _supports(possible: Tensor, rows: list[int]) -> dict[int, np.ndarray]:

@@ -345,6 +345,7 @@ class Control:
             capture="worker" if config.parallel_config.worker_cls.endswith("RecordingWorker") else "patch",
             support=recording["support"],
             router_logits_fraction=recording["router_logits_fraction"],
+            head=recording["head"],
             reads_text=_reads_text(engine),
             gpus=config.parallel_config.world_size,
             start=self._start,

@@ -37,6 +37,7 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         support: also record which token ids could have been drawn under top-k, top-p and min-p.
         log_normalizer: also record the log of the support's total probability before truncation.
         router_logits_fraction: fraction of the tokens whose router logits are recorded.
+        head: number of the likeliest tokens that are also recorded, with their log-probabilities, per sampled token.
     """
 
     trace_root: str
@@ -44,6 +45,11 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     support: bool = False
     log_normalizer: bool = False
     router_logits_fraction: float = 0.0
+    head: int = 0
+
+    @property
+    def more_than_routes(self) -> bool:
+        return bool(self.support or self.log_normalizer or self.router_logits_fraction or self.head)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.router_logits_fraction <= 1.0:

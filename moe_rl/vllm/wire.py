@@ -28,7 +28,7 @@ class EngineSettings:
         trace_root: folder of the trace store; None turns recording off.
         log_path: file for all output of the engine's process.
         silence_seconds: an engine without progress in a call for this time counts as hung and is killed.
-        support, log_normalizer, router_logits_fraction: as in recording.Recording.
+        support, log_normalizer, router_logits_fraction, head: as in recording.Recording.
         sleeps: whether the engine must support sleep.
         reads_text: whether the engine must support stop strings.
     """
@@ -48,6 +48,7 @@ class EngineSettings:
     support: bool = False
     log_normalizer: bool = False
     router_logits_fraction: float = 0.0
+    head: int = 0
     sleeps: bool = False
     reads_text: bool = False
 

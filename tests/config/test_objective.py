@@ -79,6 +79,20 @@ def test_the_second_moment_limit_needs_a_loss_by_token_and_the_trainers_old_poli
         tells(message, key="objective.second_moment_limit", given="objective.old_logprobs is sampler")
 
 
+CENTERED = "objective.score_centering=8"
+
+
+def test_the_score_is_centered_where_the_weights_of_other_tokens_are_known(found):
+    for name in ("cispo", "dppo_tv"):
+        assert found(*loss(name, old="sampler"), CENTERED, "objective.off_policy_delta=0.5") == []
+        (message,) = found(*loss(name, old="sampler"), CENTERED, "rollout.capture=native")
+        tells(message, key="objective.score_centering", given="rollout.capture is native")
+    for name, old in (("cispo", "trainer"), ("grpo", "sampler"), ("gspo", "sampler"), ("minirl", "trainer")):
+        (message,) = found(*loss(name, old=old), CENTERED)
+        tells(message, key="objective.score_centering", expected=("cispo", "dppo_tv", "sampler"))
+        assert name in message.about["given"] and old in message.about["given"]
+
+
 @pytest.mark.parametrize("text", [TIS, ICEPOP, PRODUCT, GEOMETRIC, VETO])
 def test_ratios_that_are_1_are_refused(found, text):
     (message,) = found(*loss("gspo_token", old="sampler"), corrections(text))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_rl.objectives import logprobs as module
-from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies
+from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies, token_scores
 from tests.support.refusals import refused
 
 
@@ -69,6 +69,37 @@ def test_gradients_of_logprob_and_entropy(monkeypatch, rows_per_chunk, restricte
     if restricted:
         outside = [[ids != [] and i not in ids for i in range(6)] for ids in sets]
         assert torch.equal(gradient[torch.tensor(outside)], torch.zeros(sum(map(sum, outside)), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_further_ids_have_the_logprobs_and_gradients_that_targets_have(restricted):
+    logits, targets = sample(6, 7, torch.float64)
+    sets, support = supported(targets, 7) if restricted else ([[]] * 6, None)
+    others = torch.arange(7).repeat(6, 1)[:, [3, 0, 6]]
+    weights = torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6)
+    inside = torch.tensor([[not ids or i in ids for i in (3, 0, 6)] for ids in sets]).T
+    weights[1:4] *= inside
+    leaf, alone = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    scores = token_scores(leaf, targets, 0.7, entropy=True, others=others, support=support)
+    (torch.where(weights == 0, 0.0, scores) * weights).sum().backward()
+    first, entropies = token_logprobs_and_entropies(alone, targets, 0.7, support=support)
+    expected = [first, *(token_logprobs(alone, ids, 0.7, support=support) for ids in others.T), entropies]
+    assert torch.equal(scores, torch.stack(expected)) and scores[1:4][~inside].isneginf().all()
+    sum((torch.where(w == 0, 0.0, s) * w).sum() for w, s in zip(weights, expected, strict=True)).backward()
+    torch.testing.assert_close(leaf.grad, alone.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("others", "error", "facts"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int64), ValueError, {"argument": "others", "expected": 6}),
+        (torch.zeros(6, 3, dtype=torch.int32), TypeError, {"fault": "dtype"}),
+    ],
+)
+def test_further_ids_of_other_tokens_are_refused(others, error, facts):
+    logits, targets = sample(6, 7)
+    with refused(error, **facts):
+        token_scores(logits, targets, 1.0, others=others)
 
 
 def test_a_support_of_everything_changes_no_bit():

@@ -512,7 +512,7 @@ def test_config_and_losses_agree_on_names_and_parameters():
     assert list(POLICY_LOSSES) == list(LOSSES)
     for name, function in POLICY_LOSSES.items():
         keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        of_every_loss = ("rollout_logprobs", "denominator", "weights")
+        of_every_loss = ("rollout_logprobs", "denominator", "weights", "head")
         assert [k for k in keywords if k not in of_every_loss] == list(LOSS_PARAMETERS[name])
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moe_rl.errors import EngineError
-from moe_rl.objectives.logprobs import Support, token_logprobs
+from moe_rl.objectives.logprobs import Support, token_logprobs, token_scores
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore
-from moe_rl.train.sampling_support import read_support
+from moe_rl.train.sampling_support import read_head, read_support
 from moe_rl.types import Sequence
 from tests.rollout.conftest import TEXTS, VOCAB, check_stopped, two_stop_strings
 
@@ -176,6 +176,7 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         support=True,
         log_normalizer=True,
         router_logits_fraction=1.0,
+        head=4,
     )
     requests = [replace(request, top_k=10, top_p=0.9) for request in requests_of(2, 1, max_tokens=40)]
     with VllmEngine(asked) as engine:
@@ -206,6 +207,10 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         logits = reference.logits(tokens)[len(completion.prompt_token_ids) - 1 : -1]
         ours = token_logprobs(logits, torch.tensor(completion.token_ids), 1.0, support=support)
         np.testing.assert_allclose(ours, completion.logprobs, rtol=0, atol=1e-5)
+        head = read_head(store, trained, VOCAB, 4)
+        ids = torch.from_numpy(head.ids.astype(np.int64))
+        ours = token_scores(logits, torch.tensor(completion.token_ids), 1.0, others=ids, support=support)[1:].T
+        np.testing.assert_allclose(ours, head.logprobs, rtol=0, atol=1e-5)
         kept = store.aux(completion.routes, "router_logits")
         rows = store.aux(completion.routes, "router_logits_rows")
         best = np.sort(np.argsort(kept, -1)[..., -4:], -1)

@@ -26,7 +26,7 @@ from moe_rl.weights.update import Broadcast, Files, Holding, SharedMemory, Weigh
 SERVED = Served(
     moe_rl="0", vllm="0.32.0", trace_root="/t", model_fingerprint="f", num_experts=4, top_k=2, layer_map="m",
     vocab_size=9, max_model_len=99, dtype="float32", capture="patch", support=False, router_logits_fraction=0.0, gpus=1,
-    reads_text=False, start="first", updates=0, weight_version=0, weight_digest="", weights_whole=False,
+    head=0, reads_text=False, start="first", updates=0, weight_version=0, weight_digest="", weights_whole=False,
 )  # fmt: skip
 
 

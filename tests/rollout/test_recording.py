@@ -422,13 +422,13 @@ def test_a_model_with_sliding_and_full_attention(play, tmp_path):
 
 
 def test_extras(play, router):
-    """Support, log-normaliser and router logits are those of `transformers`."""
+    """Support, log-normaliser, router logits and head are those of `transformers`."""
     asked = requests(3, 2, top_k=20, top_p=0.8, temperature=0.9) + [
         one | {"key": f"free{at}"} for at, one in enumerate(requests(1, 1, seed=7))
     ]
     outcome = play(
         [{"sample": asked, "sink": "s"}],
-        recording={"support": True, "log_normalizer": True, "router_logits_fraction": 0.25},
+        recording={"support": True, "log_normalizer": True, "router_logits_fraction": 0.25, "head": 8},
     )
     agree_routes_only = [one | {"logprobs": []} for one in outcome.completions()]
     outcome.result["acts"][0]["completions"] = agree_routes_only
@@ -440,9 +440,13 @@ def test_extras(play, router):
         _, _, logits, logprobs = router(tokens)
         counts, ids = outcome.store.aux(ref, "support_counts"), outcome.store.aux(ref, "support_ids")
         mass = outcome.store.aux(ref, "log_normalizer")
+        head_ids, head = outcome.store.aux(ref, "head_ids"), outcome.store.aux(ref, "head_logprobs")
         assert len(counts) == len(mass) == len(completion["token_ids"])
+        assert head_ids.shape == head.shape == (len(counts), 8) and (np.diff(head) <= 0).all()
         if completion["key"].startswith("free"):
             assert not counts.any() and not ids.size and np.abs(mass).max() < 1e-5
+            places = np.arange(len(counts))[:, None] + len(completion["prompt"]) - 1
+            np.testing.assert_allclose(head, np.asarray(logprobs)[places, head_ids], rtol=0, atol=1e-4)
         else:
             starts = [0, *np.cumsum(counts).tolist()]
             for at, token in enumerate(completion["token_ids"]):
@@ -452,6 +456,10 @@ def test_extras(play, router):
                 inside = scaled[support.tolist()]
                 assert float(inside.min()) >= float(scaled.topk(len(support)).values[-1]) - 1e-5
                 np.testing.assert_allclose(mass[at], inside.logsumexp(0), atol=1e-4)
+                drawable = np.isfinite(head[at])  # the head is of the distribution that the token was drawn from
+                assert drawable.sum() == min(8, len(support)) and set(head_ids[at][drawable]) <= set(support)
+                kept_of = scaled[head_ids[at][drawable].tolist()] - inside.logsumexp(0)
+                np.testing.assert_allclose(head[at][drawable], kept_of, rtol=0, atol=1e-4)
         chosen, stored = outcome.store.aux(ref, "router_logits_rows"), outcome.store.aux(ref, "router_logits")
         np.testing.assert_allclose(stored, logits[chosen], rtol=0, atol=2e-5)
         kept, rows = kept + len(chosen), rows + completion["rows"]

@@ -9,7 +9,7 @@ import pytest
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.training import ParallelConfig
-from moe_rl.errors import CheckpointError, MoeRLError
+from moe_rl.errors import CheckpointError, MoeRLError, SupportError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.tasks.prompt_ledger import PromptLedger
@@ -44,7 +44,7 @@ class Left:
         self.kept.save(STEP, self.batch)
 
     def find(self):
-        return left_behind(STEP, self.ledger, self.source, self.kept, SPEC, vocabulary=None)
+        return left_behind(STEP, self.ledger, self.source, self.kept, SPEC)
 
     def change(self, **fields):
         sequence = dataclasses.replace(self.batch.sequences[0], **fields)
@@ -109,6 +109,14 @@ def test_routes_that_are_damaged_gone_or_of_other_tokens_are_not_taken(left, tmp
     assert "step000002" in refused(left)
     shard.unlink()
     assert "step000002" in refused(left)
+
+
+def test_rollouts_without_what_the_trainer_now_needs_of_the_sampler_are_not_taken(left):
+    found = (STEP, left.ledger, left.source, left.kept, SPEC)
+    left_behind(*found)
+    for needed in ({"support": 9}, {"head": (9, 2)}):
+        with pytest.raises(SupportError):
+            left_behind(*found, **needed)
 
 
 @pytest.mark.parametrize("what", ["lost", "damaged"])

@@ -7,7 +7,7 @@ import pytest
 
 from moe_rl.errors import SupportError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
-from moe_rl.train.sampling_support import read_support
+from moe_rl.train.sampling_support import read_head, read_support
 from moe_rl.types import Provenance, Sequence, Span, sampled_by
 from tests.support.refusals import refused
 
@@ -76,3 +76,58 @@ def test_a_completion_that_was_not_recorded_is_refused(tmp_path):
     sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, sampled_by(0, 3), None)
     with refused(SupportError, fault="missing", request="s1/p2/c3"):
         read_support(TraceStore(tmp_path), sequence, VOCABULARY)
+
+
+HEAD_IDS = [[7, 2], [40, 7], [1, 9]]
+HEAD_LOGPROBS = [[-0.5, -1.5], [-0.1, -3.0], [-1.0, -1.2]]
+SAMPLED = np.array([-0.5, -0.1, -1.2], np.float32)
+
+
+@pytest.fixture
+def head(tmp_path):
+    """Read the head of a completion of TOKENS with these ids and logprobs."""
+
+    def run(ids=HEAD_IDS, logprobs=HEAD_LOGPROBS, size=2, vocabulary=VOCABULARY):
+        root = tmp_path / f"trace{len(list(tmp_path.iterdir()))}"
+        aux = {"head_ids": np.array(ids, np.int32), "head_logprobs": np.array(logprobs, np.float32)}
+        with ShardWriter(root, "step", TraceSpec.from_layers("tiny", 4, 1, (0,), 1)) as writer:
+            tokens = np.array([5, 6, *TOKENS[:-1]], np.int32)
+            spans = [Span(4, 0, Provenance.DECODE)]
+            ref = writer.add("s1/p2/c3", np.zeros((4, 1, 1), np.uint8), tokens, spans, aux=aux)
+        sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, SAMPLED, 1.0, sampled_by(0, 3), ref)
+        return read_head(TraceStore(root), sequence, vocabulary, size)
+
+    return run
+
+
+def test_a_head_comes_back_as_it_was_recorded(head):
+    found = head()
+    assert found.ids.tolist() == HEAD_IDS
+    np.testing.assert_array_equal(found.logprobs, np.array(HEAD_LOGPROBS, np.float32))
+    few = head(logprobs=[*HEAD_LOGPROBS[:2], [-np.inf, -1.2]])  # one token could be drawn
+    assert few.logprobs[2, 0] == -np.inf
+
+
+@pytest.mark.parametrize(
+    "given, facts",
+    [
+        ({"ids": HEAD_IDS[:2]}, {"fault": "tokens", "got": ("2",), "expected": ("3",)}),
+        ({"size": 3}, {"fault": "size", "got": ("(3, 2)",), "expected": ("(3, 3)",)}),
+        ({"logprobs": [[-0.5], [-0.1], [-1.2]]}, {"fault": "size", "got": ("(3, 1)",)}),
+        ({"ids": [[7, 2], [40, 50], [1, 9]]}, {"fault": "vocabulary", "token": 1}),
+        ({"ids": [[7, 2], [40, 7], [-1, 9]]}, {"fault": "vocabulary", "token": 2}),
+        ({"ids": [[7, 7], [40, 7], [1, 9]]}, {"fault": "twice", "token": 0}),
+        ({"logprobs": [[-0.5, -1.5], [-0.1, -0.1], [-1.0, -1.2]]}, {"fault": "probability", "token": 1}),
+        ({"logprobs": [[-0.5, np.nan], [-0.1, -3.0], [-1.0, -1.2]]}, {"fault": "probability", "token": 0}),
+        # the heads of two tokens exchanged
+        ({"logprobs": [[-0.5, -1.5], [-0.1, -3.0], [-1.2, -1.0]]}, {"fault": "sampled", "token": 2}),
+    ],
+)
+def test_a_wrong_head_is_refused(head, given, facts):
+    with refused(SupportError, request="s1/p2/c3", **facts):
+        head(**given)
+
+
+def test_a_head_has_no_more_tokens_than_the_vocabulary(head):
+    ids = [[1, 0], [0, 1], [0, 1]]
+    assert head(ids=ids, size=9, vocabulary=2).ids.tolist() == ids

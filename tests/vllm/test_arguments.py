@@ -65,14 +65,16 @@ def of_server(tmp_path):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("overrides", [(), ("rollout.capture=worker", "rollout.keep_sampling_mask=true")])
+@pytest.mark.parametrize(
+    "overrides", [(), ("rollout.capture=worker", "rollout.keep_sampling_mask=true", "objective.score_centering=5")]
+)
 def test_engine_and_server_are_started_alike(of_engine, of_server, overrides):
     engine, server = of_engine(*overrides), of_server(*overrides)
     assert {"model", "additional_config", "kv_cache_memory_bytes", "enforce_eager"} <= engine.keys()
     assert engine.pop("enable_sleep_mode") is False and server["enable_sleep_mode"] is False
     recorded, served = (one.pop("additional_config")["moe_rl"] for one in (engine, server))
     assert recorded.pop("trace_root") != served.pop("trace_root")  # the run's store, and the folder of many
-    assert recorded == served
+    assert recorded == served and recorded["head"] == (5 if overrides else 0)
     assert {name: server[name] for name in engine} == engine
     assert ("worker_cls" in engine) == bool(overrides)
 

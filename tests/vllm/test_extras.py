@@ -8,6 +8,7 @@ import torch
 
 from moe_rl.errors import EngineError
 from moe_rl.vllm.extras import Extras
+from moe_rl.vllm.recording import Recording
 from tests.support.refusals import refused
 
 NEG = -torch.inf
@@ -17,13 +18,13 @@ _NUMBERS = count()
 class Hooked:
     """A sampler that draws from given log-probabilities, with the extras watching."""
 
-    def __init__(self):
+    def __init__(self, **asked):
         self.hook = lambda *_: None
         sampler = SimpleNamespace(
             apply_temperature=lambda logits: logits,
             topk_topp_sampler=SimpleNamespace(register_forward_hook=lambda hook: setattr(self, "hook", hook)),
         )
-        recording = SimpleNamespace(support=True, log_normalizer=False, router_logits_fraction=0.0)
+        recording = Recording("", "", **asked or {"support": True})
         worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler))
         self.extras = Extras(worker, recording, {})
 
@@ -67,3 +68,25 @@ def test_what_was_drawn_for_a_request_that_is_given_up_is_nobody_elses():
     sampler.extras.drop(one)
     with refused(EngineError, got=("1 of 1",)):
         sampler.extras.of_request(one, 2)
+
+
+def test_each_request_keeps_the_likeliest_of_its_own_tokens():
+    sampler = Hooked(head=2)
+    one, greedy, other = everyone = [request("a"), request("b", greedy=True), request("c")]
+    sampler.draw(everyone, [[-3.0, -0.7, NEG, -1.4], [-0.1, NEG, NEG, -2.3], [NEG, NEG, 0.0, NEG]])
+    one.forwarded = 3
+    sampler.draw([one], [[-0.2, -2.0, -9.0, -5.0]])
+    kept = sampler.extras.of_request(one, 3)
+    assert kept.keys() == {"head_ids", "head_logprobs"}
+    assert (kept["head_ids"].tolist(), kept["head_ids"].dtype) == ([[1, 3], [0, 1]], np.int32)
+    np.testing.assert_array_equal(kept["head_logprobs"], np.array([[-0.7, -1.4], [-0.2, -2.0]], np.float32))
+    kept = sampler.extras.of_request(other, 2)
+    assert kept["head_ids"][0, 0] == 2 and kept["head_logprobs"].tolist() == [[0.0, NEG]]
+    assert sampler.extras.of_request(greedy, 2) == {}
+
+
+def test_a_head_is_no_longer_than_the_vocabulary():
+    sampler, one = Hooked(head=9, support=True), request("a")
+    sampler.draw([one], [[NEG, -0.7, NEG, -0.7]])
+    kept = sampler.extras.of_request(one, 2)
+    assert kept["head_ids"].shape == (1, 4) and kept["support_ids"].tolist() == [1, 3]

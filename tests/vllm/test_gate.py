@@ -81,7 +81,9 @@ class Engine:
                 dtype="torch.float32",
                 skip_tokenizer_init=False,
             ),
-            additional_config={"moe_rl": {"trace_root": str(root), "support": False, "router_logits_fraction": 0.0}},
+            additional_config={
+                "moe_rl": {"trace_root": str(root), "support": False, "head": 0, "router_logits_fraction": 0.0}
+            },
             parallel_config=SimpleNamespace(worker_cls="Worker", world_size=1),
         )
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)

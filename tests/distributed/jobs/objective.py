@@ -26,6 +26,7 @@ VERSION = 5
 # (prompt, completion) tokens: one completion of most of the tokens, some of a single one, and an empty one
 LENGTHS = [(5, 4), (3, 30), (7, 1), (4, 6), (6, 0), (2, 18), (5, 5), (9, 2), (3, 1), (4, 7), (1, 1), (1, 2), (2, 12)]
 WITHOUT_ADVANTAGE = (2, 6)
+HEAD = 5
 # The learning rate is below what a weight can resolve: every case starts from the same ones.
 COMMON = [
     "train.dtype=float32",
@@ -52,6 +53,16 @@ def batch(facts):
     return sequences, routes
 
 
+def head_of(sequence):
+    """The sampler's likeliest tokens, as a recorder keeps them: any but the sampled one, with nine tenths of the
+    probability."""
+    rng, size = np.random.default_rng([9, len(sequence.prompt_token_ids), *sequence.token_ids]), len(sequence.token_ids)
+    ids = np.array([rng.permutation(np.delete(np.arange(HEAD + 1), t) if t <= HEAD else HEAD)[:HEAD]
+                    for t in sequence.token_ids], np.int32).reshape(size, HEAD)  # fmt: skip
+    shares = np.sort(0.9 * rng.dirichlet(np.ones(HEAD), size))[:, ::-1]
+    return {"head_ids": ids, "head_logprobs": np.log(shares).astype(np.float32)}
+
+
 def stored(sequences, routes, spec, folder):
     """The sequences, with references to their routes in a store."""
     ready = []
@@ -59,7 +70,8 @@ def stored(sequences, routes, spec, folder):
         for sequence, table in zip(sequences, routes, strict=True):
             tokens = np.array(sequence.prompt_token_ids + sequence.token_ids, np.int32)[:-1]
             spans = [Span(len(tokens), VERSION, Provenance.PREFILL)] if len(tokens) else []
-            ref = signed(writer.add(sequence.key, table, tokens, spans), table, spec.moe_layers, tokens)
+            aux = head_of(sequence)
+            ref = signed(writer.add(sequence.key, table, tokens, spans, aux=aux), table, spec.moe_layers, tokens)
             ready.append(replace(sequence, routes=ref))
     return ready
 

@@ -15,7 +15,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.models.hf import read_model
 from moe_rl.objectives import logprobs as logprobs_module
-from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies
+from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies, token_scores
 from moe_rl.proof.batch import batch
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.step import TrainStep
@@ -58,7 +58,8 @@ def shared_logits(dtype=torch.float32):
 
 
 def scores_of(logits, targets, support, group=None):
-    """[(logprobs, entropies, gradient of a function of both)] with and without the support, and one without entropy."""
+    """[(logprobs, entropies, gradient of a function of both)] with and without the support; one without entropy; and
+    (all scores, gradient) with the logprobs of other ids."""
     seen = []
     for restricted in (support, None):
         leaf = logits.clone().requires_grad_()
@@ -68,6 +69,11 @@ def scores_of(logits, targets, support, group=None):
     leaf = logits.clone().requires_grad_()
     values = token_logprobs(leaf, targets, 0.8, group=group)
     values.sum().backward()
+    seen.append((values.detach(), leaf.grad))
+    leaf = logits.clone().requires_grad_()
+    others = (targets[:, None] + torch.tensor([1, 17, 30])) % 40
+    values = token_scores(leaf, targets, 0.8, others=others, entropy=True, group=group)
+    (values * torch.arange(1.0, 6.0, dtype=values.dtype)[:, None]).sum().backward()
     return [*seen, (values.detach(), leaf.grad)]
 
 
