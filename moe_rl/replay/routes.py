@@ -170,7 +170,7 @@ def _sampled_versions(sequence: Sequence) -> np.ndarray:
         RouteValidationError: The versions are not those of the sequence's tokens.
     """
     tokens = [span.tokens for span in sequence.versions]
-    if sum(tokens) != len(sequence.token_ids) or min(tokens, default=0) < 1:
+    if sum(tokens) != len(sequence.token_ids) or min(tokens, default=1) < 1:
         raise RouteValidationError(
             describe(
                 "the weight versions of a sequence are not those of its tokens",
