@@ -41,8 +41,10 @@ from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problem
 from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.planning.peaks import render as render_peaks
 from moe_rl.planning.plan_table import render
+from moe_rl.planning.side_balance import side_balance
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
+from moe_rl.report.side_speeds import measured_speeds, read_speeds
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
@@ -109,6 +111,14 @@ def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
         "--trace", metavar="STORE", help=f"{where}show the peak row counts that the batches of this trace store need"
     )
     parser.add_argument(
+        "--speeds",
+        metavar="SAMPLED,TRAINED|RUN_DIR",
+        help=(
+            f"{where}show how many samplers keep the trainers busy: completion tokens a second of one GPU that samples "
+            "and of one that trains, or a run that has measured them (default with --resume: that run)"
+        ),
+    )
+    parser.add_argument(
         "--world-size",
         type=int,
         metavar="N",
@@ -134,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         config, folder, world_size = _configure(options)
         if options.plan:
-            return _plan(config, folder, world_size, options.trace, options.json)
+            return _plan(config, folder, world_size, options)
         found, task = _problems(config, folder, world_size, first=rank == 0, again=options.step == 0)
         refuse(found + _checkpoint_problems(config, folder, options.step))
     except MoeRLError as error:
@@ -193,12 +203,11 @@ def _leave(status: int) -> NoReturn:
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
-    if options.trace and not options.plan:
-        raise ConfigError(
-            describe(
-                "is of --plan alone", where={"option": "--trace"}, got=options.trace, do="leave it out, or add --plan"
+    for option, value in (("--trace", options.trace), ("--speeds", options.speeds)):
+        if value and not options.plan:
+            raise ConfigError(
+                describe("is of --plan alone", where={"option": option}, got=value, do="leave it out, or add --plan")
             )
-        )
     if options.step is not None and not options.resume:
         raise ConfigError(
             describe(
@@ -244,7 +253,13 @@ def _typed() -> str:
     return " ".join([script, *arguments])
 
 
-def _plan(config: Config, folder: RunFolder | None, world_size: int, trace: str | None, file: Path | None) -> int:
+def _plan(config: Config, folder: RunFolder | None, world_size: int, options: argparse.Namespace) -> int:
+    trace, file = options.trace, options.json
+    if options.speeds is not None:
+        speeds = read_speeds(options.speeds)
+    else:
+        speeds = None if folder is None else measured_speeds(folder.path)
+    balance = None if speeds is None else side_balance(config, world_size, speeds)
     facts, found, absent = _model_to_plan(config, world_size, begins=folder is None)
     (absent if absent else found).extend(tracker_problems(config))
     plan = asked = None
@@ -252,7 +267,7 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, trace: str 
         task, wrong = (None, []) if absent else _read_task(config, facts, found)
         found += wrong
         plan = make_plan(config, facts, world_size, None if task is None else task.count)
-        print(render(plan))
+        print(render(plan, balance))
         for line in task.notes() if task else ():
             print(line)
         found += [*memory_problems(plan), *transfer_problems(plan)]
@@ -272,6 +287,7 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, trace: str 
     if file:
         result: dict[str, Any] = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
         result |= {"trace": asked and dataclasses.asdict(asked)} if trace else {}
+        result |= {"balance": dataclasses.asdict(balance)} if balance else {}
         write_json(file, result)
     return 2 if found else 0
 

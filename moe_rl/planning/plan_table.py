@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from moe_rl.planning.cluster_plan import Plan, Stage
+from moe_rl.planning.side_balance import SideBalance
 
 Row = tuple[str, str, str]
 """A row: label, value, note."""
 
 
-def render(plan: Plan) -> str:
-    """Format sections of rows, with values aligned to the right."""
+def render(plan: Plan, balance: SideBalance | None = None) -> str:
+    """Format sections of rows, with values aligned to the right. balance: None if no speeds are known."""
     sections: dict[str, list[Row]] = {
         "ranks": _ranks(plan),
         "a step": _step(plan),
@@ -19,6 +20,8 @@ def render(plan: Plan) -> str:
         "the sampler": _sampler(plan),
         "storage": _storage(plan),
     }
+    if balance is not None:
+        sections["samplers and trainers"] = _balance(balance)
     rows = [row for section in sections.values() for row in section]
     labels, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = []
@@ -154,6 +157,24 @@ def _storage(plan: Plan) -> list[Row]:
         ("routes per step", bytes_text(storage.max_routes_bytes_per_step), "raw, at most"),
         ("routes per node", bytes_text(storage.max_routes_bytes_per_node), "of a step, read by its ranks"),
         ("one checkpoint", bytes_text(storage.checkpoint_bytes), ""),
+    ]
+
+
+def _balance(balance: SideBalance) -> list[Row]:
+    speeds, each = balance.speeds, "completion tokens/s of a GPU that"
+    of = "of 1 GPU" if balance.gpus_per_engine == 1 else f"of {balance.gpus_per_engine:,} GPUs"
+    needed = f"{of}, so that {balance.trainers:,} GPUs that train never wait"
+    idle = [
+        f"if both sides work at once; {in_turns:.0%} if each waits for the other" for in_turns in balance.idle_in_turns
+    ]
+    return [
+        ("speed of sampling", f"{speeds.sampled:,.0f}", f"{each} samples, {speeds.source}"),
+        ("speed of training", f"{speeds.trained:,.0f}", f"{each} trains"),
+        ("samplers for a trainer", f"{balance.ratio:,.2f}", "GPUs that sample for each that trains keep both busy"),
+        ("engines for these trainers", f"{balance.engines:,}", needed),
+        ("planned", f"{balance.samplers:,} : {balance.trainers:,}", "GPUs that sample, and that train"),
+        ("samplers idle", f"{balance.idle_overlapped[0]:.0%}", idle[0]),
+        ("trainers idle", f"{balance.idle_overlapped[1]:.0%}", idle[1]),
     ]
 
 

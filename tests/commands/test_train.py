@@ -130,8 +130,13 @@ def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(launch, tmp_pat
             routes = np.tile(np.arange(4, dtype=np.uint8), (2, 8, 1))
             writer.add(f"s1/p{number}/c0", routes, np.arange(2, dtype=np.int32), [Span(2, 0, Provenance.DECODE)])
     file, given = tmp_path / "plan.json", ["--config", CONFIG, "--plan", "--trace", tmp_path / "trace"]
-    result = launch(*given, "--json", file, "train.updates_per_step=1", ranks=0)
+    result = launch(*given, "--json", file, "--speeds", "200,50", "train.updates_per_step=1", ranks=0)
     assert result.returncode == 0 and "NOT IMPORTED" in result.stdout, result.stdout + result.stderr
+    balance = json.loads(file.read_text())["balance"]
+    assert (balance["ratio"], balance["engines"], balance["idle_overlapped"]) == (0.25, 1, [0.5, 0.0])
+    assert "samplers for a trainer" in result.stdout
+    unknown = launch("--config", CONFIG, "--plan", "--speeds", tmp_path, ranks=0)
+    assert unknown.returncode == 2 and "--speeds" in unknown.stderr and str(tmp_path) in unknown.stderr
     # each rank has one of them and six rows of padding, which go to both ranks alike
     found = json.loads(file.read_text())["trace"]
     assert (found["sequences"], found["layers"], found["exact"]) == (2, 8, True)

@@ -1,0 +1,61 @@
+"""Reads how fast each side of a run was, for the plan of the next one."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+from moe_rl.errors import ConfigError, describe
+from moe_rl.planning.side_balance import Speeds, sampling_gpus
+from moe_rl.report.history import read_history
+from moe_rl.report.lines import read_run
+from moe_rl.report.run_config import read_config
+
+_TRAINING = ("time/placement", "time/routes", "time/logprobs", "time/train")
+
+
+def read_speeds(given: str) -> Speeds:
+    """Read what the option --speeds was given: two numbers with a comma between them, or the folder of a run.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    numbers = []
+    with suppress(ValueError):
+        numbers = [float(part) for part in given.split(",")]
+    if len(numbers) == 2 and all(math.isfinite(one) and one > 0 for one in numbers):
+        return Speeds(*numbers, source="as given")
+    if (found := measured_speeds(Path(given))) is None:
+        raise ConfigError(
+            describe(
+                "nothing says how fast the sides are",
+                where={"option": "--speeds"},
+                got=given,
+                expected="SAMPLED,TRAINED: two numbers above 0; or the folder of a run that has made a step",
+            )
+        )
+    return found
+
+
+def measured_speeds(run_dir: Path) -> Speeds | None:
+    """Return the speeds of a run: medians over the steps since its last start. None if there are no such steps."""
+    starts = read_history(run_dir)
+    if not starts:
+        return None
+    config, last = read_config(run_dir), starts[-1]
+    cluster = config.get("cluster") or {}
+    samplers, _ = sampling_gpus(
+        cluster.get("engines"), cluster.get("gpus_per_engine"), len(config.get("rollout", {}).get("servers") or ())
+    )
+    rows = [row for row in read_run(run_dir).train if row["step"] > last.after and row.get("time/sample")]
+    if not rows:
+        return None
+    tokens = [row["rollout/sequences"] * row["rollout/completion_tokens_mean"] for row in rows]
+    trained = [sum(row[part] for part in _TRAINING) for row in rows]
+    return Speeds(
+        sampled=median(row["throughput/sampled_tokens_per_second"] for row in rows) / samplers,
+        trained=median(count / seconds for count, seconds in zip(tokens, trained, strict=True)) / last.ranks,
+        source=f"measured, medians of {len(rows)} steps of {run_dir}",
+    )
