@@ -255,10 +255,9 @@ def _typed() -> str:
 
 def _plan(config: Config, folder: RunFolder | None, world_size: int, options: argparse.Namespace) -> int:
     trace, file = options.trace, options.json
+    speeds = None if folder is None else measured_speeds(folder.path)
     if options.speeds is not None:
         speeds = read_speeds(options.speeds)
-    else:
-        speeds = None if folder is None else measured_speeds(folder.path)
     balance = None if speeds is None else side_balance(config, world_size, speeds)
     facts, found, absent = _model_to_plan(config, world_size, begins=folder is None)
     (absent if absent else found).extend(tracker_problems(config))

@@ -53,9 +53,8 @@ def sampling_gpus(engines: int | None, gpus_per_engine: int | None, servers: int
 def side_balance(config: Config, trainers: int, speeds: Speeds) -> SideBalance:
     """Compare the samplers of a config with this number of GPUs that train."""
     cluster = config.cluster
-    samplers, gpus = sampling_gpus(
-        cluster and cluster.engines, cluster and cluster.gpus_per_engine, len(config.rollout.servers)
-    )
+    engines, each = (cluster.engines, cluster.gpus_per_engine) if cluster is not None else (None, None)
+    samplers, gpus = sampling_gpus(engines, each, len(config.rollout.servers))
     ratio = speeds.trained / speeds.sampled
     sampling, training = 1 / (speeds.sampled * samplers), 1 / (speeds.trained * trainers)  # seconds of a token
     longest, both = max(sampling, training), sampling + training

@@ -26,7 +26,8 @@ def read_speeds(given: str) -> Speeds:
     with suppress(ValueError):
         numbers = [float(part) for part in given.split(",")]
     if len(numbers) == 2 and all(math.isfinite(one) and one > 0 for one in numbers):
-        return Speeds(*numbers, source="as given")
+        sampled, trained = numbers
+        return Speeds(sampled, trained, "as given")
     if (found := measured_speeds(Path(given))) is None:
         raise ConfigError(
             describe(

@@ -60,7 +60,7 @@ def test_one_message_and_nothing_started(launch, arguments, words):
 def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
     """torchrun ends all ranks as soon as one ends, so a faster rank would silence the rank that prints the problem."""
     options, waited = (
-        argparse.Namespace(config=Path("no/such.yaml"), resume=None, step=None, trace=None, plan=False),
+        argparse.Namespace(config=Path("no/such.yaml"), resume=None, step=None, trace=None, speeds=None, plan=False),
         [],
     )
     options.overrides = []
@@ -178,10 +178,10 @@ def test_lines_that_a_run_cannot_go_on_with_are_told_before_anything_starts(laun
     (tmp_path / "config.yaml").write_text((ROOT / CONFIG).read_text())
     (tmp_path / "checkpoints/step-000002").mkdir(parents=True)
     ledger, metrics = PromptLedger(tmp_path / "prompts.jsonl"), tmp_path / "metrics.jsonl"
-    ledger.record(0, 0, ["a"], "digest")
+    ledger.record(0, [0], ["a"], "digest")
     lost = launch("--resume", tmp_path)
     assert str(ledger.path) in lost.stderr and "got 1 " in lost.stderr
-    ledger.record(1, 1, ["b"], "digest")
+    ledger.record(1, [1], ["b"], "digest")
     whole = ledger.path.read_bytes()
     ledger.path.write_bytes(whole.replace(b'"a"', b'"c"'))
     changed = launch("--resume", tmp_path)
@@ -214,7 +214,7 @@ def test_a_run_is_resumed_with_the_listed_keys_alone(launch, tmp_path):
     absent = launch("--resume", tmp_path, "--step", "3", ranks=2)
     assert absent.returncode == 2 and "steps 4" in absent.stderr and "step-000003" in absent.stderr
     PromptLedger(tmp_path / "prompts.jsonl").path.write_bytes(
-        b"".join(StepPrompts(step, step, ["a"], "digest").line() + b"\n" for step in range(4))
+        b"".join(StepPrompts(step, [(step, 1)], ["a"], [], "digest").line() + b"\n" for step in range(4))
     )
     short = launch("--resume", tmp_path, "run.steps=3", "train.optimizer.warmup_steps=3", ranks=2)
     assert short.returncode == 2 and "run.steps: " in short.stderr and "at least 4" in short.stderr
