@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from moe_rl.errors import EngineError
 from moe_rl.messages import Message
@@ -96,9 +96,11 @@ class EngineGroups:
     ) -> list[Completion]:
         calls = self._engine.calls
         number, answer = calls.submit(wire.Generate(list(requests), shard))
-        ended, left = asyncio.wrap_future(answer), asyncio.ensure_future(leave.wait())
+        ended = asyncio.wrap_future(answer)
+        left = asyncio.ensure_future(leave.wait())
+        waits: set[asyncio.Future[Any]] = {ended, left}
         try:
-            await asyncio.wait({ended, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 calls.leave(number)
             return self._engine.checked(await ended, wire.Generated).completions

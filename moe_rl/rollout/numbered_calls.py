@@ -32,7 +32,7 @@ class NumberedCalls:
         answer.set_running_or_notify_cancel()  # who waits for it can no longer cancel it
         with self._lock:
             number = next(self._numbers)
-            self._child.send(wire.Asked(number, call))
+            self._child.send(wire.Numbered(number, call))
             self._waiting[number] = answer
             if self._receiver is None:
                 self._receiver = threading.Thread(target=self._receive, name="replies of the engine", daemon=True)

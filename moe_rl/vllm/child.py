@@ -68,7 +68,7 @@ def _take(channel: Channel, engine: ChildEngine) -> bool:
     if isinstance(message, wire.Leave):
         engine.leave(message.number)
         return True
-    assert isinstance(message, wire.Asked)
+    assert isinstance(message, wire.Numbered)
     try:
         reply = engine.answer(message.number, message.call)
     except Exception as error:

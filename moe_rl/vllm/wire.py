@@ -1,6 +1,6 @@
 """Defines the messages between the trainer and the engine process, in frames of `messages.Channel`.
 
-trainer -- Asked(7, Generate) --> engine      several calls at once; each has a number of its own
+trainer -- Numbered(7, Generate) --> engine      several calls at once; each has a number of its own
         <-- Alive --------------              while any call is under way
         -- Leave(7) ----------->              the call ends early, with the tokens so far
         <-- Answered(7, Generated) --
@@ -182,7 +182,7 @@ Call = Generate | Score | AskCounts | Update | Pause | Resume | Sleep | Wake
 Reply = Generated | Scored | Counted | Updated | Paused | Resumed | Slept | Awake
 
 
-class Asked(Message, frozen=True):
+class Numbered(Message, frozen=True):
     """Carries one call. Its answer carries the same number."""
 
     number: int
@@ -196,5 +196,5 @@ class Answered(Message, frozen=True):
     reply: Reply | Failed
 
 
-CALLS: Decoder[Start | Asked | Leave | Close] = decoder(Start | Asked | Leave | Close)
+CALLS: Decoder[Start | Numbered | Leave | Close] = decoder(Start | Numbered | Leave | Close)
 REPLIES: Decoder[Ready | Failed | Answered | Alive] = decoder(Ready | Failed | Answered | Alive)
