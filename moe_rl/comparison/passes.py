@@ -117,9 +117,7 @@ class Scorer:
         scoring = config.model_copy(
             update={
                 "train": config.train.model_copy(update={"updates_per_step": 1, "microbatch_tokens": budget}),
-                "replay": config.replay.model_copy(
-                    update={"missing": "refuse", "stale": "refuse", "max_staleness": 0, "max_fallback_fraction": 0.0}
-                ),
+                "replay": config.replay.model_copy(update={"missing": "refuse", "max_fallback_fraction": 0.0}),
             }
         )
         (share,), self.coverage = Shares(scoring, policy.layers, store, spec, vocabulary=policy.facts.vocab).of(

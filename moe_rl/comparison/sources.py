@@ -73,20 +73,22 @@ def of_run(folder: RunFolder, config: Config) -> tuple[int, list[Weights]]:
     """
     saved = dict(checkpoints.complete(folder.checkpoints))
     steps = KeptRollouts(folder.rollouts, TraceStore(folder.trace)).steps() if folder.trace.is_dir() else []
-    scorable = [step for step in steps if step == 1 or step - 1 in saved]
+    versions = {step: max(0, step - 1 - config.pipeline.lag) for step in steps}
+    scorable = [step for step, version in versions.items() if not version or version in saved]
     if not scorable:
         raise DataError(
             describe(
                 "the run kept no rollouts together with the weights that sampled them",
                 where={"folder": folder.path},
                 got=f"rollouts of steps {steps}, checkpoints after steps {sorted(saved)}",
-                expected="rollouts of step 1, or of the step after a checkpoint",
+                expected=f"rollouts of step 1, or of step {1 + config.pipeline.lag} after a checkpoint",
                 do="train the run for a step, or pass --config to sample now",
             )
         )
     step = scorable[-1]
-    first = Weights(step - 1, saved[step - 1]) if step > 1 else initial(config)
-    return step, [first, *(Weights(done, path) for done, path in sorted(saved.items()) if done >= step)]
+    version = versions[step]
+    first = Weights(version, saved[version]) if version else initial(config)
+    return step, [first, *(Weights(done, path) for done, path in sorted(saved.items()) if done > version)]
 
 
 def stored(config: Config, folder: RunFolder, step: int) -> Source:

@@ -51,6 +51,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *config.report.problems(),
         *_evaluation_problems(config),
         *_batch_problems(config),
+        *_pipeline_problems(config),
         *_replay_problems(config),
         *_head_problems(config),
         *engine_problems(config),
@@ -108,6 +109,24 @@ def _head_problems(config: Config) -> Iterator[Problem]:
             where={"key": "objective.score_centering", "given": "rollout.capture is native"},
             got=config.objective.score_centering,
             expected="rollout.capture patch or worker",
+        )
+
+
+def _pipeline_problems(config: Config) -> Iterator[Problem]:
+    mode, level = config.pipeline.mode, config.rollout.sleep_level
+    if mode != "sync" and level:
+        yield describe(
+            "a sampler that works while the trainer does cannot give its memory back",
+            where={"key": "rollout.sleep_level", "given": f"pipeline.mode is {mode}"},
+            got=level,
+            expected=0,
+        )
+    if mode != "sync" and config.rollout.weight_transfer == "cuda_ipc":
+        yield describe(
+            "goes through a GPU that trainer and sampler share, and they work at the same time",
+            where={"key": "rollout.weight_transfer", "given": f"pipeline.mode is {mode}"},
+            got="cuda_ipc",
+            expected="another way, and a sampler on GPUs of its own",
         )
 
 

@@ -215,11 +215,9 @@ class ReplayConfig(Section):
     missing: Literal["refuse", "drop", "native"] = "refuse"
     """What happens when tokens of a sequence have no recorded route. refuse: the run ends. drop: the sequence is not
     trained on. native: the router chooses for these tokens. Damaged or wrong routes always end the run."""
-    stale: Literal["refuse", "replay", "native"] = "refuse"
-    """What happens to routes that were recorded under older weights than the trainer has. refuse: the run ends. replay:
-    they are taken. native: the router chooses."""
-    max_staleness: Whole = 0
-    """Largest age of routes in weight versions, with `stale` replay or native. Older routes end the run."""
+    stale: Literal["replay", "native"] = "replay"
+    """What happens to routes that older weights than the trainer's have chosen, as `pipeline` allows. replay: they are
+    taken. native: the router chooses for these tokens. Routes of still older weights always end the run."""
     plan: bool | None = None
     """Whether dispatch plans are computed from the routes once a step. With a plan no MoE layer exchanges counts with
     other ranks or waits for them. The results are the same bit for bit. null: yes where routes are replayed (mode r3
@@ -277,13 +275,6 @@ class ReplayConfig(Section):
                 },
                 got=self.max_fallback_fraction,
                 expected="above 0" if falls_back else 0,
-            )
-        if (self.stale != "refuse") != (self.max_staleness > 0):
-            yield describe(
-                "limits only the routes that replay.stale allows",
-                where={"key": "replay.max_staleness", "given": f"replay.stale is {self.stale}"},
-                got=self.max_staleness,
-                expected="at least 1" if self.stale != "refuse" else 0,
             )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moe_rl.config.objective import AnyObjective, GspoConfig
+from moe_rl.config.pipeline import PipelineConfig
 from moe_rl.config.prompt_sources import (
     GENERATOR,
     ChatConfig,
@@ -327,6 +328,7 @@ class Config(Section):
     model: ModelConfig
     task: TaskConfig
     rollout: RolloutConfig
+    pipeline: PipelineConfig = PipelineConfig()
     replay: ReplayConfig = ReplayConfig()
     parallel: ParallelConfig = ParallelConfig()
     placement: PlacementConfig = PlacementConfig()

@@ -100,12 +100,6 @@ ALL = (
         "Mean over the sampled tokens of (r - 1 - log r), where r = trainer probability / sampler probability: the k3 "
         "estimate of KL(rollout || trainer). The trainer routes as it does in training.",
         "Grows over the run: an early sign of collapse, because the importance ratio is turning into noise."),
-    Metric("policy_kl/k3_lag/<name>", "nats/token", "lower",
-        "policy_kl/k3 of the tokens that were sampled this many weight versions before the trainer's: 0, 1, 2-3, 4-7 "
-        "or 8+. Logged only for lags that occur, and not where all tokens and rows are of lag 0.",
-        "That of lag 0 above policy_kl/k3 of a synchronous run: a fault between the engines, not staleness. Grows "
-        "steeply with the lag: the policy moves too fast for samples this old.",
-        "when measured"),
     Metric("policy/extreme_fraction", "fraction", "lower",
         "Fraction of the sampled tokens whose probability differs between the engines by more "
         "than a factor of 2: F(2).",
@@ -266,10 +260,14 @@ ALL = (
     # Time and throughput.
     Metric("time/sample", "s", "lower",
         "Time to sample the completions. 0 in a step that trains on completions sampled before a restart.",
-        "Most of the step is usual. Growing: completions become longer."),
+        "Most of the step is usual. Growing: completions become longer.", "when measured"),
     Metric("time/reward", "s", "lower",
         "Time to verify the completions.",
-        "A large share: raise task.verifier_workers."),
+        "A large share: raise task.verifier_workers.", "when measured"),
+    Metric("time/wait", "s", "lower",
+        "Time that the ranks waited for completions that are sampled while they train (pipeline.mode).",
+        "A large share: the sampler is slower than the trainer. Give it more engines, see moe-rl plan.",
+        "when measured"),
     Metric("time/routes", "s", "lower",
         "Time to read and validate routes.",
         "A large share: the trace store is on a slow disk."),

@@ -74,13 +74,18 @@ def shard_step(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def kept_steps(step: int, last: int, checkpoints: Iterable[int]) -> set[int]:
-    """Return the steps whose rollouts are kept once `step` is sampled.
+def kept_steps(step: int, last: int, checkpoints: Iterable[int], ahead: int) -> set[int]:
+    """Return the steps whose rollouts are kept while `step` is the newest one that the trainer has taken.
 
-    These are step 1, the `last` steps, and the step after each kept checkpoint. `checkpoints` holds the last step of
-    each.
+    These are step 1, the `last` steps, and the next `ahead` steps, which may be sampled by now. Of each kept checkpoint
+    they are the step after it, from which a run resumes, and the one that was sampled with its weights.
+
+    Args:
+        checkpoints: The last step of each.
+        ahead: How many steps are sampled before they are trained on.
     """
-    return {1, *(done + 1 for done in checkpoints), *range(step - last + 1, step + 1)}
+    of_checkpoints = {done + 1 + n for done in checkpoints for n in (0, ahead)}
+    return {1, *of_checkpoints, *range(step - last + 1, step + ahead + 1)}
 
 
 class KeptRollouts:

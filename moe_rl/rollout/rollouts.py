@@ -64,7 +64,11 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
 
 
 class Rollouts:
-    """Owns the prompts and the verifiers, and calls the sampler. One process of a run has it."""
+    """Owns the prompts and the verifiers, and calls the sampler. One process of a run has it.
+
+    Attributes:
+        left_behind: the batch of the next step, if an earlier process of this run sampled it.
+    """
 
     def __init__(
         self,
@@ -83,9 +87,14 @@ class Rollouts:
         self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
         self.kept = KeptRollouts(run_dir / "rollouts", store)
         self.heldout = task.evaluated(config)
+        self.left_behind: RolloutBatch | None = None
 
     def take(self, step: int, clock: Clock) -> RolloutBatch:
         """Collect the batch of a step, and keep it on disk with its routes."""
+        batch, self.left_behind = self.left_behind, None
+        if batch is not None:
+            clock.seconds |= {"sample": 0.0, "reward": 0.0}
+            return batch
         batch = self.collect(step, clock)
         self.store.check_published(shards_of(batch))
         self.kept.save(step, batch)
@@ -147,6 +156,9 @@ class Rollouts:
             self.batches.group(number, prompt, completions[of], verdicts[of])
             for number, (prompt, of) in enumerate(zip(prompts, members, strict=True), start=done)
         ]
+
+    def settle(self, clock: Clock) -> None:
+        """Do nothing: nothing is sampled beside training."""
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return pass rates on held-out prompts, as each source asks for them. Prompts and seeds are the same at every

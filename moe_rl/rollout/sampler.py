@@ -10,11 +10,11 @@ from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.weights.update import WeightUpdate
 
 
-class Sampler(Protocol):
-    """Samples completions. A call raises EngineError, and changes nothing, if the sampler is dead, hangs or refuses.
+class WeightHolder(Protocol):
+    """Holds weights and scores tokens with them.
 
-    A sampler with incomplete weights refuses `generate` and `score` with WeightSyncError; a sleeping one with
-    EngineError.
+    A call raises EngineError, and changes nothing, if the sampler is dead, hangs or refuses. A sampler with incomplete
+    weights refuses to sample and to score with WeightSyncError; a sleeping one with EngineError.
     """
 
     vllm_version: str
@@ -30,15 +30,6 @@ class Sampler(Protocol):
     @property
     def address(self) -> str:
         """Return the address by which these processes reach this host."""
-        ...
-
-    def generate(
-        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
-    ) -> list[Completion]:
-        """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
-
-        enough: number of finished completions to wait for; the other requests are aborted and return the tokens so far.
-        """
         ...
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
@@ -92,4 +83,17 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """End what was started for this sampler. May be called at any time, and repeatedly."""
+        ...
+
+
+class Sampler(WeightHolder, Protocol):
+    """Samples completions with the weights that it holds."""
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
+    ) -> list[Completion]:
+        """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
+
+        enough: number of finished completions to wait for; the other requests are aborted and return the tokens so far.
+        """
         ...

@@ -9,14 +9,12 @@ A reward function is a plain or async callable. It gets the arguments that it na
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import inspect
 import json
 import numbers
 import os
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -25,9 +23,9 @@ from typing import Any
 from msgspec.msgpack import Decoder
 
 from moe_rl.messages import Channel, Message, decoder
+from moe_rl.parent import belong_to
 from moe_rl.tasks.reward_arguments import RewardParameters
 
-_PR_SET_PDEATHSIG = 1
 _MAX_FILE_BYTES = 64 << 20
 _MAX_DETAIL = 500
 
@@ -139,9 +137,7 @@ def _number(value: object) -> float | str:
 
 
 def main(socket_fd: int, parent_pid: int) -> None:
-    _die_with(parent_pid)
-    # Schedulers send SIGTERM to every process of a job. The trainer decides when this one ends.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    belong_to(parent_pid)
     os.set_inheritable(socket_fd, False)
     channel = Channel(socket.socket(fileno=socket_fd), QUESTIONS)
     pid = os.getpid()
@@ -164,14 +160,6 @@ def main(socket_fd: int, parent_pid: int) -> None:
                 os._exit(1)
     except EOFError:  # the pool has closed the socket
         return
-
-
-def _die_with(parent_pid: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # the parent ended before the signal was requested
-        os._exit(1)
 
 
 def _limit(memory_bytes: int) -> None:

@@ -24,7 +24,7 @@ from moe_rl.planning.packing import fill_rounds
 from moe_rl.replay.alignment import FALSE_ALARM, Sample, divergence, misplaced_layers
 from moe_rl.replay.routes import RowPolicy
 from moe_rl.replay.tables import MicrobatchRoutes
-from moe_rl.rollout.sampler import Sampler
+from moe_rl.rollout.sampler import WeightHolder
 from moe_rl.trace import TraceSpec, TraceStore, validate
 from moe_rl.types import ScoredTokens, Sequence, sampled_by
 
@@ -80,7 +80,7 @@ class Canary:
         self._microbatches: list[Microbatch] = []
         self._tables: list[MicrobatchRoutes] = []
 
-    def compare(self, policy: Policy, sampler: Sampler | None, version: int, *, exact: float = 0.0) -> Heard:
+    def compare(self, policy: Policy, sampler: WeightHolder | None, version: int, *, exact: float = 0.0) -> Heard:
         """Score the runs on both sides and compare them. The result is the same on all ranks.
 
         sampler: given on rank 0 only. version: of the weights that both sides hold. exact: tokens that differ by more
@@ -93,7 +93,7 @@ class Canary:
             self._heard(ours, witness, sampler, version, exact) if sampler is not None else None, Heard
         )
 
-    def _heard(self, ours: np.ndarray, witness: np.ndarray, sampler: Sampler, version: int, exact: float) -> Heard:
+    def _heard(self, ours: np.ndarray, witness: np.ndarray, sampler: WeightHolder, version: int, exact: float) -> Heard:
         for name in self._shards():  # left by a run that ended during a comparison
             self.store.remove(name)
         heard = []

@@ -110,6 +110,7 @@ def train(
                         measure_native=native_every > 0 and (step - 1) % native_every == 0,
                         samples=[sample.key for sample in batch.samples],
                     )
+                trainer.settle(step, clock)
                 with peers.phase("sync", step), clock("sync"):
                     metrics |= trainer.sync(version=step)
             collapse = trainer.finish(step, batch, metrics, clock)

@@ -1,9 +1,10 @@
 """Resumes a run: takes over its folder, restores a checkpoint, and reuses rollouts that an earlier process left.
 
-Rollouts of the step after the checkpoint were sampled with the checkpoint's weights. If they are complete, the step
-trains on them instead of sampling again: where sampling is not deterministic, this is the only way to repeat the step
-as the first process would have made it. Rollouts that cannot be proven complete are sampled again. Rollouts of later
-steps are deleted, because the weights that sampled them are lost.
+Rollouts of the step after the checkpoint were sampled with the checkpoint's weights, or with older ones where sampling
+runs ahead. If they are complete, the step trains on them instead of sampling again: where sampling is not
+deterministic, or its weights are gone, this is the only way to repeat the step as the first process would have made it.
+Rollouts that cannot be proven complete are sampled again, with the checkpoint's weights. Rollouts of later steps are
+deleted, because the weights that sampled them may be lost.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from moe_rl.train.trainer import RankZero, Trainer
 # What `Trainer.save` gives to a checkpoint and `restore` reads.
 _FIELDS = ("guards", "evaluations", "ledger")
 # Missing routes are accepted here; the step decides what to do about them when it trains.
-_ROWS = RowPolicy(missing="native", stale="refuse", max_staleness=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ def restore(trainer: Trainer, done: int) -> None:
             for aside in checkpoints.abandon_newer(folder, done):
                 main.log.note(f"a newer {what} was renamed and is not used: {aside}")
         checkpoints.name_best(trainer.folder.checkpoints, trainer.progress.best_step)
-        main.left_behind = _take_left_behind(trainer, main, done)
-        entered = done + (main.left_behind is not None)
+        main.rollouts.left_behind = _take_left_behind(trainer, main, done)
+        entered = done + (main.rollouts.left_behind is not None)
         main.rollouts.ledger.verify(main.rollouts.source, steps=entered)
         trainer.kept.retain(range(entered + 1))
         trainer.store.collect_garbage()
@@ -188,6 +188,7 @@ def _take_left_behind(trainer: Trainer, main: RankZero, done: int) -> RolloutBat
             rollouts.source,
             trainer.kept,
             trainer.train_step.spec,
+            lag=config.pipeline.lag,
             support=vocabulary if config.rollout.keep_sampling_mask else None,
             head=(vocabulary, config.objective.score_centering) if config.objective.score_centering else None,
         )
@@ -208,12 +209,14 @@ def left_behind(
     kept: KeptRollouts,
     spec: TraceSpec,
     *,
+    lag: int,
     support: int | None = None,
     head: tuple[int, int] | None = None,
 ) -> tuple[StepPrompts, RolloutBatch]:
     """Read and check the rollouts of `step`, the step after the checkpoint that the run continues from.
 
     Args:
+        lag: By how many versions the weights that sampled them may be older than the checkpoint's.
         support: Vocabulary size, if sampling supports are needed; else None.
         head: Vocabulary size and number of tokens, if sampler heads are needed; else None.
 
@@ -235,10 +238,12 @@ def left_behind(
     if batch.digest != entry.completions:
         raise _other("completions", f"digest {batch.digest}", f"{entry.completions} as in the prompt ledger")
     kept.store.check_published(shards_of(batch))
+    rows = RowPolicy(missing="native", max_staleness=lag)
     for sequence in batch.sequences:
         versions = sorted({span.weight_version for span in sequence.versions})
-        if versions != [step - 1]:
-            raise _other("weights", f"versions {versions} in {sequence.key}", f"version {step - 1}")
+        if not step - 1 - lag <= versions[0] <= versions[-1] <= step - 1:
+            bound = f"version {step - 1}" + (f", or up to {lag} older" if lag else "")
+            raise _other("weights", f"versions {versions} in {sequence.key}", bound)
         fed = np.array([*sequence.prompt_token_ids, *sequence.token_ids[:-1]], np.int64)
         read_routes(
             kept.store,
@@ -248,7 +253,7 @@ def left_behind(
             fed=fed,
             here=np.ones(len(fed), bool),
             weight_version=step - 1,
-            policy=_ROWS,
+            policy=rows,
         )
         if support is not None:
             read_support(kept.store, sequence, support)

@@ -34,6 +34,7 @@ from moe_rl.report.summary import summarize
 from moe_rl.report.timeline import Timeline
 from moe_rl.report.trackers import Trackers
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, kept_steps
+from moe_rl.rollout.pool_client import PooledRollouts, PooledSampler
 from moe_rl.rollout.rollouts import Rollouts, canary_runs, start_sampler
 from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.tasks.verifiers import VerifierPool
@@ -56,16 +57,14 @@ class RankZero:
     """Holds the objects that only rank 0 has.
 
     Attributes:
-        left_behind: Rollouts of the next step, sampled by an earlier process of this run.
         kept_awake: Whether the sampler was told to sleep but could not free its memory.
     """
 
     log: RunLog
     samples: SampleFile
     timeline: Timeline
-    rollouts: Rollouts
+    rollouts: Rollouts | PooledRollouts
     trackers: Trackers
-    left_behind: RolloutBatch | None = None
     kept_awake: bool = False
 
 
@@ -108,12 +107,10 @@ class Trainer:
             if self.facts.mtp_layers:
                 log.note("the model's multi-token-prediction layers are not trained and not sent to the sampler")
             log.note("starting the sampler and the verifiers ...")
-            verifiers = stack.enter_context(VerifierPool.of(config.task))
             assert task is not None
             for note in task.notes():
                 log.note(note)
-            engine = stack.enter_context(closing(start_sampler(config, self.facts, folder.path)))
-            rollouts = Rollouts(config, self.facts, task, engine, verifiers, folder.path, self.store)
+            rollouts = self._start_rollouts(task, stack)
             seconds = config.report.tracker_seconds
             trackers = Trackers(folder.path, config.report.trackers, seconds=seconds, note=log.note)
             stack.callback(trackers.close)
@@ -141,23 +138,29 @@ class Trainer:
         if self.main is not None:
             self.main.timeline.add(part, begin, end)
 
-    def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
-        """Sample and verify a batch on rank 0, and send its tokens to all ranks. Routes stay in the trace store.
+    def _start_rollouts(self, task: TaskPrompts, stack: ExitStack) -> Rollouts | PooledRollouts:
+        """Start the sampler and the verifiers, in a pool beside this process if they work while the ranks train."""
+        config, run_dir = self.config, self.folder.path
+        if config.pipeline.mode != "sync":
+            pool = stack.enter_context(closing(PooledSampler(config, run_dir, self.folder.config)))
+            return PooledRollouts(config, task, pool, run_dir, self.store)
+        verifiers = stack.enter_context(VerifierPool.of(config.task))
+        engine = stack.enter_context(closing(start_sampler(config, self.facts, run_dir)))
+        return Rollouts(config, self.facts, task, engine, verifiers, run_dir, self.store)
 
-        If an earlier process of this run already sampled the batch, that batch is used.
+    def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
+        """Take the batch of a step on rank 0, and send its tokens to all ranks. Routes stay in the trace store.
+
+        It is sampled and verified now, or was so beside the last step, or by an earlier process of this run.
 
         Returns:
             The batch, or None if the run was asked to stop meanwhile.
         """
         batch: RolloutBatch | None = None
         if (main := self.main) is not None:
-            batch, main.left_behind = main.left_behind, None
-            if batch is not None:
-                clock.seconds |= {"sample": 0.0, "reward": 0.0}
-            else:
-                saying = main.log.phase(f"step {step}: sampling")
-                with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left(), saying:
-                    batch = main.rollouts.take(step, clock)
+            saying = main.log.phase(f"step {step}: sampling")
+            with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left(), saying:
+                batch = main.rollouts.take(step, clock)
             if self.peers.asked:
                 batch = None
             if batch is not None:
@@ -232,6 +235,12 @@ class Trainer:
         if self.main is not None:
             what = "weights and optimizer" if start.from_optimizer else "weights"
             self.main.log.note(f"version 0: the {what} of {path}")
+
+    def settle(self, step: int, clock: Clock) -> None:
+        """Wait until the sampler needs its present weights no more."""
+        if self.main is not None:
+            with self.peers.phase("wait for rollout", step):
+                self.main.rollouts.settle(clock)
 
     def sync(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the sampler as `version`, then let both score the canary with them."""
@@ -333,7 +342,8 @@ class Trainer:
         raise Stopped(f"{why} and did after step {done}, with {kept}")
 
     def _retain_rollouts(self, step: int) -> None:
-        self.kept.retain(kept_steps(step, self.config.replay.keep_shards, self.checkpoints.steps()))
+        last, ahead = self.config.replay.keep_shards, self.config.pipeline.lag
+        self.kept.retain(kept_steps(step, last, self.checkpoints.steps(), ahead))
 
     def report(self, done: int, collapse: CollapseError | None, early: str) -> None:
         """End the run: verify the prompt ledger, write summary.json and report.html.
@@ -344,7 +354,7 @@ class Trainer:
             self.exports.finish()
             if self.main is not None:
                 rollouts = self.main.rollouts
-                if self.main.left_behind is not None:  # sampled before a resume that ended the run at once
+                if early or collapse:  # the batch of the next step may have been sampled
                     rollouts.ledger.rewind(done)
                 rollouts.ledger.verify(rollouts.source, steps=done)
                 facts = self._facts(rollouts.engine.vllm_version)

@@ -66,9 +66,10 @@ def test_a_missing_step_is_named(kept):
 
 
 def test_kept_are_the_last_ones_and_those_of_kept_weights():
-    assert kept_steps(40, 4, [20, 30]) == {1, 21, 31, 37, 38, 39, 40}
-    assert kept_steps(2, 4, []) >= {1, 2}
-    assert 11 not in kept_steps(40, 4, [20, 30])
+    assert kept_steps(40, 4, [20, 30], 0) == {1, 21, 31, 37, 38, 39, 40}
+    assert kept_steps(40, 4, [20, 40], 1) == {1, 21, 22, 37, 38, 39, 40, 41, 42}
+    assert kept_steps(2, 4, [], 0) >= {1, 2}
+    assert 11 not in kept_steps(40, 4, [20, 30], 0)
 
 
 def test_files_and_shards_go_together(kept):

@@ -26,7 +26,7 @@ class RandomSampler:
     vllm_version, workers, address = "none", 1, "127.0.0.1"
 
     def __init__(self, config, facts, folder):
-        self.vocabulary, self.root, self.version = facts.vocab, folder.trace, 0
+        self.vocabulary, self.root, self.version = facts.vocab, folder / "trace", 0
         self.spec = TraceSpec.from_layers(
             facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers
         )

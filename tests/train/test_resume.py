@@ -43,8 +43,8 @@ class Left:
         self.batch = RolloutBatch([sequence], [0], {"reward/mean": 0.5}, "second")
         self.kept.save(STEP, self.batch)
 
-    def find(self):
-        return left_behind(STEP, self.ledger, self.source, self.kept, SPEC)
+    def find(self, lag=0):
+        return left_behind(STEP, self.ledger, self.source, self.kept, SPEC, lag=lag)
 
     def change(self, **fields):
         sequence = dataclasses.replace(self.batch.sequences[0], **fields)
@@ -97,6 +97,14 @@ def test_other_weights_are_not_taken(left, tmp_path):
     assert "weight version 0" in refused(Left(tmp_path / "older", version=0))
 
 
+def test_older_weights_are_taken_as_far_as_sampling_runs_ahead(tmp_path):
+    left = Left(tmp_path, version=DONE - 1)
+    left.change(versions=sampled_by(DONE - 1, 2))
+    assert len(left.find(lag=1)[1].sequences) == 1
+    with pytest.raises(MoeRLError, match="belong to other weights"):
+        left.find(lag=0)
+
+
 def test_routes_that_are_damaged_gone_or_of_other_tokens_are_not_taken(left, tmp_path):
     left.change(token_ids=(5, 4))
     assert "s2/p0/c0" in refused(left)
@@ -113,10 +121,10 @@ def test_routes_that_are_damaged_gone_or_of_other_tokens_are_not_taken(left, tmp
 
 def test_rollouts_without_what_the_trainer_now_needs_of_the_sampler_are_not_taken(left):
     found = (STEP, left.ledger, left.source, left.kept, SPEC)
-    left_behind(*found)
+    left_behind(*found, lag=0)
     for needed in ({"support": 9}, {"head": (9, 2)}):
         with pytest.raises(SupportError):
-            left_behind(*found, **needed)
+            left_behind(*found, lag=0, **needed)
 
 
 @pytest.mark.parametrize("what", ["lost", "damaged"])

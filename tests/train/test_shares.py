@@ -16,8 +16,8 @@ def sequence(number, *, recorded):
 
 
 def complete(recorded, groups, *, limit, missing="drop"):
-    replay = SimpleNamespace(missing=missing, stale="refuse", max_staleness=0, max_fallback_fraction=limit)
-    shares = Shares(SimpleNamespace(replay=replay), (0,), None, None, vocabulary=8)
+    replay = SimpleNamespace(missing=missing, stale="replay", max_fallback_fraction=limit)
+    shares = Shares(SimpleNamespace(replay=replay, pipeline=SimpleNamespace(lag=0)), (0,), None, None, vocabulary=8)
     return shares._complete([sequence(n, recorded=one) for n, one in enumerate(recorded)], groups)
 
 

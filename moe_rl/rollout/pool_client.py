@@ -1,0 +1,147 @@
+"""Connects rank 0 to the pool: takes batches that were sampled beside training, and brings the sampler new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_rl import errors
+from moe_rl.clock import Clock
+from moe_rl.config.schema import Config
+from moe_rl.errors import EngineError, MoeRLError
+from moe_rl.messages import Message
+from moe_rl.rollout import pool_wire as wire
+from moe_rl.rollout.child_process import ChildProcess
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch
+from moe_rl.tasks import prompt_ledger
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource, TaskPrompts
+from moe_rl.trace import TraceStore
+from moe_rl.types import ScoredTokens
+from moe_rl.vllm.process import child_environment
+from moe_rl.weights.update import WeightUpdate
+
+
+class PooledSampler:
+    """Serves as the sampler of rank 0: it receives weights and scores tokens through the pool, see Sampler.
+
+    The pool answers in order. So each call first waits for the batch that was asked for before it.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, config_file: Path):
+        """Start the pool with its sampler and verifiers. Raises EngineError if they cannot start."""
+        self._child = ChildProcess(
+            "pool",
+            "moe_rl.rollout.pool",
+            log_path=run_dir / "pool.log",
+            environment=child_environment(config.rollout.capture),
+            replies=wire.REPLIES,
+            alive=wire.PoolAlive,
+            silence_seconds=config.run.peer_timeout_seconds,
+        )
+        self._asked = 0  # the step whose batch the pool samples; 0: none
+        self._taken = 0  # the step whose batch came last
+        try:
+            seconds = 2 * config.rollout.startup_timeout_seconds  # the sampler has that time of its own
+            reply = self._child.start(wire.OpenPool(run_dir, config_file), wire.PoolOpened, seconds)
+            opened = self._checked(reply, wire.PoolOpened)
+        except BaseException:
+            self.close()
+            raise
+        self.vllm_version, self.workers, self.address = opened.vllm_version, opened.workers, opened.address
+
+    def begin(self, step: int) -> None:
+        """Let the pool sample the batch of a step, unless it does or did already."""
+        if step > self._taken and not self._asked:
+            self._child.send(wire.TakeBatch(step))
+            self._asked = step
+
+    def settle(self) -> list[tuple[str, float, float]]:
+        """Wait until the pool has sampled the batch that it was asked for, if any, and kept it on disk.
+
+        Returns:
+            What the pool did for it: names of parts, each with its begin and end on time.perf_counter.
+        """
+        if not self._asked:
+            return []
+        taken = self._checked(self._child.receive(), wire.BatchTaken)
+        self._taken, self._asked = taken.step, 0
+        return taken.parts
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of an evaluation, see Rollouts.evaluate."""
+        return self._call(wire.EvaluatePolicy(step), wire.PolicyEvaluated).metrics
+
+    def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        return self._call(wire.ScoreRuns(list(map(list, runs)), shard), wire.RunsScored).scores
+
+    def counts(self) -> dict[str, int]:
+        return self._call(wire.AskPoolCounts(), wire.PoolCounted).counts
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        self.workers = self._call(wire.UpdateSampler(update), wire.SamplerUpdated).workers
+
+    def sleep(self, level: int) -> bool:
+        """Do nothing and return False: the sampler works while the trainer does."""
+        return False
+
+    def wake(self, part: str) -> None:
+        """Do nothing: the sampler does not sleep."""
+
+    def alive(self) -> bool:
+        return self._child.alive()
+
+    def close(self) -> None:
+        self._child.close(wire.ClosePool())
+
+    def _call[R: Message](self, call: Message, expected: type[R]) -> R:
+        self.settle()
+        self._child.send(call)
+        return self._checked(self._child.receive(), expected)
+
+    def _checked[R: Message](self, reply: Message, expected: type[R]) -> R:
+        if isinstance(reply, wire.PoolFailed):
+            if not reply.kind:
+                raise self._child.broken("failed", reply.message)
+            kind: type[MoeRLError] = getattr(errors, reply.kind, EngineError)
+            raise kind(f"{reply.message} [pool, pid {self._child.pid}, log {self._child.log_path}]")
+        if not isinstance(reply, expected):
+            raise self._child.broken("gave the wrong answer", type(reply).__name__)
+        return reply
+
+
+class PooledRollouts:
+    """Gives rank 0 the batches that the pool samples, in place of `Rollouts`.
+
+    Attributes:
+        left_behind: as in Rollouts.
+    """
+
+    def __init__(self, config: Config, task: TaskPrompts, engine: PooledSampler, run_dir: Path, store: TraceStore):
+        self.engine, self.ahead, self.steps = engine, config.pipeline.lag, config.run.steps
+        self.source = PromptSource(task.train, config.run.seed)
+        self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
+        self.kept = KeptRollouts(run_dir / "rollouts", store)
+        self.left_behind: RolloutBatch | None = None
+
+    def take(self, step: int, clock: Clock) -> RolloutBatch:
+        """Return the batch of a step when the pool has it, and let the pool go on with the next one."""
+        batch, self.left_behind = self.left_behind, None
+        if batch is None:
+            self.engine.begin(step)
+            self.settle(clock)
+            batch = self.kept.load(step)
+        if self.ahead and step < self.steps:
+            self.engine.begin(step + 1)
+        return batch
+
+    def settle(self, clock: Clock) -> None:
+        """Wait until the pool has nothing more to sample with the present weights."""
+        with clock("wait"):
+            parts = self.engine.settle()
+        for part in parts:
+            clock.ended(*part)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of an evaluation, see Rollouts.evaluate."""
+        return self.engine.evaluate(step)
