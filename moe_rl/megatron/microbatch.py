@@ -41,6 +41,7 @@ class Microbatch:
         head_ids: int64 [n, K], the sampler's likeliest ids at these n tokens; None if they were not recorded.
         sequence_ids: int64 [N], in 0..B-1.
         rollout_logprobs: float32 [N].
+        versions: int64 [N], of the weights that sampled these tokens.
         head_logprobs: float32 [K, N], the sampler's, of the head ids of all N tokens; None without them.
         advantages: float32 [B]; NaN until they are set.
         indices: Which sequences of the batch are packed.
@@ -59,6 +60,7 @@ class Microbatch:
     head_ids: torch.Tensor | None
     sequence_ids: torch.Tensor
     rollout_logprobs: torch.Tensor
+    versions: torch.Tensor
     head_logprobs: torch.Tensor | None
     advantages: torch.Tensor
     indices: tuple[int, ...]
@@ -230,6 +232,8 @@ def pack(
     predicts = here[predicts]
     predicted = np.flatnonzero(predicts >= 0)
     logprobs = np.concatenate([np.empty(0, np.float32), *(s.rollout_logprobs for s in chosen)])
+    spans = [span for s in chosen for span in s.versions]
+    versions = np.repeat(np.array([s.weight_version for s in spans], np.int64), [s.tokens for s in spans])
 
     def on_device(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
@@ -246,6 +250,7 @@ def pack(
         head_ids=None if not heads else on_device(np.concatenate([h.ids for h in heads])[predicted].astype(np.int64)),
         sequence_ids=on_device(sequence_ids),
         rollout_logprobs=on_device(logprobs.astype(np.float32)),
+        versions=on_device(versions),
         head_logprobs=None if not heads else on_device(np.concatenate([h.logprobs for h in heads]).T),
         advantages=torch.full((len(chosen),), torch.nan, device=device),
         indices=tuple(indices),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.errors import describe
+from moe_rl.objectives.lags import LAGS, sums_by_lag
 from moe_rl.objectives.penalties import k3
 
 EXTREME_RATIOS = (2.0, 5.0)
@@ -36,6 +37,7 @@ _SUMS = (
     "log_perplexity_abs_diff",
     "square_of_product",
     "square_of_geometric",
+    *(f"{name}_lag_{lag}" for name in ("tokens", "k3") for lag in LAGS),
 )
 # |d| is counted in bins whose bounds grow by 10^(1/100) from 1e-7 to 100 nats, with one bin below and one above.
 _PER_DECADE, _LEAST, _DECADES = 100, 1e-7, 9
@@ -60,7 +62,14 @@ class MismatchSums:
         return cls(torch.zeros(_WIDTH, dtype=torch.float64, device=device))
 
     @classmethod
-    def of(cls, logprobs: Tensor, rollout_logprobs: Tensor, sequence_ids: Tensor, sequences: int) -> MismatchSums:
+    def of(
+        cls,
+        logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        sequence_ids: Tensor,
+        sequences: int,
+        lags: Tensor | None = None,
+    ) -> MismatchSums:
         """Compute the sums of one microbatch, on its device, without a host sync.
 
         Args:
@@ -69,6 +78,8 @@ class MismatchSums:
             rollout_logprobs: [T], likewise, the sampler's.
             sequence_ids: [T] int64 in 0..sequences-1, the sequence of each token. A sequence lies whole in one
                 microbatch. A sequence without a token is not counted.
+            lags: [T] int64, how many versions older the weights are that sampled each token. None: not known, and
+                `by_lag` leaves these tokens out.
 
         Raises:
             TypeError: a dtype is wrong.
@@ -85,8 +96,9 @@ class MismatchSums:
                         do="keep logprobs in float32 from the softmax on",
                     )
                 )
-        if logprobs.ndim != 1 or not logprobs.shape == rollout_logprobs.shape == sequence_ids.shape:
-            shapes = [tuple(t.shape) for t in (logprobs, rollout_logprobs, sequence_ids)]
+        given = (logprobs, rollout_logprobs, sequence_ids, *(() if lags is None else (lags,)))
+        if logprobs.ndim != 1 or any(one.shape != logprobs.shape for one in given):
+            shapes = [tuple(one.shape) for one in given]
             raise ValueError(
                 describe(
                     "logprobs and sequence ids must belong to the same tokens",
@@ -112,10 +124,18 @@ class MismatchSums:
         def total(values: Tensor) -> Tensor:
             return torch.where(there, values, 0.0).sum()
 
+        estimate, counted = k3(d), torch.ones_like(d)
+        by_lag = {
+            f"{name}_lag_{lag}": one
+            for name, values in (("tokens", counted), ("k3", estimate))
+            for lag, one in zip(
+                LAGS, sums_by_lag(values, lags) if lags is not None else d.new_zeros(len(LAGS)), strict=True
+            )
+        }
         sums = {
             "tokens": d.new_full((), len(d)),
             "minus_d": -d.sum(),
-            "k3": k3(d).sum(),
+            "k3": estimate.sum(),
             **{f"extreme_{tau:.0f}": ((size > math.log(tau)) + (d - d)).sum() for tau in EXTREME_RATIOS},
             "abs": size.sum(),
             "ratio": d.exp().sum(),
@@ -127,6 +147,7 @@ class MismatchSums:
             "log_perplexity_abs_diff": total((mean_rollout - mean_train).abs()),
             "square_of_product": total((2 * product).exp()),
             "square_of_geometric": total((2 * product * per_token).exp()),
+            **by_lag,
         }
         bins = torch.bucketize(size, _bounds(size.device))
         counts = size.new_zeros(_BINS).index_add(0, bins, torch.ones_like(size))
@@ -210,6 +231,11 @@ class MismatchSums:
             "tokens": int(tokens),
             "sequences": int(sequences),
         }
+
+    def by_lag(self) -> dict[str, float]:
+        """Return the k3 of the tokens of each lag that occurs, by the names of LAGS. Reads the device once."""
+        sums = dict(zip(_SUMS, self.values.tolist(), strict=False))
+        return {lag: sums[f"k3_lag_{lag}"] / sums[f"tokens_lag_{lag}"] for lag in LAGS if sums[f"tokens_lag_{lag}"]}
 
     @staticmethod
     def _quantile(q: float, tokens: float, counts: list[float], peak: float) -> float:

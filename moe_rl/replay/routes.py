@@ -49,7 +49,8 @@ class SequenceRoutes:
         routes: integers [T, L, K].
         native: bool [T], rows for which the router chooses; their entries in `routes` are placeholders.
         recorded: bool [T], rows whose recorded route was read.
-        stale: bool [T], recorded rows that older weights routed.
+        lags: int64 [T], how many versions older than the trainer's the weights are that routed each recorded row; 0 for
+            the others.
         prompt: How many of the tokens belong to the prompt.
     """
 
@@ -58,14 +59,14 @@ class SequenceRoutes:
     routes: np.ndarray
     native: np.ndarray
     recorded: np.ndarray
-    stale: np.ndarray
+    lags: np.ndarray
     prompt: int = 0
 
     @classmethod
     def complete(cls, key: str, token_ids: np.ndarray, routes: np.ndarray) -> SequenceRoutes:
         """Make the routes of a sequence whose rows are all recorded and replayed."""
         nothing = np.zeros(len(routes), bool)
-        return cls(key, token_ids, routes, native=nothing, recorded=~nothing, stale=nothing)
+        return cls(key, token_ids, routes, native=nothing, recorded=~nothing, lags=nothing.astype(np.int64))
 
 
 def missing_rows(sequence: Sequence) -> int:
@@ -139,7 +140,7 @@ def read_routes(
         )
     source_sum(sequence)  # checks the reference before anything is read
     routes = padding_routes(len(fed), len(layers), spec, expert_parallel=1)
-    missing, recorded, stale = np.ones(len(fed), bool), np.zeros(len(fed), bool), np.zeros(len(fed), bool)
+    missing, recorded, lags = np.ones(len(fed), bool), np.zeros(len(fed), bool), np.zeros(len(fed), np.int64)
     if ref is not None:
         missing[ref.start : ref.start + ref.rows] = False
         for first, last in _runs(here[ref.start :], ref.rows):
@@ -157,9 +158,9 @@ def read_routes(
             routes[rows], recorded[rows] = record.routes, True
             versions = versions_of_rows(record.spans)
             _check_versions(sequence, versions, rows.start, sampled)
-            stale[rows] = versions != weight_version
-    native = missing | (stale if policy.stale == "native" else False)
-    return SequenceRoutes(sequence.key, fed, routes, native, recorded, stale, len(sequence.prompt_token_ids))
+            lags[rows] = weight_version - versions
+    native = missing | ((lags > 0) if policy.stale == "native" else False)
+    return SequenceRoutes(sequence.key, fed, routes, native, recorded, lags, len(sequence.prompt_token_ids))
 
 
 def _sampled_versions(sequence: Sequence) -> np.ndarray:
@@ -278,6 +279,7 @@ def microbatch_routes(
     salts = np.concatenate([row_salts(name, tokens).view(np.int64) for name, tokens in zip(names, fed, strict=True)])
     native = np.concatenate([part.native for part in parts])[rows]
     recorded = np.concatenate([part.recorded for part in parts])
+    lags = np.concatenate([part.lags for part in parts])
     real = (np.arange(len(ids)) < tokens)[rows]
     here = np.split(_mask(len(ids), rows), np.cumsum(lengths)[:-1])
     sums, unreplayed = [], []
@@ -302,7 +304,8 @@ def microbatch_routes(
         native=on_device(native) if native.any() else None,
         replayed_tokens=int(real.sum()) - int(native.sum()),
         native_tokens=int(native.sum()),
-        stale_tokens=int(np.concatenate([part.stale for part in parts])[rows].sum()),
+        lags=on_device(lags[rows][recorded[rows]]),
+        stale_tokens=int((lags[rows] > 0).sum()),
     )
     if table.source is not None and tuple(layers) == spec.moe_layers and _mask(len(ids), rows)[:tokens].all():
         check_source(
@@ -325,7 +328,7 @@ def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel
 def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> SequenceRoutes:
     nothing = np.zeros(rows, bool)
     routes = padding_routes(rows, layers, spec, expert_parallel=expert_parallel)
-    return SequenceRoutes(PADDING, np.zeros(rows, np.int64), routes, nothing, nothing, nothing)
+    return SequenceRoutes(PADDING, np.zeros(rows, np.int64), routes, nothing, nothing, np.zeros(rows, np.int64))
 
 
 def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:

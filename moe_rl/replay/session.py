@@ -352,7 +352,9 @@ class ReplaySession:
             numbers = range(len(tables))
             refuse_uncompared(self._native, numbers, self.layers, where)
             self.compared = [Compared.of_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
-            self.tally = replace(self.tally, **totals(self.compared, self.layers, self.any_stage))
+            self.tally = replace(
+                self.tally, **totals(self.compared, [table.lags for table in tables], self.layers, self.any_stage)
+            )
             if self._aligned is not None:
                 refuse_blind_witness(self.compared, self.tally.native_margin, self.layers, where)
                 shared, names = [one.shared for one in self.compared], [one.names for one in tables]

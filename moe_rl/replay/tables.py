@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moe_rl.objectives.lags import LAGS, sums_by_lag
 from moe_rl.replay.checksum import RowSalts
 from moe_rl.replay.row_places import RowPlaces
 
@@ -33,6 +34,7 @@ class MicrobatchRoutes:
             that share the sequences, checksums and unreplayed add up to these. None if the routes do not come from a
             sampler.
         recorded: int64 [N], indices of the rows whose record is compared with a router's own choice.
+        lags: int64 [N], how many versions older than the trainer's the weights are that routed these rows.
         native: bool [R], rows without a route to replay, for which the router chooses; None if there are none.
         replayed_tokens, native_tokens: Number of replayed and of native rows, without padding.
         stale_tokens: Number of rows whose recorded routes were chosen by older weights.
@@ -46,6 +48,7 @@ class MicrobatchRoutes:
     unreplayed: torch.Tensor
     source: tuple[int, ...] | None
     recorded: torch.Tensor
+    lags: torch.Tensor
     native: torch.Tensor | None
     replayed_tokens: int
     native_tokens: int
@@ -72,6 +75,7 @@ class Tally:
         native_mismatch: (token, layer) positions where the router's own top-k set differs from the recorded one.
         native_positions: All (token, layer) positions that were compared.
         native_by_layer: native_mismatch of each layer.
+        native_by_lag: native_mismatch and native_positions of the rows of each lag, in the order of LAGS.
         native_token_mismatch: Tokens with a mismatch in at least one layer, on any pipeline stage.
         native_tokens: All tokens that were compared.
         native_shared: Experts that are in both sets, summed over the positions.
@@ -91,6 +95,7 @@ class Tally:
     native_shared: int = 0
     native_margin: float = 0.0
     native_by_layer: dict[int, int] = field(default_factory=dict)
+    native_by_lag: tuple[tuple[float, float], ...] = ((0.0, 0.0),) * len(LAGS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,13 +132,23 @@ class Compared:
 
 
 def totals(
-    compared: Seq[Compared], layers: Seq[int], any_stage: Callable[[torch.Tensor], torch.Tensor]
+    compared: Seq[Compared],
+    lags: Seq[torch.Tensor],
+    layers: Seq[int],
+    any_stage: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, Any]:
-    """Compute the native counts of a session's `Tally` over all its microbatches. `any_stage`: see `ReplaySession`."""
-    wrong = torch.cat([one.differs for one in compared], 1)
+    """Compute the native counts of a session's `Tally` over all its microbatches.
+
+    Args:
+        lags: For each microbatch, int64 [N].
+        any_stage: See `ReplaySession`.
+    """
+    wrong, lag = torch.cat([one.differs for one in compared], 1), torch.cat([*lags])
+    by_lag = torch.stack([sums_by_lag(wrong.sum(0), lag), len(layers) * sums_by_lag(torch.ones_like(lag), lag)], 1)
     by_layer = wrong.sum(1).tolist()
     return {
         "native_by_layer": dict(zip(layers, by_layer, strict=True)),
+        "native_by_lag": tuple(map(tuple, by_lag.tolist())),
         "native_mismatch": sum(by_layer),
         "native_positions": wrong.numel(),
         "native_token_mismatch": int(any_stage(wrong.any(0)).sum()),

@@ -100,6 +100,12 @@ ALL = (
         "Mean over the sampled tokens of (r - 1 - log r), where r = trainer probability / sampler probability: the k3 "
         "estimate of KL(rollout || trainer). The trainer routes as it does in training.",
         "Grows over the run: an early sign of collapse, because the importance ratio is turning into noise."),
+    Metric("policy_kl/k3_lag/<name>", "nats/token", "lower",
+        "policy_kl/k3 of the tokens that were sampled this many weight versions before the trainer's: 0, 1, 2-3, 4-7 "
+        "or 8+. Logged only for lags that occur, and not where all tokens and rows are of lag 0.",
+        "That of lag 0 above policy_kl/k3 of a synchronous run: a fault between the engines, not staleness. Grows "
+        "steeply with the lag: the policy moves too fast for samples this old.",
+        "when measured"),
     Metric("policy/extreme_fraction", "fraction", "lower",
         "Fraction of the sampled tokens whose probability differs between the engines by more "
         "than a factor of 2: F(2).",

@@ -65,6 +65,15 @@ ROUTES = (
         "routing/native_mismatch of one MoE layer. The name is the layer's global number.",
         "One layer far above its neighbours: its gate's weights or precision differ between the engines.",
         "when measured", modes=("r2", "off")),
+    Metric("routing/shadow_mismatch_lag/<name>", "fraction", "lower",
+        "routing/shadow_mismatch of the rows that were routed this many weight versions before the trainer's: 0, 1, "
+        "2-3, 4-7 or 8+. Logged only for lags that occur, and not where all tokens and rows are of lag 0.",
+        "That of lag 0 above routing/shadow_mismatch of a synchronous run: a fault, not staleness.",
+        "when measured", modes=("r3",)),
+    Metric("routing/native_mismatch_lag/<name>", "fraction", "lower",
+        "routing/native_mismatch of the rows that were routed this many weight versions before the trainer's.",
+        "See routing/shadow_mismatch_lag/<name>.",
+        "when measured", modes=("r2", "off")),
     Metric("routing/applied_mismatch", "count", "must be 0",
         "Number of (sequence, MoE layer) pairs with a row that went to other experts than "
         "recorded. A checksum over request, position, token, layer and experts finds them. This "

@@ -2,12 +2,15 @@
 
 The child answers each call with one reply. It may send any number of signs of life before it. It ends whenever the
 parent ends. A child that ends or stops answering raises SamplerGone here.
+
+One thread may send while another receives: see `numbered_calls`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -73,14 +76,16 @@ class ChildProcess:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        ours.settimeout(silence_seconds)
         self._channel: Channel[Any] = Channel(ours, replies)
         self._failure = ""
+        self._ending = threading.Lock()
         self._ready = False
         self.pid: int = self._process.pid
 
     def send(self, call: Message) -> None:
         """Send a call whose reply `receive` will return."""
-        self._exchange(lambda limit: self._sent(call, limit), None)
+        self._exchange(lambda _: self._channel.send(call), None)
 
     def receive(self) -> Any:
         """Return the next reply. `silence_seconds` limits the silence before it."""
@@ -91,7 +96,7 @@ class ChildProcess:
         one that was there."""
 
         def both(limit: float) -> Any:
-            self._sent(call, limit)
+            self._channel.send(call)
             return self._received(limit, signs=False)
 
         reply = self._exchange(both, seconds)
@@ -107,11 +112,18 @@ class ChildProcess:
 
         The error is SamplerGone only if the child was once ready: one that cannot start would fail again.
         """
-        self._kill()
         where: About = {"pid": self.pid, "log": self.log_path}
-        self._failure = describe(f"The {self._name} {what}", where=where, got=got, do="read its log and start again")
+        do = "read its log and start again"
+        self._failure = self._failure or describe(f"The {self._name} {what}", where=where, got=got, do=do)
+        self._kill()
         kind = SamplerGone if self._ready else EngineError
         return kind(f"{self._failure}\n{_tail(self.log_path)}".rstrip())
+
+    def desert(self) -> None:
+        """Record that nobody waits for a call any more, so that the child is unusable: it still works on that call."""
+        self._failure = self._failure or describe(
+            f"The {self._name} was left in the middle of a call", where={"pid": self.pid}
+        )
 
     def close(self, goodbye: Message) -> None:
         """End the child and everything it started. May be called at any time, and repeatedly."""
@@ -119,10 +131,12 @@ class ChildProcess:
             with contextlib.suppress(OSError):
                 self._channel.socket.settimeout(_POLL_SECONDS)
                 self._channel.send(goodbye)
+            # A child in the middle of a call, or one that failed, does not answer; waiting is pointless.
+            patience = 0.0 if self._failure else _CLOSE_SECONDS
+            self._failure = self._failure or describe(f"The {self._name} was closed", where={"pid": self.pid})
             self._channel.socket.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # A child in the middle of a call, or one that failed, does not answer; waiting is pointless.
-                self._process.wait(0 if self._failure else _CLOSE_SECONDS)
+                self._process.wait(patience)
         self._kill()
         self._failure = self._failure or describe(f"The {self._name} was closed", where={"pid": self.pid})
 
@@ -142,26 +156,20 @@ class ChildProcess:
             raise self.broken("sent an invalid frame", str(error)) from error
         except BaseException:
             # After an interruption, the late reply to this call would be taken for the reply to the next one.
-            self._failure = describe(f"The {self._name} was left in the middle of a call", where={"pid": self.pid})
+            self.desert()
             raise
-
-    def _sent(self, call: Message, limit: float) -> None:
-        self._channel.socket.settimeout(limit)
-        self._channel.send(call)
 
     def _received(self, limit: float, *, signs: bool) -> Any:
         """Return the next reply. With `signs`, each sign of life begins the limit anew."""
         deadline = time.monotonic() + limit
-        self._channel.socket.settimeout(_POLL_SECONDS)
         while True:
-            try:
-                reply = self._channel.receive()
-            except TimeoutError:
+            if not select.select([self._channel.socket], [], [], _POLL_SECONDS)[0]:
                 if self._process.poll() is not None:
-                    raise EOFError("its process ended") from None
+                    raise EOFError("its process ended")
                 if time.monotonic() > deadline:
-                    raise
+                    raise TimeoutError
                 continue
+            reply = self._channel.receive()
             if not isinstance(reply, self._alive):
                 return reply
             if signs:
@@ -176,11 +184,12 @@ class ChildProcess:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def _kill(self) -> None:
-        self._channel.socket.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._scratch.cleanup()
+        with self._ending:
+            self._channel.socket.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            self._scratch.cleanup()
 
 
 def _tail(log_path: Path) -> str:

@@ -6,7 +6,8 @@
                                    <-- Generated -  tokens, logprobs, references to routes
                                                     routes ----> trace store
 
-A child that ends or stops answering raises SamplerGone here, see `child_process`.
+Several calls may be under way, see `numbered_calls`. A child that ends or stops answering raises SamplerGone in each,
+see `child_process`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Self
 from moe_rl.errors import EngineError, WeightSyncError
 from moe_rl.messages import Message
 from moe_rl.rollout.child_process import ChildProcess
+from moe_rl.rollout.numbered_calls import NumberedCalls
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm import wire
 from moe_rl.vllm.process import child_environment
@@ -41,12 +43,13 @@ class VllmEngine:
             silence_seconds=settings.silence_seconds,
         )
         self.pid = self._child.pid
+        self.calls = NumberedCalls(self._child)
         self.workers, self.address = 1, "127.0.0.1"
         try:
             ready = self._child.start(wire.Start(settings), wire.Ready, settings.startup_timeout_seconds)
             if isinstance(ready, wire.Failed):
                 raise self._child.broken("could not start", ready.message)
-            self.vllm_version: str = self._checked(ready, wire.Ready).vllm_version
+            self.vllm_version: str = self.checked(ready, wire.Ready).vllm_version
         except BaseException:
             self.close()
             raise
@@ -69,12 +72,16 @@ class VllmEngine:
         """
         if not requests:
             return []
-        return self._call(wire.Generate(list(requests), shard, enough), wire.Generated).completions
+        return self._call(wire.Generate(list(requests), shard, enough, alone=True), wire.Generated).completions
+
+    def name(self) -> str:
+        """Return what messages call this engine."""
+        return f"the vLLM engine, log {self._settings.log_path}"
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         """Score token sequences, see Sampler.score; returns one element."""
         scored = self._call(wire.Score(list(map(list, runs)), shard), wire.Scored)
-        return [ScoredTokens(scored.logprobs, scored.routes, f"the vLLM engine, log {self._settings.log_path}")]
+        return [ScoredTokens(scored.logprobs, scored.routes, self.name())]
 
     def counts(self) -> dict[str, int]:
         """Return the recorder's counts, see Sampler.counts."""
@@ -109,17 +116,23 @@ class VllmEngine:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _call[R: Message](self, message: Message, expected: type[R]) -> R:
-        """Send one call and wait for its reply."""
-        self._child.send(message)
-        reply = self._child.receive()
+    def checked[R: Message](self, reply: Message, expected: type[R]) -> R:
+        """Return a reply of the expected type; raise the error that it brings."""
         if isinstance(reply, wire.Failed):
             raise (WeightSyncError if reply.weights else EngineError)(
                 f"{reply.message} [vLLM engine, pid {self.pid}, log {self._settings.log_path}]"
             )
-        return self._checked(reply, expected)
-
-    def _checked[R: Message](self, reply: Message, expected: type[R]) -> R:
         if not isinstance(reply, expected):
             raise self._child.broken("gave the wrong answer", type(reply).__name__)
         return reply
+
+    def _call[R: Message](self, message: wire.Call, expected: type[R]) -> R:
+        """Send one call and wait for its reply."""
+        _, answer = self.calls.submit(message)
+        try:
+            return self.checked(answer.result(), expected)
+        except Exception:
+            raise
+        except BaseException:
+            self._child.desert()
+            raise

@@ -191,8 +191,11 @@ class VllmServer:
                 if records:
                     await self._tidy(client, "/moe_rl/abandon", Sink(shard))
                 raise
-        version = served.weight_version
-        return [sample.completion(request, version, refs) for request, sample in zip(requests, samples, strict=True)]
+        for sample in samples:
+            if sample.aborted and sample.token_ids:
+                # vLLM said nothing more about it, and the weights have not changed.
+                sample.versions = [ReportedSpan(str(served.weight_version), 0, len(sample.token_ids))]
+        return [sample.completion(request, refs) for request, sample in zip(requests, samples, strict=True)]
 
     def _shared(self, what: str, shard: str) -> EngineError:
         return EngineError(

@@ -33,6 +33,7 @@ class MicrobatchWork:
         plan: How these routes are dispatched, if that is planned.
         old_logprobs: float32 [N], the denominators of the ratios; at first the sampler's logprobs.
         ref_logprobs: float32 [N], from the reference policy, if there is one.
+        lags: int64 [N], how many versions older than the trainer's the weights are that sampled each token.
         trusted: bool [N], which tokens the second-moment limit keeps, if there is one.
     """
 
@@ -40,6 +41,7 @@ class MicrobatchWork:
     table: MicrobatchRoutes
     old_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor | None = None
+    lags: torch.Tensor | None = None
     trusted: torch.Tensor | None = None
     plan: dict[int, LayerPlan] | None = None
 
@@ -154,7 +156,8 @@ class Shares:
                     layers=self.layers,
                     policy=self.rows,
                 )
-                work.append(MicrobatchWork(microbatch, table, old_logprobs=microbatch.rollout_logprobs))
+                old, lags = microbatch.rollout_logprobs, weight_version - microbatch.versions
+                work.append(MicrobatchWork(microbatch, table, old_logprobs=old, lags=lags))
             lengths = [len(s.token_ids) for s in ours]
             shares.append(
                 UpdateShare(

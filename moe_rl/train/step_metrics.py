@@ -17,6 +17,7 @@ from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import UpdateResult
 from moe_rl.objectives import corrections
+from moe_rl.objectives.lags import LAGS
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.replay.alignment import Alignment
 from moe_rl.replay.tables import Tally
@@ -77,7 +78,7 @@ def mismatch_of(work: Seq[MicrobatchWork], logprobs: Seq[torch.Tensor]) -> Misma
     for one, values in zip(work, logprobs, strict=True):
         batch = one.microbatch
         sequences = len(batch.indices)
-        total = total.merge(MismatchSums.of(values, batch.rollout_logprobs, batch.sequence_ids, sequences))
+        total = total.merge(MismatchSums.of(values, batch.rollout_logprobs, batch.sequence_ids, sequences, one.lags))
     return total
 
 
@@ -94,8 +95,10 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
     if by_layer:
         layers = _by_layer(shown.tallies, spec.moe_layers)
         metrics |= {f"routing/{name}_mismatch_layer/{layer:03d}": fraction for layer, fraction in layers.items()}
-    measured = _global(shown.mismatch).metrics()
+    mismatch = _global(shown.mismatch)
+    measured = mismatch.metrics()
     metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
+    metrics |= _by_lag(shown.tallies, name, mismatch)
     metrics |= {
         "policy/entropy": _mean_entropy(shown.entropies),
         "optim/grad_norm": sum(result.grad_norm for result in results) / len(results),
@@ -105,8 +108,8 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
     if balances := [result.aux_loss for result in results if result.aux_loss is not None]:
         metrics["objective/aux_loss"] = sum(balances) / len(balances)
     if shown.native is not None:
-        mismatch, tally = shown.native
-        measured = _global(mismatch).metrics()
+        natively, tally = shown.native
+        measured = _global(natively).metrics()
         metrics |= {
             "policy_kl/k1_native": measured["k1"],
             "policy_kl/k3_native": measured["k3"],
@@ -197,6 +200,20 @@ def _by_layer(tallies: list[Tally], layers: Seq[int]) -> dict[int, float]:
     reduced = world.all_reduce([*wrong, *tokens])
     fractions = zip(reduced[: len(layers)], reduced[len(layers) :], strict=True)
     return {layer: w / max(n, 1) for layer, (w, n) in zip(layers, fractions, strict=True)}
+
+
+def _by_lag(tallies: list[Tally], name: str, mismatch: MismatchSums) -> dict[str, float]:
+    """Return the policy KL and the routing mismatch of each lag that occurs; nothing if the only one is 0."""
+    flat = world.all_reduce(
+        [sum(t.native_by_lag[n][which] for t in tallies) for n in range(len(LAGS)) for which in (0, 1)]
+    )
+    routes = {lag: wrong / rows for lag, wrong, rows in zip(LAGS, flat[::2], flat[1::2], strict=True) if rows}
+    policy = mismatch.by_lag()
+    if not {*routes, *policy} - {LAGS[0]}:
+        return {}
+    return {f"policy_kl/k3_lag/{lag}": value for lag, value in policy.items()} | {
+        f"routing/{name}_mismatch_lag/{lag}": value for lag, value in routes.items()
+    }
 
 
 def _mean_entropy(entropies: list[torch.Tensor]) -> float:

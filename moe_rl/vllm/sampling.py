@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import About, EngineError, describe
-from moe_rl.types import Completion, GenerateRequest, RouteRef, VersionSpan, sampled_by
+from moe_rl.types import Completion, GenerateRequest, RouteRef, VersionSpan
 from moe_rl.vllm.recording import RecordingRequest
 
 # vLLM's HTTP answer for a log-probability that is unknown or -inf.
@@ -61,13 +61,11 @@ class Growing:
         self.versions = versions
         self.stop_reason = stop_reason
 
-    def completion(self, request: GenerateRequest, now: int, refs: Mapping[str, RouteRef]) -> Completion:
+    def completion(self, request: GenerateRequest, refs: Mapping[str, RouteRef]) -> Completion:
         """Return the completion.
 
         Args:
             request: what was sampled.
-            now: version of the weights that vLLM holds now. vLLM reports none for an aborted request, so this one is
-                used.
             refs: references to routes by key.
 
         Raises:
@@ -79,7 +77,7 @@ class Growing:
             token_ids=tuple(self.token_ids),
             logprobs=sampled_logprobs(self.logprobs, request.key),
             finish_reason=self.finish_reason,
-            versions=sampled_by(now, len(self.token_ids)) if self.aborted else self._spans(request.key),
+            versions=self._spans(request.key),
             routes=refs.get(request.key),
             stop_token_id=self._stop_token(request),
             stop_string=self.stop_reason if isinstance(self.stop_reason, str) else None,
@@ -95,6 +93,7 @@ class Growing:
         spans = tuple(VersionSpan(span.end - span.start, int(span.version)) for span in found)
         bounds = [0, *(span.end for span in found)]
         rising = all(one.weight_version < next_.weight_version for one, next_ in pairwise(spans))
+        rising = rising and all(span.tokens > 0 for span in spans)
         if [span.start for span in found] != bounds[:-1] or bounds[-1] != len(self.token_ids) or not rising:
             raise EngineError(
                 describe(

@@ -1,4 +1,10 @@
-"""Defines the messages between the trainer and the engine process, in frames of `messages.Channel`."""
+"""Defines the messages between the trainer and the engine process, in frames of `messages.Channel`.
+
+trainer -- Numbered(7, Generate) --> engine      several calls at once; each has a number of its own
+        <-- Alive --------------              while any call is under way
+        -- Leave(7) ----------->              the call ends early, with the tokens so far
+        <-- Answered(7, Generated) --
+"""
 
 from __future__ import annotations
 
@@ -54,17 +60,24 @@ class EngineSettings:
 
 
 class Start(Message, frozen=True):
-    """Starts the engine; the first frame."""
+    """Starts the engine; the first frame. It is answered with Ready or Failed."""
 
     settings: EngineSettings
 
 
 class Generate(Message, frozen=True):
-    """Asks for completions. After `enough` finished ones the others are aborted; None samples all to their end."""
+    """Asks for completions.
+
+    Attributes:
+        enough: number of finished completions after which the others are aborted; None samples all to their end.
+        alone: no other call may be under way, and the prefix cache is emptied first, so that the result depends only on
+            the weights and the requests.
+    """
 
     requests: list[GenerateRequest]
     shard: str
-    enough: int | None
+    enough: int | None = None
+    alone: bool = False
 
 
 class Score(Message, frozen=True):
@@ -79,7 +92,17 @@ class AskCounts(Message, frozen=True):
 
 
 class Update(Message, frozen=True):
+    """Brings a part of new weights. Requests may be under way only while the engine pauses."""
+
     update: WeightUpdate
+
+
+class Pause(Message, frozen=True):
+    """Stops the forward passes. Requests keep their place and their KV cache."""
+
+
+class Resume(Message, frozen=True):
+    """Ends a pause. Refused while the weights are incomplete."""
 
 
 class Sleep(Message, frozen=True):
@@ -94,12 +117,19 @@ class Close(Message, frozen=True):
     pass
 
 
+class Leave(Message, frozen=True):
+    """Ends the Generate call of this number early: its unfinished requests are aborted. It is not answered itself; a
+    call that has ended is left alone."""
+
+    number: int
+
+
 class Ready(Message, frozen=True):
     vllm_version: str
 
 
 class Alive(Message, frozen=True):
-    """Reports progress during a call: a step done, a tensor loaded."""
+    """Reports that the engine works on its calls: a step done, a tensor loaded, or a pause."""
 
 
 class Generated(Message, frozen=True):
@@ -123,6 +153,14 @@ class Updated(Message, frozen=True):
     pass
 
 
+class Paused(Message, frozen=True):
+    pass
+
+
+class Resumed(Message, frozen=True):
+    pass
+
+
 class Slept(Message, frozen=True):
     """Answers Sleep. `gives_back` says whether memory was released."""
 
@@ -140,7 +178,23 @@ class Failed(Message, frozen=True):
     weights: bool = False
 
 
-Call = Generate | Score | AskCounts | Update | Sleep | Wake
-Reply = Generated | Scored | Counted | Updated | Slept | Awake
-CALLS: Decoder[Start | Call | Close] = decoder(Start | Call | Close)
-REPLIES: Decoder[Ready | Alive | Reply | Failed] = decoder(Ready | Alive | Reply | Failed)
+Call = Generate | Score | AskCounts | Update | Pause | Resume | Sleep | Wake
+Reply = Generated | Scored | Counted | Updated | Paused | Resumed | Slept | Awake
+
+
+class Numbered(Message, frozen=True):
+    """Carries one call. Its answer carries the same number."""
+
+    number: int
+    call: Call
+
+
+class Answered(Message, frozen=True):
+    """Carries the reply to one call. Replies come in the order in which the calls end."""
+
+    number: int
+    reply: Reply | Failed
+
+
+CALLS: Decoder[Start | Numbered | Leave | Close] = decoder(Start | Numbered | Leave | Close)
+REPLIES: Decoder[Ready | Failed | Answered | Alive] = decoder(Ready | Failed | Answered | Alive)

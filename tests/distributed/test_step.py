@@ -383,17 +383,25 @@ def test_sequences_without_routes_are_dropped_and_counted(steps):
 
 def test_routes_of_older_weights(steps):
     message = (
-        "routes were sampled with weights that are too old or too new (request s2, tokens 0 to 6): got weight version 4"
+        "routes were sampled with weights that are too old or too new (request s2, tokens 0 to 5): got weight version 4"
     )
     # one rank has the sequence; the other learns that it need not begin
     mine = [message in rank for rank in steps["stale-refused"]]
     assert sorted(mine) == [False, True]
     other, who = steps["stale-refused"][mine.index(False)], mine.index(True)
     assert f"another rank refused the recorded routes of its sequences: got rank {who}, see its error" in other
-    prompts = sum(LENGTHS[i][0] for i in (2, 5))
+    prompts = sum(LENGTHS[i][0] - 1 for i in (2, 5))
     replayed, native, whole = (steps[name][0] for name in ("stale-replayed", "stale-native", "whole"))
     assert replayed["routing/stale_tokens"] == native["routing/stale_tokens"] == prompts
     assert replayed["routing/coverage"] == 1 and replayed["optim/grad_norm"] == whole["optim/grad_norm"]
+    # The rows of these prompts are one version old; all tokens are of the trainer's own version.
+    by_lag = {key: value for key, value in replayed.items() if "_lag/" in key}
+    assert by_lag.keys() == {"policy_kl/k3_lag/0", *(f"routing/shadow_mismatch_lag/{lag}" for lag in (0, 1))}
+    old, new = (by_lag[f"routing/shadow_mismatch_lag/{lag}"] for lag in (1, 0))
+    share = prompts / sum(TOKENS)
+    assert share * old + (1 - share) * new == pytest.approx(replayed["routing/shadow_mismatch"], rel=1e-9)
+    assert by_lag["policy_kl/k3_lag/0"] == pytest.approx(replayed["policy_kl/k3"], rel=1e-9)
+    assert not any("_lag/" in key for key in whole)
     assert native["routing/fallback_positions"] == LAYERS * prompts
     assert native["optim/grad_norm"] != whole["optim/grad_norm"]
 
@@ -475,7 +483,7 @@ def test_without_the_mask_the_trainer_is_far_away(steps, by_transformers):
 def test_a_support_that_cannot_be_right_is_refused_before_any_pass(steps):
     for case, message in (
         ("unsupported", "(request s3, token 5): got"),
-        ("uncounted", "(request s4): got supports for 2 tokens, expected 3"),
+        ("uncounted", "(request s4): got an entry for 2 tokens, expected 3"),
     ):
         mine = [rank.startswith("SupportError: ") and message in rank for rank in steps[case]]
         assert sorted(mine) == [False, True], steps[case]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_rl.megatron.microbatch import pack
 from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_length
-from moe_rl.types import SamplingSupport, Sequence, sampled_by
+from moe_rl.types import SamplingSupport, Sequence, VersionSpan, sampled_by
 
 
 def sequence(key, prompt, completion, reward):
@@ -40,6 +40,8 @@ def test_rows_targets_and_padding():
     assert packed.sequence_ids.tolist() == [0, 0, 1, 1]
     assert packed.rollout_logprobs.tolist() == [0, 1, 0, 1]
     assert packed.advantages.isnan().tolist() == [True, True]
+    mixed = dataclasses.replace(sequences[0], versions=(VersionSpan(1, 3), VersionSpan(1, 5)))
+    assert pack([mixed, sequences[2]], [1, 0], torch.device("cpu")).versions.tolist() == [0, 0, 3, 5]
     packed.give_advantages([0.5, 9.0, -1])
     assert packed.advantages.tolist() == [-1, 0.5] and packed.advantages.dtype == torch.float32
     params = packed.begin_forward(None, 0)

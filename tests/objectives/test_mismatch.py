@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_rl.objectives.lags import LAGS, sums_by_lag
 from moe_rl.objectives.mismatch import MismatchSums
 from tests.support.refusals import refused
 
@@ -145,3 +146,34 @@ def test_bad_input_is_refused():
     for rows in (torch.zeros(width), torch.zeros(width - 1).double(), torch.zeros(0, width).double()):
         with refused(ValueError, fault="sums"):
             MismatchSums.from_tensor(rows)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.floats(-12, 0, width=32), st.floats(-12, 0, width=32)), max_size=12))
+def test_the_k3_of_each_lag_is_that_of_its_tokens(tokens):
+    ends = {"0": range(1), "1": range(1, 2), "2-3": range(2, 4), "4-7": range(4, 8), "8+": range(8, 99)}
+
+    def run(chosen):
+        lags, train, rollout = (torch.tensor([t[i] for t in chosen]) for i in range(3))
+        ids = torch.zeros(len(chosen), dtype=torch.int64)
+        return MismatchSums.of(train.float(), rollout.float(), ids, 1, lags.long())
+
+    got = run(tokens[:5]).merge(run(tokens[5:])).by_lag()
+    assert tuple(ends) == LAGS
+    expected = {
+        name: [math.expm1(a - b) - (a - b) for lag, a, b in tokens if lag in found] for name, found in ends.items()
+    }
+    assert got.keys() == {name for name, values in expected.items() if values}
+    for name, value in got.items():
+        assert math.isclose(value, math.fsum(expected[name]) / len(expected[name]), rel_tol=1e-9, abs_tol=1e-12)
+
+
+def test_tokens_whose_lag_is_not_known_are_of_no_lag():
+    assert sums([[(-1.0, -2.0)]]).by_lag() == {}
+    with refused(ValueError, fault="tokens"):
+        MismatchSums.of(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), 1, torch.zeros(3).long())
+
+
+def test_sums_by_lag_by_hand():
+    lags = torch.tensor([0, 1, 2, 3, 4, 7, 8, 500])
+    assert sums_by_lag(torch.tensor([1, 2, 4, 8, 16, 32, 64, 128]), lags).tolist() == [1, 2, 12, 48, 192]

@@ -74,7 +74,7 @@ def test_the_right_routes_are_read(stored):
         read = partial(read_routes, store, sequence, SPEC, **whole(sequence), weight_version=3)
         there = read(layers=SPEC.moe_layers)
         assert np.array_equal(there.routes, table)
-        assert there.recorded.all() and not there.native.any() and not there.stale.any()
+        assert there.recorded.all() and not there.native.any() and not there.lags.any()
         # A pipeline stage reads its own layers, and no bytes of others.
         assert np.array_equal(read(layers=(1,)).routes, table[:, 1:2])
         assert np.array_equal(read(layers=(0, 2)).routes, table[:, [0, 2]])
@@ -353,7 +353,7 @@ def test_rows_of_older_weights_are_marked_and_treated_as_asked(tmp_path, stored,
         layers=SPEC.moe_layers, **whole(first),
     )  # fmt: skip
     there = read(weight_version=6, policy=policy)
-    assert there.stale.sum() == 3 and there.recorded.all() and there.native.tolist() == native
+    assert (there.lags > 0).sum() == 3 and there.recorded.all() and there.native.tolist() == native
     with refused(RouteValidationError, tokens="0 to 2", got=("4",), expected=("5 to 7",)):
         read(weight_version=7, policy=policy)
     with refused(RouteValidationError, tokens="0 to 2", got=("4",), expected=("6 to 6",)):

@@ -305,7 +305,7 @@ def test_sessions_do_not_nest_and_nothing_leaks():
 
 def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
     """Of 4 tokens, this stage sees one with another route; another stage sees the same one and a second."""
-    recorded = [table(0, real=2), table(1, real=2)]
+    recorded = [replace(table(n, real=2), lags=torch.tensor([0, lag])) for n, lag in enumerate((3, 9))]
     elsewhere = torch.tensor([False, True, True, False])
     with session(recorded, compare_native=True, any_stage=lambda flags: flags | elsewhere) as s:
         run(s)
@@ -319,6 +319,8 @@ def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
     tally = s.tally
     assert (tally.native_mismatch, tally.native_positions) == (2, 12)
     assert (tally.native_token_mismatch, tally.native_tokens) == (2, 4)
+    # The wrong row is of lag 3, the other ones of 0, 0 and 9; every row counts in 3 layers.
+    assert tally.native_by_lag == ((0, 6), (0, 0), (2, 3), (0, 0), (0, 3))
 
 
 def test_a_layer_that_was_not_compared_is_named():

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.types import GenerateRequest
@@ -56,6 +57,16 @@ def checkpoint(tmp_path_factory) -> Path:
 def other_checkpoint(tmp_path_factory) -> Path:
     """A checkpoint with the same shapes and other weights."""
     return make_checkpoint(tmp_path_factory.mktemp("other"), seed=2)
+
+
+@pytest.fixture(scope="session")
+def weights(checkpoint):
+    return load_file(checkpoint / "model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def others(other_checkpoint):
+    return load_file(other_checkpoint / "model.safetensors")
 
 
 @pytest.fixture(scope="session")
@@ -140,14 +151,14 @@ class Reference:
     def __init__(self, folder: Path):
         from transformers import Qwen3MoeForCausalLM
 
-        self._model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def __call__(self, token_ids, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """Return sorted top-k experts [T, L, K] of every token, and the log-probability [T - 1] of all but the
         first."""
         tokens = torch.tensor([list(token_ids)])
-        output = self._model(tokens, output_router_logits=True, use_cache=False)
+        output = self.model(tokens, output_router_logits=True, use_cache=False)
         logprobs = (output.logits[0] / temperature).log_softmax(-1)[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
         routes = torch.stack([logits.topk(TOP_K, -1).indices.sort(-1).values for logits in output.router_logits], 1)
         return routes.numpy(), logprobs.numpy()
@@ -155,7 +166,7 @@ class Reference:
     @torch.no_grad()
     def logits(self, token_ids) -> torch.Tensor:
         """Return the logits [T, V] of every token."""
-        return self._model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
 
 
 @pytest.fixture(scope="session")

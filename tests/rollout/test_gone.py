@@ -24,7 +24,7 @@ def test_only_a_child_that_was_there_is_gone(tmp_path, ready):
         alive=wire.Alive,
         silence_seconds=20.0,
     )
-    ask = wire.AskCounts()
+    ask = wire.Numbered(0, wire.AskCounts())
     with pytest.raises(EngineError, match=r"died \(pid \d+, .*engine.log\): got exit code 7") as raised:
         if ready:
             assert child.start(ask, wire.Ready, 20.0) == wire.Ready("0")

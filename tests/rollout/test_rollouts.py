@@ -212,7 +212,7 @@ def judged(folder, override, tokens, finish, stop_reason=None):
     asked = rollouts._request("s1/p0/c0", prompt, 1.0)
     sampled = Growing()
     sampled.add(tokens, [-1.0] * len(tokens), finish, [ReportedSpan("0", 0, len(tokens))], stop_reason)
-    rollouts._judge([prompt], [sampled.completion(asked, 0, {})])
+    rollouts._judge([prompt], [sampled.completion(asked, {})])
     (item,) = scored
     return asked, item, rollouts, task
 

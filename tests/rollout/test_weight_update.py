@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moe_rl.errors import EngineError, WeightSyncError
 from moe_rl.types import sampled_by
@@ -20,16 +19,6 @@ from tests.weights.sending import broadcast, by_disk, by_memory, part
 
 CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
 SHARDS = (f"update-{number}" for number in itertools.count())
-
-
-@pytest.fixture(scope="session")
-def weights(checkpoint):
-    return load_file(checkpoint / "model.safetensors")
-
-
-@pytest.fixture(scope="session")
-def others(other_checkpoint):
-    return load_file(other_checkpoint / "model.safetensors")
 
 
 class Sent:

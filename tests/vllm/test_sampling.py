@@ -53,15 +53,15 @@ def test_what_vllm_would_cut_short_or_die_of_is_refused(requests, message):
 
 def test_a_completion_is_of_all_that_came():
     ref = RouteRef("a", 4, (RoutePart("s", "d"),))
-    completion = grown(2).completion(request(), 9, {"a": ref})
+    completion = grown(2).completion(request(), {"a": ref})
     assert (completion.token_ids, completion.finish_reason, completion.versions) == ((10, 11), "stop", sampled_by(3, 2))
     assert completion.logprobs.dtype == np.float32 and completion.logprobs.tolist() == [0.0, -0.5]
     assert completion.routes is ref and completion.prompt_token_ids == (5, 6, 7)
-    assert grown(2).completion(request(), 9, {}).routes is None
+    assert grown(2).completion(request(), {}).routes is None
 
 
 def test_the_weights_that_sampled_each_token_are_told():
-    completion = grown(3, versions=[ReportedSpan("3", 0, 1), ReportedSpan("5", 1, 3)]).completion(request(), 9, {})
+    completion = grown(3, versions=[ReportedSpan("3", 0, 1), ReportedSpan("5", 1, 3)]).completion(request(), {})
     assert completion.versions == (VersionSpan(1, 3), VersionSpan(2, 5))
     assert (completion.oldest_version, completion.newest_version) == (3, 5)
 
@@ -78,9 +78,7 @@ def test_the_weights_that_sampled_each_token_are_told():
 )
 def test_tokens_of_unknown_weights_are_no_completion(versions):
     with refused(EngineError, request="a", fault="versions"):
-        grown(2, versions=versions).completion(request(), 9, {})
-    # vLLM reports no version for an aborted request; the engine's current version is used.
-    assert grown(2, finish="abort", versions=versions).completion(request(), 9, {}).versions == sampled_by(9, 2)
+        grown(2, versions=versions).completion(request(), {})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_tokens_of_unknown_weights_are_no_completion(versions):
     ],
 )
 def test_the_stop_token_that_ended_a_completion_is_told(finish, stops, ended_by):
-    completion = grown(2, finish=finish).completion(replace(request(), stop_token_ids=stops), 9, {})
+    completion = grown(2, finish=finish).completion(replace(request(), stop_token_ids=stops), {})
     assert (completion.stop_token_id, completion.token_ids) == (ended_by, (10, 11))
     assert completion.text_token_ids == ((10, 11) if ended_by is None else (10,))
 
@@ -103,7 +101,7 @@ def test_the_stop_string_that_ended_a_completion_is_told():
     """Its last token may be a stop token too: vLLM then says which of the two it was."""
     sample = Growing()
     sample.add([10, 11], [-0.5, -0.5], "stop", [ReportedSpan("4", 0, 2)], "##")
-    completion = sample.completion(replace(request(), stop=("##",), stop_token_ids=(11,)), 9, {})
+    completion = sample.completion(replace(request(), stop=("##",), stop_token_ids=(11,)), {})
     assert (completion.stop_string, completion.stop_token_id) == ("##", None)
     assert completion.text_token_ids == completion.token_ids == (10, 11)
 
@@ -127,7 +125,7 @@ def test_a_logprob_that_no_sampled_token_has_is_refused(bad, finish):
     sample = grown(2, finish=finish)
     sample.logprobs[1] = float(bad)
     with refused(EngineError, request="a", token=1, got=f"{np.float32(bad):g}"):
-        sample.completion(request(), 9, {})
+        sample.completion(request(), {})
 
 
 def test_what_was_forwarded_is_published():

@@ -19,7 +19,7 @@ from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_a
 from moe_rl.proof.batch import batch
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.step import TrainStep
-from moe_rl.types import Provenance, Span
+from moe_rl.types import Provenance, Span, sampled_by
 
 ROOT = Path(__file__).parents[3]
 VERSION = 5
@@ -96,17 +96,21 @@ def stored(sequences, routes, spec, folder, plan, vocabulary):
         for number, (sequence, table) in enumerate(zip(sequences, routes, strict=True)):
             tokens = np.array(sequence.prompt_token_ids + sequence.token_ids, np.int32)[:-1]
             start, prompt = 2 if number in plan.get("short", ()) else 0, len(sequence.prompt_token_ids)
-            old = VERSION - 1 if number in plan.get("old", ()) else VERSION
-            spans = [Span(prompt - start, old, Provenance.PREFILL)] if prompt > start else []
+            # The last row of the prompt is of the weights that sampled the first token.
+            old = prompt - 1 - start if number in plan.get("old", ()) else 0
+            spans = [
+                Span(old, VERSION - 1, Provenance.PREFILL),
+                Span(prompt - start - old, VERSION, Provenance.PREFILL),
+            ]
             spans.append(Span(len(tokens) - max(prompt, start), VERSION, Provenance.DECODE))
-            spans = [span for span in spans if span.rows]
+            spans = [span for span in spans if span.rows > 0]
             aux = aux_of(number, sequence, supports[sequence.key], plan)
             ref = writer.add(sequence.key, table[start:], tokens[start:], spans, aux=aux)
             ref = signed(replace(ref, start=start), table[start:], spec.moe_layers, tokens[start:])
             ref = None if number in plan.get("missing", ()) else ref
             if number in plan.get("lost", ()):
                 ref = replace(ref, parts=tuple(replace(part, digest="0" * 16) for part in ref.parts))
-            ready.append(replace(sequence, weight_version=VERSION, routes=ref))
+            ready.append(replace(sequence, versions=sampled_by(VERSION, len(sequence.token_ids)), routes=ref))
     return ready
 
 
@@ -115,9 +119,10 @@ def one(name, plan, checkpoint, out):
     each pass).
 
     plan: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose first two
-    tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt older
-    weights routed], "unsupported": [sequences whose last token is not in its own support], "uncounted": [sequences
-    whose last token has no support], "first": only so many sequences, "reward": the same for all}.
+    tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt, but for its
+    last token, older weights routed], "unsupported": [sequences whose last token is not in its own support],
+    "uncounted": [sequences whose last token has no support], "first": only so many sequences, "reward": the same for
+    all}.
     """
     facts = read_model(checkpoint)
     spec = TraceSpec.of(facts)

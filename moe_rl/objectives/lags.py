@@ -1,0 +1,23 @@
+"""Groups tokens by lag: by how many weight versions the sampler was behind the trainer.
+
+Drift and faults look alike in a mean over all tokens. By lag they do not: drift grows with the lag, and tokens of lag 0
+look like those of a synchronous run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LAGS = ("0", "1", "2-3", "4-7", "8+")
+"""Names of the groups, in versions."""
+_STARTS = (1, 2, 4, 8)
+
+
+def sums_by_lag(values: Tensor, lags: Tensor) -> Tensor:
+    """Return float64 [len(LAGS)]: the sum of the values [N] in each group. Needs no host sync.
+
+    lags: int64 [N], the trainer's version minus that of the weights that the value comes from.
+    """
+    group = torch.stack([lags >= start for start in _STARTS]).sum(0)
+    return torch.zeros(len(LAGS), dtype=torch.float64, device=values.device).index_add(0, group, values.double())

@@ -1,0 +1,130 @@
+"""Samples groups of completions side by side, and takes new weights while they are under way.
+
+    places          servers, or the one engine; each samples several groups at once
+    sample_group    one group at one place, as a trace shard of its own
+    pause           every place stops its forward passes and says so; requests keep their place and their KV cache
+    take_weights    only then the first byte goes out; after the last one, digests and versions are compared
+    resume          every place goes on, with all requests that it had
+
+A request that had sampled tokens before the update goes on with the keys and values of the older weights, and its
+completion says which tokens which weights sampled. Cached prefixes are shared within one version only. Setting `leave`
+before the pause is the other way: the group comes back with what it has, and its completions go on as new requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from moe_rl.errors import EngineError
+from moe_rl.messages import Message
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.types import Completion, GenerateRequest, ScoredTokens
+from moe_rl.vllm import wire
+from moe_rl.weights.update import WeightUpdate
+
+
+class ServerLost(EngineError):
+    """A place is lost, and the others go on without it."""
+
+
+class GroupSampler(Protocol):
+    """Samples groups at several places. Calls raise SamplerGone when the run cannot do without what was lost."""
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Return the numbers of the places that are not lost."""
+        ...
+
+    async def sample_group(
+        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, leave: asyncio.Event
+    ) -> list[Completion]:
+        """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
+
+        Args:
+            place: where.
+            requests: what to sample.
+            shard: name of the new trace shard, for this call alone.
+            leave: once it is set, what is unfinished is aborted. It comes back with the tokens so far, perhaps none,
+                and finish_reason "abort"; the rows of these tokens are published. A call during a pause may be left
+                too.
+
+        Raises:
+            ServerLost: the place is lost, with all that this call sampled.
+            EngineError: the place refuses the requests, or has no right record of one.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Stop sampling. On return no place forwards a token before `resume`. Groups may still be handed in."""
+        ...
+
+    async def take_weights(self, update: WeightUpdate) -> None:
+        """Load one part of an update during a pause; returns when it is loaded everywhere.
+
+        Raises:
+            WeightSyncError: a place refuses the part, or places hold different weights after the final one.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on sampling. Raises WeightSyncError where a place does not hold whole weights that all places agree on."""
+        ...
+
+    async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        """Score token sequences, see WeightHolder.score."""
+        ...
+
+    async def counts(self) -> dict[str, int]:
+        """Return the recorders' counts, see WeightHolder.counts."""
+        ...
+
+
+class EngineGroups:
+    """Serves as the GroupSampler of one engine, which is place 0."""
+
+    def __init__(self, engine: VllmEngine):
+        self._engine = engine
+
+    @property
+    def places(self) -> Sequence[int]:
+        return (0,)
+
+    async def sample_group(
+        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, leave: asyncio.Event
+    ) -> list[Completion]:
+        calls = self._engine.calls
+        number, answer = calls.submit(wire.Generate(list(requests), shard))
+        ended = asyncio.wrap_future(answer)
+        left = asyncio.ensure_future(leave.wait())
+        waits: set[asyncio.Future[Any]] = {ended, left}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                calls.leave(number)
+            return self._engine.checked(await ended, wire.Generated).completions
+        finally:
+            left.cancel()
+            if not ended.done():  # nobody waits any more
+                calls.leave(number)
+
+    async def pause(self) -> None:
+        await self._ask(wire.Pause(), wire.Paused)
+
+    async def take_weights(self, update: WeightUpdate) -> None:
+        await self._ask(wire.Update(update), wire.Updated)
+
+    async def resume(self) -> None:
+        await self._ask(wire.Resume(), wire.Resumed)
+
+    async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        scored = await self._ask(wire.Score(list(map(list, runs)), shard), wire.Scored)
+        return [ScoredTokens(scored.logprobs, scored.routes, self._engine.name())]
+
+    async def counts(self) -> dict[str, int]:
+        return (await self._ask(wire.AskCounts(), wire.Counted)).counts
+
+    async def _ask[R: Message](self, call: wire.Call, expected: type[R]) -> R:
+        _, answer = self._engine.calls.submit(call)
+        return self._engine.checked(await asyncio.wrap_future(answer), expected)

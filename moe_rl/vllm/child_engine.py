@@ -1,0 +1,382 @@
+"""Runs vLLM in the engine process: several calls at a time, pauses, and new weights while requests are under way.
+
+begin         a call's requests join those that vLLM already has
+step          one step of vLLM; a call whose requests have all ended publishes its shard and is answered
+leave         what is unfinished of a call is aborted; it ends with the tokens so far
+pause         vLLM makes no forward pass; requests keep their KV cache; new weights may go in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from moe_rl.errors import EngineError, describe
+from moe_rl.types import GenerateRequest, RouteRef
+from moe_rl.vllm import arguments, sampling, wire
+from moe_rl.vllm.recording import Recording, RecordingRequest
+from moe_rl.vllm.route_source import NativeSource, WorkerSource
+from moe_rl.vllm.sampling import Growing, ReportedSpan
+from moe_rl.vllm.wire import SLEEPING_PARTS, EngineSettings
+from moe_rl.weights.update import Holding, agreement, encode, refusal
+
+# vLLM's sleep level after which the weights must be sent again.
+_DISCARDS_WEIGHTS = 2
+
+
+@dataclass(slots=True)
+class _Output(Growing):
+    """Collects the output of one request. `result` is vLLM's latest output; `came` says which weights sampled what came
+    piece by piece."""
+
+    result: Any = None
+    came: list[ReportedSpan] = field(default_factory=list)
+
+    def take(self, result, version: int) -> None:
+        """Add what is new since the previous output."""
+        self.result = result
+        last = result.outputs[0]
+        pairs = zip(last.logprobs, last.token_ids, strict=True) if last.logprobs is not None else ()
+        logprobs = [at[token].logprob for at, token in pairs]
+        self.add(last.token_ids, logprobs, last.finish_reason, last.weight_versions, last.stop_reason)
+        if last.token_ids:
+            begun = self.came.pop() if self.came and self.came[-1].version == str(version) else None
+            start = begun.start if begun is not None else len(self.token_ids) - len(last.token_ids)
+            self.came.append(ReportedSpan(str(version), start, len(self.token_ids)))
+
+    def abort(self) -> None:
+        """End with the tokens so far. vLLM says nothing more about an aborted request."""
+        self.finish_reason, self.versions = "abort", self.came
+
+
+@dataclass(slots=True)
+class _Running:
+    """Holds one call while vLLM works on it.
+
+    Attributes:
+        shard: the open shard; None records nothing.
+        asks: what each request records.
+        outputs: what came of each request.
+        unfinished: how many requests have not ended.
+        finish: makes the reply when all have ended, and publishes the shard.
+    """
+
+    number: int
+    shard: str | None
+    requests: list[GenerateRequest]
+    asks: list[RecordingRequest | None]
+    outputs: list[_Output]
+    unfinished: int
+    enough: int | None
+    finish: Callable[[_Running], wire.Reply]
+
+
+class ChildEngine:
+    """Runs vLLM in this process, set up to be deterministic, and reports what it did."""
+
+    def __init__(self, settings: EngineSettings, pulse: Callable[[], None]):
+        arguments.refuse_wrong_vllm(settings.capture)
+        # Imported late, so that a wrong vLLM is reported before its slow import.
+        import vllm
+        from vllm.platforms import current_platform
+
+        self.vllm_version: str = vllm.__version__
+        self._pulse = pulse
+        self._on_cpu: bool = current_platform.is_cpu()
+        self._holding = Holding(version=0, digest="", whole=True)
+        self._asleep: set[str] = set()
+        self._paused = False
+        # By the numbers of the calls.
+        self.running: dict[int, _Running] = {}
+        recording = None
+        if settings.trace_root is not None:
+            recording = Recording(
+                trace_root=str(settings.trace_root.absolute()),
+                model_fingerprint=settings.model_fingerprint,
+                support=settings.support,
+                log_normalizer=settings.log_normalizer,
+                router_logits_fraction=settings.router_logits_fraction,
+                head=settings.head,
+            )
+        self._llm = vllm.LLM(
+            **arguments.fixed(
+                settings.model_path,
+                capture=settings.capture,
+                recording=recording,
+                reads_text=settings.reads_text,
+            ),
+            **arguments.sized(
+                dtype=settings.dtype,
+                seed=settings.seed,
+                max_model_len=settings.max_model_len,
+                max_concurrent=settings.max_concurrent,
+                kv_cache_mib=settings.kv_cache_mib,
+            ),
+            # Servers have GPUs of their own, which they never release.
+            enable_sleep_mode=settings.sleeps and not self._on_cpu,
+        )
+        self._source: WorkerSource | NativeSource | None = None
+        if recording is not None:
+            if settings.capture == "native":
+                self._source = NativeSource(self._llm, recording)
+            else:
+                self._source = WorkerSource(self._llm, settings.capture)
+        (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
+        transfer.on_progress = pulse
+        self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        self._max_model_len, self._reads_text = settings.max_model_len, settings.reads_text
+        # vLLM's engine core of this process.
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        self._llm.update_weight_version("0")
+        self._version = 0
+
+    def answer(self, number: int, call: wire.Call) -> wire.Reply | None:
+        """Process one call. Returns None for a call that `step` answers.
+
+        Raises MoeRLError for a refusal; any other exception means that vLLM is broken.
+        """
+        match call:
+            case wire.Generate():
+                self._generate(number, call)
+                return None
+            case wire.Score(runs, shard):
+                self._score(number, runs, shard)
+                return None
+            case wire.AskCounts():
+                return wire.Counted(dict(self._source.stats()) if self._source is not None else {})
+            case wire.Pause():
+                self._pause()
+                return wire.Paused()
+            case wire.Resume():
+                self._refuse_torn_weights()
+                self._core.resume_scheduler()
+                self._paused = False
+                return wire.Resumed()
+            case wire.Sleep(level):
+                return wire.Slept(self._sleep(level))
+            case wire.Wake(part):
+                self._wake(part)
+                return wire.Awake()
+            case wire.Update():
+                self._update(call)
+                return wire.Updated()
+
+    def has_work(self) -> bool:
+        """Return whether a step would do anything."""
+        return any(call.unfinished == 0 or not self._paused for call in self.running.values())
+
+    def step(self) -> list[tuple[int, wire.Reply | Exception]]:
+        """Make one step of vLLM. Returns the reply, or the error, of each call whose requests ended before it.
+
+        The workers learn in this step which requests ended before it; only then a shard can be published.
+        """
+        ended = [call for call in self.running.values() if not call.unfinished]
+        self._advance()
+        return [(call.number, self._end(call)) for call in ended]
+
+    def leave(self, number: int) -> None:
+        """Abort what is unfinished of a call, if the call is still running."""
+        if (call := self.running.get(number)) is not None and call.unfinished:
+            self._abort_rest(call)
+
+    def _generate(self, number: int, call: wire.Generate) -> None:
+        self._check_ready()
+        sampling.check(
+            call.requests,
+            max_model_len=self._max_model_len,
+            vocabulary=self._vocabulary,
+            reads_text=self._reads_text,
+        )
+        if call.alone:
+            self._refuse_pause()
+            self._refuse_company("A call that samples alone")
+            self._forget_prefixes()
+        records = self._source is not None and any(request.record for request in call.requests)
+        asks = [RecordingRequest.of(request, call.shard) if records else None for request in call.requests]
+        grows = call.enough is not None or not call.alone
+        prompts = [
+            (request.prompt_token_ids, _parameters(request, ask, grows))
+            for request, ask in zip(call.requests, asks, strict=True)
+        ]
+        running = self._running(number, call.shard if records else None, call.requests, asks, self._generated)
+        running.enough = call.enough
+        self._begin(running, prompts)
+
+    def _score(self, number: int, runs: list[list[int]], shard: str | None) -> None:
+        self._check_ready()
+        self._refuse_pause()
+        for run in runs:
+            sampling.check_scored(run, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
+        # vLLM's own capture does not return the routes of a prompt that is only scored.
+        records = shard is not None and isinstance(self._source, WorkerSource)
+        requests = sampling.scoring(runs, record=records)
+        asks = [RecordingRequest.of(request, shard or "") for request in requests]
+        asked = [_parameters(r, ask, grows=False, scores=True) for r, ask in zip(requests, asks, strict=True)]
+        running = self._running(number, shard if records else None, requests, asks, self._scored)
+        self._begin(running, list(zip(runs, asked, strict=True)))
+
+    def _running(self, number, shard, requests, asks, finish) -> _Running:
+        return _Running(number, shard, requests, asks, [_Output() for _ in requests], len(requests), None, finish)
+
+    def _begin(self, call: _Running, prompts: list) -> None:
+        """Open the call's shard, if it has one, and give its requests to vLLM."""
+        if call.shard is not None and self._source is not None:
+            self._source.open(call.shard)
+        self.running[call.number] = call
+        for at, (token_ids, params) in enumerate(prompts):
+            # Cached prefixes are shared within one version of the weights.
+            prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._version)}
+            self._llm.llm_engine.add_request(f"{call.number}-{at}", prompt, params)
+
+    def _advance(self) -> None:
+        for result in self._llm.llm_engine.step():
+            number, _, at = result.request_id.partition("-")
+            call = self.running[int(number)]
+            call.outputs[int(at)].take(result, self._version)
+            call.unfinished -= result.finished
+        for call in self.running.values():
+            if call.enough is not None and call.unfinished and len(call.requests) - call.unfinished >= call.enough:
+                self._abort_rest(call)
+
+    def _abort_rest(self, call: _Running) -> None:
+        left = [at for at, output in enumerate(call.outputs) if not output.finish_reason]
+        self._llm.llm_engine.abort_request([f"{call.number}-{at}" for at in left])
+        for at in left:
+            call.outputs[at].abort()
+        call.unfinished = 0
+
+    def _end(self, call: _Running) -> wire.Reply | Exception:
+        """Return the reply of a call, or why there is none; its shard is then abandoned."""
+        del self.running[call.number]
+        try:
+            return call.finish(call)
+        except Exception as error:
+            if call.shard is not None and self._source is not None:
+                self._source.abandon(call.shard)
+            return error
+
+    def _generated(self, call: _Running) -> wire.Reply:
+        refs: dict[str, RouteRef] = {}
+        if call.shard is not None and self._source is not None:
+            refs = _publish(self._source, call.shard, call)
+        pairs = zip(call.requests, call.outputs, strict=True)
+        return wire.Generated([output.completion(request, refs) for request, output in pairs])
+
+    def _scored(self, call: _Running) -> wire.Reply:
+        refs: dict[str, RouteRef] = {}
+        if call.shard is not None and self._source is not None:
+            wanted = {request.key: list(request.prompt_token_ids[:-1]) for request in call.requests}
+            refs = self._source.publish(call.shard, wanted, [])
+        return wire.Scored(
+            [
+                sampling.prompt_logprobs(output.result, request.prompt_token_ids)
+                for output, request in zip(call.outputs, call.requests, strict=True)
+            ],
+            [refs[request.key] for request in call.requests if request.key in refs],
+        )
+
+    def _pause(self) -> None:
+        """Stop scheduling, and take the outputs of batches that are under way on the device."""
+        self._core.pause_scheduler("keep", clear_cache=False)
+        for _ in range(self._core.batch_queue_size):
+            self._advance()
+        self._paused = True
+
+    def _update(self, call: wire.Update) -> None:
+        if not self._paused:
+            self._refuse_company("An update without a pause")
+        self._hear(self._llm.collective_rpc("moe_rl_update_weights", args=(encode(call.update),)))
+        if self._holding.refused:
+            raise refusal(self._holding)
+        if call.update.final:
+            self._llm.update_weight_version(str(call.update.version))
+            if self._source is not None:
+                self._source.set_weight_version(call.update.version)
+            self._version = call.update.version
+            self._salt_anew()
+
+    def _salt_anew(self) -> None:
+        """Have requests that wait for their first token begin under the present weights, with prefixes of these."""
+        for request in self._core.scheduler.waiting:
+            if not request.num_computed_tokens and not request.num_preemptions:
+                request.cache_salt = str(self._version)
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    def _hear(self, answers: list[dict[str, object]]) -> None:
+        """Store what the workers report that they hold."""
+        self._holding = agreement([msgspec.convert(answer, Holding) for answer in answers])
+
+    def _refuse_torn_weights(self) -> None:
+        if not self._holding.whole:
+            raise refusal(self._holding)
+
+    def _refuse_company(self, what: str) -> None:
+        """Refuse what needs an engine without requests."""
+        if self.running:
+            got = f"{len(self.running)} calls under way"
+            raise EngineError(describe(f"{what} needs an engine without requests", got=got, do="wait for them"))
+
+    def _refuse_pause(self) -> None:
+        """Refuse a call that waits for its result, where nobody could end the pause."""
+        if self._paused:
+            raise EngineError(describe("The vLLM engine pauses", do="resume it first"))
+
+    def _check_ready(self) -> None:
+        """Refuse to sample from incomplete weights, or while memory is released."""
+        self._refuse_torn_weights()
+        if self._asleep:
+            got = " and ".join(sorted(self._asleep))
+            raise EngineError(describe("The vLLM engine sleeps", got=f"no {got}", do="wake it first"))
+
+    def _sleep(self, level: int) -> bool:
+        self._refuse_company("Sleep")
+        self._forget_prefixes()
+        self._llm.sleep(level)
+        self._asleep = set(SLEEPING_PARTS)
+        if level == _DISCARDS_WEIGHTS:
+            self._hear(self._llm.collective_rpc("moe_rl_discard_weights"))
+        # vLLM's CPU worker only logs that it cannot sleep, and keeps its memory.
+        return not self._on_cpu
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up([part])
+            self._asleep.discard(part)
+
+    def _forget_prefixes(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache though no request runs")
+
+
+def _publish(source: WorkerSource | NativeSource, shard: str, call: _Running) -> dict[str, RouteRef]:
+    """Publish the routes of what was sampled."""
+    sequences, aborted = sampling.forwarded(call.requests, call.asks, call.outputs)
+    for request, ask, output in zip(call.requests, call.asks, call.outputs, strict=True):
+        if ask is not None and ask.key in sequences and not output.aborted:
+            source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
+    refs = source.publish(shard, sequences, aborted)
+    stats = ", ".join(f"{count} {name}" for name, count in sorted(source.stats().items()))
+    rows = sum(map(len, sequences.values()))
+    print(f"shard {shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
+    return refs
+
+
+def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: bool, *, scores: bool = False):
+    """Return vLLM's parameters of a request.
+
+    Args:
+        request: what to sample.
+        ask: what to record; None records nothing.
+        grows: stream tokens as they come, because an aborted request has no final output.
+        scores: return log-probabilities of the prompt; vLLM then computes the whole prompt anew.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY
+    prompt_logprobs = 0 if scores else None
+    return SamplingParams(**sampling.parameters(request, ask), output_kind=kind, prompt_logprobs=prompt_logprobs)
