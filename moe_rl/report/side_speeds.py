@@ -50,7 +50,7 @@ def measured_speeds(run_dir: Path) -> Speeds | None:
     samplers, _ = sampling_gpus(
         cluster.get("engines"), cluster.get("gpus_per_engine"), len(config.get("rollout", {}).get("servers") or ())
     )
-    rows = [row for row in read_run(run_dir).train if row["step"] > last.after and row.get("time/sample")]
+    rows = [row for row in read_run(run_dir).train if row["step"] > last.after]
     if not rows:
         return None
     tokens = [row["rollout/sequences"] * row["rollout/completion_tokens_mean"] for row in rows]

@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from moe_rl.report.timeline import read_timeline, windows
 from moe_rl.rollout.kept import KeptRollouts
 from moe_rl.trace import TraceStore
 from tests.end_to_end.conftest import Launch, config, finished, rows
@@ -45,6 +47,20 @@ def test_a_batch_is_sampled_with_the_weights_from_before_the_last_update(ahead):
     assert stale[0] == 0 and min(stale[1:]) > 0
     ledger = [json.loads(line) for line in (ahead.folder / "prompts.jsonl").read_text().splitlines()]
     assert len(ledger) == 5
+
+
+def test_the_time_line_shows_both_sides_at_work_at_once(ahead):
+    found = read_timeline(ahead.folder)
+    sampled, worked = (
+        [one for one in found if one.side == side and one.what in ("sample", "routes", "logprobs", "train")]
+        for side in ("sampler", "trainer")
+    )
+    together = {a.step for a in sampled for b in worked if a.begin < b.end and b.begin < a.end}
+    assert together == {1, 2, 3, 4}  # beside the last step there is nothing to sample
+    assert [step.step for step in windows(found)] == [1, 2, 3, 4, 5]
+    for side in ("sampler", "trainer"):
+        own = sorted((one for one in found if one.side == side), key=lambda one: one.begin)
+        assert all(one.end <= after.begin for one, after in pairwise(own)), side
 
 
 @pytest.mark.parametrize("victim", ["everything", "pool"])
