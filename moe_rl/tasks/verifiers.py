@@ -10,14 +10,16 @@ grandchild that a function moves into another session.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
@@ -90,7 +92,8 @@ def check_failed_fraction(
 class VerifierPool:
     """Scores completions with the configured reward functions in worker processes. Use as a context manager.
 
-    Construction starts the workers. Workers end with the pool and with this process. The pool is not thread-safe.
+    Construction starts the workers. Workers end with the pool and with this process. One thread uses the pool. In an
+    event loop, several calls of `judge` share the workers: their calls are made first in, first out.
 
     Args:
         timeout_seconds: the time limit, by the monotonic clock, for all functions of one item together that take one
@@ -123,13 +126,17 @@ class VerifierPool:
         self._parameters: dict[str, RewardParameters] = {}
         self._places = [VerifierPlace(load, self._parameters) for _ in range(workers)]
         # The threads live as long as the pool, because the kernel kills a worker when the thread that started it ends.
+        # There are as many as places, so a thread always finds a free one.
         self._threads = ThreadPoolExecutor(workers)
+        self._free: SimpleQueue[VerifierPlace] = SimpleQueue()
         self._closed = False
         try:
             list(self._threads.map(VerifierPlace.start, self._places))
         except BaseException:
             self.close()
             raise
+        for place in self._places:
+            self._free.put(place)
 
     @classmethod
     def of(cls, task: TaskConfig, *, workers: int | None = None) -> VerifierPool:
@@ -189,26 +196,54 @@ class VerifierPool:
         Raises:
             RewardError: no worker can be started any more. The pool is then closed.
         """
-        if self._closed:
-            raise RewardError(describe("the verifier pool is closed, or an earlier score() raised", fault="closed"))
-        results: list[Scores] = [{} for _ in items]
-        todo = iter(list(self._jobs(items, results)))  # threads may share it: next() of a list iterator is atomic
-
-        def serve(place: VerifierPlace) -> None:
-            try:
-                for job in todo:
-                    for index, result in zip(job.items, place.run(job), strict=True):
-                        results[index] |= result
-            except BaseException:
-                list(todo)  # ends the other threads too
-                raise
-
+        results, calls = self._begin(items)
         try:
-            list(self._threads.map(serve, self._places))
+            for job, call in calls:
+                _add(results, job, call.result())
         except BaseException:
             self.close()
             raise
         return [self._verdict(result) for result in results]
+
+    async def judge(self, items: SequenceOf[RewardItem]) -> list[Verdict]:
+        """Return as `score` does, in an event loop, where other calls may wait at the same time.
+
+        If it is cancelled, calls that no worker has begun are not made.
+
+        Raises:
+            RewardError: no worker can be started any more. Every other call then raises too.
+        """
+        results, calls = self._begin(items)
+        try:
+            for job, call in calls:
+                _add(results, job, await asyncio.wrap_future(call))
+        finally:
+            for _, call in calls:
+                call.cancel()
+        return [self._verdict(result) for result in results]
+
+    def _begin(self, items: SequenceOf[RewardItem]) -> tuple[list[Scores], list[tuple[VerifierJob, _Call]]]:
+        """Hand the items to the workers. Return what is known of each by now, and the calls that tell the rest."""
+        if self._closed:
+            raise self._refused()
+        results: list[Scores] = [{} for _ in items]
+        jobs = list(self._jobs(items, results))
+        return results, [(job, self._threads.submit(self._run, job)) for job in jobs]
+
+    def _refused(self) -> RewardError:
+        return RewardError(describe("the verifier pool is closed, or another call raised", fault="closed"))
+
+    def _run(self, job: VerifierJob) -> list[Scores]:
+        place = self._free.get()
+        try:
+            if self._closed:
+                raise self._refused()
+            return place.run(job)
+        except BaseException:
+            self._closed = True  # the place has no worker, so no call may use it
+            raise
+        finally:
+            self._free.put(place)
 
     def _jobs(self, items: SequenceOf[RewardItem], results: list[Scores]) -> Iterator[VerifierJob]:
         """Yield the calls that score the items. An item that cannot be sent gets its result here, and no call."""
@@ -257,6 +292,15 @@ class VerifierPool:
 
 _Row = tuple[tuple[str, ...], bytes]
 """The arguments of one call for one item: their names, and all of them as JSON."""
+
+
+_Call = Future[list[Scores]]
+"""A worker's answer to a job."""
+
+
+def _add(results: list[Scores], job: VerifierJob, found: list[Scores]) -> None:
+    for index, result in zip(job.items, found, strict=True):
+        results[index] |= result
 
 
 def _encoded(arguments: Mapping[str, Any]) -> bytes:

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import subprocess
@@ -437,6 +438,48 @@ def test_a_weighted_sum_that_is_too_large_is_no_reward(make_pool):
     )
 
 
+# Several calls at once
+
+
+def test_a_group_is_judged_while_another_one_hangs(make_pool, tmp_path):
+    slow, ended = [faulty("loop", tmp_path / "loop"), HEALTHY], []
+
+    async def judged(pool, name, items):
+        verdicts = await pool.judge(items)
+        ended.append(name)
+        return verdicts
+
+    async def both(pool):
+        first = asyncio.create_task(judged(pool, "slow", slow))
+        while not (tmp_path / "loop").exists():
+            await asyncio.sleep(0.01)
+        quick = [await judged(pool, "quick", [HEALTHY] * 2) for _ in range(3)]
+        return await first, quick
+
+    with make_pool("misbehave", timeout=2.0, workers=2) as pool:
+        verdicts, quick = asyncio.run(both(pool))
+    assert ended == ["quick"] * 3 + ["slow"]
+    assert [verdict.scored for verdict in verdicts] == [False, True]
+    assert [verdict.reward for group in quick for verdict in group] == [1.0] * 6
+
+
+def test_calls_of_a_group_that_is_given_up_are_not_made(make_pool, tmp_path):
+    begun, later = tmp_path / "begun", tmp_path / "later"
+
+    async def give_up(pool):
+        group = asyncio.create_task(pool.judge([faulty("loop", begun), faulty("chatter", later)]))
+        while not begun.exists():
+            await asyncio.sleep(0.01)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        return await pool.judge([HEALTHY])
+
+    with make_pool("misbehave", timeout=0.5) as pool:
+        [verdict] = asyncio.run(give_up(pool))
+    assert verdict.reward == 1.0 and not later.exists()
+
+
 # Nothing is left behind
 
 
@@ -566,6 +609,20 @@ def test_functions_that_vanish_end_the_run(make_pool, monkeypatch, tmp_path):
         with refused(RewardError, fault="no worker", got=("fleeting",)):
             pool.score([HEALTHY] * 2)
         assert pool.pids == []
+
+
+def test_all_calls_fail_when_no_worker_starts_any_more(make_pool, monkeypatch, tmp_path):
+    (tmp_path / "fleeting.py").write_text("import os\ndef die(completion): os._exit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def judge(pool):
+        return await asyncio.gather(*(pool.judge([HEALTHY] * 2) for _ in range(3)), return_exceptions=True)
+
+    with make_pool("fleeting.die") as pool:
+        (tmp_path / "fleeting.py").unlink()
+        errors = asyncio.run(judge(pool))
+    faults = [error.message.fault for error in errors if isinstance(error, RewardError)]
+    assert faults == ["no worker", "closed", "closed"]
 
 
 @pytest.mark.parametrize(
