@@ -246,6 +246,8 @@ class Sequence:
         prompt_token_ids, token_ids, versions, routes: as in GenerateRequest and Completion.
         rollout_logprobs: [T] float32.
         reward: the verifiers' reward plus the configured length terms; a KL penalty is subtracted later.
+        segment_of: key of the completion that these tokens are a segment of; "" for a whole completion. The segments of
+            a completion have its reward, and each has the ones before it in its prompt.
     """
 
     key: str
@@ -255,10 +257,11 @@ class Sequence:
     reward: float
     versions: tuple[VersionSpan, ...]
     routes: RouteRef | None
+    segment_of: str = ""
 
     @classmethod
-    def of(cls, completion: Completion, reward: float) -> Sequence:
-        """Make a Sequence from a completion and its reward."""
+    def of(cls, completion: Completion, reward: float, segment_of: str = "") -> Sequence:
+        """Make a Sequence from a completion, or a segment of one, and its reward."""
         return cls(
             key=completion.key,
             prompt_token_ids=completion.prompt_token_ids,
@@ -267,7 +270,13 @@ class Sequence:
             reward=reward,
             versions=completion.versions,
             routes=completion.routes,
+            segment_of=segment_of,
         )
+
+    @property
+    def completion(self) -> str:
+        """Return the key of the completion that the tokens belong to."""
+        return self.segment_of or self.key
 
     @property
     def oldest_version(self) -> int:

@@ -30,6 +30,9 @@ def give_credit(
     old_logprobs and ref_logprobs. A sequence that was dropped because its routes are missing has no KL, and enters no
     statistic. A KL that is not finite makes every advantage NaN, so that the guards skip the step's updates.
 
+    The segments of a completion count as one: they have one reward, their lengths and KLs add up, and all get the
+    advantage of the completion.
+
     Args:
         sequences, group_ids: The whole batch.
         shares: This rank's part of each update.
@@ -37,30 +40,42 @@ def give_credit(
     Returns:
         Metrics, equal on all ranks.
     """
-    rewards: list[float | None] = [sequence.reward for sequence in sequences]
+    members: dict[str, list[int]] = {}
+    for number, sequence in enumerate(sequences):
+        members.setdefault(sequence.completion, []).append(number)
+    completions = list(members.values())
+    rewards: list[float | None] = [sequences[numbers[0]].reward for numbers in completions]
+    lengths = [sum(len(sequences[n].token_ids) for n in numbers) for numbers in completions]
     metrics = {}
     if objective.kl_in == "reward":
-        kl = _sequence_kl(objective.kl_estimator, sequences, shares)
-        measured = [(value, len(s.token_ids)) for value, s in zip(kl, sequences, strict=True) if value is not None]
+        of_sequences = _sequence_kl(objective.kl_estimator, sequences, shares)
+        known = [[value for n in numbers if (value := of_sequences[n]) is not None] for numbers in completions]
+        kl = [math.fsum(parts) if parts else None for parts in known]
+        measured = [(value, length) for value, length in zip(kl, lengths, strict=True) if value is not None]
         nonempty = [value / length for value, length in measured if length]
         metrics["objective/kl_ref"] = math.fsum(nonempty) / max(len(nonempty), 1)
         metrics["reward/kl_penalty"] = -objective.kl_coef * math.fsum(v for v, _ in measured) / len(measured)
         rewards = [
-            None if value is None else sequence.reward - objective.kl_coef * value
-            for sequence, value in zip(sequences, kl, strict=True)
+            None if value is None or reward is None else reward - objective.kl_coef * value
+            for reward, value in zip(rewards, kl, strict=True)
         ]
     if all(reward is None or math.isfinite(reward) for reward in rewards):
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        values = advantages(objective.advantage, rewards, group_ids, lengths)
+        groups = [group_ids[numbers[0]] for numbers in completions]
+        values = advantages(objective.advantage, rewards, groups, lengths)
     else:
         values = [math.nan] * len(rewards)
     # A sequence without an advantage is in no share.
-    of = {sequence.key: value for sequence, value in zip(sequences, values, strict=True) if value is not None}
+    of = {
+        sequences[n].key: value
+        for value, numbers in zip(values, completions, strict=True)
+        for n in numbers
+        if value is not None
+    }
     for share in shares:
         for work in share.work:
             work.microbatch.give_advantages([of[key] for key in share.keys])
-    known = [value for value in values if value is not None]
-    return metrics | {"objective/zero_advantage_fraction": sum(value == 0 for value in known) / len(known)}
+    given = [value for value in values if value is not None]
+    return metrics | {"objective/zero_advantage_fraction": sum(value == 0 for value in given) / len(given)}
 
 
 def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateShare]) -> list[float | None]:

@@ -115,23 +115,33 @@ def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tu
     """Return two recorded arrays of a sequence, after a check that the first has an entry for each token drawn."""
     if sequence.routes is None:
         raise _refused(sequence, f"{first} is missing", fault="missing", got="no record")
-    try:
-        one, other = store.aux(sequence.routes, first), store.aux(sequence.routes, second)
-        held = store.info(sequence.routes).held_rows
-    except TraceError as error:
-        raise _refused(sequence, f"{first} cannot be read", fault="unreadable", got=error) from error
-    # The row of position p - 1 gave the token at position p. vLLM may find a stop string late: then more tokens were
-    # drawn than the sequence has.
-    drawn = sequence.routes.start + held + 1 - len(sequence.prompt_token_ids)
-    if len(one) != drawn or drawn < len(sequence.token_ids):
-        raise _refused(
-            sequence,
-            f"{first} belongs to other tokens",
-            got=f"an entry for {len(one)} tokens",
-            fault="tokens",
-            expected=max(drawn, len(sequence.token_ids)),
-        )
-    return one, other
+    ones: list[np.ndarray] = []
+    others: list[np.ndarray] = []
+    ref, prompt, end = sequence.routes, len(sequence.prompt_token_ids), len(sequence.token_ids)
+    while True:
+        try:
+            one, other, info = store.aux(ref, first), store.aux(ref, second), store.info(ref)
+        except TraceError as error:
+            raise _refused(sequence, f"{first} cannot be read", fault="unreadable", got=error) from error
+        # A record that continues another has entries for its own tokens. Those before are in the other, unless they are
+        # of the prompt.
+        continued = 0 if info.parent is None else max(0, info.parent.rows + 1 - prompt)
+        # The row of position p - 1 gave the token at position p. vLLM may find a stop string late: then more tokens
+        # were drawn than the sequence has.
+        drawn = (info.held_rows if not ones else ref.rows) + ref.start + 1 - prompt - continued
+        if len(one) != drawn or drawn < end - continued:
+            raise _refused(
+                sequence,
+                f"{first} belongs to other tokens",
+                got=f"an entry for {len(one)} tokens",
+                fault="tokens",
+                expected=max(drawn, end - continued),
+            )
+        ones.insert(0, one)
+        others.insert(0, other)
+        if info.parent is None or not continued:
+            return np.concatenate(ones), np.concatenate(others)
+        ref, end = info.parent, continued
 
 
 def _refused(

@@ -1,6 +1,7 @@
 """Tests how rewards, less a KL penalty, become the advantages of every microbatch."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,6 +140,34 @@ def test_a_kl_that_is_not_finite_spoils_the_step_for_the_guards_to_see(monkeypat
 
 
 def test_equal_rewards_are_counted(monkeypatch):
-    whole = [SimpleNamespace(key=s.key, reward=0.5, token_ids=s.token_ids) for s in sequences()]
+    whole = [SimpleNamespace(key=s.key, completion=s.key, reward=0.5, token_ids=s.token_ids) for s in sequences()]
     found = credit.give_credit(GspoConfig(), whole, GROUPS, [])
     assert found == {"objective/zero_advantage_fraction": 1.0}
+
+
+def test_the_segments_of_a_completion_count_as_one(monkeypatch):
+    """s1 is cut in two: its parts get its advantage, and no statistic changes."""
+    whole = sequences()
+    first = replace(whole[1], key="s1", token_ids=(0,), segment_of="s1")
+    later = replace(whole[1], key="s1/1", prompt_token_ids=(1, 2, 0), token_ids=(1, 2), segment_of="s1")
+    cut = [whole[0], first, later, *whole[2:]]
+    given = {}
+
+    def advantages(name, rewards, groups, lengths):
+        given["of"] = rewards, groups, lengths
+        return [float(n) for n in range(len(rewards))]
+
+    monkeypatch.setattr(credit, "advantages", advantages)
+    taken = []
+    share = SimpleNamespace(
+        keys=[one.key for one in cut],
+        work=[SimpleNamespace(microbatch=SimpleNamespace(give_advantages=taken.extend))],
+    )
+    found = credit.give_credit(GspoConfig(), cut, [0, 0, 0, 1, 1, 1], [share])
+    assert given["of"] == (REWARDS, GROUPS, LENGTHS)
+    assert taken == [0.0, 1.0, 1.0, 2.0, 3.0, 4.0] and found == {"objective/zero_advantage_fraction": 0.2}
+    # the KLs of the parts add up
+    monkeypatch.setattr(credit, "_sequence_kl", lambda *_: [1.0, 0.25, 0.5, 1.0, 1.0, None])
+    objective = GspoConfig(kl_in="reward", kl_coef=0.5, advantage="group_mean")
+    credit.give_credit(objective, cut, [0, 0, 0, 1, 1, 1], [])
+    assert given["of"][0] == [0.5, -0.375, 0.0, 0.0, None]

@@ -52,6 +52,29 @@ def test_tokens_that_were_drawn_behind_a_stop_string_have_no_support(read):
             read(surplus=2, **recorded(counts, ids))
 
 
+def test_the_pieces_of_a_completion_have_the_supports_of_their_own_tokens(tmp_path):
+    spec = TraceSpec.from_layers("tiny", 4, 1, (0,), 1)
+
+    def add(writer, key, tokens, parent, counts, ids):
+        routes, spans = np.zeros((len(tokens), 1, 1), np.uint8), [Span(len(tokens), 0, Provenance.DECODE)]
+        return writer.add(key, routes, np.array(tokens, np.int32), spans, parent=parent, aux=recorded(counts, ids))
+
+    def read(counts, ids):
+        root = tmp_path / f"trace{len(list(tmp_path.iterdir()))}"
+        with ShardWriter(root, "step", spec) as writer:
+            # A turn before the completion, of 1 token; then two pieces, of 2 tokens and 1.
+            ref = add(writer, "turn", (5,), None, [1], [6])
+            ref = add(writer, "piece", (6, TOKENS[0]), ref, counts, ids)
+            ref = add(writer, "rest", TOKENS[1:2], ref, COUNTS[2:], IDS[3:])
+        sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, sampled_by(0, 3), ref)
+        return read_support(TraceStore(root), sequence, VOCABULARY)
+
+    support = read(COUNTS[:2], IDS[:3])
+    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+    with refused(SupportError, fault="tokens", got=("1",), expected=("2",)):
+        read(COUNTS[:1], IDS[:3])
+
+
 @pytest.mark.parametrize(
     "aux, facts",
     [
