@@ -221,6 +221,10 @@ class EngineError(_Problems):
     """The sampler refused a request, answered wrongly or died. The message names the process and its log."""
 
 
+class PipelineError(MoeRLError):
+    """The pool of groups broke one of its own rules. The message names the group."""
+
+
 class SamplerGone(EngineError):
     """A sampler died, hangs, or lost the run's weights, and the run cannot do without it. Tools exit 3."""
 

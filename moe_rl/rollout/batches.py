@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from moe_rl.objectives.advantages import has_spread, overlong_penalty
 from moe_rl.rollout.kept import KeptSample, RolloutBatch
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
-from moe_rl.types import QUANTILES, Completion, Prompt, Sequence, Verdict
+from moe_rl.types import QUANTILES, Completion, Prompt, Sequence, Verdict, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,24 @@ class PromptGroup:
 
     Attributes:
         number: Index of the prompt within its step.
+        pieces: For each completion what its requests gave, in order. Each request but the first continues the one
+            before, which was aborted.
+        completions: The same, each joined.
         rewards: One per completion; None where verification failed.
     """
 
     number: int
     prompt: Prompt
+    pieces: Seq[Seq[Completion]]
     completions: Seq[Completion]
     verdicts: Seq[Verdict]
     rewards: Seq[float | None]
+
+    @property
+    def shards(self) -> set[str]:
+        """Return the names of the trace shards that hold the routes."""
+        routes = [piece.routes for parts in self.pieces for piece in parts if piece.routes is not None]
+        return {part.shard for one in routes for part in one.parts}
 
     @property
     def scored(self) -> int:
@@ -42,6 +52,25 @@ class PromptGroup:
     def informative(self) -> bool:
         """Return whether the rewards differ, so that group-relative advantages are not all zero."""
         return has_spread(self.rewards)
+
+
+def joined(pieces: Seq[Completion]) -> Completion:
+    """Return the completion that these pieces are. Its routes are those of the last one, which continues the others."""
+    if len(pieces) == 1:
+        return pieces[0]
+    spans: list[VersionSpan] = []
+    for span in (span for piece in pieces for span in piece.versions):
+        if spans and spans[-1].weight_version == span.weight_version:
+            span = replace(span, tokens=spans.pop().tokens + span.tokens)
+        spans.append(span)
+    return replace(
+        pieces[-1],
+        key=pieces[0].key,
+        prompt_token_ids=pieces[0].prompt_token_ids,
+        token_ids=sum((piece.token_ids for piece in pieces), ()),
+        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+        versions=tuple(spans),
+    )
 
 
 def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:
@@ -84,42 +113,47 @@ class Batches:
         """Return whether a verdict is a pass; None if the verification failed."""
         return verdict.parts[self.config.task.pass_reward] == 1.0 if verdict.scored else None
 
-    def group(self, number: int, prompt: Prompt, completions: Seq[Completion], verdicts: Seq[Verdict]) -> PromptGroup:
+    def group(self, number: int, prompt: Prompt, pieces: Seq[Seq[Completion]], verdicts: Seq[Verdict]) -> PromptGroup:
         """Return a group, with the verifiers' rewards plus the penalty for long completions."""
+        completions = [joined(parts) for parts in pieces]
         rewards = [
             v.reward + self._overlong(c) if v.reward is not None else None
             for c, v in zip(completions, verdicts, strict=True)
         ]
-        return PromptGroup(number, prompt, completions, verdicts, rewards)
+        return PromptGroup(number, prompt, pieces, completions, verdicts, rewards)
 
     def make(
-        self, step: int, groups: Seq[PromptGroup], chosen: Seq[PromptGroup], sample_seconds: float
+        self, step: int, groups: Seq[PromptGroup], chosen: Seq[PromptGroup], *, exact: bool = False
     ) -> RolloutBatch:
         """Return the batch of a step.
 
         Args:
             groups: all that were sampled for the step; the metrics are of these.
             chosen: those to train on.
-            sample_seconds: how long the sampler worked on them.
+            exact: whether each piece of a completion is a sequence of its own, behind the pieces before it.
 
         Raises:
             RewardError: too many verifications failed.
         """
         completions = [c for group in groups for c in group.completions]
         verdicts = [v for group in groups for v in group.verdicts]
-        check_failed_fraction(verdicts, self.config.task.max_failed_fraction)
-        metrics = self._metrics(completions, verdicts, sample_seconds)
+        self.check(verdicts)
+        metrics = self._metrics(completions, verdicts)
         trained = [
-            (group, index, reward)
+            (group, index, piece, reward)
             for group in chosen
             for index, reward in enumerate(group.rewards)
             if reward is not None
+            for piece in (group.pieces[index] if exact else [group.completions[index]])
         ]
-        sequences = [Sequence.of(group.completions[index], reward) for group, index, reward in trained]
+        sequences = []
+        for group, index, piece, reward in trained:
+            whole = group.completions[index]
+            sequences.append(Sequence.of(piece, reward, "" if piece is whole else whole.key))
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
         recorded = [completion.routes for completion in completions if completion.routes is not None]
-        written = {part.shard for routes in recorded for part in routes.parts}
+        written = {shard for group in groups for shard in group.shards}
         trace_bytes = sum((self.trace_root / f"{shard}.safetensors").stat().st_size for shard in written)
         same = sum(group.scored > 1 and not group.informative for group in groups)
         metrics |= {
@@ -130,21 +164,31 @@ class Batches:
         }
         drawn = np.random.default_rng([self.config.run.seed, step]).permutation(len(trained))
         shown = [trained[i] for i in sorted(drawn[: self.config.report.samples_per_step])]
-        samples = [self._sample_of(group, index) for group, index, _ in shown]
+        samples = [self._sample_of(group, index, piece) for group, index, piece, _ in shown]
         return RolloutBatch(
             sequences, [group.number for group, *_ in trained], metrics, digest_of(completions), samples
         )
 
-    def _sample_of(self, group: PromptGroup, index: int) -> KeptSample:
-        """Return what samples.jsonl shows of a completion."""
-        completion = group.completions[index]
+    def check(self, verdicts: Seq[Verdict]) -> None:
+        """Raise RewardError if too many verifications failed, or all."""
+        check_failed_fraction(verdicts, self.config.task.max_failed_fraction)
+        if not any(verdict.scored for verdict in verdicts):
+            raise RewardError(
+                describe(
+                    "no completion of a step could be verified", got=verdicts[0].detail, do="fix the reward functions"
+                )
+            )
+
+    def _sample_of(self, group: PromptGroup, index: int, piece: Completion) -> KeptSample:
+        """Return what samples.jsonl shows of a completion, or of a piece of it behind the earlier ones."""
+        before = piece.prompt_token_ids[len(group.completions[index].prompt_token_ids) :]
         return KeptSample(
-            key=completion.key,
-            prompt=group.prompt.text,
-            completion=self.codec.text(completion),
-            pieces=[self.codec.decode([token]) for token in completion.token_ids],
+            key=piece.key,
+            prompt=group.prompt.text + self.codec.decode(before),
+            completion=self.codec.text(piece),
+            pieces=[self.codec.decode([token]) for token in piece.token_ids],
             parts=group.verdicts[index].parts,
-            finish_reason=completion.finish_reason,
+            finish_reason=piece.finish_reason,
         )
 
     def _overlong(self, completion: Completion) -> float:
@@ -155,16 +199,9 @@ class Batches:
             len(completion.token_ids), limit=limit, cache=overlong.cache_tokens, penalty=overlong.penalty
         )
 
-    def _metrics(self, completions: Seq[Completion], verdicts: Seq[Verdict], sample_seconds: float) -> dict[str, float]:
+    def _metrics(self, completions: Seq[Completion], verdicts: Seq[Verdict]) -> dict[str, float]:
         scored = [v for v in verdicts if v.scored]
-        if not scored:
-            raise RewardError(
-                describe(
-                    "no completion of a step could be verified", got=verdicts[0].detail, do="fix the reward functions"
-                )
-            )
         lengths = [len(c.token_ids) for c in completions]
-        tokens = sum(lengths)
         return {
             "reward/mean": _mean([v.reward for v in scored]),
             **_quantiles("reward/quantile", [v.reward for v in scored if v.reward is not None]),
@@ -172,12 +209,16 @@ class Batches:
             "reward/failed_verdicts": len(verdicts) - len(scored),
             **{f"reward/part/{name}": _mean([v.parts[name] for v in scored]) for name in self.config.task.rewards},
             "rollout/sequences": len(completions),
-            "rollout/completion_tokens_mean": tokens / len(completions),
+            "rollout/completion_tokens_mean": sum(lengths) / len(completions),
             **_quantiles("rollout/completion_tokens_quantile", lengths),
             "rollout/truncated_fraction": _mean([float(c.finish_reason == "length") for c in completions]),
             "rollout/weight_version": max(c.newest_version for c in completions),
-            "throughput/sampled_tokens_per_second": tokens / sample_seconds,
         }
+
+
+def discarded(sampled: int, chosen: int, lacking: int) -> dict[str, float]:
+    """Return the metrics of dynamic sampling, from numbers of groups."""
+    return {"group/sampled": sampled, "group/discarded": sampled - chosen, "group/lacking": lacking}
 
 
 def digest_of(completions: Seq[Completion]) -> str:

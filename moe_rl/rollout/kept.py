@@ -13,19 +13,15 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-import xxhash
-
-from moe_rl import messages
-from moe_rl.disk import write_whole, writing
-from moe_rl.errors import DataError, describe
+from moe_rl.rollout import sealed
 from moe_rl.trace import TraceStore
 from moe_rl.types import Sequence
 
 # The sampler appends what follows the round: the server of a fleet, or the pipeline stage of an engine.
 _SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?")
+_GROUP_SHARD = re.compile(r"group(\d{6,})-\d+(?:\.pp\d+of\d+)?")
 _SUFFIX = ".rollout"
-_HEAD = b"moe_rl rollout 1 "
+_HEAD, _WHAT = "moe_rl rollout 1", "a step's rollouts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +70,17 @@ def shard_step(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def group_shard_name(cursor: int, number: int) -> str:
+    """Return the name of a trace shard of a group that is sampled on its own."""
+    return f"group{cursor:06d}-{number}"
+
+
+def shard_group(name: str) -> int | None:
+    """Return the cursor of the group in a trace shard; None if the shard belongs to no single group."""
+    found = _GROUP_SHARD.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def kept_steps(step: int, last: int, checkpoints: Iterable[int], ahead: int) -> set[int]:
     """Return the steps whose rollouts are kept while `step` is the newest one that the trainer has taken.
 
@@ -96,11 +103,7 @@ class KeptRollouts:
 
     def save(self, step: int, batch: RolloutBatch) -> None:
         """Write a step's file. It appears complete or not at all."""
-        with writing("the folder for rollouts could not be created", self.folder):
-            self.folder.mkdir(exist_ok=True)
-        payload = messages.encode(batch)
-        head = _HEAD + xxhash.xxh3_128_hexdigest(payload).encode() + b"\n"
-        write_whole(self._path(step), head + payload, "a step's rollouts")
+        sealed.save(self._path(step), _HEAD, batch, _WHAT)
 
     def load(self, step: int) -> RolloutBatch:
         """Read the batch that `save` wrote.
@@ -108,41 +111,24 @@ class KeptRollouts:
         Raises:
             DataError: The file is missing, cut short or changed.
         """
-        path = self._path(step)
-        try:
-            head, newline, payload = path.read_bytes().partition(b"\n")
-        except OSError as error:
-            raise DataError(
-                describe("a step's rollouts were not kept", where={"file": path}, got=error.strerror, fault="absent")
-            ) from error
-        digest = xxhash.xxh3_128_hexdigest(payload)
-        if not newline or head != _HEAD + digest.encode():
-            raise DataError(
-                describe(
-                    "a step's rollouts are damaged",
-                    where={"file": path},
-                    got=repr(head[:60]),
-                    expected=repr(_HEAD + digest.encode()),
-                    do="compare another step of the run",
-                    fault="damaged",
-                )
-            )
-        try:
-            return messages.decode(payload, RolloutBatch)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise DataError(
-                describe("a step's rollouts were written by another version of moe_rl", where={"file": path}, got=error)
-            ) from error
+        return sealed.load(self._path(step), _HEAD, RolloutBatch, _WHAT, "compare another step of the run")
 
     def steps(self) -> list[int]:
         """Return the steps that have both their file and their trace shards, ascending."""
-        shards = {shard_step(name) for name in self.store.shards()}
-        return sorted(step for path in self._files() if (step := shard_step(path.stem)) is not None and step in shards)
+        shards = set(self.store.shards())
+        of_steps = {shard_step(name) for name in shards}
+        steps = [step for path in self._files() if (step := shard_step(path.stem)) is not None]
+        return sorted(step for step in steps if step in of_steps or shards.issuperset(shards_of(self.load(step))))
 
-    def retain(self, steps: Container[int]) -> None:
-        """Delete all files and shards except those of these steps. Unfinished files are deleted too."""
+    def retain(self, steps: Container[int], groups: Container[int] | None = None) -> None:
+        """Delete all files and shards except those of these steps and groups. Unfinished files are deleted too.
+
+        Args:
+            groups: cursors of groups that were sampled one by one, of these steps and of those to come. None: all.
+        """
         for name in self.store.shards():
-            if not _is_of(name, steps):
+            group = shard_group(name)
+            if not (_is_of(name, steps) if group is None else groups is None or group in groups):
                 self.store.remove(name)
         for path in self.folder.glob("*.tmp"):
             path.unlink()

@@ -12,7 +12,7 @@ import xxhash
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.models.hf import ModelFacts
-from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of
+from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of, discarded
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name, shards_of
@@ -116,15 +116,11 @@ class Rollouts:
         self.ledger.record(step - 1, range(first, first + len(groups)), ids, digest)
         discards = rollout.dynamic_sampling_rounds > 1
         chosen = choose(groups, rollout.prompts_per_step) if discards else groups
-        batch = self.batches.make(step, groups, chosen, clock.seconds["sample"])
+        batch = self.batches.make(step, groups, chosen)
+        tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+        batch.metrics["throughput/sampled_tokens_per_second"] = tokens / clock.seconds["sample"]
         if discards:
-            batch.metrics.update(
-                {
-                    "group/sampled": len(groups),
-                    "group/discarded": len(groups) - len(chosen),
-                    "group/lacking": max(0, lacking),
-                }
-            )
+            batch.metrics.update(discarded(len(groups), len(chosen), max(0, lacking)))
         batch.metrics["rollout/witnessed_rows"] = max(0, self._witnessed() - before)
         if isinstance(self.engine, ServerFleet):
             batch.metrics["rollout/lost_servers"] = len(self.engine.lost)
@@ -143,7 +139,7 @@ class Rollouts:
         rollout = self.config.rollout
         prompts = self.source.at(cursor + done, rollout.prompts_per_step)
         requests = [
-            self._request(f"s{step}/p{p}/c{c}", prompt, rollout.temperature)
+            self.request(f"s{step}/p{p}/c{c}", prompt.token_ids, rollout.temperature)
             for p, prompt in enumerate(prompts, start=done)
             for c in range(rollout.group_size)
         ]
@@ -153,7 +149,7 @@ class Rollouts:
             verdicts = self._judge([p for p in prompts for _ in range(rollout.group_size)], completions)
         members = [slice(start, start + rollout.group_size) for start in range(0, len(requests), rollout.group_size)]
         return [
-            self.batches.group(number, prompt, completions[of], verdicts[of])
+            self.batches.group(number, prompt, [[one] for one in completions[of]], verdicts[of])
             for number, (prompt, of) in enumerate(zip(prompts, members, strict=True), start=done)
         ]
 
@@ -172,9 +168,9 @@ class Rollouts:
                 top_p = rollout.top_p if source.top_p is None else source.top_p
                 for c in range(source.samples):
                     key = f"eval/sampled/p{p}" + (f"/c{c}" if c else "")
-                    sampled.append((p, replace(self._request(key, prompt, temperature), top_p=top_p)))
+                    sampled.append((p, replace(self.request(key, prompt.token_ids, temperature), top_p=top_p)))
             if source.greedy or not temperature:
-                greedy.append((p, self._request(f"eval/greedy/p{p}", prompt, 0.0)))
+                greedy.append((p, self.request(f"eval/greedy/p{p}", prompt.token_ids, 0.0)))
         passed = self._passed(sampled, f"eval-sampled-step{step:06d}")
         passed_greedy = self._passed(greedy, f"eval-greedy-step{step:06d}")
         return eval_metrics(
@@ -197,8 +193,9 @@ class Rollouts:
             passed[p].append(self.batches.passes(verdict))
         return passed
 
-    def _request(self, key: str, prompt: Prompt, temperature: float) -> GenerateRequest:
-        return generate_request(self.config, key, prompt.token_ids, self.stop_tokens, temperature)
+    def request(self, key: str, prompt_token_ids: tuple[int, ...], temperature: float) -> GenerateRequest:
+        """Return a request of the run, see `generate_request`."""
+        return generate_request(self.config, key, prompt_token_ids, self.stop_tokens, temperature)
 
     def _judge(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[Verdict]:
         return self.verifiers.score(self.batches.items(prompts, completions))

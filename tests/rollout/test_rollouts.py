@@ -194,7 +194,7 @@ def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_gree
     )
     rollouts.stop_tokens = (1,)
     prompt = Prompt("p", "text", (4, 5), {"answer": "four", "unit": ["m", 2]})
-    sampled, greedy = (rollouts._request(f"t{t}", prompt, t) for t in (0.7, 0.0))
+    sampled, greedy = (rollouts.request(f"t{t}", prompt.token_ids, t) for t in (0.7, 0.0))
     assert (sampled.top_k, sampled.top_p, sampled.min_p) == (8, 0.9, 0.1)
     assert (greedy.top_k, greedy.top_p, greedy.min_p) == (0, 1.0, 0.0)
 
@@ -209,7 +209,7 @@ def judged(folder, override, tokens, finish, stop_reason=None):
     verifiers, facts = SimpleNamespace(score=scored.extend), SimpleNamespace(eos_token_ids=(END,))
     rollouts = Rollouts(rig.config, facts, task, rig.engine, verifiers, folder / "other", None)
     _, prompt = rollouts.heldout[0]
-    asked = rollouts._request("s1/p0/c0", prompt, 1.0)
+    asked = rollouts.request("s1/p0/c0", prompt.token_ids, 1.0)
     sampled = Growing()
     sampled.add(tokens, [-1.0] * len(tokens), finish, [ReportedSpan("0", 0, len(tokens))], stop_reason)
     rollouts._judge([prompt], [sampled.completion(asked, {})])

@@ -1,0 +1,404 @@
+"""Keeps the samplers busy with groups, judges each as soon as it is sampled, and gives every step its batch.
+
+    groups.py (which, where, when)
+        -> sampler.sample_group -> verifiers.judge -> group file -> take: batch, prompt ledger, kept rollouts
+
+One process and one event loop run it. Every group that is sampled or judged has a task. Weights go in while requests
+are in flight: all servers stop between two of their steps, load, and go on. With `recompute`, unfinished completions
+are aborted before that and continued behind it as new requests, so that no KV of older weights is used.
+
+What was sampled of a completion whose request was aborted is kept as a piece, with its routes. The next request
+continues it, now, on another server or after a restart. Texts of rollout.stop may begin in one piece and end in the
+next, where the sampler does not see them, so with them a completion begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from moe_rl.errors import PipelineError, describe
+from moe_rl.rollout.batches import PromptGroup, discarded
+from moe_rl.rollout.fleet import assign
+from moe_rl.rollout.group_files import GroupFiles, KeptGroup
+from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
+from moe_rl.rollout.groups import Group, Groups, Reason
+from moe_rl.rollout.kept import RolloutBatch
+from moe_rl.rollout.pipeline_metrics import Usage, of_consumed, of_dropped
+from moe_rl.rollout.rollouts import Rollouts
+from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
+from moe_rl.weights.update import WeightUpdate
+
+
+@dataclass(slots=True)
+class _Work:
+    """Holds a group that is sampled or judged.
+
+    Attributes:
+        pieces: as in KeptGroup.
+        leave: set to abort its requests.
+        dropped: why it ended meanwhile.
+    """
+
+    group: Group
+    prompt: Prompt
+    pieces: list[list[Completion]]
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+    dropped: Reason | None = None
+
+    def kept(self, version: int, verdicts: Sequence[Verdict] = ()) -> KeptGroup:
+        """Return what is kept of it."""
+        return KeptGroup(self.group.cursor, self.prompt.id, self.group.oldest, version, self.pieces, list(verdicts))
+
+
+class GroupFeed:
+    """Runs the groups of an asynchronous run. Use as an async context manager: groups begin on entry.
+
+    Attributes:
+        unusable: messages about groups of an earlier process that are sampled again.
+
+    Args:
+        rollouts: the prompts, the verifiers, and where batches are kept.
+        sampler: the servers.
+        files: the groups that no step has consumed yet.
+        step: the next step to be taken. The prompt ledger has the lines of all steps before.
+        version: the weights that the servers have.
+        staleness, spare, patient: as in Groups.
+        recompute: whether KV is computed again under new weights.
+        exact: whether each piece of a completion is trained on as a sequence of its own, with routes for all its
+            tokens from the weights that sampled it. If not, a piece continues the record of the one before.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        sampler: GroupSampler,
+        files: GroupFiles,
+        *,
+        step: int,
+        version: int,
+        staleness: int,
+        spare: int,
+        patient: bool,
+        recompute: bool,
+        exact: bool,
+    ):
+        self.rollouts, self.sampler, self.files = rollouts, sampler, files
+        config = rollouts.config
+        self.config, self._staleness = config, staleness
+        self._recompute, self._exact = recompute, exact
+        self.unusable: list[str] = []
+        left = {one.cursor: one for one in files.load(rollouts.source, self.unusable)}
+        self.groups = Groups(
+            dict.fromkeys(sampler.places, config.rollout.max_concurrent),
+            batch=config.rollout.prompts_per_step,
+            size=config.rollout.group_size,
+            staleness=staleness,
+            spare=spare,
+            patient=patient,
+            last=config.run.steps,
+            step=step,
+            version=version,
+            ended=rollouts.ledger.ended(step - 1),
+            held=[one.held for one in left.values()],
+        )
+        for cursor in left:
+            if cursor not in self.groups:
+                files.remove(cursor)
+        self._left = {cursor: one for cursor, one in left.items() if cursor in self.groups}  # waiting or ready
+        self._consumed: dict[int, list[int]] = {}
+        self._work: dict[int, _Work] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._calls = 0  # calls of the sampler that have not returned
+        self._open = asyncio.Event()  # cleared while new weights go in
+        self._stopping = False
+        self._refused: list[PromptGroup] = []  # judged groups that were dropped since the last step
+        self._verdicts: list[Verdict] = []  # of all groups judged since the last step
+        self._usage = Usage(asyncio.get_running_loop().time)
+
+    async def __aenter__(self) -> GroupFeed:
+        self._witnessed = await self._count()
+        for group in self.groups.all("judging"):
+            self._spawn(group)
+        self._open.set()
+        self._pump()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def take(self, step: int) -> RolloutBatch:
+        """Return the batch of a step as soon as there are enough groups. It is durable, and has its line in the ledger.
+
+        Raises:
+            PipelineError: a completion is older than max_staleness allows.
+            MoeRLError: a group could not be sampled or judged.
+        """
+        if step != self.groups.step:
+            raise PipelineError(describe("steps are taken in order", got=step, expected=self.groups.step))
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if (taken := self.groups.take()) is not None:
+                break
+            self._changed.clear()
+            await self._changed.wait()
+        groups = [self._left.pop(cursor) for cursor in taken.cursors]
+        self._check_ages(step, groups)
+        for cursor, reason in taken.dropped:
+            self._give_up(cursor, reason)
+        self._pump()
+        chosen = [self._judged(one) for one in groups]
+        batch = self.rollouts.batches.make(step, [*chosen, *self._refused], chosen, exact=self._exact)
+        witnessed = await self._count()
+        batch.metrics.update(
+            of_consumed(step, groups) | of_dropped(taken.dropped) | self._usage.next(),
+            **{
+                "pipeline/queued": len(self.groups.all("ready")),
+                "rollout/witnessed_rows": max(0, witnessed - self._witnessed),
+            },
+        )
+        if self.config.rollout.dynamic_sampling_rounds > 1:
+            lacking = sum(not one.informative for one in chosen)
+            batch.metrics.update(discarded(len(chosen) + len(self._refused), len(chosen), lacking))
+        self._witnessed, self._refused, self._verdicts = witnessed, [], []
+        self.rollouts.store.check_published({shard for one in chosen for shard in one.shards})
+        ids = [one.prompt for one in groups]
+        self.rollouts.ledger.record(step - 1, taken.cursors, ids, batch.digest, taken.dropped)
+        self.rollouts.kept.save(step, batch)
+        for cursor in (*taken.cursors, *(cursor for cursor, _ in taken.dropped)):
+            self.files.remove(cursor)
+        self._consumed[step] = taken.cursors
+        return batch
+
+    async def update(self, update: WeightUpdate) -> None:
+        """Load one part of new weights. All requests stand still from the first part to the last.
+
+        Raises:
+            WeightSyncError: the servers do not hold the weights that were sent. They sample nothing more.
+        """
+        if self._open.is_set():
+            self._open.clear()
+            self._usage.busy(0.0)
+            if self._recompute:
+                await self._abort()
+            await self.sampler.pause()
+        await self.sampler.take_weights(update)
+        if update.final:
+            await self.sampler.resume()
+            self.groups.update(update.version)
+            self._open.set()
+            self._pump()
+
+    async def sample(self, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
+        """Sample requests that are of no group, beside the groups. Returns one completion for each, in their order.
+
+        shard: prefix of the shards' names.
+        """
+        completions: dict[int, Completion] = {}
+        calls = itertools.count()
+
+        async def one(place: int, indices: Sequence[int]) -> None:
+            asked, never = [requests[at] for at in indices], asyncio.Event()
+            with suppress(ServerLost):  # the others are asked again
+                sampled = await self.sampler.sample_group(place, asked, shard=f"{shard}-{next(calls)}", leave=never)
+                completions.update(zip(indices, sampled, strict=True))
+
+        while lacking := [at for at in range(len(requests)) if at not in completions]:
+            shares = assign([requests[at] for at in lacking], self.sampler.places)
+            await asyncio.gather(*(one(place, [lacking[at] for at in share]) for place, share in shares.items()))
+        return [completions[at] for at in range(len(requests))]
+
+    async def stop(self) -> None:
+        """Abort all requests and keep what was sampled. The next pool goes on with it."""
+        self._stopping = True
+        self._open.set()
+        await self._abort()
+        for task in self._tasks:  # those that wait for verdicts
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for work in self._work.values():
+            self._left[work.group.cursor] = work.kept(self.groups.version)
+        for kept in self._left.values():
+            if kept.tokens and not kept.verdicts:
+                self.files.save(kept)
+
+    def retain(self, steps: set[int]) -> None:
+        """Delete the rollouts and shards of all steps but these, and the shards of groups that ended in no step."""
+        for step in steps - self._consumed.keys():
+            if (line := self.rollouts.ledger.find(step - 1)) is not None:
+                self._consumed[step] = [at for first, count in line.cursors for at in range(first, first + count)]
+        self._consumed = {step: cursors for step, cursors in self._consumed.items() if step in steps}
+        consumed = {cursor for cursors in self._consumed.values() for cursor in cursors}
+        self.rollouts.kept.retain(steps, consumed.union(one.cursor for one in self.groups))
+
+    def _pump(self) -> None:
+        """Begin the groups that can begin, and let a step that waits look again."""
+        if self._open.is_set() and not self._stopping:
+            for group in self.groups.start():
+                self._spawn(group)
+            self._usage.busy(self.groups.busy)
+        self._changed.set()
+
+    def _spawn(self, group: Group) -> None:
+        left = self._left.pop(group.cursor, None)
+        (prompt,) = self.rollouts.source.at(group.cursor, 1)
+        pieces = [[] for _ in range(self.config.rollout.group_size)] if left is None else left.pieces
+        work = self._work[group.cursor] = _Work(group, prompt, pieces)
+        task = asyncio.create_task(self._run(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+        self._pump()
+
+    async def _run(self, work: _Work) -> None:
+        """Sample a group and judge it."""
+        if work.group.state == "sampling":
+            try:
+                await self._sample(work)
+            except ServerLost:
+                self._lose(work)
+                return
+            if self._stopping or work.dropped is not None:
+                return
+            self.groups.sampled(work.group.cursor)
+            self._pump()
+        items = self.rollouts.batches.items([work.prompt] * len(work.pieces), work.kept(0).completions)
+        verdicts = await self.rollouts.verifiers.judge(items)
+        if work.dropped is None:
+            self._judge(work, verdicts)
+
+    async def _sample(self, work: _Work) -> None:
+        """Sample the completions of a group that have not ended, in as many calls as it takes."""
+        cursor, place = work.group.cursor, work.group.place
+        assert place is not None
+        while unfinished := work.kept(0).unfinished:
+            await self._open.wait()
+            if self._stopping or work.dropped is not None:
+                return
+            work.leave = asyncio.Event()
+            requests = [self._request(work, at) for at in unfinished]
+            self._calls += 1
+            try:
+                sampled = await self.sampler.sample_group(
+                    place, requests, shard=self.files.shard(cursor), leave=work.leave
+                )
+            finally:
+                self._calls -= 1
+                self._changed.set()
+            for at, piece in zip(unfinished, sampled, strict=True):
+                self._add(work, at, piece)
+
+    def _request(self, work: _Work, at: int) -> GenerateRequest:
+        """Return the next request of a completion. It continues what was sampled of it."""
+        parts, key = work.pieces[at], f"g{work.group.cursor}/c{at}"
+        rollout = self.config.rollout
+        so_far = sum((part.token_ids for part in parts), ())
+        request = self.rollouts.request(
+            f"{key}/{len(parts)}" if parts else key,
+            work.prompt.token_ids + so_far,
+            rollout.temperature,
+        )
+        if not parts:
+            return request
+        parent = None if self._exact else parts[-1].routes
+        return replace(request, max_tokens=request.max_tokens - len(so_far), parent=parent)
+
+    def _add(self, work: _Work, at: int, piece: Completion) -> None:
+        """Add what a request gave to its completion."""
+        self._usage.sampled += len(piece.token_ids)
+        ended = piece.finish_reason != "abort"
+        if work.dropped is not None:
+            self._usage.waste(work.dropped, len(piece.token_ids))
+        elif not ended and self.config.rollout.stop:
+            self._usage.waste("cut", len(piece.token_ids))
+        elif piece.token_ids:
+            work.pieces[at].append(piece)
+        if ended and work.dropped is None:
+            self.groups.request_ended(work.group.cursor)
+
+    def _lose(self, work: _Work) -> None:
+        """Let a group wait for another server."""
+        cursor, place = work.group.cursor, work.group.place
+        if place is not None:
+            self.groups.lose(place)
+        if self._stopping or work.dropped is not None:
+            return
+        kept = work.kept(self.groups.version)
+        self.groups.put_back(cursor, requests=len(kept.unfinished), kept=kept.tokens > 0)
+        self._left[cursor] = kept
+        del self._work[cursor]
+
+    def _judge(self, work: _Work, verdicts: Sequence[Verdict]) -> None:
+        """Keep a judged group for the steps, or drop it."""
+        rollout, cursor = self.config.rollout, work.group.cursor
+        kept = work.kept(self.groups.version, verdicts)
+        judged = self._judged(kept)
+        self._verdicts += verdicts
+        spared = sum(not one.informative and one.scored > 0 for one in self._refused)
+        reason: Reason | None = None
+        if not judged.scored:
+            reason = "failed"
+        elif not judged.informative and spared < (rollout.dynamic_sampling_rounds - 1) * rollout.prompts_per_step:
+            reason = "uninformative"
+        del self._work[cursor]
+        self.groups.judged(cursor, reason)
+        if reason is None:
+            self.files.save(kept)
+            self._left[cursor] = kept
+            return
+        self._refused.append(judged)
+        self._usage.waste(reason, kept.tokens)
+        if sum(not one.scored for one in self._refused) >= rollout.prompts_per_step:
+            self.rollouts.batches.check(self._verdicts)  # a step may never find enough groups
+
+    def _judged(self, kept: KeptGroup) -> PromptGroup:
+        (prompt,) = self.rollouts.source.at(kept.cursor, 1)
+        return self.rollouts.batches.group(kept.cursor, prompt, kept.pieces, kept.verdicts)
+
+    def _give_up(self, cursor: int, reason: Reason) -> None:
+        """End what is left of a group that was dropped."""
+        left, work = self._left.pop(cursor, None), self._work.pop(cursor, None)
+        if left is not None:
+            self._usage.waste(reason, left.tokens)
+        if work is not None:
+            self._usage.waste(reason, work.kept(0).tokens)
+            work.dropped = reason
+            work.leave.set()
+
+    async def _abort(self) -> None:
+        """Abort all requests, and wait until what was sampled is here."""
+        for work in self._work.values():
+            work.leave.set()
+        while self._calls:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _check_ages(self, step: int, groups: Sequence[KeptGroup]) -> None:
+        """Raise PipelineError if a token that a step consumes is older than it may be, or than its group says."""
+        for group in groups:
+            for piece in (piece for parts in group.pieces for piece in parts):
+                oldest = max(group.oldest, step - 1 - self._staleness)
+                if piece.oldest_version < oldest:
+                    raise PipelineError(
+                        describe(
+                            "a completion is older than the step may train on",
+                            where={"step": step, "group": group.cursor, "request": piece.key},
+                            got=f"weight version {piece.oldest_version}",
+                            expected=f"at least {oldest}",
+                        )
+                    )
+
+    async def _count(self) -> int:
+        return (await self.sampler.counts()).get("witnessed", 0)

@@ -1,0 +1,317 @@
+"""Decides which groups of completions are sampled, where, and which of them a step trains on. Has no I/O and no clock.
+
+A group is the completions of one prompt. Its number is the prompt's cursor. Its oldest version is that of the weights
+with which its first request began. A step may train on it up to its last step, oldest + 1 + max_staleness.
+
+    state     event                                               next state
+    (none)    start: pacing admits it                             sampling
+    waiting   start: a place has a free slot                      sampling
+    sampling  sampled: all its completions have ended             judging
+    sampling  put_back: its server is lost, or the pool stops     waiting
+    judging   judged                                              ready, or dropped (failed, uninformative)
+    ready     take                                                consumed
+    any       take: this was its last step                        dropped (surplus, stale)
+
+A group that an earlier process left enters as waiting, judging or ready. Four rules make the bound hold, without waste:
+
+room        for every step d: groups in the pool whose last step is d or earlier <= (d - next step + 1) x batch + spare
+pacing      a new group enters only if there is room up to its own last step. As it has the latest last step of all,
+            it takes no room from another group.
+order       a step takes the ready groups whose last step comes first; of equal ones, those that were ready first
+patience    a step waits as long as the groups that it leaves would not have room. Without patience (late: drop) it
+            waits for a full batch only, and what then misses its last step is dropped as stale.
+
+Room makes patience end: once all groups are ready, what a step leaves has room. So with patience no group is ever
+stale, and at most `spare` groups a step are surplus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_rl.errors import About, PipelineError, describe
+from moe_rl.tasks.prompt_ledger import Ended
+
+State = Literal["waiting", "sampling", "judging", "ready"]
+HeldState = Literal["waiting", "judging", "ready"]
+Reason = Literal["failed", "uninformative", "surplus", "stale"]
+
+
+@dataclass(slots=True)
+class Group:
+    """Holds what is known of one group.
+
+    Attributes:
+        oldest: the version of the weights with which its first request began.
+        requests: its requests that have not ended.
+        place: the number of the server that samples it; None in another state than sampling.
+        arrival: its place in the order in which groups became ready.
+    """
+
+    cursor: int
+    oldest: int
+    requests: int
+    state: State = "waiting"
+    place: int | None = None
+    arrival: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Describes a group that an earlier process left on disk.
+
+    Attributes:
+        oldest, newest: the versions of the weights that sampled its tokens.
+        requests: its requests that have not ended.
+    """
+
+    cursor: int
+    oldest: int
+    newest: int
+    requests: int
+    state: HeldState
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Says what a step consumes.
+
+    Attributes:
+        cursors: the groups that it trains on, in the order of their last steps.
+        dropped: the groups that ended without training since the last step, each with its reason.
+    """
+
+    step: int
+    cursors: list[int]
+    dropped: list[tuple[int, Reason]]
+
+
+class Groups:
+    """Keeps the groups of a run that have begun and not ended.
+
+    Attributes:
+        step: the next step to be taken.
+        version: the weights that the servers have.
+
+    Args:
+        places: for each server, its number and how many requests it runs at once.
+        batch: groups that a step trains on.
+        size: completions of a group.
+        staleness: largest age of a consumed group in versions: version of the step's weights - oldest version.
+        spare: groups beyond the batch that a step need not wait for.
+        patient: whether a step waits for groups that would otherwise become stale.
+        last: the last step of the run.
+        ended: the prompts that have ended.
+        held: groups of an earlier process, ready ones in the order of their arrival.
+    """
+
+    def __init__(
+        self,
+        places: dict[int, int],
+        *,
+        batch: int,
+        size: int,
+        staleness: int,
+        spare: int,
+        patient: bool,
+        last: int,
+        step: int,
+        version: int,
+        ended: Ended,
+        held: Iterable[Held] = (),
+    ):
+        self.step, self.version = step, version
+        self._batch, self._size, self._staleness = batch, size, staleness
+        self._spare, self._patient, self._last = spare, patient, last
+        self._slots, self._running = dict(places), dict.fromkeys(places, 0)
+        self._next = ended.floor  # the lowest prompt that has not begun
+        self._later = set(ended.above)  # prompts above it that have begun
+        self._groups: dict[int, Group] = {}
+        self._dropped: list[tuple[int, Reason]] = []
+        self._arrivals = 0
+        for one in held:
+            self._hold(one)
+
+    def __contains__(self, cursor: int) -> bool:
+        return cursor in self._groups
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    @property
+    def busy(self) -> float:
+        """Return which share of the slots has a request."""
+        used = sum(min(self._running[place], slots) for place, slots in self._slots.items())
+        return used / max(1, sum(self._slots.values()))
+
+    def all(self, *states: State) -> list[Group]:
+        """Return the groups in these states."""
+        return [group for group in self._groups.values() if group.state in states]
+
+    def start(self) -> list[Group]:
+        """Begin as many groups as servers have slots for and pacing admits. Returns them with their places.
+
+        A group that waits begins before a new one. A group stays together on the server with the fewest requests.
+        """
+        begun = []
+        while (place := self._free_place()) is not None:
+            waiting = self.all("waiting")
+            group = min(waiting, key=lambda one: (one.oldest, one.cursor)) if waiting else self._admit()
+            if group is None:
+                break
+            group.state, group.place = "sampling", place
+            self._running[place] += group.requests
+            begun.append(group)
+        return begun
+
+    def request_ended(self, cursor: int) -> None:
+        """Note that one request of a group has ended, which frees its slot."""
+        group = self._in(cursor, "sampling")
+        group.requests -= 1
+        self._free(group, 1)
+
+    def sampled(self, cursor: int) -> None:
+        """Note that all completions of a group have ended."""
+        group = self._in(cursor, "sampling")
+        self._free(group, group.requests)
+        group.state, group.place, group.requests = "judging", None, 0
+
+    def put_back(self, cursor: int, *, requests: int, kept: bool) -> None:
+        """Let a group wait for a place again.
+
+        Args:
+            requests: its requests that have not ended.
+            kept: whether any token of it is kept. If not, it begins anew, with the weights of now.
+        """
+        group = self._in(cursor, "sampling")
+        self._free(group, group.requests)
+        group.state, group.place, group.requests = "waiting", None, requests
+        if not kept:
+            group.oldest = self.version
+
+    def judged(self, cursor: int, reason: Reason | None = None) -> None:
+        """Note that a group has its verdicts. It is ready, or dropped if there is a reason."""
+        group = self._in(cursor, "judging")
+        if reason is not None:
+            self._drop(group, reason)
+        else:
+            self._ready(group)
+
+    def lose(self, place: int) -> None:
+        """Begin no more groups on a server. Those that it samples must be put back."""
+        self._slots.pop(place, None)
+        self._running.pop(place, None)
+
+    def update(self, version: int) -> None:
+        """Note that the servers now have these weights."""
+        if version < self.version:
+            raise self._broken("the version of the weights falls", version, f"at least {self.version}")
+        self.version = version
+
+    def take(self) -> Taken | None:
+        """Take the groups of the next step. Returns None as long as the step must wait.
+
+        Raises:
+            PipelineError: a group is older than max_staleness allows.
+        """
+        order = sorted(self.all("ready"), key=lambda one: (self._last_step(one), one.arrival))
+        chosen = order[: self._batch]
+        for group in chosen:
+            if (age := self.step - 1 - group.oldest) > self._staleness:
+                raise self._broken(
+                    "a group is too old to be trained on", age, f"at most {self._staleness}", group.cursor
+                )
+        taken = {group.cursor for group in chosen}
+        left = [group for group in self._groups.values() if group.cursor not in taken]
+        if len(chosen) < self._batch or (self._patient and not self._has_room(left, self.step + 1)):
+            return None
+        for group in chosen:
+            self._end(group)
+        for group in left:
+            if self._last_step(group) == self.step:
+                self._drop(group, "surplus" if self._patient else "stale")
+        while self.step == self._last and (cursor := self._unused()) < max(self._later, default=0):
+            # A prompt that an earlier process began. Groups of later prompts that it left have taken its room.
+            self._next += 1
+            self._dropped.append((cursor, "surplus"))
+        dropped, self._dropped = self._dropped, []
+        self.step += 1
+        return Taken(self.step - 1, [group.cursor for group in chosen], dropped)
+
+    def _last_step(self, group: Group) -> int:
+        return min(group.oldest + 1 + self._staleness, self._last)
+
+    def _has_room(self, groups: Iterable[Group], step: int) -> bool:
+        """Return whether steps from `step` on can consume all these groups in time, but for `spare` of them."""
+        last = sorted(map(self._last_step, groups))
+        return all(count <= (due - step + 1) * self._batch + self._spare for count, due in enumerate(last, start=1))
+
+    def _admit(self) -> Group | None:
+        """Return a new group of the lowest cursor that has not begun; None if pacing forbids it."""
+        group = Group(self._unused(), self.version, self._size)
+        steps = self._last_step(group) - self.step + 1
+        if steps < 1 or len(self._groups) >= steps * self._batch + self._spare:
+            return None
+        self._next += 1
+        self._groups[group.cursor] = group
+        return group
+
+    def _unused(self) -> int:
+        """Return the lowest cursor that has not begun."""
+        while self._next in self._later:
+            self._later.remove(self._next)
+            self._next += 1
+        return self._next
+
+    def _hold(self, one: Held) -> None:
+        """Take over a group of an earlier process, unless it has ended, has no room, or weights of it are lost."""
+        group = Group(one.cursor, one.oldest, one.requests, one.state)
+        overdue = one.oldest + 1 + self._staleness < self.step
+        known = one.cursor < self._next or one.cursor in self._later
+        if (
+            known
+            or overdue
+            or one.newest > self.version
+            or not self._has_room([*self._groups.values(), group], self.step)
+        ):
+            return
+        self._groups[one.cursor] = group
+        self._later.add(one.cursor)
+        if one.state == "ready":
+            self._ready(group)
+
+    def _free_place(self) -> int | None:
+        """Return the server with the fewest requests, if it has a free slot."""
+        free = [place for place, slots in self._slots.items() if self._running[place] < slots]
+        return min(free, key=lambda place: (self._running[place], place), default=None)
+
+    def _free(self, group: Group, requests: int) -> None:
+        if group.place in self._running:
+            self._running[group.place] -= requests
+
+    def _ready(self, group: Group) -> None:
+        self._arrivals += 1
+        group.state, group.arrival = "ready", self._arrivals
+
+    def _drop(self, group: Group, reason: Reason) -> None:
+        self._dropped.append((group.cursor, reason))
+        self._end(group)
+
+    def _end(self, group: Group) -> None:
+        self._free(group, group.requests)
+        del self._groups[group.cursor]
+
+    def _in(self, cursor: int, state: State) -> Group:
+        group = self._groups.get(cursor)
+        if group is None or group.state != state:
+            got = "no such group" if group is None else group.state
+            raise self._broken("a group is not in the state that an event needs", got, state, cursor)
+        return group
+
+    def _broken(self, what: str, got: object, expected: object, cursor: int | None = None) -> PipelineError:
+        where: About = {"step": self.step, "version": self.version}
+        if cursor is not None:
+            where = {**where, "group": cursor}
+        return PipelineError(describe(what, where=where, got=got, expected=expected))

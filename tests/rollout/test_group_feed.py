@@ -1,0 +1,431 @@
+"""The feed of groups in simulated time, with servers that sample token by token, slow verifiers and a trainer."""
+
+import asyncio
+import itertools
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from moe_rl.config.load import load_config
+from moe_rl.errors import EngineError, PipelineError, RewardError, TraceError
+from moe_rl.report.registry import find
+from moe_rl.rollout.group_feed import GroupFeed
+from moe_rl.rollout.group_files import GroupFiles
+from moe_rl.rollout.group_sampler import ServerLost
+from moe_rl.rollout.kept import shards_of
+from moe_rl.rollout.rollouts import Rollouts
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.types import Completion, RoutePart, RouteRef, Verdict, VersionSpan
+from moe_rl.weights.update import Received, WeightUpdate
+from tests.support.refusals import refused
+from tests.support.simulated_time import run
+from tests.support.task import task_of
+
+LENGTHS = (1, 2, 3, 5, 20)  # of completions
+STEPS, PROMPTS, SIZE, SLOTS, TOKENS = 6, 2, 3, 6, 24
+OVERRIDES = {
+    "run.steps": STEPS,
+    "rollout.prompts_per_step": PROMPTS,
+    "rollout.group_size": SIZE,
+    "rollout.max_concurrent": SLOTS,
+    "rollout.max_completion_tokens": TOKENS,
+    "eval.prompts": 1,
+}
+CONFIG = load_config("configs/tiny_moe_cpu.yaml", [f"{key}={value}" for key, value in OVERRIDES.items()])
+TASK = task_of(CONFIG)
+
+
+class Store:
+    """The shards in a folder, by name."""
+
+    def __init__(self, root):
+        self.root = root
+        root.mkdir(exist_ok=True)
+
+    def shards(self):
+        return sorted(path.stem for path in self.root.glob("*.safetensors"))
+
+    def write(self, shard):
+        with open(self.root / f"{shard}.safetensors", "xb") as file:
+            file.write(b"x" * 10)
+
+    def remove(self, shard):
+        (self.root / f"{shard}.safetensors").unlink()
+
+    def check_published(self, shards):
+        if lost := set(shards) - set(self.shards()):
+            raise TraceError(f"lost {lost}")
+
+
+class Servers:
+    """Samplers that take a second for each token of a request. A completion's length depends on its key alone."""
+
+    def __init__(self, store, places=2, slowest=0):
+        self.store, self.places, self.slowest = store, list(range(places)), slowest
+        self.version, self.running, self.paused = 0, asyncio.Event(), False
+        self.running.set()
+        self.asked, self.most, self.failure = [], dict.fromkeys(self.places, 0), None
+        self.lost = {place: asyncio.Event() for place in self.places}
+        self.load = dict.fromkeys(self.places, 0)
+
+    async def sample_group(self, place, requests, *, shard, leave):
+        self.load[place] += len(requests)
+        self.most[place] = max(self.most[place], self.load[place])
+        works = [asyncio.create_task(self.sample(request, shard, leave)) for request in requests]
+        lost = asyncio.create_task(self.lost[place].wait())
+        try:
+            ended = asyncio.gather(*works)
+            await asyncio.wait([ended, lost], return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                ended.cancel()
+                raise ServerLost("a server is lost")
+            if self.failure is not None:
+                raise self.failure
+            self.store.write(shard)
+            return await ended
+        finally:
+            lost.cancel()
+            self.load[place] -= len(requests)
+
+    async def sample(self, request, shard, leave):
+        self.asked.append(request)
+        base = "/".join(request.key.split("/")[:2])
+        draw = Random(base)
+        length = self.slowest if base == "g0/c0" and self.slowest else draw.choice(LENGTHS)
+        length -= TOKENS - request.max_tokens
+        versions = []
+        while len(versions) < length and not leave.is_set():
+            await self.running.wait()
+            await asyncio.sleep(1.0)
+            if self.running.is_set():  # a step that began before the pause does not count
+                versions.append(self.version)
+        spans = [VersionSpan(versions.count(version), version) for version in dict.fromkeys(versions)]
+        rows = len(request.prompt_token_ids) + len(versions) - 1
+        return Completion(
+            request.key,
+            request.prompt_token_ids,
+            (7,) * len(versions),
+            np.full(len(versions), -1.0, np.float32),
+            "stop" if len(versions) >= length else "abort",
+            tuple(spans),
+            RouteRef(request.key, rows, (RoutePart(shard, ""),)) if versions else None,
+        )
+
+    def fail(self, place):
+        self.places.remove(place)
+        self.lost[place].set()
+
+    async def pause(self):
+        self.running.clear()
+
+    async def take_weights(self, update):
+        assert not self.running.is_set(), "weights go in while requests run"
+        await asyncio.sleep(0.5)
+        if update.final:
+            self.version = update.version
+
+    async def resume(self):
+        self.running.set()
+
+    async def counts(self):
+        return {"witnessed": 5 * len(self.asked)}
+
+
+class Verifiers:
+    """Takes a long-tailed time. fails: cursors of groups whose verification fails."""
+
+    def __init__(self, fails=()):
+        self.draw, self.fails, self.judged = Random(1), fails, 0
+
+    async def judge(self, items):
+        await asyncio.sleep(self.draw.choice((0.1, 0.3, 5.0)))
+        self.judged += 1
+        failed = self.fails is None or self.judged in self.fails
+        parts = {"exact_match": 0.0, "format": 0.0}
+        return [
+            Verdict("failed", None, detail="hung") if failed else Verdict("scored", float(n), parts)
+            for n in range(len(items))
+        ]
+
+
+class Rig:
+    """A run whose weights are version numbers. It may be begun again in the same folder."""
+
+    def __init__(self, folder, config=CONFIG, *, done=0, places=2, slowest=0, fails=(), **settings):
+        folder.mkdir(exist_ok=True)
+        self.folder, self.config, self.done = folder, config, done
+        self.store = Store(folder / "trace")
+        facts = SimpleNamespace(eos_token_ids=(1,))
+        self.verifiers = Verifiers(fails)
+        self.rollouts = Rollouts(config, facts, TASK, None, self.verifiers, folder, self.store)
+        self.rollouts.ledger = PromptLedger(self.rollouts.ledger.path, in_order=False)
+        self.rollouts.ledger.rewind(done)
+        self.servers = Servers(self.store, places, slowest)
+        self.servers.version = done
+        settings = {"staleness": 2, "spare": 0, "patient": True, "recompute": False, "exact": False} | settings
+        files = GroupFiles(folder / "groups", self.store)
+        self.feed = GroupFeed(self.rollouts, self.servers, files, step=done + 1, version=done, **settings)
+        self.batches = {}
+
+    async def train(self, until=STEPS, seconds=3.0):
+        """Take steps and train, each as long as the last; send the weights in two parts."""
+        for step in range(self.done + 1, until + 1):
+            self.batches[step] = await self.feed.take(step)
+            self.feed.retain({1, step - 1, step})
+            await asyncio.sleep(seconds)
+            for final in (False, True):
+                await self.feed.update(WeightUpdate(step, step - 1, int(final), final, True, [], Received()))
+            self.done = step
+
+    def groups_on_disk(self):
+        return sorted(int(path.stem) for path in (self.folder / "groups").glob("*.group"))
+
+
+def check_of_all_runs(rig, staleness):
+    """What holds for every run that came to its end."""
+    ledger, source = rig.rollouts.ledger, rig.rollouts.source
+    ledger.verify(source, steps=STEPS)  # every prompt ended once
+    for step in range(1, STEPS + 1):
+        line, batch = ledger.find(step - 1), rig.rollouts.kept.load(step) if step > STEPS - 2 else rig.batches.get(step)
+        if batch is None:
+            continue
+        assert line.completions == batch.digest and len(line.prompts) == PROMPTS
+        assert [key for key in batch.metrics if find(key) is None] == []
+        assert all(0 <= step - 1 - one.oldest_version <= staleness for one in batch.sequences)
+        assert batch.metrics["pipeline/staleness_max"] <= staleness
+    assert rig.groups_on_disk() == []
+
+
+def test_a_run_goes_on_while_it_trains(tmp_path):
+    async def main():
+        rig = Rig(tmp_path)
+        async with rig.feed:
+            await rig.train()
+        assert rig.servers.most == dict.fromkeys(rig.servers.places, SLOTS), "servers are not kept full"
+        return rig
+
+    rig = run(main())
+    check_of_all_runs(rig, 2)
+    keys = [one.key for one in rig.servers.asked]
+    assert len(set(keys)) == len(keys), "sampled twice"
+    metrics = [rig.batches[step].metrics for step in range(1, STEPS + 1)]
+    assert max(m["pipeline/staleness_max"] for m in metrics) == 2 and metrics[0]["pipeline/staleness_max"] == 0
+    assert all(
+        m["pipeline/staleness"] == m["pipeline/staleness_in_flight"] + m["pipeline/staleness_queued"] for m in metrics
+    )
+    # weights go in while requests run: some completions are from several versions, on KV of the first
+    assert max(m["pipeline/versions_max"] for m in metrics) > 1 and max(m["pipeline/kv_age"] for m in metrics) > 0
+    assert all(m["pipeline/prefilled_again"] == 0 for m in metrics)
+    assert all(0 <= m["pipeline/sampler_idle_fraction"] <= 1 for m in metrics)
+    assert sum(m["rollout/witnessed_rows"] for m in metrics) == 5 * len(keys)
+    # shards stay as long as a kept step trained on them, and no longer
+    kept = {shard for step in (1, STEPS - 1, STEPS) for shard in shards_of(rig.rollouts.kept.load(step))}
+    assert set(rig.store.shards()) == kept and rig.rollouts.kept.steps() == [1, STEPS - 1, STEPS]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_recomputed_kv_is_never_older_than_the_token(tmp_path, exact):
+    async def main():
+        rig = Rig(tmp_path, recompute=True, exact=exact)
+        async with rig.feed:
+            await rig.train()
+        return rig
+
+    rig = run(main())
+    check_of_all_runs(rig, 2)
+    metrics = [rig.batches[step].metrics for step in range(1, STEPS + 1)]
+    assert all(m["pipeline/kv_age"] == 0 for m in metrics)
+    assert max(m["pipeline/prefilled_again"] for m in metrics) > 0
+    assert max(m["pipeline/versions_max"] for m in metrics) > 1
+    asked = {one.key: one for one in rig.servers.asked}
+    later = [one for one in asked.values() if one.key.count("/") == 2]
+    assert later
+    for one in later:
+        base, _, number = one.key.rpartition("/")
+        before = asked[base if number == "1" else f"{base}/{int(number) - 1}"]
+        more = len(one.prompt_token_ids) - len(before.prompt_token_ids)
+        assert one.prompt_token_ids == before.prompt_token_ids + (7,) * more
+        assert one.max_tokens == before.max_tokens - more > 0
+        if exact:
+            assert one.parent is None
+        else:  # all rows but that of the last token are in the record that it continues
+            assert (one.parent.key, one.parent.rows) == (before.key, len(one.prompt_token_ids) - 1)
+    for batch in rig.batches.values():
+        whole = {}
+        for one in batch.sequences:
+            whole.setdefault(one.completion, []).append(one)
+            assert exact or not one.segment_of
+            assert not exact or len(one.versions) == 1
+        for key, parts in whole.items():
+            length = min(TOKENS, Random(key).choice(LENGTHS))
+            assert sum(len(part.token_ids) for part in parts) == length
+            assert len({part.reward for part in parts}) == 1
+            for part, next_ in itertools.pairwise(parts):
+                assert next_.prompt_token_ids == part.prompt_token_ids + part.token_ids
+    assert not exact or any(one.segment_of for batch in rig.batches.values() for one in batch.sequences)
+
+
+def test_groups_of_a_lost_server_go_on_elsewhere(tmp_path):
+    async def main():
+        rig = Rig(tmp_path, recompute=True)
+        async with rig.feed:
+            training = asyncio.create_task(rig.train())
+            await asyncio.sleep(4.5)  # after the first update, so that some groups have a piece
+            rig.servers.fail(0)
+            await training
+        return rig
+
+    rig = run(main())
+    check_of_all_runs(rig, 2)
+    assert {group.place for group in rig.feed.groups} <= {1}
+
+
+def test_a_stopped_pool_goes_on_where_it_was(tmp_path):
+    async def first():
+        rig = Rig(tmp_path)
+        async with rig.feed:
+            await rig.train(until=2, seconds=0.5)
+            await asyncio.sleep(1.2)
+            await rig.feed.stop()
+        return rig
+
+    async def second():
+        rig = Rig(tmp_path, done=2)
+        left = {group.cursor: group.state for group in rig.feed.groups}
+        async with rig.feed:
+            await rig.train()
+        return rig, left
+
+    before = run(first())
+    on_disk = before.groups_on_disk()
+    rig, left = run(second())
+    assert sorted(left) == on_disk
+    assert set(left.values()) == {"waiting", "judging", "ready"}
+    check_of_all_runs(rig, 2)
+    assert not {one.key for one in before.servers.asked} & {one.key for one in rig.servers.asked}, "sampled twice"
+    assert any(one.parent is not None for one in rig.servers.asked)
+
+
+@pytest.mark.parametrize("checkpoint", [0, 1, 2])
+def test_a_killed_pool_takes_over_what_is_on_disk(tmp_path, checkpoint):
+    async def first():
+        rig = Rig(tmp_path)
+        async with rig.feed:
+            await rig.train(until=2)
+            await asyncio.sleep(2.2)
+        return rig
+
+    async def second():
+        rig = Rig(tmp_path, done=checkpoint)
+        ready = [group.cursor for group in rig.feed.groups]
+        async with rig.feed:
+            await rig.train()
+        return rig, ready
+
+    before = run(first())
+    assert before.groups_on_disk()
+    rig, ready = run(second())
+    check_of_all_runs(rig, 2)
+    assert not {one.key.split("/")[0] for one in rig.servers.asked} & {f"g{cursor}" for cursor in ready}
+    assert ready or checkpoint < 2
+
+
+def test_a_damaged_group_is_sampled_again(tmp_path):
+    async def first():
+        rig = Rig(tmp_path)
+        async with rig.feed:
+            await rig.train(until=2)
+            await asyncio.sleep(2.2)
+
+    async def second():
+        rig = Rig(tmp_path, done=2)
+        async with rig.feed:
+            await rig.train()
+        return rig
+
+    run(first())
+    damaged, lost, *_ = sorted((tmp_path / "groups").glob("*.group"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    for shard in (tmp_path / "trace").glob(f"group{lost.stem}-*"):
+        shard.unlink()
+    rig = run(second())
+    check_of_all_runs(rig, 2)
+    assert len(rig.feed.unusable) == 2
+    again = {int(one.key.split("/")[0][1:]) for one in rig.servers.asked}
+    assert {int(damaged.stem), int(lost.stem)} <= again
+
+
+def test_a_failed_group_is_replaced_and_a_run_of_them_ends_the_run(tmp_path):
+    async def main(fails, *overrides):
+        config = CONFIG if not overrides else load_config("configs/tiny_moe_cpu.yaml", list(overrides))
+        rig = Rig(tmp_path / str(fails), config, fails=fails)
+        async with rig.feed:
+            await rig.train()
+        return rig
+
+    lenient = [*(f"{k}={v}" for k, v in OVERRIDES.items()), "task.max_failed_fraction=0.75"]
+    rig = run(main((2, 3), *lenient))
+    check_of_all_runs(rig, 2)
+    dropped = [reason for step in range(STEPS) for _, reason in rig.rollouts.ledger.find(step).dropped]
+    assert dropped == ["failed"] * 2
+    metrics = [batch.metrics for batch in rig.batches.values()]
+    assert sum(m.get("pipeline/dropped/failed", 0) for m in metrics) == 2
+    assert sum(m["reward/failed_verdicts"] for m in metrics) == 2 * SIZE
+    assert sum(m.get("pipeline/wasted_tokens/failed", 0) for m in metrics) > 0
+    with refused(RewardError):
+        run(main(None, *lenient[:-1], "task.max_failed_fraction=1.0"))
+
+
+def test_a_step_does_not_wait_for_a_spare_group(tmp_path):
+    async def main(spare):
+        rig = Rig(tmp_path / str(spare), slowest=TOKENS, spare=spare, staleness=0)
+        async with rig.feed:
+            await rig.feed.take(1)
+            return asyncio.get_running_loop().time()
+
+    waited, spared = run(main(0)), run(main(2))
+    assert spared < TOKENS <= waited
+
+
+def test_other_requests_are_sampled_beside_the_groups_also_when_a_server_is_lost(tmp_path):
+    async def main():
+        rig = Rig(tmp_path)
+        async with rig.feed:
+            training = asyncio.create_task(rig.train())
+            requests = [rig.rollouts.request(f"e{n}", (n % 3,), 1.0) for n in range(12)]
+            sampling = asyncio.create_task(rig.feed.sample(requests, shard="eval"))
+            await asyncio.sleep(2.5)
+            rig.servers.fail(0)
+            completions = await sampling
+            await training
+        return rig, [one.key for one in requests], [one.key for one in completions]
+
+    rig, asked, got = run(main())
+    assert got == asked
+    check_of_all_runs(rig, 2)
+
+
+def test_a_failure_of_the_sampler_ends_the_wait(tmp_path):
+    async def main():
+        rig = Rig(tmp_path)
+        rig.servers.failure = EngineError("it refused")
+        async with rig.feed:
+            await rig.train()
+
+    with pytest.raises(EngineError, match="it refused"):
+        run(main())
+
+
+def test_a_completion_that_is_older_than_its_group_is_refused(tmp_path):
+    async def main():
+        rig = Rig(tmp_path, done=0)
+        async with rig.feed:
+            await rig.train(until=3)
+            rig.servers.version = 0  # a server that lost its update
+            await rig.train()
+
+    with refused(PipelineError, got="weight version 0") as caught:
+        run(main())
+    assert "request" in caught.value.about
