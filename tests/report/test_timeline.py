@@ -1,5 +1,6 @@
 """The time line of a run: written, rewound, cut into steps, drawn."""
 
+import time
 from itertools import pairwise
 from statistics import median
 
@@ -32,15 +33,18 @@ def test_parts_become_intervals_of_their_sides_and_a_resume_leaves_none_twice(tm
     assert found[1].begin - found[0].begin == pytest.approx(1, abs=1e-5)
     with (tmp_path / FILE).open("ab") as stream:
         stream.write(b'{"side": "sampl')  # cut short by a kill
+    line = Timeline(tmp_path)  # as another process does
     line.rewind(2)
-    line.add("sample", 90.0, 91.0)
+    line.add("sample", time.perf_counter() - 3, time.perf_counter())
     kept = read_timeline(tmp_path)
     assert kept[:-1] == found[:4] and (kept[-1].what, kept[-1].step) == ("sample", 2)
+    assert kept[-1].end == pytest.approx(time.time(), abs=60)
 
 
 def test_shares_are_of_the_time_of_the_steps_alone():
     found = [
         at("sampler", "sample", 100, 106, 1),
+        at("sampler", "reward", 101, 102, 1),
         at("sampler", "reward", 105, 107, 1),  # judged while others are sampled: an overlap counts once
         at("trainer", "train", 107, 109, 1),
         *both(109, 110, 1),
