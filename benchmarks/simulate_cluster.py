@@ -108,14 +108,14 @@ def main() -> int:
     return 0
 
 
-def read_costs(path: Path) -> tuple[str, Costs]:
-    """Return the name and the values of a cost file."""
+def read_costs[T](path: Path, kind: type[T]) -> tuple[str, T]:
+    """Return the name and the values of a cost file. `kind` is a dataclass of its numbers."""
     given = yaml.safe_load(path.read_text())
-    return given["name"], Costs(**{field.name: float(given[field.name][0]) for field in fields(Costs)})
+    return given["name"], kind(**{field.name: float(given[field.name][0]) for field in fields(kind)})
 
 
 def simulated(options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    name, costs = read_costs(options.costs)
+    name, costs = read_costs(options.costs, Costs)
     print(
         f"A model, not a measurement: {name}, Qwen3-30B-A3B's sizes, {options.ranks} ranks, microbatches of "
         f"{options.microbatch_tokens:,} tokens.\nStep time / native's; each variant with those to its left.\n"

@@ -1,35 +1,28 @@
 """Tests the arithmetic of the cluster model by hand, and that every number of its cost file names its source."""
 
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.tools.conftest import BENCHMARKS
 
 
 @pytest.fixture(scope="module")
-def model():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import simulate_cluster
-
-        yield simulate_cluster
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+def model(benchmark):
+    return benchmark("simulate_cluster")
 
 
 @pytest.fixture
 def costs(model):
-    return model.read_costs(BENCHMARKS / "costs/h800.yaml")[1]
+    return model.read_costs(BENCHMARKS / "costs/h800.yaml", model.Costs)[1]
 
 
-def test_every_cost_has_a_unit_and_a_source(model):
-    given = yaml.safe_load((BENCHMARKS / "costs/h800.yaml").read_text())
-    assert given.keys() - {"name"} == {field.name for field in fields(model.Costs)}
+@pytest.mark.parametrize(("name", "file"), [("simulate_cluster", "h800"), ("simulate_pipeline", "h100_pipeline")])
+def test_every_cost_has_a_unit_and_a_source(benchmark, name, file):
+    given = yaml.safe_load((BENCHMARKS / f"costs/{file}.yaml").read_text())
+    assert given.keys() - {"name"} == {field.name for field in fields(benchmark(name).Costs)}
     for key, (value, unit, source) in ((key, one) for key, one in given.items() if key != "name"):
         assert value > 0 and unit and any(word in source for word in ("assumed", "measured", "NVIDIA")), key
 
