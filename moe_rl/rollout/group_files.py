@@ -72,8 +72,8 @@ class GroupFiles:
         self.folder, self.store = folder, store
         self._used: dict[int, int] = {}  # the largest number in the name of a group's shard, by cursor
         for name in store.shards():
-            if (cursor := shard_group(name)) is not None:
-                number = int(name.partition(".")[0].partition("-")[2])
+            if (group := shard_group(name)) is not None:
+                cursor, number = group
                 self._used[cursor] = max(number, self._used.get(cursor, -1))
 
     def shard(self, cursor: int) -> str:

@@ -17,9 +17,9 @@ from moe_rl.rollout import sealed
 from moe_rl.trace import TraceStore
 from moe_rl.types import Sequence
 
-# The sampler appends what follows the round: the server of a fleet, or the pipeline stage of an engine.
+# The sampler appends what follows the round or the number: the server of a fleet, or the pipeline stage of an engine.
 _SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?")
-_GROUP_SHARD = re.compile(r"group(\d{6,})-\d+(?:\.pp\d+of\d+)?")
+_GROUP_SHARD = re.compile(r"group(\d{6,})-(\d+)(?:-server\d+)?(?:\.pp\d+of\d+)?")
 _SUFFIX = ".rollout"
 _HEAD, _WHAT = "moe_rl rollout 1", "a step's rollouts"
 
@@ -75,10 +75,10 @@ def group_shard_name(cursor: int, number: int) -> str:
     return f"group{cursor:06d}-{number}"
 
 
-def shard_group(name: str) -> int | None:
-    """Return the cursor of the group in a trace shard; None if the shard belongs to no single group."""
+def shard_group(name: str) -> tuple[int, int] | None:
+    """Return cursor and number of a shard of one group, as `group_shard_name` got them; None for another shard."""
     found = _GROUP_SHARD.fullmatch(name)
-    return int(found[1]) if found else None
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def kept_steps(step: int, last: int, checkpoints: Iterable[int], ahead: int) -> set[int]:
@@ -128,7 +128,7 @@ class KeptRollouts:
         """
         for name in self.store.shards():
             group = shard_group(name)
-            if not (_is_of(name, steps) if group is None else groups is None or group in groups):
+            if not (_is_of(name, steps) if group is None else groups is None or group[0] in groups):
                 self.store.remove(name)
         for path in self.folder.glob("*.tmp"):
             path.unlink()

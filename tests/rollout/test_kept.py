@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from moe_rl.errors import DataError
-from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, kept_steps, shard_name
+from moe_rl.rollout.group_files import GroupFiles
+from moe_rl.rollout.kept import (
+    KeptRollouts,
+    RolloutBatch,
+    group_shard_name,
+    kept_steps,
+    shard_group,
+    shard_name,
+)
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.types import Provenance, RoutePart, RouteRef, Sequence, Span, sampled_by
 from tests.support.refusals import refused
@@ -88,3 +96,17 @@ def test_files_and_shards_go_together(kept):
     assert kept.store.shards() == ["step000001", "step000004", "step000004-round2"]
     kept.retain(range(4))
     assert kept.steps() == [1]
+
+
+def test_shards_of_groups_stay_as_long_as_somebody_needs_them(kept):
+    names = ["group000007-0", "group000007-12-server3", "group000008-1.pp0of2", "group1000000-0"]
+    for name in names:
+        with ShardWriter(kept.store._local(), name, SPEC):
+            pass
+    assert [shard_group(name) for name in names] == [(7, 0), (7, 12), (8, 1), (1000000, 0)]
+    assert shard_group(group_shard_name(9, 2)) == (9, 2) and shard_group(shard_name(9)) is None
+    assert GroupFiles(kept.folder, kept.store).shard(7) == "group000007-13"  # no name is used twice
+    kept.retain(())
+    assert kept.store.shards() == names
+    kept.retain((), {7})
+    assert kept.store.shards() == names[:2]
