@@ -14,6 +14,7 @@ from moe_rl.config.check_cluster import engine_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.schema import Config
+from moe_rl.config.stale_data import stale_problems
 from moe_rl.errors import About, ConfigError, Problem, describe, did_you_mean
 from moe_rl.models.hf import ModelFacts, read_model
 
@@ -44,6 +45,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *config.task.problems(),
         *config.rollout.problems(),
         *config.objective.problems(),
+        *stale_problems(config.objective, config.pipeline.lag),
         *config.replay.problems(),
         *config.train.optimizer.problems(),
         *config.eval.problems(),
