@@ -10,7 +10,7 @@ from statistics import median
 from moe_rl.errors import ConfigError, describe
 from moe_rl.planning.side_balance import Speeds, sampling_gpus
 from moe_rl.report.history import read_history
-from moe_rl.report.lines import read_run
+from moe_rl.report.lines import Row, read_run
 from moe_rl.report.run_config import read_config
 
 _TRAINING = ("time/placement", "time/routes", "time/logprobs", "time/train")
@@ -50,13 +50,20 @@ def measured_speeds(run_dir: Path) -> Speeds | None:
     samplers, _ = sampling_gpus(
         cluster.get("engines"), cluster.get("gpus_per_engine"), len(config.get("rollout", {}).get("servers") or ())
     )
-    rows = [row for row in read_run(run_dir).train if row["step"] > last.after]
+    rows = [row for row in read_run(run_dir).train if row["step"] > last.after and _busy(row) > 0]
     if not rows:
         return None
     tokens = [row["rollout/sequences"] * row["rollout/completion_tokens_mean"] for row in rows]
     trained = [sum(row[part] for part in _TRAINING) for row in rows]
     return Speeds(
-        sampled=median(row["throughput/sampled_tokens_per_second"] for row in rows) / samplers,
+        sampled=median(row["throughput/sampled_tokens_per_second"] / _busy(row) for row in rows) / samplers,
         trained=median(count / seconds for count, seconds in zip(tokens, trained, strict=True)) / last.ranks,
         source=f"measured, medians of {len(rows)} steps of {run_dir}",
     )
+
+
+def _busy(row: Row) -> float:
+    """Return the share of the time and of the samplers' places that `throughput/sampled_tokens_per_second` of a step
+    made use of. Where sampling is timed alone, that is all.
+    """
+    return 1.0 - row.get("pipeline/sampler_idle_fraction", 0.0)

@@ -22,6 +22,9 @@ def test_speeds_are_those_of_the_last_start_for_one_gpu(synthetic_run):
     assert speeds.sampled == pytest.approx(tokens / metrics(5)["time/sample"] / 12)
     assert speeds.trained == pytest.approx(tokens / (0.01 + 0.06 + 0.9 + last["time/train"]) / 2)
     assert "1 steps" in speeds.source and str(run_dir) in speeds.source
+    path = run_dir / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 5,', '"step": 5, "pipeline/sampler_idle_fraction": 0.75,'))
+    assert read_speeds(str(run_dir)).sampled == pytest.approx(4 * speeds.sampled)  # a quarter of the places was used
     history.record(run_dir, after=5, ranks=2, device="CPU", changed={})
     assert measured_speeds(run_dir) is None  # no step since
 
