@@ -56,6 +56,7 @@ class ServerFleet:
     Attributes:
         vllm_version: the servers' common version of vLLM.
         workers: total number of worker processes.
+        servers: those that are not lost, by their numbers.
         lost: servers that are no longer used, with the reason.
     """
 
@@ -81,7 +82,7 @@ class ServerFleet:
         """
         self.vllm_version = vllm_version
         self.lost: dict[str, str] = {}
-        self._servers = dict(enumerate(servers))
+        self.servers = dict(enumerate(servers))
         self._workers = dict(enumerate(workers))
         self._root = root.resolve()
         self._max_lost = max_lost
@@ -123,12 +124,12 @@ class ServerFleet:
     @property
     def workers(self) -> int:
         """Return the number of processes that hold weights, over all servers that are not lost."""
-        return sum(self._workers[number] for number in self._servers)
+        return sum(self._workers[number] for number in self.servers)
 
     @property
     def address(self) -> str:
         """Return the address by which the servers reach this host."""
-        urls = (urlsplit(server.url) for server in self._servers.values())
+        urls = (urlsplit(server.url) for server in self.servers.values())
         # The config's checks require a host and a port in each URL.
         return reached_by_all([(url.hostname, url.port) for url in urls if url.hostname and url.port])
 
@@ -147,28 +148,36 @@ class ServerFleet:
         Raises:
             SamplerGone: more servers are lost than allowed.
         """
-        return asyncio.run(self._generate(requests, shard, enough, self._confirmed()))
+        return asyncio.run(self._generate(requests, shard, enough, self.confirmed()))
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         """Score token sequences, see Sampler.score. Returns one element per server; server n publishes
         `shard`-server<n>."""
+        return asyncio.run(self.scored(runs, shard))
+
+    async def scored(self, runs: Sequence[Sequence[int]], shard: str | None) -> list[ScoredTokens]:
+        """Score token sequences, see `score`."""
 
         async def one(number: int) -> ScoredTokens:
             await self._check(number, held[number])
             own = None if shard is None else f"{shard}-server{number}"
-            return await self._servers[number].score(runs, shard=own)
+            return await self.servers[number].score(runs, shard=own)
 
-        held = self._confirmed()
-        return list(asyncio.run(self._each(dict.fromkeys(self._servers, one))).values())
+        held = self.confirmed()
+        return list((await self.each(dict.fromkeys(self.servers, one))).values())
 
     def counts(self) -> dict[str, int]:
         """Return the summed counts of the servers that are not lost, see Sampler.counts; includes work for other
         clients."""
+        return asyncio.run(self.counted())
+
+    async def counted(self) -> dict[str, int]:
+        """Return the summed counts, see `counts`."""
 
         async def one(number: int) -> Counter[str]:
-            return sum(map(Counter, await self._servers[number].counts()), Counter())
+            return sum(map(Counter, await self.servers[number].counts()), Counter())
 
-        return dict(sum(asyncio.run(self._each(dict.fromkeys(self._servers, one))).values(), Counter()))
+        return dict(sum((await self.each(dict.fromkeys(self.servers, one))).values(), Counter()))
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Send one part of an update to all servers, see Sampler.update_weights.
@@ -176,11 +185,15 @@ class ServerFleet:
         Raises WeightSyncError for the first server that refuses. After that, nothing is sampled until all servers have
         confirmed a whole update.
         """
+        asyncio.run(self.load(update))
+
+    async def load(self, update: WeightUpdate) -> None:
+        """Send one part of an update, see `update_weights`."""
         self._held = None
         sources = self._sources(update.source)
 
         async def one(number: int) -> _Held:
-            server, sent = self._servers[number], msgspec.structs.replace(update, source=sources[number])
+            server, sent = self.servers[number], msgspec.structs.replace(update, source=sources[number])
             holding = await server.update(sent, seconds=self._load_seconds)
             if holding.refused:
                 raise _UpdateRefused(f"{server.url}: {refusal(holding)}")
@@ -188,7 +201,7 @@ class ServerFleet:
 
         # A broadcast waits for all of its workers: if one were missing, the others would receive nothing.
         spares = not isinstance(update.source, Broadcast)
-        held = asyncio.run(self._each(dict.fromkeys(self._servers, one), spares=spares))
+        held = await self.each(dict.fromkeys(self.servers, one), spares=spares)
         if update.final:
             self._agree(update.version, held)
 
@@ -201,7 +214,7 @@ class ServerFleet:
 
     def alive(self) -> bool:
         async def all_answer() -> bool:
-            answers = await asyncio.gather(*(s.served() for s in self._servers.values()), return_exceptions=True)
+            answers = await asyncio.gather(*(s.served() for s in self.servers.values()), return_exceptions=True)
             return not any(isinstance(answer, Exception) for answer in answers)
 
         return asyncio.run(all_answer())
@@ -218,29 +231,29 @@ class ServerFleet:
         while lacking := [at for at in range(len(requests)) if at not in completions]:
             attempt += 1
             again = f"-again{attempt - 1}" if attempt > 1 else ""
-            shares = assign([requests[at] for at in lacking], list(self._servers))
+            shares = assign([requests[at] for at in lacking], list(self.servers))
             places = {number: [lacking[at] for at in share] for number, share in shares.items()}
 
             async def sample(number: int, places=places, again=again) -> list[Completion]:
                 mine = [requests[at] for at in places[number]]
                 wanted = None if enough is None else -(-enough * len(mine) // len(requests))
                 await self._check(number, held[number])
-                return await self._servers[number].sample(mine, f"{shard}-server{number}{again}", wanted)
+                return await self.servers[number].sample(mine, f"{shard}-server{number}{again}", wanted)
 
-            for number, sampled in (await self._each(dict.fromkeys(places, sample))).items():
+            for number, sampled in (await self.each(dict.fromkeys(places, sample))).items():
                 completions |= zip(places[number], sampled, strict=True)
         return [completions[at] for at in range(len(requests))]
 
     async def _check(self, number: int, expected: _Held) -> None:
         """Raise WeightSyncError if a server does not hold the weights that it confirmed last."""
-        served = await self._servers[number].served()
+        served = await self.servers[number].served()
         now = _held(served)
         if now != expected or not served.weights_whole:
             restarted = "; it was started again" if now.start != expected.start else ""
             raise WeightSyncError(
                 describe(
                     "A server does not hold the weights that it was sent",
-                    where={"server": number, "url": self._servers[number].url},
+                    where={"server": number, "url": self.servers[number].url},
                     got=f"{now}, {now.updates} updates{restarted}",
                     expected=f"{expected}, {expected.updates} updates",
                     do="see that no other run uses it",
@@ -252,20 +265,20 @@ class ServerFleet:
         own."""
         if isinstance(source, Files):
             paths = [str(Path(path).resolve().relative_to(self._root)) for path in source.paths]
-            return dict.fromkeys(self._servers, Files(paths))
+            return dict.fromkeys(self.servers, Files(paths))
         if isinstance(source, Broadcast):
             found: dict[int, Source] = {}
             rank = source.first_rank
-            for number in self._servers:
+            for number in self.servers:
                 found[number] = msgspec.structs.replace(source, first_rank=rank)
                 rank += self._workers[number]
             return found
         if isinstance(source, Received):
-            return dict.fromkeys(self._servers, source)
+            return dict.fromkeys(self.servers, source)
         message = "Servers share no memory with the trainer"
         raise WeightSyncError(describe(message, got=type(source).__name__, do="sync by disk or broadcast"))
 
-    def _confirmed(self) -> dict[int, _Held]:
+    def confirmed(self) -> dict[int, _Held]:
         """Return what each server holds. Raises WeightSyncError unless all have confirmed a whole update."""
         if self._held is None:
             raise WeightSyncError(
@@ -276,15 +289,13 @@ class ServerFleet:
     def _agree(self, version: int, held: dict[int, _Held]) -> None:
         kinds = {(one.version, one.digest) for one in held.values()}
         if len(kinds) > 1 or {one.version for one in held.values()} != {version}:
-            got = "; ".join(f"{self._servers[number].url} {one}" for number, one in held.items())
+            got = "; ".join(f"{self.servers[number].url} {one}" for number, one in held.items())
             raise WeightSyncError(
                 describe("The servers hold different weights after the update", got=got, expected=version)
             )
         self._held = held
 
-    async def _each[T](
-        self, calls: Mapping[int, Callable[[int], Awaitable[T]]], *, spares: bool = True
-    ) -> dict[int, T]:
+    async def each[T](self, calls: Mapping[int, Callable[[int], Awaitable[T]]], *, spares: bool = True) -> dict[int, T]:
         """Run all calls concurrently and return their results by server number, without servers lost meanwhile.
 
         The first refusal, or the first failure beyond the allowed losses, cancels the other calls. `spares` says
@@ -302,16 +313,18 @@ class ServerFleet:
                     except _UpdateRefused:
                         raise
                     except EngineError as error:
-                        self._lose(tasks[task], error, self._max_lost if spares else 0)
+                        self.lose(tasks[task], error, spares=spares)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return dict(sorted(results.items()))
 
-    def _lose(self, number: int, error: EngineError, bound: int) -> None:
-        """Stop using a server. Raises SamplerGone if more than `bound` servers are then lost."""
-        server = self._servers.pop(number)
+    def lose(self, number: int, error: EngineError, *, spares: bool = True) -> None:
+        """Stop using a server. Raises SamplerGone if more servers are then lost than may be; without `spares`, none
+        may."""
+        bound = self._max_lost if spares else 0
+        server = self.servers.pop(number)
         self.lost[server.url] = str(error)
         if not bound or len(self.lost) > bound:
             raise SamplerGone(

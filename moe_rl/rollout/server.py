@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -26,12 +26,24 @@ from moe_rl.errors import EngineError, describe
 from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm import sampling
-from moe_rl.vllm.control import GENERATE, Challenge, Open, Publish, Release, Scores, Scoring, Served, Sink
+from moe_rl.vllm.control import (
+    GENERATE,
+    Challenge,
+    LeaveRequests,
+    Open,
+    Publish,
+    Release,
+    Scores,
+    Scoring,
+    Served,
+    Sink,
+)
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.sampling import Growing, ReportedSpan
 from moe_rl.weights.update import Holding, WeightUpdate
 
 _TIDY_SECONDS = 12.0
+_LEAVE_AGAIN_SECONDS = 0.2
 
 
 class _TokenLogprob(msgspec.Struct, frozen=True):
@@ -102,6 +114,7 @@ class VllmServer:
         self._connections = connections
         self._folder = folder
         self._alone = alone
+        self.paused = False
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
@@ -163,38 +176,79 @@ class VllmServer:
     ) -> list[Completion]:
         """Sample completions, see `generate`."""
         async with self._transport.client(2 + self._at_once(requests)) as client:
-            served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
-            sampling.check(
-                requests,
-                max_model_len=served.max_model_len,
-                vocabulary=served.vocab_size,
-                reads_text=served.reads_text,
-            )
-            if not served.weights_whole:
-                raise EngineError(
-                    describe(
-                        "The vLLM server's weights are incomplete", where={"url": self.url}, got="an update that failed"
-                    )
-                )
-            records = any(request.record for request in requests)
-            if records:
-                await self._transport.call(client, "POST", "/moe_rl/open", Open(shard, self._folder), _NOTHING)
-            try:
+
+            async def sampled(served: Served) -> list[Growing]:
                 samples = await self._sample(client, requests, shard, enough)
                 now = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
                 if (now.start, now.updates) != (served.start, served.updates):
                     raise self._shared("Another client changed the vLLM server's weights during sampling", shard)
                 if enough is None and any(sample.aborted for sample in samples):
                     raise self._shared("Another client made the vLLM server abort requests", shard)
-                refs = await self._publish(client, requests, samples, shard) if records else {}
-            except BaseException:
-                if records:
-                    await self._tidy(client, "/moe_rl/abandon", Sink(shard))
-                raise
-        for sample in samples:
-            if sample.aborted and sample.token_ids:
-                # vLLM said nothing more about it, and the weights have not changed.
-                sample.versions = [ReportedSpan(str(served.weight_version), 0, len(sample.token_ids))]
+                for sample in samples:
+                    if sample.aborted and sample.token_ids:
+                        # vLLM said nothing more about it, and the weights have not changed.
+                        sample.versions = [ReportedSpan(str(served.weight_version), 0, len(sample.token_ids))]
+                return samples
+
+            return await self._recorded(client, requests, shard, sampled)
+
+    async def sample_group(
+        self, requests: Sequence[GenerateRequest], shard: str, leave: asyncio.Event, *, started: str
+    ) -> list[Completion]:
+        """Sample completions beside those of other calls, see GroupSampler.sample_group.
+
+        started: id of the start of the server that got the weights; any other one is refused.
+        """
+        async with self._transport.client(3 + len(requests)) as client:
+
+            async def sampled(served: Served) -> list[Growing]:
+                if served.start != started:
+                    raise self._shared("The vLLM server was started again", shard)
+                samples = await self._stream(client, requests, shard, leave)
+                if not leave.is_set() and any(sample.aborted for sample in samples):
+                    raise self._shared("Another client made the vLLM server abort requests", shard)
+                return samples
+
+            return await self._recorded(client, requests, shard, sampled)
+
+    async def pause(self) -> None:
+        """Stop the server's forward passes; requests keep their KV cache."""
+        await self._transport.once("POST", "/moe_rl/pause", None, _NOTHING)
+        self.paused = True
+
+    async def resume(self) -> None:
+        """End a pause. The server refuses while its weights are incomplete."""
+        await self._transport.once("POST", "/moe_rl/resume", None, _NOTHING)
+        self.paused = False
+
+    async def _recorded(
+        self,
+        client: httpx.AsyncClient,
+        requests: Sequence[GenerateRequest],
+        shard: str,
+        sampled: Callable[[Served], Awaitable[list[Growing]]],
+    ) -> list[Completion]:
+        """Open the shard, let `sampled` sample the requests, and publish; if anything fails, abandon the shard."""
+        served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
+        sampling.check(
+            requests,
+            max_model_len=served.max_model_len,
+            vocabulary=served.vocab_size,
+            reads_text=served.reads_text,
+        )
+        if not served.weights_whole:
+            got = "an update that failed"
+            raise EngineError(describe("The vLLM server's weights are incomplete", where={"url": self.url}, got=got))
+        records = any(request.record for request in requests)
+        if records:
+            await self._transport.call(client, "POST", "/moe_rl/open", Open(shard, self._folder), _NOTHING)
+        try:
+            samples = await sampled(served)
+            refs = await self._publish(client, requests, samples, shard) if records else {}
+        except BaseException:
+            if records:
+                await self._tidy(client, "/moe_rl/abandon", Sink(shard))
+            raise
         return [sample.completion(request, refs) for request, sample in zip(requests, samples, strict=True)]
 
     def _shared(self, what: str, shard: str) -> EngineError:
@@ -212,13 +266,8 @@ class VllmServer:
         async def one(at: int) -> None:
             # An aborted request has no final answer, so a caller that may abort requests streams the tokens.
             asked = _body(requests[at], shard, stream=enough is not None, priority=at if self._alone else 0)
-            answer = self._transport.ask(
-                client, "POST", GENERATE, asked, None if self._alone else self._transport.timeout
-            )
-            async with turn, answer as response:
-                async for line in response.aiter_lines():
-                    if (text := line.removeprefix("data: ")) and text != "[DONE]":
-                        _add(samples[at], self._transport.decode(text, _ANSWER), requests[at].key)
+            async with turn:
+                await self._grow(client, asked, requests[at], samples[at], forever=self._alone)
 
         wanted = len(requests) if enough is None else min(enough, len(requests))
         if self._alone:
@@ -235,9 +284,60 @@ class VllmServer:
         for request, sample in zip(requests, samples, strict=True):
             if enough is not None:
                 sample.finish_reason = sample.finish_reason or "abort"
-            if not sample.finish_reason:
-                raise EngineError(describe("The vLLM server ended an answer early", where={"request": request.key}))
+            _refuse_unfinished(request, sample)
         return samples
+
+    async def _stream(
+        self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], shard: str, leave: asyncio.Event
+    ) -> list[Growing]:
+        """Return the results of all requests, or what there is of them once `leave` is set."""
+        samples = [Growing() for _ in requests]
+        names = [secrets.token_hex(8) for _ in requests]
+        streams = [
+            asyncio.create_task(
+                self._grow(client, _body(request, shard, stream=True, name=name), request, sample, forever=True)
+            )
+            for request, name, sample in zip(requests, names, samples, strict=True)
+        ]
+
+        async def end(at: int) -> None:
+            await asyncio.wait([streams[at]])
+            if streams[at].cancelled():
+                samples[at] = Growing(finish_reason="abort")
+            else:
+                streams[at].result()
+
+        async def abort() -> None:
+            await leave.wait()
+            while True:
+                left = [at for at, sample in enumerate(samples) if not sample.finish_reason]
+                for at in left:
+                    if not samples[at].token_ids:  # perhaps it has not reached vLLM; the server drops it
+                        streams[at].cancel()
+                named = LeaveRequests([names[at] for at in left if samples[at].token_ids])
+                await self._transport.call(client, "POST", "/moe_rl/leave", named, _NOTHING)
+                await asyncio.sleep(_LEAVE_AGAIN_SECONDS)
+
+        ends = [asyncio.create_task(end(at)) for at in range(len(requests))]
+        try:
+            await _finished(ends, len(ends), [self._watch(client), abort()])
+        finally:
+            for task in (*streams, *ends):
+                task.cancel()
+            await asyncio.gather(*streams, *ends, return_exceptions=True)
+        for request, sample in zip(requests, samples, strict=True):
+            _refuse_unfinished(request, sample)
+        return samples
+
+    async def _grow(
+        self, client: httpx.AsyncClient, asked: bytes, request: GenerateRequest, sample: Growing, *, forever: bool
+    ) -> None:
+        """Add what comes of one request to its sample. Without `forever`, silence is limited."""
+        seconds = None if forever else self._transport.timeout
+        async with self._transport.ask(client, "POST", GENERATE, asked, seconds) as response:
+            async for line in response.aiter_lines():
+                if (text := line.removeprefix("data: ")) and text != "[DONE]":
+                    _add(sample, self._transport.decode(text, _ANSWER), request.key)
 
     def _at_once(self, requests: Sequence[GenerateRequest]) -> int:
         return len(requests) if self._alone else self._connections
@@ -263,7 +363,7 @@ class VllmServer:
             await asyncio.sleep(self._transport.timeout / 4)
             stats = await self._transport.call(client, "GET", "/moe_rl/stats", None, _STATS)
             now = sum(worker.get("forwarded", 0) for worker in stats)
-            if now != forwarded:
+            if now != forwarded or self.paused:
                 forwarded, since = now, time.monotonic()
             elif time.monotonic() - since > self._transport.timeout:
                 got = f"requests, and no token of them forwarded for {self._transport.timeout:g} s"
@@ -280,13 +380,19 @@ class VllmServer:
         return await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
 
 
-def _body(request: GenerateRequest, shard: str, *, stream: bool, priority: int) -> bytes:
+def _refuse_unfinished(request: GenerateRequest, sample: Growing) -> None:
+    if not sample.finish_reason:
+        raise EngineError(describe("The vLLM server ended an answer early", where={"request": request.key}))
+
+
+def _body(request: GenerateRequest, shard: str, *, stream: bool, priority: int = 0, name: str | None = None) -> bytes:
     """Encode one request to GENERATE as JSON, see control.Generation."""
     return msgspec.json.encode(
         {
             "token_ids": request.prompt_token_ids,
             "stream": stream,
             "priority": priority,
+            "name": name,
             "sampling_params": sampling.parameters(request, RecordingRequest.of(request, shard)),
         }
     )

@@ -31,6 +31,9 @@ RUN_HEADER = "moe-rl-run"
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
+# What the client calls a request, so that it can leave it.
+RequestName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16,32}$")]
+
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,256}", re.ASCII)
 
 
@@ -62,6 +65,13 @@ class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class LeaveRequests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Defines the body of /moe_rl/leave: the requests of these names are aborted. Their streams end with the tokens so
+    far. A name that no request has is left alone: the request may have ended."""
+
+    names: list[RequestName]
+
+
 class RecordArguments(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Says what to record of a request, see recording.py."""
 
@@ -90,12 +100,27 @@ class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Defines the body of GENERATE: one completion to sample. vLLM accepts more fields than this; the gate does not."""
+    """Defines the body of GENERATE: one completion to sample. vLLM accepts more fields than this; the gate does not.
+
+    `name`: for /moe_rl/leave; None for a request that is not left.
+    """
 
     token_ids: list[TokenId]
     sampling_params: Parameters
     stream: bool = False
     priority: _Int64 = 0
+    name: RequestName | None = None
+
+
+class SaltedGeneration(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Defines what vLLM gets for a Generation. `cache_salt` is the weight version: prefixes are shared within one."""
+
+    token_ids: list[TokenId]
+    sampling_params: Parameters
+    stream: bool
+    priority: _Int64
+    cache_salt: str
+    request_id: str | None = None
 
 
 class Scoring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -34,9 +34,11 @@ from moe_rl.vllm.control import (
     RUN_HEADER,
     Challenge,
     Generation,
+    LeaveRequests,
     Open,
     Publish,
     Release,
+    SaltedGeneration,
     Scores,
     Scoring,
     Served,
@@ -66,6 +68,8 @@ _SETTLE_SECONDS = 10.0
 _SETTLE_POLL_SECONDS = 0.005
 # How long a release waits for the next of the requests that it expects.
 _ARRIVE_SECONDS = 30.0
+# What vLLM puts before the id of a request to GENERATE.
+_VLLM_PREFIX = "generate-tokens-"
 # A challenge is a few bytes; the server must not give away any other file.
 _CHALLENGE_BYTES = 64
 
@@ -140,6 +144,8 @@ class Control:
         self._run: str | None = None
         self._holding = Holding(0, "", whole=True)
         self._updating = asyncio.Lock()
+        self._goes_on = asyncio.Event()  # cleared during a pause
+        self._goes_on.set()
         # Path: method, message type, longest body in bytes, handler.
         self._routes = {
             "/moe_rl/open": ("POST", Open, _SMALL_BODY, self._open),
@@ -147,6 +153,9 @@ class Control:
             "/moe_rl/abandon": ("POST", Sink, _SMALL_BODY, self._abandon),
             "/moe_rl/hold": ("POST", None, 0, self._hold),
             "/moe_rl/release": ("POST", Release, _SMALL_BODY, self._release),
+            "/moe_rl/pause": ("POST", None, 0, self._pause),
+            "/moe_rl/resume": ("POST", None, 0, self._resume),
+            "/moe_rl/leave": ("POST", LeaveRequests, _TOKENS_BODY, self._leave),
             "/moe_rl/adopt": ("POST", None, 0, self._adopt),
             "/moe_rl/update": ("POST", WeightUpdate, _PUBLISH_BODY, self._update),
             "/moe_rl/score": ("POST", Scoring, _TOKENS_BODY, self._score),
@@ -220,10 +229,12 @@ class Control:
 
     async def _hold(self, engine, _) -> None:
         """Abort running requests, empty the prefix cache, and make new requests wait."""
-        await engine.pause_generation(mode="abort", clear_cache=True)
+        self._refuse_pause()
+        await _stop(engine)
 
     async def _release(self, engine, message: Release) -> None:
         """Start the waiting requests once all have arrived, so that batches do not depend on arrival times."""
+        self._refuse_pause()
         there, deadline = -1, 0.0
         while (now := engine.output_processor.get_num_unfinished_requests()) < message.requests:
             if engine.errored:
@@ -235,14 +246,29 @@ class Control:
             await asyncio.sleep(_SETTLE_POLL_SECONDS)
         await engine.resume_generation()
 
+    async def _pause(self, engine, _) -> None:
+        """Stop the forward passes. Requests keep their place and their KV cache."""
+        self._goes_on.clear()
+        await engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def _resume(self, engine, _) -> None:
+        """End a pause, unless the weights are incomplete."""
+        self._refuse_torn_weights()
+        await engine.resume_generation()
+        self._goes_on.set()
+
+    async def _leave(self, engine, message: LeaveRequests) -> None:
+        await engine.abort([f"{_VLLM_PREFIX}{name}" for name in message.names])
+
     async def _adopt(self, engine, _) -> Holding:
         """Give the server to a new run. Nothing is sampled before the run's weights have arrived."""
         async with self._updating:
-            await self._hold(engine, None)
+            await _stop(engine)
             try:
                 return await self._hear(engine, "moe_rl_forget_weights")
             finally:
                 await engine.resume_generation()
+                self._goes_on.set()
 
     async def _update(self, engine, message: WeightUpdate) -> Holding:
         if isinstance(message.source, Files):
@@ -251,17 +277,23 @@ class Control:
         elif not isinstance(message.source, Broadcast | Received):
             raise RefusedCall(400, f"a server shares no memory with a trainer, got {type(message.source).__name__}")
         async with self._updating:
-            await self._hold(engine, None)
+            if not self._goes_on.is_set():  # requests keep their KV cache
+                return await self._load(engine, message)
+            await _stop(engine)
             try:
-                holding = await self._hear(engine, "moe_rl_update_weights", encode(message))
-                if message.final and not holding.refused:
-                    await engine.update_weight_version(str(message.version))
+                holding = await self._load(engine, message)
                 # Prefixes cached between the pause and the update belong to the old weights.
                 if not await engine.reset_prefix_cache():
                     raise RefusedCall(500, "vLLM kept its prefix cache though no request runs")
                 return holding
             finally:
                 await engine.resume_generation()
+
+    async def _load(self, engine, message: WeightUpdate) -> Holding:
+        holding = await self._hear(engine, "moe_rl_update_weights", encode(message))
+        if message.final and not holding.refused:
+            await engine.update_weight_version(str(message.version))
+        return holding
 
     async def _hear(self, engine, method: str, *args) -> Holding:
         """Make a call that may change the weights, and return what the workers then hold.
@@ -278,7 +310,13 @@ class Control:
         if not self._holding.whole:
             raise RefusedCall(409, "the weights are incomplete")
 
+    def _refuse_pause(self) -> None:
+        if not self._goes_on.is_set():
+            raise RefusedCall(409, "the server pauses: resume it first")
+
     async def _generate(self, engine, message: Generation) -> Admitted:
+        # In a pause vLLM would take it with cached prefixes of the weights before the update.
+        await self._goes_on.wait()
         self._refuse_torn_weights()
         given, asked = message.sampling_params, message.sampling_params.extra_args
         if asked is not None:
@@ -296,10 +334,19 @@ class Control:
             stop=tuple(given.stop),
         )
         sampling.check([request], **_limits(engine), reads_text=_reads_text(engine))
-        return Admitted(msgspec.json.encode(message))
+        salted = SaltedGeneration(
+            message.token_ids,
+            message.sampling_params,
+            message.stream,
+            message.priority,
+            str(self._holding.version),
+            message.name,
+        )
+        return Admitted(msgspec.json.encode(salted))
 
     async def _score(self, engine, message: Scoring) -> Scores:
         self._refuse_torn_weights()
+        self._refuse_pause()
         for run in message.runs:
             sampling.check_scored(run, **_limits(engine))
         requests = sampling.scoring(message.runs, record=message.sink is not None)
@@ -422,6 +469,10 @@ async def _scored(
         return sampling.prompt_logprobs(last, tokens).tolist()
 
     return await asyncio.gather(*map(one, requests, asks))
+
+
+async def _stop(engine) -> None:
+    await engine.pause_generation(mode="abort", clear_cache=True)
 
 
 async def _settle(engine, sink: str) -> None:

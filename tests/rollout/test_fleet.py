@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
 from moe_rl.rollout.fleet import ServerFleet, assign
+from moe_rl.rollout.fleet_groups import FleetGroups
+from moe_rl.rollout.group_sampler import ServerLost
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import own_address, reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Holding, SharedMemory, WeightUpdate
+from tests.support.refusals import refused
 
 SERVED = Served(
     moe_rl="0", vllm="0.32.0", trace_root="/t", model_fingerprint="f", num_experts=4, top_k=2, layer_map="m",
@@ -46,6 +49,7 @@ class Server:
     digest: str = ""
     cancelled: bool = False
     slow: bool = False
+    paused: bool = False
     scored: str | None = None
 
     async def served(self) -> Served:
@@ -75,11 +79,24 @@ class Server:
             await asyncio.sleep(3600)
         if "refuse" in self.fails:
             return Holding(self.served_.weight_version, "", True, "torn")
+        if "drop" in self.fails:  # it says yes, and keeps what it had
+            return Holding(update.version, f"digest{update.version}", True)
         digest = self.digest or f"digest{update.version}"
         self.served_ = replace_served(
             self.served_, updates=self.served_.updates + 1, version=update.version, digest=digest
         )
         return Holding(update.version, digest, True)
+
+    async def sample_group(self, requests, shard, leave, *, started):
+        assert started == self.served_.start and not leave.is_set()
+        return await self.sample(requests, shard)
+
+    async def pause(self):
+        self._may_fail("pause")
+        self.paused = True
+
+    async def resume(self):
+        self.paused = False
 
     async def score(self, runs, *, shard=None):
         self.scored = shard
@@ -238,6 +255,55 @@ def test_nothing_is_sampled_before_all_have_the_same_weights(fleet, tmp_path):
     servers[1].digest = "another"
     with pytest.raises(WeightSyncError, match="different weights.*digest2.*another"):
         made.update_weights(update(tmp_path, 2))
+
+
+def test_weights_go_in_when_all_servers_pause_and_all_go_on_when_all_have_them(fleet, tmp_path):
+    made, servers = fleet(3)
+    groups = FleetGroups(made)
+
+    async def run():
+        with refused(WeightSyncError, got=("http://host:0", "http://host:2")):
+            await groups.take_weights(update(tmp_path, 2))
+        await groups.pause()
+        assert all(server.paused for server in servers)
+        servers[1].paused = False
+        with refused(WeightSyncError, got=("http://host:1",)):
+            await groups.take_weights(update(tmp_path, 2))
+        assert not any(one.version == 2 for server in servers for one in server.updates), "no byte before all pause"
+        await groups.pause()
+        servers[1].fails.append("drop")
+        with refused(WeightSyncError, got=("http://host:1 version 1", "http://host:2 version 2"), expected="2"):
+            await groups.take_weights(update(tmp_path, 2))
+        with pytest.raises(WeightSyncError):
+            await groups.resume()
+        assert all(server.paused for server in servers), "none goes on before all have the weights"
+        servers[1].fails.clear()
+        await groups.take_weights(update(tmp_path, 3))
+        await groups.resume()
+        assert not any(server.paused for server in servers)
+
+    asyncio.run(run())
+
+
+def test_a_group_of_a_lost_server_is_lost_and_the_other_places_go_on(fleet):
+    made, servers = fleet(2, max_lost=1)
+    groups, never = FleetGroups(made), asyncio.Event()
+
+    async def run():
+        assert list(groups.places) == [0, 1]
+        servers[1].fails.append("before")
+        with refused(ServerLost, server=1, got=("planted",)):
+            await groups.sample_group(1, REQUESTS, shard="g1", leave=never)
+        assert list(groups.places) == [0]
+        with refused(ServerLost, server=1):
+            await groups.sample_group(1, REQUESTS, shard="g1-again", leave=never)
+        assert len(await groups.sample_group(0, REQUESTS, shard="g1-again", leave=never)) == len(REQUESTS)
+        assert list(servers[0].shards) == ["g1-again-server0"]
+        servers[0].fails.append("pause")
+        with pytest.raises(SamplerGone, match="host:0"):
+            await groups.pause()
+
+    asyncio.run(run())
 
 
 def test_a_broadcast_has_ranks_for_the_workers_of_every_server_that_is_left(fleet, tmp_path):

@@ -29,6 +29,7 @@ from moe_rl.vllm.sinks import Sinks
 from moe_rl.weights.update import Holding, decode
 
 TOKEN = "fuzz-" + "t" * 40
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 VOCABULARY, LONGEST = 50, 24
 SPEC = TraceSpec("model", 8, 2, "m")
 DOCUMENTED = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415}
@@ -37,6 +38,7 @@ GENERATION = {
     "token_ids": [1, 2, 3],
     "stream": False,
     "priority": 0,
+    "name": "0123456789abcdef",
     "sampling_params": {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, "max_tokens": 4, "stop_token_ids": [5],
         "ignore_eos": True, "logprobs": 0, "detokenize": True, "stop": ["##", "\n"], "skip_special_tokens": False,
@@ -54,6 +56,9 @@ BODIES = {
     "/moe_rl/abandon": {"sink": "shard"},
     "/moe_rl/hold": None,
     "/moe_rl/release": {"requests": 0},
+    "/moe_rl/pause": None,
+    "/moe_rl/resume": None,
+    "/moe_rl/leave": {"names": ["0123456789abcdef"]},
     "/moe_rl/adopt": None,
     "/moe_rl/update": UPDATE | {"source": {"type": "files", "paths": ["run1/sync/v1.safetensors"]}},
     "/moe_rl/score": {"runs": [[1, 2, 3]]},
@@ -125,7 +130,10 @@ class Engine:
         return {name: getattr(SPEC, name) for name in names}
 
     async def pause_generation(self, **how) -> None:
-        self.held = True
+        self.held = how
+
+    async def abort(self, names: list[str]) -> None:
+        self.left = names
 
     async def resume_generation(self) -> None:
         self.held = False
@@ -167,7 +175,8 @@ class Vllm:
             self.engine.forward(given["token_ids"] + params["stop_token_ids"][:0], params["max_tokens"])
             assert params["temperature"] == 0 or 0.01 <= params["temperature"] <= 2
             assert all(0 <= token < VOCABULARY for token in params["stop_token_ids"])
-            assert set(given) == set(GENERATION) and set(params) == set(GENERATION["sampling_params"])
+            assert {"request_id", *given} == set(GENERATION) - {"name"} | {"request_id", "cache_salt"}
+            assert set(params) == set(GENERATION["sampling_params"])
         else:
             assert scope["method"] == "GET" and scope["path"] in gate._TOLD
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -189,7 +198,7 @@ class Server:
 
     def ask(self, method: str, path: str, content: bytes = b"", headers: dict | None = None) -> httpx.Response:
         """Return the answer to a call with the token."""
-        return asyncio.run(self._ask(method, path, content, {"Authorization": f"Bearer {TOKEN}"} | (headers or {})))
+        return asyncio.run(self._ask(method, path, content, AUTHORIZED | (headers or {})))
 
     async def _ask(self, method: str, path: str, content: bytes, headers: dict) -> httpx.Response:
         transport = httpx.ASGITransport(self.app)
@@ -211,8 +220,10 @@ class Server:
     def alive(self) -> None:
         """Check that the server samples and scores, once it is released and has weights."""
         self.answers("POST", "/moe_rl/release", b'{"requests": 0}')
+        self.answers("POST", "/moe_rl/resume")
         whole = UPDATE | {"source": {"type": "files", "paths": ["v1"]}}
         assert self.answers("POST", "/moe_rl/update", json.dumps(whole).encode()).status_code == 200
+        self.answers("POST", "/moe_rl/resume")
         assert not self.engine.held
         scores = self.answers("POST", "/moe_rl/score", b'{"runs": [[1, 49], [2, 3]]}').json()
         assert scores == {"logprobs": [[-1.0], [-1.0]], "routes": []}
@@ -254,6 +265,41 @@ def places(body: object, path: tuple = ()) -> list[tuple]:
     return [path, *(place for step, value in inner for place in places(value, (*path, step)))]
 
 
+def test_requests_are_kept_over_a_pause(server):
+    """Weights go in without an abort; what would end the pause or wait for its end is refused."""
+
+    def post(path, body=None):
+        return server.answers("POST", path, b"" if body is None else json.dumps(body).encode())
+
+    update = UPDATE | {"source": {"type": "files", "paths": ["v1"]}}
+    server.alive()
+    assert post("/moe_rl/pause").status_code == 200
+    kept = {"mode": "keep", "clear_cache": False}
+    assert server.engine.held == kept
+    for path, body in (("hold", None), ("release", {"requests": 0}), ("score", {"runs": [[1, 2]]})):
+        assert post(f"/moe_rl/{path}", body).status_code == 409
+    assert post("/moe_rl/update", update | {"version": 7, "replaces": 1}).status_code == 200
+    assert server.engine.held == kept, "vLLM was not told to abort anything, nor to go on"
+
+    async def late():
+        """A request that comes in the pause begins with the next weights, and with cached prefixes of these."""
+        waiting = asyncio.ensure_future(server._ask("POST", gate.GENERATE, json.dumps(GENERATION).encode(), AUTHORIZED))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert (await server._ask("POST", "/moe_rl/resume", b"", AUTHORIZED)).status_code == 200
+        assert (await waiting).status_code == 200
+
+    asyncio.run(late())
+    assert not server.engine.held
+    assert [server.vllm.asked[-1][name] for name in ("cache_salt", "request_id")] == ["7", "0123456789abcdef"]
+    assert post("/moe_rl/leave", {"names": ["0123456789abcdef"]}).status_code == 200
+    assert server.engine.left == ["generate-tokens-0123456789abcdef"]
+    post("/moe_rl/pause")
+    server.gate._control._holding = Holding(7, "", whole=False)
+    assert post("/moe_rl/resume").status_code == 409 and server.engine.held == kept
+    server.alive()
+
+
 NASTY = [
     None, True, False, -1, 0, 1, VOCABULARY - 1, VOCABULARY, LONGEST, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64,
     2**200, -(2**31), -(2**63), -(2**64), 0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), "", "1", "\x00",
@@ -282,10 +328,11 @@ def test_a_healthy_call_of_every_route_is_answered(server):
         refused = {"/moe_rl/publish": "not recorded", "/moe_rl/challenge": "No such file"}.get(path, "")
         assert (answer.status_code == 200) is not bool(refused) and refused in answer.text
         if path in ("/moe_rl/hold", "/moe_rl/adopt"):
-            assert server.engine.held is (path == "/moe_rl/hold")
+            assert bool(server.engine.held) is (path == "/moe_rl/hold")
     server.alive()
     reached = server.vllm.asked[-1]
-    assert reached == GENERATION | {"sampling_params": GENERATION["sampling_params"]}
+    given = {name: value for name, value in GENERATION.items() if name != "name"}
+    assert reached == given | {"request_id": GENERATION["name"], "cache_salt": "1"}
 
 
 def test_every_field_of_every_route_may_hold_anything(server):

@@ -1,0 +1,67 @@
+"""Samples groups at several servers side by side: the GroupSampler of a fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from moe_rl.errors import EngineError, WeightSyncError, describe
+from moe_rl.rollout.fleet import ServerFleet
+from moe_rl.rollout.group_sampler import ServerLost
+from moe_rl.types import Completion, GenerateRequest, ScoredTokens
+from moe_rl.weights.update import WeightUpdate
+
+
+class FleetGroups:
+    """Serves as the GroupSampler of a fleet: a place is a server's number.
+
+    A server that fails a call is no longer used, see `fleet`: the call raises ServerLost, or SamplerGone if more
+    servers are lost than may be. It may then still sample; nothing refers to what it publishes.
+    """
+
+    def __init__(self, fleet: ServerFleet):
+        self._fleet = fleet
+
+    @property
+    def places(self) -> Sequence[int]:
+        return tuple(self._fleet.servers)
+
+    async def sample_group(
+        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, leave: asyncio.Event
+    ) -> list[Completion]:
+        server, held = self._fleet.servers.get(place), self._fleet.confirmed().get(place)
+        if server is None or held is None:
+            raise ServerLost(describe("A server is not used any more", where={"server": place}))
+        try:
+            return await server.sample_group(requests, f"{shard}-server{place}", leave, started=held.start)
+        except EngineError as error:
+            if place in self._fleet.servers:
+                self._fleet.lose(place, error)
+            raise ServerLost(
+                describe("A server is lost", where={"server": place, "url": server.url}, got=error)
+            ) from error
+
+    async def pause(self) -> None:
+        await self._fleet.each(dict.fromkeys(self._fleet.servers, self._pause))
+
+    async def take_weights(self, update: WeightUpdate) -> None:
+        running = [server.url for server in self._fleet.servers.values() if not server.paused]
+        if running:
+            raise WeightSyncError(describe("An update needs a pause of all servers", got=running, do="pause first"))
+        await self._fleet.load(update)
+
+    async def resume(self) -> None:
+        self._fleet.confirmed()
+        await self._fleet.each(dict.fromkeys(self._fleet.servers, self._resume))
+
+    async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        return await self._fleet.scored(runs, shard)
+
+    async def counts(self) -> dict[str, int]:
+        return await self._fleet.counted()
+
+    async def _pause(self, place: int) -> None:
+        await self._fleet.servers[place].pause()
+
+    async def _resume(self, place: int) -> None:
+        await self._fleet.servers[place].resume()

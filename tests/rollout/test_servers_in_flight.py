@@ -1,0 +1,66 @@
+"""Tests new weights that go into a real server while it samples, against `transformers` under both versions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from moe_rl.errors import SamplerGone, WeightSyncError
+from moe_rl.rollout.fleet import ServerFleet
+from moe_rl.rollout.fleet_groups import FleetGroups
+from tests.rollout.conftest import make_requests
+from tests.rollout.in_flight import Change, forwarded, keep, recompute
+from tests.rollout.serving import serving
+from tests.weights.sending import by_disk
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+def test_a_server_samples_through_updates(checkpoint, weights, others, reference, other_reference, tmp_path):
+    """One server, as it is slow to start: kept keys and values; a group that was left; and what a pause refuses."""
+    with serving(checkpoint, tmp_path) as server:
+        root = Path(server.ready["trace_root"])
+        client = server.client(alone=True, timeout_seconds=60)
+        asyncio.run(client.adopt())
+        fleet = ServerFleet([client], root, "", workers=[1], max_lost=0, load_seconds=60)
+        groups, sync = FleetGroups(fleet), root / "sync"
+        sync.mkdir(parents=True)
+
+        def update(version, tensors, **about):
+            return by_disk(sync, tensors, version=version, replaces=version - 1, **about)
+
+        fleet.update_weights(update(1, weights, changed=False))
+        there = Change(reference, other_reference)
+        asyncio.run(keep(groups, lambda to: to.take_weights(update(2, others)), server.store, there, old=1, new=2,
+                         name="kept"))  # fmt: skip
+        back = Change(other_reference, reference)
+        asyncio.run(recompute(groups, lambda to: to.take_weights(update(3, weights)), server.store, back, old=2, new=3,
+                              name="left"))  # fmt: skip
+
+        async def pauses():
+            requests, leave = make_requests(1, 2, prompt=40, max_tokens=150), asyncio.Event()
+            group = asyncio.ensure_future(groups.sample_group(0, requests, shard="a", leave=leave))
+            await forwarded(groups, 100)
+            with pytest.raises(WeightSyncError, match="pause"):
+                await groups.take_weights(update(4, others))
+            await groups.pause()
+            waiting = asyncio.ensure_future(groups.sample_group(0, requests, shard="b", leave=leave))
+            await asyncio.sleep(0.3)
+            leave.set()
+            assert [(one.finish_reason, one.versions, one.routes) for one in await waiting] == [("abort", (), None)] * 2
+            assert all(one.routes.rows == len(one.prompt_token_ids + one.token_ids) - 1 for one in await group)
+            with pytest.raises(WeightSyncError, match="replaces version 4"):
+                await groups.take_weights(update(5, others))
+            with pytest.raises(WeightSyncError, match="all have confirmed"):
+                await groups.resume()
+            await groups.take_weights(update(4, others))
+            await groups.resume()
+            group = asyncio.ensure_future(groups.sample_group(0, requests, shard="c", leave=asyncio.Event()))
+            await forwarded(groups, 50)
+            server.process.kill()
+            with pytest.raises(SamplerGone):
+                await group
+
+        asyncio.run(pauses())
