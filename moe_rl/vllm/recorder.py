@@ -68,8 +68,8 @@ class Recorder:
         sinks: the shards being filled.
         weight_version: of the model's current weights.
         stats: counts since the start: steps, tokens forwarded, requests, recorded requests, preemptions, refused
-            requests, waits for a copy, and rows confirmed by their routers' logits (0 if not possible, see
-            router_witness.py).
+            requests, waits for a copy, rows rewritten by newer weights after a preemption, and rows confirmed by their
+            routers' logits (0 if not possible, see router_witness.py).
 
     Raises:
         EngineError: the model has no MoE layers.
@@ -283,6 +283,7 @@ class Recorder:
             if (ask := request.ask) is not None:
                 try:
                     rows = self._rows(request, ask, table, forwarded)
+                    self.stats["rewritten"] += self._rewritten(request, ask, table, forwarded)
                     if self._witness is not None:
                         self.stats["witnessed"] += self._witness.check(request, rows)
                     aux = self._extras.of_request(request, len(rows)) if self._extras is not None else {}
@@ -383,6 +384,14 @@ class Recorder:
                 )
             )
         return rows
+
+    def _rewritten(self, request: Recorded, ask: RecordingRequest, table: BlockTable, forwarded: int) -> int:
+        """Return how many saved rows of a preempted request were computed again by newer weights. Later tokens attended
+        to the keys of these weights, though the rows stay those of the first pass."""
+        if (kept := request.kept) is None:
+            return 0
+        again = self._slots.read(table, 0, min(len(kept), forwarded), {"request": ask.key})
+        return int(np.count_nonzero(again.weight_versions > kept.weight_versions[: len(again)]))
 
 
 def _pipeline(layers: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:

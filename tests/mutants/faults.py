@@ -980,6 +980,38 @@ MUTANTS: list[Mutant] = [
             "tests/vllm/test_sampling.py",
         ),
         (
+            "prefixes shared across versions",
+            "child_engine.py",
+            '"cache_salt": str(self._version)}',
+            '"cache_salt": "0"}',
+            "After an update in flight a request attends to keys and values of the older weights.",
+            "tests/rollout/test_in_flight.py",
+        ),
+        (
+            "a waiting request with an old salt",
+            "child_engine.py",
+            "            self._salt_anew()\n",
+            "",
+            "A request that waits over an update begins with the older prefix of its group.",
+            "tests/rollout/test_in_flight.py",
+        ),
+        (
+            "an update while tokens are forwarded",
+            "child_engine.py",
+            "        if not self._paused:\n            self._refuse_company(",
+            "        if self._paused:\n            self._refuse_company(",
+            "Weights change in the middle of a forward pass.",
+            "tests/rollout/test_in_flight.py",
+        ),
+        (
+            "a new request in a pause",
+            "gate.py",
+            "await self._goes_on.wait()",
+            "pass",
+            "A request that comes in a pause gets the salt of the weights before the update.",
+            "tests/vllm/test_gate.py",
+        ),
+        (
             "the beginning of the token will do",
             "gate.py",
             "hmac.compare_digest(token, self._token)",
@@ -1121,6 +1153,14 @@ MUTANTS: list[Mutant] = [
     ),
     *_room(
         "rollout",
+        (
+            "an update before all pause",
+            "fleet_groups.py",
+            "if not server.paused]",
+            "if server.paused and not server.url]",
+            "A server goes on sampling while the bytes of an update are on their way.",
+            "tests/rollout/test_fleet.py",
+        ),
         (
             "other weights or torn ones",
             "fleet.py",

@@ -222,6 +222,7 @@ def test_a_preempted_request_keeps_the_rows_that_decided_its_tokens(fake):
     decided = np.concatenate([passes[0][:5], passes[1][5:6], passes[5][6:7], passes[6][7:]])
     fake.check("a", tokens, decided, versions=[0] * 6 + [7] * 4)
     assert fake.recorder.stats["preemptions"] == 2
+    assert fake.recorder.stats["rewritten"] == 6, "later tokens attended to keys of version 7 for these"
 
 
 def test_a_cached_prefix_of_older_weights_is_refused(fake):
