@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moe_rl.errors import EngineError, WeightSyncError, describe
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.rollout.group_sampler import ServerLost
+from moe_rl.rollout.group_sampler import ServerLost, nobody
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.weights.update import WeightUpdate
 
@@ -27,13 +27,19 @@ class FleetGroups:
         return tuple(self._fleet.servers)
 
     async def sample_group(
-        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, leave: asyncio.Event
+        self,
+        place: int,
+        requests: Sequence[GenerateRequest],
+        *,
+        shard: str,
+        leave: asyncio.Event,
+        ended: Callable[[int], None] = nobody,
     ) -> list[Completion]:
         server, held = self._fleet.servers.get(place), self._fleet.confirmed().get(place)
         if server is None or held is None:
             raise ServerLost(describe("A server is not used any more", where={"server": place}))
         try:
-            return await server.sample_group(requests, f"{shard}-server{place}", leave, started=held.start)
+            return await server.sample_group(requests, f"{shard}-server{place}", leave, ended, started=held.start)
         except EngineError as error:
             if place in self._fleet.servers:
                 self._fleet.lose(place, error)

@@ -292,13 +292,18 @@ class GroupFeed:
             self._calls += 1
             try:
                 sampled = await self.sampler.sample_group(
-                    place, requests, shard=self.files.shard(cursor), leave=work.leave
+                    place,
+                    requests,
+                    shard=self.files.shard(cursor),
+                    leave=work.leave,
+                    ended=lambda count: self._free(work, count),
                 )
             finally:
                 self._calls -= 1
                 self._changed.set()
             for at, piece in zip(unfinished, sampled, strict=True):
                 self._add(work, at, piece)
+            self._free(work, work.group.requests - len(work.kept(0).unfinished))
 
     def _request(self, work: _Work, at: int) -> GenerateRequest:
         """Return the next request of a completion. It continues what was sampled of it."""
@@ -318,15 +323,18 @@ class GroupFeed:
     def _add(self, work: _Work, at: int, piece: Completion) -> None:
         """Add what a request gave to its completion."""
         self._usage.sampled += len(piece.token_ids)
-        ended = piece.finish_reason != "abort"
         if work.dropped is not None:
             self._usage.waste(work.dropped, len(piece.token_ids))
-        elif not ended and self.config.rollout.stop:
+        elif piece.finish_reason == "abort" and self.config.rollout.stop:
             self._usage.waste("cut", len(piece.token_ids))
         elif piece.token_ids:
             work.pieces[at].append(piece)
-        if ended and work.dropped is None:
-            self.groups.request_ended(work.group.cursor)
+
+    def _free(self, work: _Work, requests: int) -> None:
+        """Give the slots of requests that have ended to other groups."""
+        if work.dropped is None and work.group.state == "sampling":
+            self.groups.requests_ended(work.group.cursor, requests)
+            self._pump()
 
     def _lose(self, work: _Work) -> None:
         """Let a group wait for another server."""

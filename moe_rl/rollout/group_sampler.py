@@ -14,7 +14,8 @@ before the pause is the other way: the group comes back with what it has, and it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from moe_rl.errors import EngineError
@@ -29,6 +30,10 @@ class ServerLost(EngineError):
     """A place is lost, and the others go on without it."""
 
 
+def nobody(requests: int) -> None:
+    """Hear that requests have ended, and do nothing."""
+
+
 class GroupSampler(Protocol):
     """Samples groups at several places. Calls raise SamplerGone when the run cannot do without what was lost."""
 
@@ -38,7 +43,13 @@ class GroupSampler(Protocol):
         ...
 
     async def sample_group(
-        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, leave: asyncio.Event
+        self,
+        place: int,
+        requests: Sequence[GenerateRequest],
+        *,
+        shard: str,
+        leave: asyncio.Event,
+        ended: Callable[[int], None] = nobody,
     ) -> list[Completion]:
         """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
@@ -49,6 +60,8 @@ class GroupSampler(Protocol):
             leave: once it is set, what is unfinished is aborted. It comes back with the tokens so far, perhaps none,
                 and finish_reason "abort"; the rows of these tokens are published. A call during a pause may be left
                 too.
+            ended: called in the event loop with the number of requests that have ended since the last time, while
+                others go on.
 
         Raises:
             ServerLost: the place is lost, with all that this call sampled.
@@ -92,21 +105,32 @@ class EngineGroups:
         return (0,)
 
     async def sample_group(
-        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, leave: asyncio.Event
+        self,
+        place: int,
+        requests: Sequence[GenerateRequest],
+        *,
+        shard: str,
+        leave: asyncio.Event,
+        ended: Callable[[int], None] = nobody,
     ) -> list[Completion]:
-        calls = self._engine.calls
-        number, answer = calls.submit(wire.Generate(list(requests), shard))
-        ended = asyncio.wrap_future(answer)
+        calls, loop = self._engine.calls, asyncio.get_running_loop()
+
+        def hear(count: int) -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(ended, count)
+
+        number, answer = calls.submit(wire.Generate(list(requests), shard), hear)
+        sampled = asyncio.wrap_future(answer)
         left = asyncio.ensure_future(leave.wait())
-        waits: set[asyncio.Future[Any]] = {ended, left}
+        waits: set[asyncio.Future[Any]] = {sampled, left}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
+            if not sampled.done():
                 calls.leave(number)
-            return self._engine.checked(await ended, wire.Generated).completions
+            return self._engine.checked(await sampled, wire.Generated).completions
         finally:
             left.cancel()
-            if not ended.done():  # nobody waits any more
+            if not sampled.done():  # nobody waits any more
                 calls.leave(number)
 
     async def pause(self) -> None:

@@ -166,11 +166,11 @@ class Groups:
             begun.append(group)
         return begun
 
-    def request_ended(self, cursor: int) -> None:
-        """Note that one request of a group has ended, which frees its slot."""
+    def requests_ended(self, cursor: int, count: int) -> None:
+        """Note that so many requests of a group have ended, which frees their slots."""
         group = self._in(cursor, "sampling")
-        group.requests -= 1
-        self._free(group, 1)
+        group.requests -= count
+        self._free(group, count)
 
     def sampled(self, cursor: int) -> None:
         """Note that all completions of a group have ended."""

@@ -193,7 +193,13 @@ class VllmServer:
             return await self._recorded(client, requests, shard, sampled)
 
     async def sample_group(
-        self, requests: Sequence[GenerateRequest], shard: str, leave: asyncio.Event, *, started: str
+        self,
+        requests: Sequence[GenerateRequest],
+        shard: str,
+        leave: asyncio.Event,
+        ended: Callable[[int], None],
+        *,
+        started: str,
     ) -> list[Completion]:
         """Sample completions beside those of other calls, see GroupSampler.sample_group.
 
@@ -204,7 +210,7 @@ class VllmServer:
             async def sampled(served: Served) -> list[Growing]:
                 if served.start != started:
                     raise self._shared("The vLLM server was started again", shard)
-                samples = await self._stream(client, requests, shard, leave)
+                samples = await self._stream(client, requests, shard, leave, ended)
                 if not leave.is_set() and any(sample.aborted for sample in samples):
                     raise self._shared("Another client made the vLLM server abort requests", shard)
                 return samples
@@ -288,7 +294,12 @@ class VllmServer:
         return samples
 
     async def _stream(
-        self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], shard: str, leave: asyncio.Event
+        self,
+        client: httpx.AsyncClient,
+        requests: Sequence[GenerateRequest],
+        shard: str,
+        leave: asyncio.Event,
+        ended: Callable[[int], None],
     ) -> list[Growing]:
         """Return the results of all requests, or what there is of them once `leave` is set."""
         samples = [Growing() for _ in requests]
@@ -306,6 +317,7 @@ class VllmServer:
                 samples[at] = Growing(finish_reason="abort")
             else:
                 streams[at].result()
+                ended(int(not samples[at].aborted))
 
         async def abort() -> None:
             await leave.wait()

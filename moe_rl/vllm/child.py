@@ -88,6 +88,8 @@ def _step(channel: Channel, engine: ChildEngine) -> bool:
         for number in engine.running:
             channel.send(wire.Answered(number, _failure(error)))
         return False
+    for news in engine.news():
+        channel.send(news)
     for number, reply in ended:
         if isinstance(reply, Exception):
             traceback.print_exception(reply)

@@ -61,6 +61,7 @@ class _Running:
         asks: what each request records.
         outputs: what came of each request.
         unfinished: how many requests have not ended.
+        told: how many have not ended, as far as the trainer knows; None if it does not ask.
         finish: makes the reply when all have ended, and publishes the shard.
     """
 
@@ -72,6 +73,7 @@ class _Running:
     unfinished: int
     enough: int | None
     finish: Callable[[_Running], wire.Reply]
+    told: int | None = None
 
 
 class ChildEngine:
@@ -177,6 +179,15 @@ class ChildEngine:
         self._advance()
         return [(call.number, self._end(call)) for call in ended]
 
+    def news(self) -> list[wire.RequestsEnded]:
+        """Return which calls have requests that have ended since the last look, and others that have not."""
+        found = []
+        for call in self.running.values():
+            if call.told is not None and 0 < call.unfinished < call.told:
+                found.append(wire.RequestsEnded(call.number, call.told - call.unfinished))
+                call.told = call.unfinished
+        return found
+
     def leave(self, number: int) -> None:
         """Abort what is unfinished of a call, if the call is still running."""
         if (call := self.running.get(number)) is not None and call.unfinished:
@@ -202,7 +213,7 @@ class ChildEngine:
             for request, ask in zip(call.requests, asks, strict=True)
         ]
         running = self._running(number, call.shard if records else None, call.requests, asks, self._generated)
-        running.enough = call.enough
+        running.enough, running.told = call.enough, None if call.alone else running.unfinished
         self._begin(running, prompts)
 
     def _score(self, number: int, runs: list[list[int]], shard: str | None) -> None:

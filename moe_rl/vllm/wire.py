@@ -196,5 +196,14 @@ class Answered(Message, frozen=True):
     reply: Reply | Failed
 
 
+class RequestsEnded(Message, frozen=True):
+    """Says how many further requests of a call beside others have ended, while the rest goes on."""
+
+    number: int
+    requests: int
+
+
 CALLS: Decoder[Start | Numbered | Leave | Close] = decoder(Start | Numbered | Leave | Close)
-REPLIES: Decoder[Ready | Failed | Answered | Alive] = decoder(Ready | Failed | Answered | Alive)
+REPLIES: Decoder[Ready | Failed | Answered | RequestsEnded | Alive] = decoder(
+    Ready | Failed | Answered | RequestsEnded | Alive
+)

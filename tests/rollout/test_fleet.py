@@ -87,7 +87,7 @@ class Server:
         )
         return Holding(update.version, digest, True)
 
-    async def sample_group(self, requests, shard, leave, *, started):
+    async def sample_group(self, requests, shard, leave, ended, *, started):
         assert started == self.served_.start and not leave.is_set()
         return await self.sample(requests, shard)
 

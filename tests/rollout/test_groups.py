@@ -105,7 +105,7 @@ class Pool:
         group = self.of(cursor, "sampling")
         if group is None or group.place != place:
             return
-        self.groups.request_ended(cursor)
+        self.groups.requests_ended(cursor, 1)
         if not group.requests:
             self.groups.sampled(cursor)
             self.after(self.duration() / 4, self.judge, cursor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,19 @@ def test_new_weights_go_in_while_requests_keep_their_keys_and_values(flight, way
 def test_a_group_that_was_left_goes_on_under_the_new_weights(flight):
     asyncio.run(recompute(flight.groups, flight.send, flight.store, flight.change, old=flight.old,
                           new=flight.new, name=flight.name))  # fmt: skip
+
+
+def test_requests_that_ended_are_told_while_others_go_on(flight):
+    async def run():
+        requests = [replace(r, max_tokens=n) for r, n in zip(make_requests(1, 3), (2, 30, 5), strict=True)]
+        told = []
+        sampling = flight.groups.sample_group(
+            0, requests, shard=f"{flight.name}-told", leave=asyncio.Event(), ended=told.append
+        )
+        sampled = await sampling
+        assert [len(one.token_ids) for one in sampled] == [2, 30, 5] and told == [1, 1]
+
+    asyncio.run(run())
 
 
 def test_what_a_pause_allows(flight):

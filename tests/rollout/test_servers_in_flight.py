@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,11 @@ def test_a_server_samples_through_updates(checkpoint, weights, others, reference
                 await groups.resume()
             await groups.take_weights(update(4, others))
             await groups.resume()
-            group = asyncio.ensure_future(groups.sample_group(0, requests, shard="c", leave=asyncio.Event()))
+            requests[0], told = replace(requests[0], max_tokens=5), []
+            sampling = groups.sample_group(0, requests, shard="c", leave=asyncio.Event(), ended=told.append)
+            group = asyncio.ensure_future(sampling)
             await forwarded(groups, 50)
+            assert told == [1], "the first request has ended, and the other goes on"
             server.process.kill()
             with pytest.raises(SamplerGone):
                 await group
