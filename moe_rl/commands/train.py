@@ -46,7 +46,6 @@ from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
 from moe_rl.report.side_speeds import measured_speeds, read_speeds
 from moe_rl.rollout.attach import attach_problems
-from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import TaskPrompts, load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
@@ -376,7 +375,7 @@ def _checkpoint_problems(config: Config, folder: RunFolder | None, step: int | L
         done = 0 if step == 0 else checkpoints.step_of(checkpoints.find(folder.checkpoints, step))
         read_run(folder.path)
         read_history(folder.path)
-        PromptLedger(folder.path / prompt_ledger.FILE).check(done)
+        PromptLedger.of_run(folder.path, config.pipeline).check(done)
     except MoeRLError as error:
         return [error.message]
     if done > config.run.steps:

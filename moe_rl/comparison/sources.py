@@ -73,7 +73,10 @@ def of_run(folder: RunFolder, config: Config) -> tuple[int, list[Weights]]:
     """
     saved = dict(checkpoints.complete(folder.checkpoints))
     steps = KeptRollouts(folder.rollouts, TraceStore(folder.trace)).steps() if folder.trace.is_dir() else []
-    versions = {step: max(0, step - 1 - config.pipeline.lag) for step in steps}
+    lag = config.pipeline.lag
+    if config.pipeline.by_group:
+        steps = steps[:1] if steps[:1] == [1] else []  # the rollouts of later steps are of several versions
+    versions = {step: max(0, step - 1 - lag) for step in steps}
     scorable = [step for step, version in versions.items() if not version or version in saved]
     if not scorable:
         raise DataError(
@@ -81,7 +84,7 @@ def of_run(folder: RunFolder, config: Config) -> tuple[int, list[Weights]]:
                 "the run kept no rollouts together with the weights that sampled them",
                 where={"folder": folder.path},
                 got=f"rollouts of steps {steps}, checkpoints after steps {sorted(saved)}",
-                expected=f"rollouts of step 1, or of step {1 + config.pipeline.lag} after a checkpoint",
+                expected=f"rollouts of step 1, or of the step {1 + lag} steps after a checkpoint",
                 do="train the run for a step, or pass --config to sample now",
             )
         )

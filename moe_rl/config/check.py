@@ -44,6 +44,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *config.model.problems(),
         *config.task.problems(),
         *config.rollout.problems(),
+        *config.pipeline.problems(),
         *config.objective.problems(),
         *stale_problems(config.objective, config.pipeline.lag),
         *config.replay.problems(),

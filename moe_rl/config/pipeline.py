@@ -2,20 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from moe_rl.config.section import Section
+from moe_rl.config.section import NotNegative, Section, Whole
+from moe_rl.errors import Problem, describe
 
 
 class PipelineConfig(Section):
     """Says how sampling and training overlap."""
 
-    mode: Literal["sync", "one_step_off"] = "sync"
+    mode: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: a step samples its completions with the newest weights, then trains on them. one_step_off: the next step is
-    sampled while a step trains, with the weights from before that step. Needs a sampler that shares no GPU with the
-    trainer."""
+    sampled while a step trains, with the weights from before that step. async: groups of completions are sampled
+    without a break, new weights go in while requests are in flight, and a step trains on the groups that are ready.
+    Both others than sync need a sampler that shares no GPU with the trainer."""
+    max_staleness: Whole | None = None
+    """Largest number of versions by which the weights that began a group may be older than those that train on it, in
+    mode async. It holds when a step takes the group, the time in the queue included. 0: as sync, bit for bit. null: 1
+    in mode async."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of requests that are in flight when new weights arrive, in mode async. keep: they go
+    on with it. recompute: they are aborted, and continued with a new prefill under the new weights."""
+    segments: Literal["exact", "first"] = "exact"
+    """How a completion is trained on that was aborted and continued, in mode async. exact: each part is a sequence of
+    its own behind the earlier ones, with routes for all its tokens from the weights that sampled it. first: one
+    sequence, in which every token keeps the first routes that were recorded for it."""
+    late: Literal["wait", "drop"] = "wait"
+    """What a step does, in mode async, about groups that would be too old for the next step and are not ready. wait: it
+    waits for them. drop: they are dropped and their prompts count as used."""
+    oversample: NotNegative = 0.0
+    """Groups that may be sampled beyond those that steps need, as a fraction of rollout.prompts_per_step (mode async).
+    Steps do not wait for the slowest of that many groups, which are then dropped."""
 
     @property
     def lag(self) -> int:
         """Return by how many versions the weights that sampled a completion may be older than the trainer's."""
-        return {"sync": 0, "one_step_off": 1}[self.mode]
+        if self.mode == "async":
+            return 1 if self.max_staleness is None else self.max_staleness
+        return int(self.mode == "one_step_off")
+
+    @property
+    def by_group(self) -> bool:
+        """Return whether groups are sampled one by one, and not the batch of a step at once."""
+        return self.mode == "async" and self.lag > 0
+
+    @property
+    def ahead(self) -> int:
+        """Return how many batches are sampled before the step that trains on them begins."""
+        return int(self.mode == "one_step_off")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.mode != "async":
+            for key in ("max_staleness", "kv", "segments", "late", "oversample"):
+                if (value := getattr(self, key)) != type(self).model_fields[key].default:
+                    yield describe(
+                        "only asynchronous sampling has this",
+                        where={"key": f"pipeline.{key}", "given": f"pipeline.mode is {self.mode}"},
+                        got=value,
+                        do=f"set pipeline.mode to async, or remove pipeline.{key}",
+                    )

@@ -178,6 +178,10 @@ class GroupFeed:
         self._consumed[step] = taken.cursors
         return batch
 
+    def worked(self) -> list[tuple[str, float, float]]:
+        """Return when the servers sampled, since the last call, for the time line of the run."""
+        return [("sample", begin, end) for begin, end in self._usage.worked()]
+
     async def update(self, update: WeightUpdate) -> None:
         """Load one part of new weights. All requests stand still from the first part to the last.
 
@@ -196,25 +200,6 @@ class GroupFeed:
             self.groups.update(update.version)
             self._open.set()
             self._pump()
-
-    async def sample(self, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
-        """Sample requests that are of no group, beside the groups. Returns one completion for each, in their order.
-
-        shard: prefix of the shards' names.
-        """
-        completions: dict[int, Completion] = {}
-        calls = itertools.count()
-
-        async def one(place: int, indices: Sequence[int]) -> None:
-            asked, never = [requests[at] for at in indices], asyncio.Event()
-            with suppress(ServerLost):  # the others are asked again
-                sampled = await self.sampler.sample_group(place, asked, shard=f"{shard}-{next(calls)}", leave=never)
-                completions.update(zip(indices, sampled, strict=True))
-
-        while lacking := [at for at in range(len(requests)) if at not in completions]:
-            shares = assign([requests[at] for at in lacking], self.sampler.places)
-            await asyncio.gather(*(one(place, [lacking[at] for at in share]) for place, share in shares.items()))
-        return [completions[at] for at in range(len(requests))]
 
     async def stop(self) -> None:
         """Abort all requests and keep what was sampled. The next pool goes on with it."""
@@ -410,3 +395,23 @@ class GroupFeed:
 
     async def _count(self) -> int:
         return (await self.sampler.counts()).get("witnessed", 0)
+
+
+async def sample_beside(sampler: GroupSampler, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
+    """Sample requests that are of no group, beside the groups. Returns one completion for each, in their order.
+
+    shard: prefix of the shards' names.
+    """
+    completions: dict[int, Completion] = {}
+    calls = itertools.count()
+
+    async def one(place: int, indices: Sequence[int]) -> None:
+        asked, never = [requests[at] for at in indices], asyncio.Event()
+        with suppress(ServerLost):  # the others are asked again
+            sampled = await sampler.sample_group(place, asked, shard=f"{shard}-{next(calls)}", leave=never)
+            completions.update(zip(indices, sampled, strict=True))
+
+    while lacking := [at for at in range(len(requests)) if at not in completions]:
+        shares = assign([requests[at] for at in lacking], sampler.places)
+        await asyncio.gather(*(one(place, [lacking[at] for at in share]) for place, share in shares.items()))
+    return [completions[at] for at in range(len(requests))]

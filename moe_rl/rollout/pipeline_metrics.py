@@ -47,16 +47,28 @@ class Usage:
         self._clock, self._began = clock, clock()
         self._since, self._share, self._busy = self._began, 0.0, 0.0
         self.sampled, self._wasted = 0, Counter[str]()
+        self._spans: list[tuple[float, float]] = []
 
     def busy(self, share: float) -> None:
         """Note which share of the slots has a request from now on."""
         now = self._clock()
         self._busy += (now - self._since) * self._share
+        if self._share and now > self._since:
+            if self._spans and self._spans[-1][1] == self._since:
+                self._spans[-1] = self._spans[-1][0], now
+            else:
+                self._spans.append((self._since, now))
         self._since, self._share = now, share
 
     def waste(self, reason: str, tokens: int) -> None:
         """Note tokens that no step will train on."""
         self._wasted[reason] += tokens
+
+    def worked(self) -> list[tuple[float, float]]:
+        """Return when any slot had a request, since the last call: begins and ends, of the clock."""
+        self.busy(self._share)
+        spans, self._spans = self._spans, []
+        return spans
 
     def next(self) -> dict[str, float]:
         """Return the metrics since the last step, and begin anew."""

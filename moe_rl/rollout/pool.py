@@ -8,18 +8,20 @@ train.
     UpdateSampler(n)  --------------------------->  loads the weights into the sampler
 
 It owns the sampler, the verifiers, the prompts, their ledger and the kept rollouts. Calls are answered in the order in
-which they come, so weights never change while a batch is sampled.
+which they come, so weights never change while a batch is sampled. In mode async it samples groups one by one instead,
+without a break, and weights go in beside (pool_groups.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
 import threading
-import time
 import traceback
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from moe_rl.clock import Clock
@@ -29,6 +31,11 @@ from moe_rl.messages import Channel, Message
 from moe_rl.models.hf import read_model
 from moe_rl.parent import belong_to
 from moe_rl.rollout import pool_wire as wire
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.fleet import ServerFleet
+from moe_rl.rollout.fleet_groups import FleetGroups
+from moe_rl.rollout.group_sampler import EngineGroups
+from moe_rl.rollout.pool_groups import GroupPool
 from moe_rl.rollout.rollouts import Rollouts, start_sampler
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
@@ -48,12 +55,25 @@ def main() -> None:
         try:
             call = line.receive()
             assert isinstance(call, wire.OpenPool)  # rank 0 sends it first, and only once
-            rollouts = _open(call.run_dir, call.config, stack)
+            with line.beating():
+                rollouts = _open(call.run_dir, call.config, stack)
         except Exception as error:
             line.answer(_failed(error))
             return
         engine = rollouts.engine
         line.answer(wire.PoolOpened(engine.vllm_version, engine.workers, engine.address))
+        if rollouts.config.pipeline.by_group:
+            assert isinstance(engine, ServerFleet | VllmEngine)
+            sampler = FleetGroups(engine) if isinstance(engine, ServerFleet) else EngineGroups(engine)
+            asyncio.run(_by_group(line, GroupPool(rollouts, sampler, call.run_dir)))
+        else:
+            _by_batch(line, rollouts)
+    os._exit(0)
+
+
+def _by_batch(line: _PoolLine, rollouts: Rollouts) -> None:
+    """Answer calls one by one until rank 0 closes."""
+    with line.beating():
         while not isinstance(call := line.receive(), wire.ClosePool):
             assert not isinstance(call, wire.OpenPool)
             try:
@@ -61,7 +81,26 @@ def main() -> None:
             except Exception as error:
                 reply = _failed(error)
             line.answer(reply)
-    os._exit(0)
+
+
+async def _by_group(line: _PoolLine, pool: GroupPool) -> None:
+    """Answer calls one by one until rank 0 closes, while groups are sampled and judged beside."""
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_SECONDS)
+            line.beat()
+
+    beats = asyncio.create_task(beat())
+    while not isinstance(call := await asyncio.to_thread(line.receive), wire.ClosePool):
+        assert not isinstance(call, wire.OpenPool)
+        try:
+            reply: Message = await pool.answer(call)
+        except Exception as error:
+            reply = _failed(error)
+        line.answer(reply)
+    beats.cancel()
+    await pool.close()
 
 
 def _open(run_dir: Path, config_file: Path, stack: ExitStack) -> Rollouts:
@@ -80,6 +119,9 @@ def _reply(rollouts: Rollouts, call: wire.Call) -> wire.Reply:
             parts: list[tuple[str, float, float]] = []
             rollouts.take(step, Clock(ended=lambda *part: parts.append(part)))
             return wire.BatchTaken(step, parts)
+        case wire.RetainSteps(steps):
+            rollouts.retain(steps)
+            return wire.StepsRetained()
         case wire.EvaluatePolicy(step):
             return wire.PolicyEvaluated(rollouts.evaluate(step))
         case wire.ScoreRuns(runs, shard):
@@ -89,6 +131,8 @@ def _reply(rollouts: Rollouts, call: wire.Call) -> wire.Reply:
         case wire.UpdateSampler(update):
             engine.update_weights(update)
             return wire.SamplerUpdated(engine.workers)
+        case wire.BeginGroups():
+            raise ValueError("only a pool of groups can begin groups")
 
 
 def _failed(error: Exception) -> wire.PoolFailed:
@@ -100,32 +144,47 @@ def _failed(error: Exception) -> wire.PoolFailed:
 
 
 class _PoolLine:
-    """Holds the socket to rank 0. A thread sends signs of life from each call on until it is answered."""
+    """Holds the socket to rank 0."""
 
     def __init__(self, channel: Channel):
-        self._channel, self._sending, self._works = channel, threading.Lock(), threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._channel, self._sending = channel, threading.Lock()
+        self._asked = False  # a call waits for its answer
 
     def receive(self) -> wire.OpenPool | wire.Call | wire.ClosePool:
         try:
             call = self._channel.receive()
         except (EOFError, OSError):
             return wire.ClosePool()
-        self._works.set()
+        self._asked = True
         return call
 
     def answer(self, reply: Message) -> None:
-        self._works.clear()
         with self._sending:
+            self._asked = False
             self._channel.send(reply)
 
-    def _beat(self) -> None:
-        while True:
-            self._works.wait()
-            time.sleep(_ALIVE_SECONDS)
-            with self._sending:
-                if self._works.is_set():
-                    self._channel.send(wire.PoolAlive())
+    def beat(self) -> None:
+        """Send a sign of life if a call waits for its answer."""
+        with self._sending:
+            if self._asked:
+                self._channel.send(wire.PoolAlive())
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Send signs of life from a thread, while this one may be busy for long."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(_ALIVE_SECONDS):
+                self.beat()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 if __name__ == "__main__":

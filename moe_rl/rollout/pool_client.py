@@ -13,7 +13,6 @@ from moe_rl.messages import Message
 from moe_rl.rollout import pool_wire as wire
 from moe_rl.rollout.child_process import ChildProcess
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch
-from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.trace import TraceStore
@@ -41,6 +40,7 @@ class PooledSampler:
         )
         self._asked = 0  # the step whose batch the pool samples; 0: none
         self._taken = 0  # the step whose batch came last
+        self._begun = False  # whether the pool samples groups
         try:
             seconds = 2 * config.rollout.startup_timeout_seconds  # the sampler has that time of its own
             reply = self._child.start(wire.OpenPool(run_dir, config_file), wire.PoolOpened, seconds)
@@ -67,6 +67,25 @@ class PooledSampler:
         taken = self._checked(self._child.receive(), wire.BatchTaken)
         self._taken, self._asked = taken.step, 0
         return taken.parts
+
+    def begin_groups(self, step: int, version: int) -> list[str]:
+        """Let the pool sample groups without a break, unless it does.
+
+        Args:
+            step: the next step that needs a batch.
+            version: the weights that the sampler has.
+
+        Returns:
+            Messages about groups that an earlier process has left and that cannot be used.
+        """
+        if self._begun:
+            return []
+        self._begun = True
+        return self._call(wire.BeginGroups(step, version), wire.GroupsBegun).unusable
+
+    def retain(self, steps: set[int]) -> None:
+        """Delete the kept rollouts of all steps but these."""
+        self._call(wire.RetainSteps(steps), wire.StepsRetained)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of an evaluation, see Rollouts.evaluate."""
@@ -115,23 +134,27 @@ class PooledRollouts:
 
     Attributes:
         left_behind: as in Rollouts.
+        unusable: as in Rollouts.
     """
 
     def __init__(self, config: Config, task: TaskPrompts, engine: PooledSampler, run_dir: Path, store: TraceStore):
-        self.engine, self.ahead, self.steps = engine, config.pipeline.lag, config.run.steps
+        self.engine, self.pipeline, self.steps = engine, config.pipeline, config.run.steps
         self.source = PromptSource(task.train, config.run.seed)
-        self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
+        self.ledger = PromptLedger.of_run(run_dir, config.pipeline)
         self.kept = KeptRollouts(run_dir / "rollouts", store)
         self.left_behind: RolloutBatch | None = None
+        self.unusable: list[str] = []
 
     def take(self, step: int, clock: Clock) -> RolloutBatch:
         """Return the batch of a step when the pool has it, and let the pool go on with the next one."""
         batch, self.left_behind = self.left_behind, None
+        if self.pipeline.by_group:
+            self.unusable += self.engine.begin_groups(step + (batch is not None), version=step - 1)
         if batch is None:
             self.engine.begin(step)
             self.settle(clock)
             batch = self.kept.load(step)
-        if self.ahead and step < self.steps:
+        if self.pipeline.ahead and step < self.steps:
             self.engine.begin(step + 1)
         return batch
 
@@ -145,3 +168,10 @@ class PooledRollouts:
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of an evaluation, see Rollouts.evaluate."""
         return self.engine.evaluate(step)
+
+    def retain(self, steps: set[int]) -> None:
+        """Delete the kept rollouts of all steps but these, with their trace shards."""
+        if self.pipeline.by_group:  # the pool knows which shards are of groups that wait for a step
+            self.engine.retain(steps)
+        else:
+            self.kept.retain(steps)

@@ -21,10 +21,23 @@ class OpenPool(Message, frozen=True):
     config: Path
 
 
+class BeginGroups(Message, frozen=True):
+    """Says that the sampler has the weights `version`, and `step` is the next one that needs a batch."""
+
+    step: int
+    version: int
+
+
 class TakeBatch(Message, frozen=True):
     """Asks for the batch of a step. It is then in the folder of kept rollouts."""
 
     step: int
+
+
+class RetainSteps(Message, frozen=True):
+    """Deletes the rollouts of all steps but these."""
+
+    steps: set[int]
 
 
 class EvaluatePolicy(Message, frozen=True):
@@ -60,6 +73,16 @@ class PoolOpened(Message, frozen=True):
 
 class PoolAlive(Message, frozen=True):
     """Says that the process runs."""
+
+
+class GroupsBegun(Message, frozen=True):
+    """Answers BeginGroups with messages about kept groups that cannot be used."""
+
+    unusable: list[str]
+
+
+class StepsRetained(Message, frozen=True):
+    pass
 
 
 class BatchTaken(Message, frozen=True):
@@ -99,7 +122,7 @@ class PoolFailed(Message, frozen=True):
     message: str
 
 
-Call = TakeBatch | EvaluatePolicy | ScoreRuns | AskPoolCounts | UpdateSampler
-Reply = BatchTaken | PolicyEvaluated | RunsScored | PoolCounted | SamplerUpdated
+Call = BeginGroups | TakeBatch | RetainSteps | EvaluatePolicy | ScoreRuns | AskPoolCounts | UpdateSampler
+Reply = GroupsBegun | BatchTaken | StepsRetained | PolicyEvaluated | RunsScored | PoolCounted | SamplerUpdated
 CALLS: Decoder[OpenPool | Call | ClosePool] = decoder(OpenPool | Call | ClosePool)
 REPLIES: Decoder[PoolOpened | PoolAlive | Reply | PoolFailed] = decoder(PoolOpened | PoolAlive | Reply | PoolFailed)

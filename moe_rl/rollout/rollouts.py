@@ -3,6 +3,7 @@ engine in a child process, or the servers that the config names."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name, shards_of
 from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
 from moe_rl.rollout.sampler import Sampler
-from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.tasks.tokenizer import stop_tokens
@@ -26,6 +26,11 @@ from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
 from moe_rl.vllm.wire import EngineSettings
+
+Asked = tuple[int, GenerateRequest]
+"""A request of an evaluation, with the place of its held-out prompt."""
+
+EVALUATED = ("eval-sampled", "eval-greedy")
 
 
 def start_sampler(config: Config, facts: ModelFacts, run_dir: Path) -> Sampler:
@@ -68,6 +73,7 @@ class Rollouts:
 
     Attributes:
         left_behind: the batch of the next step, if an earlier process of this run sampled it.
+        unusable: what an earlier process has left and is sampled again, as messages.
     """
 
     def __init__(
@@ -84,10 +90,11 @@ class Rollouts:
         self.stop_tokens = stop_tokens(config, facts)
         self.batches = Batches(config, task.codec, run_dir / "trace")
         self.source = PromptSource(task.train, config.run.seed)
-        self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
+        self.ledger = PromptLedger.of_run(run_dir, config.pipeline)
         self.kept = KeptRollouts(run_dir / "rollouts", store)
         self.heldout = task.evaluated(config)
         self.left_behind: RolloutBatch | None = None
+        self.unusable: list[str] = []
 
     def take(self, step: int, clock: Clock) -> RolloutBatch:
         """Collect the batch of a step, and keep it on disk with its routes."""
@@ -156,12 +163,26 @@ class Rollouts:
     def settle(self, clock: Clock) -> None:
         """Do nothing: nothing is sampled beside training."""
 
+    def retain(self, steps: Container[int]) -> None:
+        """Delete the kept rollouts of all steps but these, with their trace shards."""
+        self.kept.retain(steps)
+
     def evaluate(self, step: int) -> dict[str, float]:
         """Return pass rates on held-out prompts, as each source asks for them. Prompts and seeds are the same at every
         call."""
+        answers = []
+        for name, asked in zip(EVALUATED, self.evaluation(), strict=True):
+            completions = self.engine.generate([one for _, one in asked], shard=f"{name}-step{step:06d}")
+            places = [place for place, _ in asked]
+            answers.append((places, self._judge([self.heldout[place][1] for place in places], completions)))
+        return self.rates(answers)
+
+    def evaluation(self) -> list[list[Asked]]:
+        """Return the requests of an evaluation for sampled completions and for greedy ones. Nothing trains on what they
+        give, so it is not recorded."""
         rollout = self.config.rollout
-        sampled: list[tuple[int, GenerateRequest]] = []
-        greedy: list[tuple[int, GenerateRequest]] = []
+        sampled: list[Asked] = []
+        greedy: list[Asked] = []
         for p, (source, prompt) in enumerate(self.heldout):
             temperature = rollout.temperature if source.temperature is None else source.temperature
             if temperature:
@@ -171,27 +192,25 @@ class Rollouts:
                     sampled.append((p, replace(self.request(key, prompt.token_ids, temperature), top_p=top_p)))
             if source.greedy or not temperature:
                 greedy.append((p, self.request(f"eval/greedy/p{p}", prompt.token_ids, 0.0)))
-        passed = self._passed(sampled, f"eval-sampled-step{step:06d}")
-        passed_greedy = self._passed(greedy, f"eval-greedy-step{step:06d}")
+        return [[(p, replace(request, record=False)) for p, request in asked] for asked in (sampled, greedy)]
+
+    def rates(self, answers: Seq[tuple[Seq[int], Seq[Verdict]]]) -> dict[str, float]:
+        """Return the metrics of an evaluation.
+
+        Args:
+            answers: for sampled and for greedy completions, the places of their held-out prompts, and their verdicts.
+        """
+        passed: list[list[list[bool | None]]] = []
+        for places, verdicts in answers:
+            passed.append([[] for _ in self.heldout])
+            for place, verdict in zip(places, verdicts, strict=True):
+                passed[-1][place].append(self.batches.passes(verdict))
         return eval_metrics(
             [
                 PromptResult(source, prompt.level, samples or at_zero, at_zero)
-                for (source, prompt), samples, at_zero in zip(self.heldout, passed, passed_greedy, strict=True)
+                for (source, prompt), samples, at_zero in zip(self.heldout, *passed, strict=True)
             ]
         )
-
-    def _passed(self, asked: Seq[tuple[int, GenerateRequest]], shard: str) -> list[list[bool | None]]:
-        """Send requests, each with the place of its held-out prompt. Return for every such prompt which of its
-        completions passed."""
-        passed: list[list[bool | None]] = [[] for _ in self.heldout]
-        if not asked:
-            return passed
-        # Nothing trains on these completions.
-        completions = self.engine.generate([replace(one, record=False) for _, one in asked], shard=shard)
-        verdicts = self._judge([self.heldout[p][1] for p, _ in asked], completions)
-        for (p, _), verdict in zip(asked, verdicts, strict=True):
-            passed[p].append(self.batches.passes(verdict))
-        return passed
 
     def request(self, key: str, prompt_token_ids: tuple[int, ...], temperature: float) -> GenerateRequest:
         """Return a request of the run, see `generate_request`."""

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import xxhash
 
+from moe_rl.config.pipeline import PipelineConfig
 from moe_rl.disk import sync, write_all, write_whole, writing
 from moe_rl.errors import About, DataError, Problem, describe
 from moe_rl.tasks.prompts import PromptSource
@@ -108,6 +109,11 @@ class PromptLedger:
     def __init__(self, path: Path | str, *, in_order: bool = True):
         self.path, self.in_order = Path(path), in_order
         self._ended: Ended | None = None  # what the lines say; None: not read yet, or a write has failed
+
+    @classmethod
+    def of_run(cls, run_dir: Path, pipeline: PipelineConfig) -> PromptLedger:
+        """Return the ledger of a run."""
+        return cls(run_dir / FILE, in_order=not pipeline.by_group)
 
     @property
     def torn(self) -> Problem | None:
@@ -214,7 +220,7 @@ class PromptLedger:
         self._ended = None
         return dropped
 
-    def verify(self, source: PromptSource, steps: int | None = None) -> None:
+    def verify(self, source: PromptSource, steps: int | None = None, *, whole: bool = True) -> None:
         """Prove that every prompt of the source ended exactly once, from cursor 0 to the last one that a line names.
 
         Prompts that are still sampled have no line, so an asynchronous run can prove this only at its end, when its
@@ -222,6 +228,7 @@ class PromptLedger:
 
         Args:
             steps: how many lines of steps there must be. Without it, lines lost at the end cannot be noticed.
+            whole: whether no prompt may be left that others have overtaken.
 
         Raises:
             DataError: it names the first line that is wrong.
@@ -234,7 +241,7 @@ class PromptLedger:
             if entry.prompts != expected:
                 at = next(i for i, (got, want) in enumerate(zip(entry.prompts, expected, strict=True)) if got != want)
                 raise self._wrong(number, "prompt", entry.prompts[at], f"{expected[at]}, at cursor {cursors[at]}")
-        if ended.above:
+        if whole and ended.above:
             raise self._wrong(len(lines), "end", f"prompt {max(ended.above)} ended", f"prompt {ended.floor} too")
         if tail:
             raise DataError(

@@ -137,7 +137,7 @@ def restore(trainer: Trainer, done: int) -> None:
         checkpoints.name_best(trainer.folder.checkpoints, trainer.progress.best_step)
         main.rollouts.left_behind = _take_left_behind(trainer, main, done)
         entered = done + (main.rollouts.left_behind is not None)
-        main.rollouts.ledger.verify(main.rollouts.source, steps=entered)
+        main.rollouts.ledger.verify(main.rollouts.source, steps=entered, whole=not trainer.config.pipeline.by_group)
         trainer.kept.retain(range(entered + 1))
         trainer.store.collect_garbage()
         for shard in trainer.store.unpublished():
@@ -229,11 +229,10 @@ def left_behind(
     entry = ledger.find(step - 1)
     if entry is None:
         raise DataError(describe("its rollouts were not finished", got="no line for the step in the prompt ledger"))
-    first = ledger.ended(step - 1).floor
-    prompts = [prompt.id for prompt in source.at(first, len(entry.prompts))]
-    if (entry.cursors[0][0], entry.prompts) != (first, prompts):
-        got, expected = ((at, ids[:1]) for at, ids in ((entry.cursors[0][0], entry.prompts), (first, prompts)))
-        raise _other("prompts", f"{got[1]} from cursor {got[0]}", f"{expected[1]} from cursor {expected[0]}")
+    ledger.check(step)
+    prompts = [prompt.id for first, count in entry.cursors for prompt in source.at(first, count)]
+    if entry.prompts != prompts:
+        raise _other("prompts", f"{entry.prompts[:1]} from cursor {entry.cursors[0][0]}", f"{prompts[:1]}")
     batch = kept.load(step)
     if batch.digest != entry.completions:
         raise _other("completions", f"digest {batch.digest}", f"{entry.completions} as in the prompt ledger")

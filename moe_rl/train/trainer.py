@@ -163,6 +163,9 @@ class Trainer:
                 batch = main.rollouts.take(step, clock)
             if self.peers.asked:
                 batch = None
+            for unusable in main.rollouts.unusable:
+                main.log.note(unusable)
+            main.rollouts.unusable.clear()
             if batch is not None:
                 self._rest(main, clock)
         with self.peers.phase("receive rollout", step):
@@ -342,8 +345,9 @@ class Trainer:
         raise Stopped(f"{why} and did after step {done}, with {kept}")
 
     def _retain_rollouts(self, step: int) -> None:
-        last, ahead = self.config.replay.keep_shards, self.config.pipeline.lag
-        self.kept.retain(kept_steps(step, last, self.checkpoints.steps(), ahead))
+        if self.main is not None:
+            last, ahead = self.config.replay.keep_shards, self.config.pipeline.ahead
+            self.main.rollouts.retain(kept_steps(step, last, self.checkpoints.steps(), ahead))
 
     def report(self, done: int, collapse: CollapseError | None, early: str) -> None:
         """End the run: verify the prompt ledger, write summary.json and report.html.
@@ -356,7 +360,8 @@ class Trainer:
                 rollouts = self.main.rollouts
                 if early or collapse:  # the batch of the next step may have been sampled
                     rollouts.ledger.rewind(done)
-                rollouts.ledger.verify(rollouts.source, steps=done)
+                # A run that ends early leaves groups that have begun.
+                rollouts.ledger.verify(rollouts.source, steps=done, whole=not (early or collapse))
                 facts = self._facts(rollouts.engine.vllm_version)
                 facts |= {"collapse": collapse and str(collapse), "ended_early": early or None}
                 summarize(self.folder.path, facts)

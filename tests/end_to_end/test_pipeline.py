@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from moe_rl.config.load import load_config
 from moe_rl.report.timeline import read_timeline, windows
 from moe_rl.rollout.kept import KeptRollouts
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
 from tests.end_to_end.conftest import Launch, config, finished, rows
+from tests.support.task import task_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -94,3 +98,68 @@ def test_a_batch_that_is_lost_is_sampled_again_and_told(ahead, tmp_path):
     assert run.wait() == 0, run.text()[-4000:]
     assert "Step 5 is sampled again" in run.text() and "damaged" in run.text()
     assert versions(folder, 5) == {4}
+
+
+ASYNC = [
+    "pipeline.mode=async",
+    "rollout.sleep_level=0",
+    "replay.native_every=0",
+    "rollout.dynamic_sampling_rounds=1",
+    "objective.old_logprobs=sampler",
+]
+
+
+def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(tmp_path_factory):
+    settings = ["run.steps=3", "checkpoint.every_steps=3", "rollout.dynamic_sampling_rounds=2"]
+    sync, asynchronous = (
+        finished(tmp_path_factory, name, *ASYNC, *settings, *mode).folder
+        for name, mode in (("as_sync", ["pipeline.mode=sync"]), ("without_lag", ["pipeline.max_staleness=0"]))
+    )
+    assert rows(sync) == rows(asynchronous) != []
+    assert tensors(sync, 3) == tensors(asynchronous, 3) != {}
+
+
+def proven(folder: Path) -> list[dict]:
+    """The lines of the ledger of a finished run, after the proof that every prompt ended exactly once."""
+    config = load_config(folder / "config.yaml")
+    ledger = PromptLedger.of_run(folder, config.pipeline)
+    ledger.verify(PromptSource(task_of(config).train, config.run.seed), steps=config.run.steps)
+    return [json.loads(line) for line in ledger.path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_groups_are_never_too_old_and_each_prompt_ends_once_also_after_a_kill(tmp_path, kv):
+    run = Launch(
+        tmp_path,
+        *config(f"run.runs_dir={tmp_path}", *ASYNC, "pipeline.max_staleness=2", f"pipeline.kv={kv}", "run.steps=6"),
+    )
+    run.until(lambda: "\n 3/6" in run.text())
+    run.kill()
+    folder = run.folder
+    again = Launch(tmp_path, "--resume", folder)
+    assert again.wait() == 0, again.text()[-4000:]
+    trained = [row for row in rows(folder) if row["kind"] == "train"]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
+    assert max(row["pipeline/staleness_max"] for row in trained) in (1, 2)
+    assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in trained)
+    lines = proven(folder)
+    assert all(len(line["prompts"]) == 16 for line in lines)
+    # a step's batch is what its line says
+    kept = batches(folder)
+    for step in kept.steps():
+        cursors = [at for first, count in lines[step - 1]["cursors"] for at in range(first, first + count)]
+        assert list(dict.fromkeys(kept.load(step).group_ids)) == cursors
+
+
+def test_a_stopped_run_goes_on_with_the_groups_that_it_had_begun(tmp_path):
+    run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *ASYNC, "pipeline.max_staleness=2", "run.steps=5"))
+    run.until(lambda: "\n 2/5" in run.text())
+    for rank in (0, 1):
+        os.kill(run.rank_pid(rank), signal.SIGTERM)
+    assert run.wait() != 0 and "the run was asked to stop" in run.text()
+    folder = run.folder
+    left = {path.name for path in (folder / "groups").glob("*.group")}
+    again = Launch(tmp_path, "--resume", folder)
+    assert again.wait() == 0, again.text()[-4000:]
+    assert left and not list((folder / "groups").glob("*.group"))
+    assert len(proven(folder)) == 5

@@ -11,7 +11,7 @@ import pytest
 from moe_rl.config.load import load_config
 from moe_rl.errors import EngineError, PipelineError, RewardError, TraceError
 from moe_rl.report.registry import find
-from moe_rl.rollout.group_feed import GroupFeed
+from moe_rl.rollout.group_feed import GroupFeed, sample_beside
 from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.group_sampler import ServerLost
 from moe_rl.rollout.kept import shards_of
@@ -403,7 +403,7 @@ def test_other_requests_are_sampled_beside_the_groups_also_when_a_server_is_lost
         async with rig.feed:
             training = asyncio.create_task(rig.train())
             requests = [rig.rollouts.request(f"e{n}", (n % 3,), 1.0) for n in range(12)]
-            sampling = asyncio.create_task(rig.feed.sample(requests, shard="eval"))
+            sampling = asyncio.create_task(sample_beside(rig.feed.sampler, requests, shard="eval"))
             await asyncio.sleep(2.5)
             rig.servers.fail(0)
             completions = await sampling

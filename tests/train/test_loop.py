@@ -66,7 +66,7 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
             SimpleNamespace(phase=phase),
             SimpleNamespace(),
             SimpleNamespace(),
-            SimpleNamespace(take=take),
+            SimpleNamespace(take=take, unusable=[]),
             SimpleNamespace(),
         ),
         peers=SimpleNamespace(phase=phase, to_be_left=nullcontext, asked=False),

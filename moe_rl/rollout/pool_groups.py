@@ -1,0 +1,93 @@
+"""Answers rank 0's calls to a pool that samples groups one by one, see `group_feed`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from moe_rl.config.pipeline import PipelineConfig
+from moe_rl.rollout import pool_wire as wire
+from moe_rl.rollout.group_feed import GroupFeed, sample_beside
+from moe_rl.rollout.group_files import GroupFiles
+from moe_rl.rollout.group_sampler import GroupSampler
+from moe_rl.rollout.rollouts import EVALUATED, Rollouts
+from moe_rl.types import Verdict
+from moe_rl.weights.update import WeightUpdate
+
+
+class GroupPool:
+    """Owns the feed of groups, which begins when rank 0 says with which step and weights."""
+
+    def __init__(self, rollouts: Rollouts, sampler: GroupSampler, run_dir: Path):
+        self._rollouts, self._sampler = rollouts, sampler
+        self._files = GroupFiles(run_dir / "groups", rollouts.store)
+        self._feed: GroupFeed | None = None
+
+    async def answer(self, call: wire.Call) -> wire.Reply:
+        match call:
+            case wire.BeginGroups(step, version):
+                return wire.GroupsBegun(await self._begin(step, version))
+            case wire.TakeBatch(step):
+                assert self._feed is not None  # rank 0 begins the groups first
+                await self._feed.take(step)
+                return wire.BatchTaken(step, self._feed.worked())
+            case wire.RetainSteps(steps):
+                if self._feed is None:
+                    self._rollouts.retain(steps)
+                else:
+                    self._feed.retain(steps)
+                return wire.StepsRetained()
+            case wire.EvaluatePolicy(step):
+                return wire.PolicyEvaluated(await self._evaluate(step))
+            case wire.ScoreRuns(runs, shard):
+                return wire.RunsScored(await self._sampler.score(runs, shard=shard))
+            case wire.AskPoolCounts():
+                return wire.PoolCounted(await self._sampler.counts())
+            case wire.UpdateSampler(update):
+                await (self._load(update) if self._feed is None else self._feed.update(update))
+                return wire.SamplerUpdated(self._rollouts.engine.workers)
+
+    async def close(self) -> None:
+        """Keep what was sampled of groups, for the next pool of the run."""
+        if self._feed is not None:
+            await self._feed.stop()
+
+    async def _begin(self, step: int, version: int) -> list[str]:
+        """Begin to sample groups. Return messages about groups of an earlier process that cannot be used."""
+        config = self._rollouts.config
+        pipeline: PipelineConfig = config.pipeline
+        self._feed = GroupFeed(
+            self._rollouts,
+            self._sampler,
+            self._files,
+            step=step,
+            version=version,
+            staleness=pipeline.lag,
+            spare=math.ceil(pipeline.oversample * config.rollout.prompts_per_step),
+            patient=pipeline.late == "wait",
+            recompute=pipeline.kv == "recompute",
+            exact=pipeline.segments == "exact",
+        )
+        await self._feed.__aenter__()
+        return self._feed.unusable
+
+    async def _load(self, update: WeightUpdate) -> None:
+        """Load one part of weights before any group has begun."""
+        if update.number == 0:
+            await self._sampler.pause()
+        await self._sampler.take_weights(update)
+        if update.final:
+            await self._sampler.resume()
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """Sample held-out prompts beside the groups, and return the metrics."""
+        rollouts, answers = self._rollouts, []
+        for name, asked in zip(EVALUATED, rollouts.evaluation(), strict=True):
+            places, verdicts = [place for place, _ in asked], list[Verdict]()
+            if asked:
+                shard = f"{name}-step{step:06d}"
+                completions = await sample_beside(self._sampler, [one for _, one in asked], shard=shard)
+                items = rollouts.batches.items([rollouts.heldout[place][1] for place in places], completions)
+                verdicts = await rollouts.verifiers.judge(items)
+            answers.append((places, verdicts))
+        return rollouts.rates(answers)
