@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from moe_rl.errors import PipelineError, describe
+from moe_rl.errors import EngineError, PipelineError, describe
 from moe_rl.rollout.batches import PromptGroup, discarded
 from moe_rl.rollout.fleet import assign
 from moe_rl.rollout.group_files import GroupFiles, KeptGroup
@@ -314,6 +314,8 @@ class GroupFeed:
             self._usage.waste("cut", len(piece.token_ids))
         elif piece.token_ids:
             work.pieces[at].append(piece)
+        elif piece.finish_reason != "abort":
+            raise EngineError(describe("a request ended without a token", where={"request": piece.key}))
 
     def _free(self, work: _Work, requests: int) -> None:
         """Give the slots of requests that have ended to other groups."""

@@ -440,6 +440,20 @@ def test_a_failure_of_the_sampler_ends_the_wait(tmp_path):
         run(main())
 
 
+def test_a_request_without_a_token_is_not_asked_again_for_ever(tmp_path):
+    async def main():
+        rig = Rig(tmp_path)
+        rig.servers.sample = empty
+        async with rig.feed:
+            await rig.train()
+
+    async def empty(request, shard, leave):
+        return Completion(request.key, request.prompt_token_ids, (), np.empty(0, np.float32), "stop", (), None)
+
+    with refused(EngineError, request={f"g{n}/c0" for n in range(6)}):
+        run(main())
+
+
 def test_a_completion_that_is_older_than_its_group_is_refused(tmp_path):
     async def main():
         rig = Rig(tmp_path, done=0)
