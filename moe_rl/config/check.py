@@ -131,6 +131,13 @@ def _pipeline_problems(config: Config) -> Iterator[Problem]:
             got="cuda_ipc",
             expected="another way, and a sampler on GPUs of its own",
         )
+    if config.pipeline.kv == "recompute" and config.rollout.stop:
+        yield describe(
+            "every update would begin unfinished completions anew, because a text that ends one may lie across the cut",
+            where={"key": "pipeline.kv", "given": f"rollout.stop is {list(config.rollout.stop)}"},
+            got="recompute",
+            expected="keep",
+        )
 
 
 def _batch_problems(config: Config) -> Iterator[Problem]:

@@ -53,12 +53,14 @@ class PipelineConfig(Section):
         return int(self.mode == "one_step_off")
 
     def problems(self) -> Iterator[Problem]:
+        keys, given, do = ("kv", "segments", "late", "oversample"), "pipeline.max_staleness is 0", "raise it"
         if self.mode != "async":
-            for key in ("max_staleness", "kv", "segments", "late", "oversample"):
-                if (value := getattr(self, key)) != type(self).model_fields[key].default:
-                    yield describe(
-                        "only asynchronous sampling has this",
-                        where={"key": f"pipeline.{key}", "given": f"pipeline.mode is {self.mode}"},
-                        got=value,
-                        do=f"set pipeline.mode to async, or remove pipeline.{key}",
-                    )
+            keys, given, do = ("max_staleness", *keys), f"pipeline.mode is {self.mode}", "set it to async"
+        for key in keys if not self.by_group else ():
+            if (value := getattr(self, key)) != type(self).model_fields[key].default:
+                yield describe(
+                    "only groups that are sampled without a break have this",
+                    where={"key": f"pipeline.{key}", "given": given},
+                    got=value,
+                    do=f"{do}, or remove pipeline.{key}",
+                )
