@@ -53,7 +53,8 @@ class PipelineConfig(Section):
         return int(self.mode == "one_step_off")
 
     def problems(self) -> Iterator[Problem]:
-        keys, given, do = ("kv", "segments", "late", "oversample"), "pipeline.max_staleness is 0", "raise it"
+        keys: tuple[str, ...] = "kv", "segments", "late", "oversample"
+        given, do = "pipeline.max_staleness is 0", "raise it"
         if self.mode != "async":
             keys, given, do = ("max_staleness", *keys), f"pipeline.mode is {self.mode}", "set it to async"
         for key in keys if not self.by_group else ():
