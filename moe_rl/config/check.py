@@ -124,6 +124,13 @@ def _pipeline_problems(config: Config) -> Iterator[Problem]:
             got=level,
             expected=0,
         )
+    if config.pipeline.by_group and config.rollout.capture == "native":
+        yield describe(
+            "vLLM's own capture does not say which weights made which row",
+            where={"key": "rollout.capture", "given": f"pipeline.max_staleness is {config.pipeline.lag}"},
+            got="native",
+            expected="patch or worker",
+        )
     if mode != "sync" and config.rollout.weight_transfer == "cuda_ipc":
         yield describe(
             "goes through a GPU that trainer and sampler share, and they work at the same time",

@@ -18,6 +18,7 @@ from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
 from tests.end_to_end.conftest import Launch, config, finished, rows
 from tests.support.task import task_of
+from tools.dev.runs import still_running
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -163,3 +164,37 @@ def test_a_stopped_run_goes_on_with_the_groups_that_it_had_begun(tmp_path):
     assert again.wait() == 0, again.text()[-4000:]
     assert left and not list((folder / "groups").glob("*.group"))
     assert len(proven(folder)) == 5
+
+
+STRIKES = {
+    "the pool is stopped": ("moe_rl.rollout.pool", signal.SIGSTOP, "The pool hangs"),
+    "the engine is killed": ("moe_rl.vllm.child", signal.SIGKILL, "The vLLM engine died"),
+    "the engine is stopped": ("moe_rl.vllm.child", signal.SIGSTOP, "The vLLM engine hangs"),
+    "a rank is killed": ("", signal.SIGKILL, "rank 1"),
+    "a verifier is killed": ("moe_rl.tasks.verifier_worker", signal.SIGKILL, ""),
+}
+
+
+@pytest.mark.parametrize("strike", STRIKES)
+def test_whoever_is_struck_while_groups_are_sampled_is_named(tmp_path, strike):
+    """A verifier is replaced. Every other loss ends the run by name, and the resumed run ends each prompt once."""
+    module, number, told = STRIKES[strike]
+    settings = ["pipeline.max_staleness=2", "run.steps=5", "run.peer_timeout_seconds=15"]
+    run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *ASYNC, *settings))
+    run.until(lambda: "\n 3/5" in run.text())
+    everyone = run.processes()
+    if module:
+        command = module.encode()
+        pid = next(p for p in everyone if command in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0"))
+    else:
+        pid = run.rank_pid(1)
+    os.kill(pid, number)
+    status = run.wait()
+    assert still_running(everyone, within=20) == []
+    if told:
+        assert status != 0 and told in run.text(), run.text()[-4000:]
+        again = Launch(tmp_path, "--resume", run.folder)
+        assert again.wait() == 0, again.text()[-4000:]
+    else:
+        assert status == 0, run.text()[-4000:]
+    assert len(proven(run.folder)) == 5
