@@ -4,7 +4,8 @@ config.yaml     resolved config           metrics.jsonl   one line a step       
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
 rollouts/       what steps trained on     engine.log      the sampler's output
 samples.jsonl   some sequences a step     history.jsonl   each start of the run export/         step-<n>
-timeline.jsonl  who worked when
+timeline.jsonl  who worked when           groups/         groups that no step has taken yet
+pool.log        the output of the pool that samples while the ranks train
 trackers/       what each tracker has got, and its log
 summary.json, report.html                 run.lock        locked by every rank while it runs; says where rank 0 is
 

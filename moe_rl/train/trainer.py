@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moe_rl import checkpoint_folder
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
-from moe_rl.errors import CollapseError, Stopped
+from moe_rl.errors import CollapseError, ConfigError, Stopped, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.exporting import Exports
 from moe_rl.megatron.hf_files import Trained
@@ -142,6 +142,16 @@ class Trainer:
         """Start the sampler and the verifiers, in a pool beside this process if they work while the ranks train."""
         config, run_dir = self.config, self.folder.path
         if config.pipeline.mode != "sync":
+            if world.device().type == "cuda" and not config.rollout.servers:
+                raise ConfigError(
+                    describe(
+                        "a sampler that works while the ranks train would share their GPUs",
+                        where={"key": "pipeline.mode", "given": "rollout.servers is empty"},
+                        got=config.pipeline.mode,
+                        expected="sync",
+                        do="start servers with moe-rl serve and name them in rollout.servers, or choose sync",
+                    )
+                )
             pool = stack.enter_context(closing(PooledSampler(config, run_dir, self.folder.config)))
             return PooledRollouts(config, task, pool, run_dir, self.store)
         verifiers = stack.enter_context(VerifierPool.of(config.task))

@@ -61,6 +61,19 @@ def test_a_good_config_has_no_problems(found):
     [
         (["report.trackers=[wandb, wandb]"], ["report.trackers", "wandb, wandb"]),
         (["export.keep_last=2"], ["export.keep_last", "export.every_steps is null"]),
+        (["pipeline.kv=recompute"], ["pipeline.kv", "pipeline.mode is sync", "got recompute"]),
+        (["pipeline.mode=one_step_off", "pipeline.max_staleness=2"], ["pipeline.max_staleness", "one_step_off"]),
+        (
+            ["pipeline.mode=async", "pipeline.max_staleness=0", "pipeline.late=drop"],
+            ["pipeline.late", "pipeline.max_staleness is 0"],
+        ),
+        (["pipeline.mode=one_step_off", "rollout.sleep_level=1"], ["rollout.sleep_level", "got 1", "expected 0"]),
+        (["pipeline.mode=async", "rollout.capture=native"], ["rollout.capture", "pipeline.max_staleness is 1"]),
+        (
+            ["pipeline.mode=async", "pipeline.kv=recompute", "rollout.stop=['##']"],
+            ["pipeline.kv", "rollout.stop is", "expected keep"],
+        ),
+        (["pipeline.mode=later"], ["pipeline.mode", "later"]),
         (["model.path=/nowhere"], ["model.path", "/nowhere"]),
         (["task.train.0.data=/nowhere"], ["task.train.0.data", "/nowhere"]),
         (["task.heldout.0.data=/nowhere"], ["task.heldout.0.data", "/nowhere"]),
