@@ -1,6 +1,12 @@
-"""Compares the modes of `pipeline.mode`: `python benchmarks/pipeline.py --simulated [--json FILE]`.
+"""Compares the modes of `pipeline.mode`: `python benchmarks/pipeline.py [--rounds 1] [--steps 6] [--json FILE]`.
 
---simulated: on a modelled cluster, see benchmarks/simulate_pipeline.py. The result is under "simulated" in the file.
+It runs the demo in every mode, see benchmarks/pipeline_runs.py, and prints the ratios to sync:
+
+    ratio_one_step_off_to_sync, ratio_async_to_sync                     as the demo is
+    ratio_one_step_off_to_sync_latency, ratio_async_to_sync_latency     with verifiers that take a long-tailed time
+
+--simulated: compare them on a modelled cluster instead, see benchmarks/simulate_pipeline.py. The result is then under
+"simulated" in the file.
 """
 
 from __future__ import annotations
@@ -9,18 +15,24 @@ import argparse
 import json
 from pathlib import Path
 
+from pipeline_runs import measured
 from simulate_pipeline import simulated
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulated", action="store_true", required=True, help="simulate a cluster")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each mode")
+    parser.add_argument("--simulated", action="store_true", help="simulate a cluster, and run nothing")
     parser.add_argument("--ranks", type=int, default=64, help="GPUs of the simulated cluster, a multiple of 16")
     parser.add_argument("--seeds", type=int, default=3, help="simulations of each mode, with other lengths")
-    parser.add_argument("--steps", type=int, default=24, help="simulated steps after the warm-up")
+    parser.add_argument("--steps", type=int, help="steps of a run after the warm-up: by default 6, simulated 24")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    result = {"simulated": simulated(ranks=options.ranks, seeds=options.seeds, steps=options.steps)}
+    result: dict[str, object]
+    if options.simulated:
+        result = {"simulated": simulated(ranks=options.ranks, seeds=options.seeds, steps=options.steps or 24)}
+    else:
+        result = measured(rounds=options.rounds, steps=options.steps or 6)
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
