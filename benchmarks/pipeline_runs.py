@@ -1,7 +1,7 @@
 """Measures the modes of `pipeline.mode` on this machine: real vLLM, two Megatron ranks, the demo's config.
 
 Every mode runs as it is, and with verifiers that take a long-tailed time (slow_verifier.py), one mode after the other
-and all of them once a round, so that other work on the machine disturbs all alike. A run is ended as soon as it has
+and all of them once a round, every second round backwards, so that other work on the machine disturbs all alike. A run is ended as soon as it has
 taken its steps. The first WARMUP steps count for nothing: all modes begin with an empty pipeline.
 """
 
@@ -63,7 +63,7 @@ def measured(*, rounds: int, steps: int) -> dict[str, object]:
     groups = load_config(CONFIG).rollout.prompts_per_step
     found: dict[tuple[str, str], list[list[Window]]] = {(end, mode): [] for end in CONDITIONS for mode in MODES}
     for number in range(rounds):
-        for end, mode in found:
+        for end, mode in list(found)[:: -1 if number % 2 else 1]:
             print(f"round {number + 1} of {rounds}: {mode}{end}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory() as folder:
                 found[end, mode].append(_windows(Path(folder), [*MODES[mode], *CONDITIONS[end]], WARMUP + steps))
