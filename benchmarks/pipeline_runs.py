@@ -1,8 +1,9 @@
 """Measures the modes of `pipeline.mode` on this machine: real vLLM, two Megatron ranks, the demo's config.
 
-Every mode runs as it is, and with verifiers that take a long-tailed time (slow_verifier.py), one mode after the other
-and all of them once a round, every second round backwards, so that other work on the machine disturbs all alike. A run is ended as soon as it has
-taken its steps. The first WARMUP steps count for nothing: all modes begin with an empty pipeline.
+Every mode runs as it is, and with verifiers that take a long-tailed time (slow_verifier.py). A round runs every mode
+once, with sync between the two others, and every second round goes backwards, so that other work on the machine
+disturbs all alike. A run is ended as soon as it has taken its steps. The first WARMUP steps count for nothing: all
+modes begin with an empty pipeline.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from moe_rl.report.timeline import Window, idle_share, read_timeline, windows
 BENCHMARKS = Path(__file__).parent
 CONFIG = BENCHMARKS.parent / "configs/tiny_moe_cpu.yaml"
 MODES = {
-    "sync": ["pipeline.mode=sync"],
     "one_step_off": ["pipeline.mode=one_step_off"],
+    "sync": ["pipeline.mode=sync"],
     "async": ["pipeline.mode=async", "pipeline.max_staleness=1"],
 }
 CONDITIONS = {
