@@ -5,7 +5,7 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -293,3 +293,11 @@ class Sequence:
         """Return the number of tokens that the sampler forwarded, hence rows of routes: all tokens but the last sampled
         one."""
         return len(self.prompt_token_ids) + len(self.token_ids) - 1
+
+
+def by_completion(sequences: Iterable[Sequence]) -> list[list[int]]:
+    """Return the places of the sequences of each completion, completions in the order of their first one."""
+    found: dict[str, list[int]] = {}
+    for place, sequence in enumerate(sequences):
+        found.setdefault(sequence.completion, []).append(place)
+    return list(found.values())

@@ -55,6 +55,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *_evaluation_problems(config),
         *_batch_problems(config),
         *_pipeline_problems(config),
+        *_segment_problems(config),
         *_replay_problems(config),
         *_head_problems(config),
         *engine_problems(config),
@@ -144,6 +145,21 @@ def _pipeline_problems(config: Config) -> Iterator[Problem]:
             where={"key": "pipeline.kv", "given": f"rollout.stop is {list(config.rollout.stop)}"},
             got="recompute",
             expected="keep",
+        )
+
+
+def _segment_problems(config: Config) -> Iterator[Problem]:
+    """Yield what is wrong where completions are aborted at each update, and continued as segments."""
+    pipeline, rollout = config.pipeline, config.rollout
+    continued = pipeline.by_group and pipeline.kv == "recompute" and not rollout.stop
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    if continued and pipeline.segments == "exact" and config.train.microbatch_tokens < 2 * longest:
+        yield describe(
+            "two segments of one completion may not fit into a microbatch, and one loss needs both",
+            where={"key": "train.microbatch_tokens", "given": "pipeline.kv is recompute, pipeline.segments is exact"},
+            got=config.train.microbatch_tokens,
+            expected=f"at least twice rollout.max_prompt_tokens + rollout.max_completion_tokens = {2 * longest}",
+            do="raise it, or set pipeline.segments to first or pipeline.kv to keep",
         )
 
 

@@ -39,7 +39,9 @@ class Microbatch:
         predicted: int64 [n], which of the N completion tokens they are.
         support: The sampling supports of these n tokens; None if they were drawn from the whole vocabulary.
         head_ids: int64 [n, K], the sampler's likeliest ids at these n tokens; None if they were not recorded.
-        sequence_ids: int64 [N], in 0..B-1.
+        sequence_ids: int64 [N], in 0..B-1, of the sequence whose loss a token is part of: its own, or the first segment
+            of its completion. A later segment has no token of its own in the loss.
+        counts: Completion tokens of each packed sequence, N in all.
         rollout_logprobs: float32 [N].
         versions: int64 [N], of the weights that sampled these tokens.
         head_logprobs: float32 [K, N], the sampler's, of the head ids of all N tokens; None without them.
@@ -59,6 +61,7 @@ class Microbatch:
     support: Support | None
     head_ids: torch.Tensor | None
     sequence_ids: torch.Tensor
+    counts: tuple[int, ...]
     rollout_logprobs: torch.Tensor
     versions: torch.Tensor
     head_logprobs: torch.Tensor | None
@@ -213,12 +216,13 @@ def pack(
     starts = np.cumsum((0, *lengths))
     tokens, is_real = np.zeros(starts[-1], np.int64), np.zeros(starts[-1], bool)
     targets, sequence_ids, predicts = (np.empty(sum(len(s.token_ids) for s in chosen), np.int64) for _ in range(3))
-    done = 0
+    done, begins = 0, dict[str, int]()
     for number, (sequence, start) in enumerate(zip(chosen, starts, strict=False)):
         end, completion = start + sequence.forwarded, slice(done, done + len(sequence.token_ids))
         tokens[start:end] = (sequence.prompt_token_ids + sequence.token_ids)[:-1]
         is_real[start:end] = True
-        targets[completion], sequence_ids[completion] = sequence.token_ids, number
+        targets[completion] = sequence.token_ids
+        sequence_ids[completion] = begins.setdefault(sequence.completion, number)
         predicts[completion] = np.arange(end - len(sequence.token_ids), end)
         done = completion.stop
 
@@ -249,6 +253,7 @@ def pack(
         support=None if supports is None else _support(supports, predicted, device),
         head_ids=None if not heads else on_device(np.concatenate([h.ids for h in heads])[predicted].astype(np.int64)),
         sequence_ids=on_device(sequence_ids),
+        counts=tuple(len(s.token_ids) for s in chosen),
         rollout_logprobs=on_device(logprobs.astype(np.float32)),
         versions=on_device(versions),
         head_logprobs=None if not heads else on_device(np.concatenate([h.logprobs for h in heads]).T),

@@ -143,8 +143,8 @@ ALL = (
         "Many stale ones: let steps wait for them, or raise the bound.",
         "when measured"),
     Metric("pipeline/wasted_tokens/<name>", "tokens", "lower",
-        "Tokens sampled since the last step that no step trains on, by the reason of pipeline/dropped. cut: the pieces "
-        "of aborted completions that begin anew, because they end at a text of rollout.stop.",
+        "Tokens sampled since the last step that no step trains on, by the reason of pipeline/dropped. cut: pieces of "
+        "aborted completions that are sampled again: with rollout.stop, or because a microbatch has no room for more.",
         "A large share of all sampled tokens.",
         "when measured"),
     # Agreement of sampler and trainer on the policy: same tokens, same weights, two engines.

@@ -9,7 +9,8 @@ are aborted before that and continued behind it as new requests, so that no KV o
 
 What was sampled of a completion whose request was aborted is kept as a piece, with its routes. The next request
 continues it, now, on another server or after a restart. Texts of rollout.stop may begin in one piece and end in the
-next, where the sampler does not see them, so with them a completion begins anew.
+next, where the sampler does not see them, so with them a completion begins anew. With `exact`, all pieces of a
+completion are trained on in one microbatch. A piece that would leave no room for the next one is sampled again.
 """
 
 from __future__ import annotations
@@ -310,12 +311,20 @@ class GroupFeed:
         self._usage.sampled += len(piece.token_ids)
         if work.dropped is not None:
             self._usage.waste(work.dropped, len(piece.token_ids))
-        elif piece.finish_reason == "abort" and self.config.rollout.stop:
+        elif piece.finish_reason == "abort" and (self.config.rollout.stop or not self._has_room(work, at, piece)):
             self._usage.waste("cut", len(piece.token_ids))
         elif piece.token_ids:
             work.pieces[at].append(piece)
         elif piece.finish_reason != "abort":
             raise EngineError(describe("a request ended without a token", where={"request": piece.key}))
+
+    def _has_room(self, work: _Work, at: int, piece: Completion) -> bool:
+        """Return whether the next piece of a completion fits into a microbatch together with this and earlier ones."""
+        if not self._exact:
+            return True
+        so_far = sum(len(one.prompt_token_ids) + len(one.token_ids) for one in (*work.pieces[at], piece))
+        longest = len(work.prompt.token_ids) + self.config.rollout.max_completion_tokens
+        return so_far + longest <= self.config.train.microbatch_tokens
 
     def _free(self, work: _Work, requests: int) -> None:
         """Give the slots of requests that have ended to other groups."""

@@ -19,7 +19,7 @@ from moe_rl.planning.expert_placement import place
 from moe_rl.planning.packing import fill_rounds, pack
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.types import RouteRef, Sequence
+from moe_rl.types import RouteRef, Sequence, by_completion
 
 
 def agreed[Result](read: Callable[[], Result]) -> Result:
@@ -49,6 +49,8 @@ def assign(
 ) -> tuple[Plan, bool]:
     """Plan the microbatches of all ranks, by length or by known expert load as the config says.
 
+    All segments of a completion are in one microbatch, because the loss needs the whole completion.
+
     For the load, each rank counts the experts of its part of the sequences, because reading routes takes most of the
     time and runs in parallel. Rank 0 plans and sends the plan, so that ranks whose arithmetic rounds differently use
     the same plan. A token without a recorded route has no load. For interleaved stages, the plan is filled up to whole
@@ -64,22 +66,28 @@ def assign(
     Raises:
         MoeRLError: A record is damaged on some rank. Raised on all ranks.
     """
-    lengths = [sequence.forwarded for sequence in sequences]
+    completions = by_completion(sequences)
+    lengths = [sum(sequences[i].forwarded for i in places) for places in completions]
     ranks = world.data_parallel()[1]
     budget = config.train.microbatch_tokens
     in_a_round = world.microbatches_in_a_round()
-    by_length = fill_rounds(pack(lengths, ranks=ranks, microbatch_tokens=budget), in_a_round)
+
+    def whole(plan: Plan) -> Plan:
+        of_sequences = [[sorted(i for at in one for i in completions[at]) for one in rank] for rank in plan]
+        return fill_rounds(of_sequences, in_a_round)
+
+    by_length = whole(pack(lengths, ranks=ranks, microbatch_tokens=budget))
     if config.train.packing == "length":
         return by_length, True
     parts = config.parallel.expert
 
     def counted() -> np.ndarray:
-        loads = np.zeros((len(sequences), len(spec.moe_layers), parts), np.int32)
-        for index in range(dist.get_rank(), len(sequences), dist.get_world_size()):
-            ref = sequences[index].routes
-            if ref is not None:
-                by_slot = np.take_along_axis(expert_counts(store, ref, spec), placement, axis=1)
-                loads[index] = load_of(by_slot[None], parts)[0]
+        loads = np.zeros((len(completions), len(spec.moe_layers), parts), np.int32)
+        for at in range(dist.get_rank(), len(completions), dist.get_world_size()):
+            for ref in (sequences[i].routes for i in completions[at]):
+                if ref is not None:
+                    by_slot = np.take_along_axis(expert_counts(store, ref, spec), placement, axis=1)
+                    loads[at] += load_of(by_slot[None], parts)[0]
         return loads
 
     loads = torch.from_numpy(agreed(counted)).to(world.device())
@@ -90,7 +98,7 @@ def assign(
             return None
         exchange = world.dispatching_shares()
         plan, _ = pack_by_load(lengths, loads.cpu().numpy(), ranks=ranks, microbatch_tokens=budget, exchange=exchange)
-        return fill_rounds(plan, in_a_round)
+        return whole(plan)
 
     plan = world.broadcast(agreed(planned), Plan)
     return plan, plan == by_length

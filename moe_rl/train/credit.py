@@ -17,7 +17,7 @@ from moe_rl.megatron import world
 from moe_rl.objectives.advantages import advantages
 from moe_rl.objectives.penalties import KL_ESTIMATORS
 from moe_rl.train.shares import UpdateShare
-from moe_rl.types import Sequence
+from moe_rl.types import Sequence, by_completion
 
 
 def give_credit(
@@ -40,10 +40,7 @@ def give_credit(
     Returns:
         Metrics, equal on all ranks.
     """
-    members: dict[str, list[int]] = {}
-    for number, sequence in enumerate(sequences):
-        members.setdefault(sequence.completion, []).append(number)
-    completions = list(members.values())
+    completions = by_completion(sequences)
     rewards: list[float | None] = [sequences[numbers[0]].reward for numbers in completions]
     lengths = [sum(len(sequences[n].token_ids) for n in numbers) for numbers in completions]
     metrics = {}
@@ -79,10 +76,11 @@ def give_credit(
 
 
 def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateShare]) -> list[float | None]:
-    """Return the sum of the KL estimates over each completion, in nats.
+    """Return the sum of the KL estimates over the tokens of each sequence, in nats.
 
-    The value is None for a sequence that is in no share, and NaN for one that is not finite. Several ranks can hold a
-    sequence, and exactly one of them reports its KL.
+    The first of a completion's segments has the sum over all of them, the others have 0. The value is None for a
+    sequence that is in no share, and NaN for one that is not finite. Several ranks can hold a sequence, and exactly one
+    of them reports its KL.
 
     Raises:
         MoeRLError: Two ranks report the same sequence.
@@ -96,7 +94,7 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateS
                 continue
             assert work.ref_logprobs is not None  # a KL penalty needs the reference, whose pass has run by now
             tokens = KL_ESTIMATORS[estimator](work.ref_logprobs.double() - work.old_logprobs.double())
-            # The tokens of a sequence are contiguous, and the sequences are in order.
+            # The tokens of a completion are contiguous, and the completions are in order.
             counts = torch.bincount(microbatch.sequence_ids, minlength=len(microbatch.indices))
             sums_here = torch.segment_reduce(tokens, "sum", lengths=counts, initial=0)
             for index, total in zip(microbatch.indices, sums_here.tolist(), strict=True):

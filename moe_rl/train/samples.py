@@ -79,7 +79,7 @@ def _views(keys: frozenset[str], seen: PassSeen) -> list[View]:
         for at, name in wanted:
             values, advantage = [], None
             if speaks:
-                values = seen.logprobs[number][batch.sequence_ids == at].tolist()
+                values = seen.logprobs[number].split(batch.counts)[at].tolist()
                 advantage = float(batch.advantages[at])
             mine = sequence == at
             found.append(View(name, values, advantage, positions[mine].tolist(), differing[mine].tolist()))

@@ -21,7 +21,7 @@ from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.assignment import agreed, assign, load_excess
 from moe_rl.train.sampling_support import read_head, read_support
-from moe_rl.types import SamplerHead, SamplingSupport, Sequence
+from moe_rl.types import SamplerHead, SamplingSupport, Sequence, by_completion
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class UpdateShare:
 
     Attributes:
         denominator, sequences, tokens: Divisors of the policy loss, the KL penalty and the entropy bonus, for the whole
-            update on all ranks.
+            update on all ranks. The segments of a completion count as one sequence.
         keys: Keys of all sequences of the update on all ranks. The microbatches' indices refer to these.
     """
 
@@ -61,6 +61,18 @@ class UpdateShare:
     sequences: int
     tokens: int
     keys: tuple[str, ...] = ()
+
+
+def divisors(objective: str, sequences: list[Sequence], longest: int) -> tuple[int, int, int]:
+    """Return `denominator`, `sequences` and `tokens` of an UpdateShare.
+
+    Args:
+        objective: Name of the loss.
+        sequences: All of the update, on all ranks.
+        longest: The longest completion allowed, in tokens.
+    """
+    lengths = [sum(len(sequences[i].token_ids) for i in places) for places in by_completion(sequences)]
+    return global_denominator(objective, lengths, longest), nonempty(lengths), sum(lengths)
 
 
 class Shares:
@@ -120,11 +132,12 @@ class Shares:
     def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
         """Return the sequences to train on, their groups, and how many were dropped because routes are missing.
 
-        Every rank makes the same decision, from the route references alone.
+        With a segment goes its whole completion. Every rank makes the same decision, from the route references alone.
         """
         if self.config.replay.missing == "native":
             return sequences, group_ids, 0
-        kept = [i for i, sequence in enumerate(sequences) if not missing_rows(sequence)]
+        broken = {sequence.completion for sequence in sequences if missing_rows(sequence)}
+        kept = [i for i, sequence in enumerate(sequences) if sequence.completion not in broken]
         dropped, limit = len(sequences) - len(kept), self.config.replay.max_fallback_fraction
         if dropped > limit * len(sequences) or (dropped and not kept):
             first = next(sequence for sequence in sequences if missing_rows(sequence))
@@ -158,16 +171,8 @@ class Shares:
                 )
                 old, lags = microbatch.rollout_logprobs, weight_version - microbatch.versions
                 work.append(MicrobatchWork(microbatch, table, old_logprobs=old, lags=lags))
-            lengths = [len(s.token_ids) for s in ours]
-            shares.append(
-                UpdateShare(
-                    work,
-                    global_denominator(self.config.objective.name, lengths, longest),
-                    nonempty(lengths),
-                    sum(lengths),
-                    keys=tuple(s.key for s in ours),
-                )
-            )
+            divided = divisors(self.config.objective.name, ours, longest)
+            shares.append(UpdateShare(work, *divided, keys=tuple(s.key for s in ours)))
         return shares
 
     def _supports(self, packed: list[Sequence]) -> list[SamplingSupport] | None:

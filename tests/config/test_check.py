@@ -56,6 +56,20 @@ def test_a_good_config_has_no_problems(found):
     assert found("replay.overlap_chunks=3", "train.recompute=moe", "replay.plan=true") == []
 
 
+def test_two_segments_of_a_completion_fit_into_a_microbatch(found):
+    aborted = ["pipeline.mode=async", "pipeline.kv=recompute"]
+    lengths = ["rollout.max_prompt_tokens=24", "rollout.max_completion_tokens=12", "train.microbatch_tokens=71"]
+
+    def told(*overrides):
+        return [one for one in found(*aborted, *lengths, *overrides) if "segments of one" in str(one)]
+
+    (problem,) = told()
+    tells(problem, key="train.microbatch_tokens", got=71, expected=("72",))
+    for other in ("train.microbatch_tokens=72", "pipeline.segments=first", "pipeline.kv=keep",
+                  "pipeline.max_staleness=0", "rollout.stop=[x]"):  # fmt: skip
+        assert told(other) == [], other
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [

@@ -49,6 +49,16 @@ def test_rows_targets_and_padding():
     assert params.max_seqlen_q == 4 and params.replay is None
 
 
+def test_the_tokens_of_segments_are_of_their_completion():
+    first, other = sequence("a", [1], [2, 3], 0.5), sequence("b", [6], [7], -1)
+    first = dataclasses.replace(first, segment_of="a")
+    later = dataclasses.replace(sequence("a/1", [1, 2, 3], [4], 0.5), segment_of="a")
+    packed = pack([other, first, later], None, torch.device("cpu"))
+    assert packed.sequence_ids.tolist() == [0, 1, 1, 1] and packed.counts == (1, 2, 1)
+    packed = pack([other, first, later], [2, 0], torch.device("cpu"))  # what has no earlier segment here is the first
+    assert packed.sequence_ids.tolist() == [0, 1] and packed.counts == (1, 1)
+
+
 def test_a_rank_without_sequences_still_has_a_microbatch_to_run():
     packed = pack([], [], torch.device("cpu"))
     assert packed.tokens.shape == (1, PAD_MULTIPLE) and packed.lengths == (PAD_MULTIPLE,)

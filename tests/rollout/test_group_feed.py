@@ -233,10 +233,12 @@ def test_a_run_goes_on_while_it_trains(tmp_path):
     assert set(rig.store.shards()) == kept and rig.rollouts.kept.steps() == [1, STEPS - 1, STEPS]
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_recomputed_kv_is_never_older_than_the_token(tmp_path, exact):
+@pytest.mark.parametrize(("exact", "budget"), [(False, 2048), (True, 2048), (True, 2 * (TOKENS + 24))])
+def test_recomputed_kv_is_never_older_than_the_token(tmp_path, exact, budget):
+    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"microbatch_tokens": budget})})
+
     async def main():
-        rig = Rig(tmp_path, recompute=True, exact=exact)
+        rig = Rig(tmp_path, config, recompute=True, exact=exact)
         async with rig.feed:
             await rig.train()
         return rig
@@ -270,6 +272,7 @@ def test_recomputed_kv_is_never_older_than_the_token(tmp_path, exact):
             length = min(TOKENS, Random(key).choice(LENGTHS))
             assert sum(len(part.token_ids) for part in parts) == length
             assert len({part.reward for part in parts}) == 1
+            assert not exact or sum(part.forwarded for part in parts) <= budget
             for part, next_ in itertools.pairwise(parts):
                 assert next_.prompt_token_ids == part.prompt_token_ids + part.token_ids
     assert not exact or any(one.segment_of for batch in rig.batches.values() for one in batch.sequences)

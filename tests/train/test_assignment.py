@@ -4,12 +4,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from safetensors.torch import load_file, save_file
 
 from moe_rl.config.load import load_config
 from moe_rl.planning.expert_placement import natural_order
 from moe_rl.train import assignment
-from moe_rl.train.assignment import ExpertPlacement
+from moe_rl.train.assignment import ExpertPlacement, assign
+from moe_rl.types import Sequence, sampled_by
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
 
@@ -54,3 +56,37 @@ def test_it_is_planned_from_the_routes_of_the_last_steps(monkeypatch):
         monkeypatch.setattr(placement, "_count", lambda sequences, step=step: np.full((2, 4), step))
         assert placement.start_step(step, []) == {}
     assert [int(counts[0, 0]) for counts in placement.counts] == [3, 4]
+
+
+@pytest.mark.parametrize("packing", ["length", "load"])
+def test_all_segments_of_a_completion_are_in_one_microbatch(monkeypatch, packing):
+    world, counted = assignment.world, []
+    monkeypatch.setattr(world, "data_parallel", lambda: (0, 2))
+    monkeypatch.setattr(world, "microbatches_in_a_round", lambda: 1)
+    monkeypatch.setattr(world, "device", lambda: None)
+    monkeypatch.setattr(world, "dispatching_shares", lambda: 2)
+    monkeypatch.setattr(world, "broadcast", lambda plan, kind: plan)
+    monkeypatch.setattr(assignment, "agreed", lambda read: read())
+    for name, value in {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda loads: None}.items():
+        monkeypatch.setattr(assignment.dist, name, value)
+
+    def counts(store, ref, spec):
+        counted.append(ref)
+        return np.ones((2, 4), int)
+
+    def sequence(key, prompt, tokens, of=""):
+        made = np.zeros(tokens, np.float32)
+        return Sequence(key, (1,) * prompt, (2,) * tokens, made, 0.0, sampled_by(0, tokens), key, of)
+
+    monkeypatch.setattr(assignment, "expert_counts", counts)
+    cut = [sequence("b", 4, 4, "b"), sequence("b/1", 8, 4, "b"), sequence("b/2", 12, 2, "b")]
+    short = [sequence("e", 4, 1, "e"), sequence("e/1", 5, 1, "e")]
+    sequences = [sequence("a", 4, 9), *cut, sequence("c", 4, 8), sequence("d", 4, 20), *short]
+    config = load_config(CONFIG, [f"train.packing={packing}", "train.microbatch_tokens=36"])
+    plan, _ = assign(sequences, config, None, SimpleNamespace(moe_layers=(0, 1)), natural_order(2, 4))
+    microbatches = [one for rank in plan for one in rank]
+    assert sorted(i for one in microbatches for i in one) == list(range(8)) and len(microbatches) > 2
+    for together in ({1, 2, 3}, {6, 7}):
+        assert any(together <= set(one) for one in microbatches)
+    assert all(sum(sequences[i].forwarded for i in one) <= 36 for one in microbatches)
+    assert sorted(counted) == ([] if packing == "length" else sorted(one.key for one in sequences))

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,10 +11,18 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, AnyObjective
+from moe_rl.megatron.microbatch import pack
 from moe_rl.objectives import corrections, second_moment
 from moe_rl.train.loss import LossSums, UpdateLoss
+from moe_rl.train.shares import MicrobatchWork, UpdateShare, divisors
+from moe_rl.types import Sequence, sampled_by
 
 IDS, ADVANTAGES = [0, 0, 1, 1, 1, 3], [1.0, -1.0, 0.5, 0.0]
+LEVELS = [
+    {"rule": "veto", "level": "token", "low": 0.7},
+    {"rule": "reject", "level": "geometric", "high": 1.2},
+    {"rule": "reject", "level": "sequence", "low": 0.5},
+]
 GIVEN = ("logprobs", "old", "rollout", "ref", "entropies", "advantages")
 
 
@@ -89,3 +98,42 @@ def test_no_term_of_a_loss_hides_it(name, data):
     assert not math.isfinite(loss) and not math.isfinite(float(sums.loss))
     if objective.corrected and planted not in ("ref", "entropies") and not (planted == "advantages" and at == 2):
         assert math.isnan(corrections.metrics(sums.corrections.tolist())["weight_mean"])
+
+
+def sequence(key, tokens, logprobs, reward, segment_of="", prompt=(1, 2)):
+    size = len(tokens)
+    return Sequence(key, prompt, tokens, logprobs, reward, sampled_by(0, size), None, segment_of)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_completion_has_the_same_loss_whole_and_in_segments(name):
+    """Value, gradient and sums are those of the whole completion, whose loss is compared with plain references."""
+    rng, tokens, reward = np.random.default_rng(5), (3, 4, 5, 6, 7), 1.5
+    rollout = rng.normal(-2, 0.3, 9).astype(np.float32)
+    before, behind = sequence("a", (3, 4), rollout[:2], -1.0), sequence("c", (5, 6), rollout[7:], -0.5)
+    whole = [before, sequence("b", tokens, rollout[2:7], reward), behind]
+    parts = [
+        sequence(f"b/{at}" if at else "b", tokens[first:last], rollout[2 + first : 2 + last], reward, "b",
+                 (1, 2, *tokens[:first]))
+        for at, (first, last) in enumerate([(0, 1), (1, 4), (4, 5)])
+    ]  # fmt: skip
+    section = {"name": name, **LOSS_PARAMETERS[name], "kl_coef": 0.3, "off_policy_delta": 0.2, "entropy_coef": 0.1}
+    if LOSSES[name].model_fields["old_logprobs"].default == "trainer":
+        section["corrections"] = LEVELS
+    objective = TypeAdapter(AnyObjective).validate_python(section)
+    near = [torch.from_numpy(rollout + rng.normal(0, 0.15, 9).astype(np.float32)) for _ in range(3)]
+    found = []
+    for sequences in (whole, [before, *parts, behind]):
+        microbatch = pack(sequences, None, torch.device("cpu"))
+        microbatch.give_advantages([one.reward for one in sequences])
+        logprobs, old, ref = near[0].clone().requires_grad_(), near[1], near[2]
+        share = UpdateShare([MicrobatchWork(microbatch, None, old, ref)], *divisors(name, sequences, 20))
+        sums = LossSums()
+        loss = UpdateLoss(objective, share, sums)(0, logprobs, torch.linspace(0, 1, 9))
+        loss.backward()
+        found.append([loss, logprobs.grad, torch.as_tensor(sums.corrections), *map(torch.as_tensor, (
+            sums.loss, sums.kl, sums.clip_events, sums.clip_units, sums.ratio))])  # fmt: skip
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    # a token of the middle segment has a gradient of its own
+    assert found[0][1][4] != 0

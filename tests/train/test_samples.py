@@ -27,7 +27,7 @@ def seen(rows, differs, recorded=None):
     table = SimpleNamespace(
         names=("a", "b", "padding"), places=places, recorded=torch.from_numpy(np.flatnonzero(recorded[rows]))
     )
-    batch = SimpleNamespace(sequence_ids=torch.tensor([0, 0, 1, 1, 1]), advantages=torch.tensor([0.5, math.nan]))
+    batch = SimpleNamespace(counts=(2, 3), advantages=torch.tensor([0.5, math.nan]))
     work = SimpleNamespace(table=table, microbatch=batch)
     logprobs = torch.tensor([-0.1, -0.2, -0.3, -math.inf, -0.5])
     return samples.PassSeen([work], [logprobs], [SimpleNamespace(differs=torch.tensor(differs))])

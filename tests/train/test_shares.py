@@ -6,19 +6,21 @@ import numpy as np
 import pytest
 
 from moe_rl.errors import ReplayError
-from moe_rl.train.shares import Shares
+from moe_rl.train.shares import Shares, divisors
 from moe_rl.types import RouteRef, Sequence, sampled_by
 
 
-def sequence(number, *, recorded):
-    ref = RouteRef(f"k{number}", 4, ()) if recorded else None
-    return Sequence(f"k{number}", (1, 2), (3, 4, 5), np.zeros(3, np.float32), 0.0, sampled_by(0, 3), ref)
+def sequence(number, *, recorded=True, segment_of="", tokens=(3, 4, 5)):
+    ref, size = RouteRef(f"k{number}", 1 + len(tokens), ()) if recorded else None, len(tokens)
+    logprobs = np.zeros(size, np.float32)
+    return Sequence(f"k{number}", (1, 2), tokens, logprobs, 0.0, sampled_by(0, size), ref, segment_of)
 
 
-def complete(recorded, groups, *, limit, missing="drop"):
+def complete(recorded, groups, *, limit, missing="drop", segments={}):  # noqa: B006 - read only
     replay = SimpleNamespace(missing=missing, stale="replay", max_fallback_fraction=limit)
     shares = Shares(SimpleNamespace(replay=replay, pipeline=SimpleNamespace(lag=0)), (0,), None, None, vocabulary=8)
-    return shares._complete([sequence(n, recorded=one) for n, one in enumerate(recorded)], groups)
+    given = [sequence(n, recorded=one, segment_of=segments.get(n, "")) for n, one in enumerate(recorded)]
+    return shares._complete(given, groups)
 
 
 def test_a_sequence_that_is_left_keeps_its_group():
@@ -37,3 +39,14 @@ def test_as_many_may_be_dropped_as_the_limit_says_and_none_more():
 
 def test_nothing_is_dropped_where_the_router_chooses_instead():
     assert complete([False, True], [0, 1], limit=0.0, missing="native")[1:] == ([0, 1], 0)
+
+
+def test_with_a_segment_without_routes_goes_its_whole_completion():
+    kept, groups, dropped = complete([True, True, False, True], [0, 0, 0, 1], limit=0.5, segments={1: "k1", 2: "k1"})
+    assert [one.key for one in kept] == ["k0", "k3"] and groups == [0, 1] and dropped == 2
+
+
+def test_the_segments_of_a_completion_are_divided_by_as_one():
+    cut = [sequence(0), sequence(1, segment_of="k1"), sequence(2, segment_of="k1", tokens=(6,)), sequence(3, tokens=())]
+    for name, expected in {"gspo": 2, "grpo": 2, "minirl": 3, "dr_grpo": 27, "dapo": 7}.items():
+        assert divisors(name, cut, 9) == (expected, 2, 7), name

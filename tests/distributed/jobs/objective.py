@@ -26,6 +26,7 @@ VERSION = 5
 # (prompt, completion) tokens: one completion of most of the tokens, some of a single one, and an empty one
 LENGTHS = [(5, 4), (3, 30), (7, 1), (4, 6), (6, 0), (2, 18), (5, 5), (9, 2), (3, 1), (4, 7), (1, 1), (1, 2), (2, 12)]
 WITHOUT_ADVANTAGE = (2, 6)
+SEGMENTS = {8: 7, 9: 7}  # that continue the completion of another one
 HEAD = 5
 # The learning rate is below what a weight can resolve: every case starts from the same ones.
 COMMON = [
@@ -44,10 +45,13 @@ def batch(facts):
     sequences, routes = [], []
     for number, (prompt, completion) in enumerate(LENGTHS):
         tokens = rng.integers(0, facts.vocab, prompt + completion).tolist()
+        begins = SEGMENTS.get(number, number)
         reward = 0.0 if number in WITHOUT_ADVANTAGE else float(rng.choice([-1, 1]) * rng.uniform(0.2, 1.5))
+        if begins != number:
+            reward = sequences[begins].reward
         sequences.append(Sequence(f"s{number}", tuple(tokens[:prompt]), tuple(tokens[prompt:]),
-                                  np.zeros(completion, np.float32), reward,
-                                  sampled_by(VERSION, completion), None))  # fmt: skip
+                                  np.zeros(completion, np.float32), reward, sampled_by(VERSION, completion), None,
+                                  segment_of=f"s{begins}" if begins in SEGMENTS.values() else ""))  # fmt: skip
         scores = rng.random((prompt + completion - 1, len(facts.moe_layers), facts.num_experts))
         routes.append(np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8))
     return sequences, routes
@@ -142,8 +146,8 @@ def base_logprobs(step, policy, ready):
         values = policy.logprobs([work.microbatch for work in share.work], session)
     of = {}
     for work, found in zip(share.work, values, strict=True):
-        ids = work.microbatch.sequence_ids
-        of |= {i: found[ids == n].numpy() for n, i in enumerate(work.microbatch.indices)}
+        own = found.split(work.microbatch.counts)
+        of |= {i: values.numpy() for i, values in zip(work.microbatch.indices, own, strict=True)}
     return [of[i] for i in range(len(ready))]
 
 
