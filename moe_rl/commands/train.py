@@ -52,6 +52,7 @@ from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.train import run_folder
 from moe_rl.train.peers import STOPPED
+from moe_rl.train.replayed_run import replay_problems
 from moe_rl.train.run_folder import RunFolder
 
 SAMPLER_GONE, COLLAPSED = 3, 4
@@ -103,6 +104,12 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path, metavar="FILE", help="config of a new run: a file or a shipped name")
     source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+    source.add_argument(
+        "--replay",
+        type=Path,
+        metavar="RUN_DIR",
+        help="begin a new run that trains on the rollouts that this run has kept, without a sampler",
+    )
 
 
 def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
@@ -130,7 +137,10 @@ def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
         "overrides",
         nargs="*",
         metavar="a.b=c",
-        help="replace single values of the config (with --resume: those that docs/howto/steer.md lists)",
+        help=(
+            "replace single values of the config (with --resume: those that docs/howto/steer.md lists; with --replay: "
+            "those that docs/howto/checkpoints.md lists)"
+        ),
     )
 
 
@@ -219,6 +229,9 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
     folder = None
     if options.resume:
         folder, config = run_folder.reopen(options.resume, options.overrides)
+    elif options.replay:
+        replays = f"run.replays={options.replay.absolute()}"
+        config = load_config(RunFolder(options.replay).config, [*options.overrides, replays])
     else:
         config = load_config(options.config, options.overrides)
     if "WORLD_SIZE" in os.environ:
@@ -263,7 +276,7 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
     plan = asked = None
     if facts is not None:
         task, wrong = (None, []) if absent else _read_task(config, facts, found)
-        found += wrong
+        found += wrong + replay_problems(config, task)
         plan = make_plan(config, facts, world_size, None if task is None else task.count)
         print(render(plan, balance))
         for line in task.notes() if task else ():
@@ -330,14 +343,16 @@ def _problems(
         found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
         if first and not absent:
             task, wrong = _read_task(config, facts, found)
-            found += wrong
-        if config.rollout.servers and first and not absent + found:
+            found += wrong + replay_problems(config, task)
+        sampled = config.run.replays is None
+        if config.rollout.servers and sampled and first and not absent + found:
             found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
     return absent + found, task
 
 
 def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple[TaskPrompts | None, list[Problem]]:
-    """Read the prompts and try the rewards. Return the prompts, and what is wrong and was not found before.
+    """Read the prompts, and try the rewards unless nothing will be scored. Return the prompts, and what is wrong and
+    was not found before.
 
     Nothing is read if a problem of the task or the model was found: it would only be told again.
     """
@@ -349,7 +364,7 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
         if wrong:
             return None, wrong
         task = load_task(config, codec)
-        return task, _try_rewards(config, task)
+        return task, [] if config.run.replays else _try_rewards(config, task)
     except DataError as error:
         return None, [problem for problem in error.problems if problem not in found]
 

@@ -60,6 +60,9 @@ class RunConfig(Section):
     peer_timeout_seconds: Annotated[float, Field(ge=1.0, le=2e6)] = 30.0
     """Seconds without a sign of life from a rank or a sampler after which the run ends. Ranks give two signs a
     second."""
+    replays: Location | None = None
+    """Folder of a run whose kept rollouts this run trains on again, in their order, instead of sampling any. The rest
+    of the config is that run's. `--replay` sets it, see docs/howto/checkpoints.md."""
 
 
 class ModelConfig(Section):

@@ -168,7 +168,8 @@ CARRIED = (
         "canary is about 256 fixed tokens that both engines score after the sync with native "
         "routing.",
         "Jumps and stays high: the sampler holds other weights than the trainer. The run ends "
-        "above guards.max_canary_difference, or far above all earlier values of the run."),
+        "above guards.max_canary_difference, or far above all earlier values of the run.",
+        "when measured"),
     Metric("sync/canary_mismatch", "fraction", "lower",
         "Fraction of the canary's (token, MoE layer) positions where sampler and trainer choose other sets of experts.",
         "Jumps: the sampler's routers differ from the trainer's. The run ends if a layer agrees "
@@ -183,9 +184,11 @@ CARRIED = (
         "when measured"),
     Metric("sync/canary_recorded", "fraction", "higher",
         "Fraction of the samplers that recorded the routes of the canary.",
-        "Below 1: only log-probabilities are compared for the other samplers."),
+        "Below 1: only log-probabilities are compared for the other samplers.",
+        "when measured"),
     Metric("sync/bytes", "bytes", "neutral",
         "Bytes of weights sent to the sampler.",
-        "Changes between steps: tensors are missing."),
+        "Changes between steps: tensors are missing.",
+        "when measured"),
 )
 # fmt: on

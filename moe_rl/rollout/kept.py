@@ -13,7 +13,10 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_rl.errors import DataError, describe
 from moe_rl.rollout import sealed
+from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
+from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
 from moe_rl.types import Sequence
 
@@ -95,6 +98,11 @@ def kept_steps(step: int, last: int, checkpoints: Iterable[int], ahead: int) -> 
     return {1, *of_checkpoints, *range(step - last + 1, step + ahead + 1)}
 
 
+def of_others(what: str, got: str, expected: str) -> DataError:
+    """Return the error that kept rollouts are not those that were asked for."""
+    return DataError(describe(f"its kept rollouts belong to other {what}", got=got, expected=expected))
+
+
 class KeptRollouts:
     """Manages the rollout files in `folder` and their trace shards, which are kept and deleted together."""
 
@@ -112,6 +120,24 @@ class KeptRollouts:
             DataError: The file is missing, cut short or changed.
         """
         return sealed.load(self._path(step), _HEAD, RolloutBatch, _WHAT, "compare another step of the run")
+
+    def entered(self, step: int, ledger: PromptLedger, source: PromptSource) -> tuple[StepPrompts, RolloutBatch]:
+        """Read the batch of a step, and check that it is the one that the prompt ledger names.
+
+        Raises:
+            MoeRLError: Something is missing or damaged, or belongs to other prompts or completions.
+        """
+        entry = ledger.find(step - 1)
+        if entry is None:
+            raise DataError(describe("its rollouts were not finished", got="no line for the step in the prompt ledger"))
+        prompts = [prompt.id for first, count in entry.cursors for prompt in source.at(first, count)]
+        if entry.prompts != prompts:
+            raise of_others("prompts", f"{entry.prompts[:1]} from cursor {entry.cursors[0][0]}", f"{prompts[:1]}")
+        batch = self.load(step)
+        if batch.digest != entry.completions:
+            raise of_others("completions", f"digest {batch.digest}", f"{entry.completions} as in the prompt ledger")
+        self.store.check_published(shards_of(batch))
+        return entry, batch
 
     def steps(self) -> list[int]:
         """Return the steps that have both their file and their trace shards, ascending."""

@@ -129,12 +129,15 @@ class PromptLedger:
         completion_digest: str,
         dropped: Iterable[tuple[int, str]] = (),
     ) -> None:
-        """Append one step's prompts. The line is durable on return.
+        """Append one step's prompts, see `append`."""
+        self.append(StepPrompts(int(step), _runs(cursors), list(prompt_ids), list(dropped), completion_digest))
+
+    def append(self, entry: StepPrompts) -> None:
+        """Append a line. It is durable on return.
 
         Raises:
             DataError: the step does not follow the last line, or a prompt has ended before.
         """
-        entry = StepPrompts(int(step), _runs(cursors), list(prompt_ids), list(dropped), completion_digest)
         ended, self._ended = self._ended or self._all_ended(), None
         if ended.add(entry, in_order=self.in_order) is not None:
             raise DataError(

@@ -20,11 +20,14 @@ import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.schema import Config
-from moe_rl.errors import CheckpointError, ConfigError, DataError, MoeRLError, describe
+from moe_rl.errors import CheckpointError, ConfigError, MoeRLError, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.report import history
-from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shards_of
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, of_others
+from moe_rl.rollout.pool_client import PooledRollouts
+from moe_rl.rollout.replayed import ReplayedRollouts
+from moe_rl.rollout.rollouts import Rollouts
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
@@ -135,13 +138,7 @@ def restore(trainer: Trainer, done: int) -> None:
             for aside in checkpoints.abandon_newer(folder, done):
                 main.log.note(f"a newer {what} was renamed and is not used: {aside}")
         checkpoints.name_best(trainer.folder.checkpoints, trainer.progress.best_step)
-        main.rollouts.left_behind = _take_left_behind(trainer, main, done)
-        entered = done + (main.rollouts.left_behind is not None)
-        main.rollouts.ledger.verify(main.rollouts.source, steps=entered, whole=not trainer.config.pipeline.by_group)
-        trainer.kept.retain(range(entered + 1))
-        trainer.store.collect_garbage()
-        for shard in trainer.store.unpublished():
-            main.log.note(f"shard {shard} is not in the trace manifest; it is not used for training")
+        _restore_rollouts(trainer, main, done)
         main.log.rewind(done + 1)
         main.samples.rewind(done + 1)
         main.timeline.rewind(done + 1)
@@ -151,6 +148,21 @@ def restore(trainer: Trainer, done: int) -> None:
             main.log.note(
                 f"the parallel layout changed: {', '.join(changed)}; random generators are seeded again from run.seed"
             )
+
+
+def _restore_rollouts(trainer: Trainer, main: RankZero, done: int) -> None:
+    """Bring the prompt ledger and the kept rollouts to the end of step `done`, or of the next one if it was sampled."""
+    rollouts = main.rollouts
+    if isinstance(rollouts, ReplayedRollouts):  # the kept rollouts are another run's
+        rollouts.ledger.rewind(done)
+        return
+    rollouts.left_behind = _take_left_behind(trainer, main, rollouts, done)
+    entered = done + (rollouts.left_behind is not None)
+    rollouts.ledger.verify(rollouts.source, steps=entered, whole=not trainer.config.pipeline.by_group)
+    trainer.kept.retain(range(entered + 1))
+    trainer.store.collect_garbage()
+    for shard in trainer.store.unpublished():
+        main.log.note(f"shard {shard} is not in the trace manifest; it is not used for training")
 
 
 def check_of_this_run(path: Path, expected: str, got: str) -> None:
@@ -175,10 +187,12 @@ def check_of_this_run(path: Path, expected: str, got: str) -> None:
         )
 
 
-def _take_left_behind(trainer: Trainer, main: RankZero, done: int) -> RolloutBatch | None:
+def _take_left_behind(
+    trainer: Trainer, main: RankZero, rollouts: Rollouts | PooledRollouts, done: int
+) -> RolloutBatch | None:
     """Return the rollouts of the next step if they are complete, else None. Later lines are cut from the prompt
     ledger."""
-    rollouts, step = main.rollouts, done + 1
+    step = done + 1
     begun = f"resumed after step {done}" if done else "restarted from the beginning"
     config, vocabulary = trainer.config, trainer.facts.vocab
     try:
@@ -226,23 +240,14 @@ def left_behind(
     Raises:
         MoeRLError: Something is missing or damaged, or belongs to other prompts, tokens, weights or another model.
     """
-    entry = ledger.find(step - 1)
-    if entry is None:
-        raise DataError(describe("its rollouts were not finished", got="no line for the step in the prompt ledger"))
+    entry, batch = kept.entered(step, ledger, source)
     ledger.check(step)
-    prompts = [prompt.id for first, count in entry.cursors for prompt in source.at(first, count)]
-    if entry.prompts != prompts:
-        raise _other("prompts", f"{entry.prompts[:1]} from cursor {entry.cursors[0][0]}", f"{prompts[:1]}")
-    batch = kept.load(step)
-    if batch.digest != entry.completions:
-        raise _other("completions", f"digest {batch.digest}", f"{entry.completions} as in the prompt ledger")
-    kept.store.check_published(shards_of(batch))
     rows = RowPolicy(missing="native", max_staleness=lag)
     for sequence in batch.sequences:
         versions = sorted({span.weight_version for span in sequence.versions})
         if not step - 1 - lag <= versions[0] <= versions[-1] <= step - 1:
             bound = f"version {step - 1}" + (f", or up to {lag} older" if lag else "")
-            raise _other("weights", f"versions {versions} in {sequence.key}", bound)
+            raise of_others("weights", f"versions {versions} in {sequence.key}", bound)
         fed = np.array([*sequence.prompt_token_ids, *sequence.token_ids[:-1]], np.int64)
         read_routes(
             kept.store,
@@ -259,7 +264,3 @@ def left_behind(
         if head is not None:
             read_head(kept.store, sequence, *head)
     return entry, batch
-
-
-def _other(what: str, got: str, expected: str) -> DataError:
-    return DataError(describe(f"its kept rollouts belong to other {what}", got=got, expected=expected))

@@ -149,19 +149,9 @@ def reopen(
             )
         )
     config = load_config(folder.config, overrides)
-    changed = changes(load_config(folder.config), config)
-    others = {key: values for key, values in changed.items() if not _among(key, may_change)}
-    if others:
-        listed = ", ".join(f"{key}*" if key.endswith(".") else key for key in may_change)
-        raise ConfigError(
-            describe(
-                "a run that exists cannot change this part of its config",
-                where={"option": "--resume, --run", "folder": path},
-                got=", ".join(f"{key} = {new} (was {old})" for key, (old, new) in others.items()),
-                expected=f"changes of {listed} alone",
-                do="start a new run to change the rest",
-            )
-        )
+    where: About = {"option": "--resume, --run", "folder": path}
+    if (wrong := change_problem(load_config(folder.config), config, may_change, where)) is not None:
+        raise ConfigError(wrong)
     return folder, config
 
 
@@ -218,6 +208,21 @@ def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (before, after) for key, (before, after) in run_config.differing(both)}
 
 
+def change_problem(old: Config, new: Config, may_change: Sequence[str], where: About) -> Problem | None:
+    """Say which keys differ that may not. may_change: keys, and sections, which end with a dot."""
+    others = {key: values for key, values in changes(old, new).items() if not _among(key, may_change)}
+    if not others:
+        return None
+    listed = ", ".join(f"{key}*" if key.endswith(".") else key for key in may_change)
+    return describe(
+        "a run that exists cannot change this part of its config",
+        where=where,
+        got=", ".join(f"{key} = {new} (was {old})" for key, (old, new) in others.items()),
+        expected=f"changes of {listed} alone",
+        do="start a new run to change the rest",
+    )
+
+
 def _among(key: str, names: Sequence[str]) -> bool:
     return any(key.startswith(name) if name.endswith(".") else key == name for name in names)
 
@@ -257,6 +262,16 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
             file.flush()
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
+
+
+def goes_on(folder: RunFolder) -> bool:
+    """Tell whether a rank of the run still lives. Needs the right to write its run.lock, and changes nothing."""
+    with suppress(FileNotFoundError, PermissionError), folder.lock.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def take_over(folder: RunFolder, config: Config) -> dict[str, tuple[Any, Any]]:

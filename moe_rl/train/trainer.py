@@ -35,6 +35,7 @@ from moe_rl.report.timeline import Timeline
 from moe_rl.report.trackers import Trackers
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, kept_steps
 from moe_rl.rollout.pool_client import PooledRollouts, PooledSampler
+from moe_rl.rollout.replayed import ReplayedRollouts
 from moe_rl.rollout.rollouts import Rollouts, canary_runs, start_sampler
 from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.tasks.verifiers import VerifierPool
@@ -43,6 +44,7 @@ from moe_rl.train import samples
 from moe_rl.train.canary import Canary
 from moe_rl.train.peers import Peers, StopRequested
 from moe_rl.train.progress import Progress
+from moe_rl.train.replayed_run import last_step
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import TrainStep
 from moe_rl.weights.sender import WeightSender
@@ -63,7 +65,7 @@ class RankZero:
     log: RunLog
     samples: SampleFile
     timeline: Timeline
-    rollouts: Rollouts | PooledRollouts
+    rollouts: Rollouts | PooledRollouts | ReplayedRollouts
     trackers: Trackers
     kept_awake: bool = False
 
@@ -73,14 +75,20 @@ class Trainer:
 
     Args:
         task: the prompts; on rank 0 only.
+
+    Attributes:
+        replay_ends: the last step of the run that this one replays; None if it samples.
     """
 
     def __init__(self, config: Config, folder: RunFolder, task: TaskPrompts | None, peers: Peers, stack: ExitStack):
         self.config, self.folder, self.peers = config, folder, peers
         self.began = time.monotonic()
         self.facts = read_model(config.model.path)
-        self.store = TraceStore(folder.trace)
-        self.kept = KeptRollouts(folder.rollouts, self.store)
+        replayed = config.run.replays
+        sampled = folder if replayed is None else RunFolder(replayed)
+        self.store = TraceStore(sampled.trace)
+        self.kept = KeptRollouts(sampled.rollouts, self.store)
+        self.replay_ends = None if replayed is None else last_step(replayed)
         self.checkpoints = Checkpoints(
             folder.checkpoints,
             config.parallel,
@@ -106,7 +114,11 @@ class Trainer:
             log.note(f"run folder: {folder.path}")
             if self.facts.mtp_layers:
                 log.note("the model's multi-token-prediction layers are not trained and not sent to the sampler")
-            log.note("starting the sampler and the verifiers ...")
+            log.note(
+                "starting the sampler and the verifiers ..."
+                if replayed is None
+                else f"trains on what {replayed} has kept: no sampler, no weight sync, no canary, no evaluation"
+            )
             assert task is not None
             for note in task.notes():
                 log.note(note)
@@ -138,9 +150,12 @@ class Trainer:
         if self.main is not None:
             self.main.timeline.add(part, begin, end)
 
-    def _start_rollouts(self, task: TaskPrompts, stack: ExitStack) -> Rollouts | PooledRollouts:
-        """Start the sampler and the verifiers, in a pool beside this process if they work while the ranks train."""
+    def _start_rollouts(self, task: TaskPrompts, stack: ExitStack) -> Rollouts | PooledRollouts | ReplayedRollouts:
+        """Start the sampler and the verifiers, in a pool beside this process if they work while the ranks train. A run
+        that is replayed needs none."""
         config, run_dir = self.config, self.folder.path
+        if config.run.replays is not None:
+            return ReplayedRollouts(config, task, run_dir, config.run.replays, self.kept)
         if config.pipeline.mode != "sync":
             if world.device().type == "cuda" and not config.rollout.servers:
                 raise ConfigError(
@@ -190,9 +205,10 @@ class Trainer:
 
     def _rest(self, main: RankZero, clock: Clock) -> None:
         """Let the sampler free its memory until the next weight sync."""
-        if level := self.config.rollout.sleep_level:
+        engine = main.rollouts.engine
+        if engine is not None and (level := self.config.rollout.sleep_level):
             with clock("sleep"):
-                gave_back = main.rollouts.engine.sleep(level)
+                gave_back = engine.sleep(level)
             if not gave_back and not main.kept_awake:
                 main.log.note(
                     "rollout.sleep_level has no effect: vLLM cannot sleep on a CPU, so the sampler keeps its memory"
@@ -256,7 +272,13 @@ class Trainer:
                 self.main.rollouts.settle(clock)
 
     def sync(self, version: int) -> dict[str, float]:
-        """Send the trainer's weights to the sampler as `version`, then let both score the canary with them."""
+        """Send the trainer's weights to the sampler as `version`, then let both score the canary with them.
+
+        Returns:
+            The metrics; none where there is no sampler.
+        """
+        if self.replay_ends is not None:
+            return {}
         engine = None if self.main is None else self.main.rollouts.engine
         sent = self.sender.send(engine, version)
         guards = self.train_step.guards
@@ -272,6 +294,9 @@ class Trainer:
         Returns:
             Why the run ends behind this step before its last one, "" if it goes on. The same on all ranks.
         """
+        if self.replay_ends is not None:  # there is nobody to evaluate
+            ended = not last and step >= self.replay_ends
+            return f"{self.config.run.replays} has trained no further step" if ended else ""
         with self.peers.phase("evaluate", step):
             if self.main is not None:
                 self.main.trackers.look()
@@ -290,6 +315,7 @@ class Trainer:
         clock, metrics = Clock(self.peers.part, self.timed), None
         saying = main.log.phase("evaluating on held-out prompts")
         with suppress(StopRequested), self.peers.to_be_left(), clock("eval"), saying:
+            assert not isinstance(main.rollouts, ReplayedRollouts)
             metrics = main.rollouts.evaluate(step)
         if metrics is not None:
             main.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
@@ -372,7 +398,7 @@ class Trainer:
                     rollouts.ledger.rewind(done)
                 # A run that ends early leaves groups that have begun.
                 rollouts.ledger.verify(rollouts.source, steps=done, whole=not (early or collapse))
-                facts = self._facts(rollouts.engine.vllm_version)
+                facts = self._facts(None if rollouts.engine is None else rollouts.engine.vllm_version)
                 facts |= {"collapse": collapse and str(collapse), "ended_early": early or None}
                 summarize(self.folder.path, facts)
                 path = write_report(self.folder.path)
@@ -385,7 +411,7 @@ class Trainer:
                 self.main.log.note(f"report: {path}")
             dist.barrier()  # if a rank ended with an error now, torchrun would kill rank 0 while it writes
 
-    def _facts(self, vllm_version: str) -> dict[str, object]:
+    def _facts(self, vllm_version: str | None) -> dict[str, object]:
         """Return the entries of summary.json that are not measurements."""
         config, best = self.config, self.progress.best
         return {

@@ -60,7 +60,9 @@ def test_one_message_and_nothing_started(launch, arguments, words):
 def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
     """torchrun ends all ranks as soon as one ends, so a faster rank would silence the rank that prints the problem."""
     options, waited = (
-        argparse.Namespace(config=Path("no/such.yaml"), resume=None, step=None, trace=None, speeds=None, plan=False),
+        argparse.Namespace(
+            config=Path("no/such.yaml"), resume=None, replay=None, step=None, trace=None, speeds=None, plan=False
+        ),
         [],
     )
     options.overrides = []

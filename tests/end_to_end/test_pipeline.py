@@ -27,12 +27,32 @@ AHEAD = ["pipeline.mode=one_step_off", "rollout.sleep_level=0", "replay.native_e
 
 @pytest.fixture(scope="session")
 def ahead(tmp_path_factory):
-    return finished(tmp_path_factory, "ahead", *AHEAD, "run.steps=5")
+    return finished(tmp_path_factory, "ahead", *AHEAD, "run.steps=5", "replay.keep_shards=5")
 
 
 def tensors(folder: Path, step: int) -> dict[str, bytes]:
     files = (folder / f"checkpoints/step-{step:06d}").glob("*.distcp")
     return {path.name: path.read_bytes() for path in files}
+
+
+def training_rows(folder: Path) -> list[dict]:
+    """What the trainer computed in each step, and what it was given."""
+    found = [row for row in rows(folder) if row["kind"] == "train"]
+    return [{key: value for key, value in row.items() if not key.startswith("sync/")} for row in found]
+
+
+def replays(folder: Path, again: Path, last: int) -> None:
+    """Assert that the run in `again` trained as the one in `folder`, and had no sampler."""
+    assert training_rows(again) == training_rows(folder) != []
+    assert tensors(again, last) == tensors(folder, last) != {}
+    assert (again / "prompts.jsonl").read_bytes() == (folder / "prompts.jsonl").read_bytes()
+    assert not any(key.startswith(("sync/", "eval/")) for row in rows(again) for key in row)
+    assert not list(again.glob("*.log")) and not (again / "trace").exists()
+
+
+def stands(folder: Path) -> dict[Path, tuple[int, int]]:
+    """What would change if anything in a folder were written."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 def batches(folder: Path) -> KeptRollouts:
@@ -101,6 +121,16 @@ def test_a_batch_that_is_lost_is_sampled_again_and_told(ahead, tmp_path):
     assert versions(folder, 5) == {4}
 
 
+def test_a_run_is_replayed_bit_for_bit_also_after_a_kill(ahead, tmp_path):
+    before = stands(ahead.folder)
+    run = Launch(tmp_path, "--replay", ahead.folder, f"run.runs_dir={tmp_path}", "run.name=again")
+    run.until(lambda: "\n 3/5" in run.text())
+    run.kill()
+    assert Launch(tmp_path, "--resume", run.folder).wait() == 0
+    replays(ahead.folder, run.folder, 5)
+    assert stands(ahead.folder) == before
+
+
 ASYNC = [
     "pipeline.mode=async",
     "rollout.sleep_level=0",
@@ -133,6 +163,7 @@ def test_groups_are_never_too_old_and_each_prompt_ends_once_also_after_a_kill(tm
     run = Launch(
         tmp_path,
         *config(f"run.runs_dir={tmp_path}", *ASYNC, "pipeline.max_staleness=2", f"pipeline.kv={kv}", "run.steps=6"),
+        "replay.keep_shards=6",
     )
     run.until(lambda: "\n 3/6" in run.text())
     run.kill()
@@ -150,6 +181,11 @@ def test_groups_are_never_too_old_and_each_prompt_ends_once_also_after_a_kill(tm
     for step in kept.steps():
         cursors = [at for first, count in lines[step - 1]["cursors"] for at in range(first, first + count)]
         assert list(dict.fromkeys(kept.load(step).group_ids)) == cursors
+    # and so it can be trained again
+    (tmp_path / "again").mkdir()
+    replay = Launch(tmp_path / "again", "--replay", folder, f"run.runs_dir={tmp_path / 'again'}")
+    assert replay.wait() == 0, replay.text()[-4000:]
+    replays(folder, replay.folder, 6)
 
 
 def test_a_stopped_run_goes_on_with_the_groups_that_it_had_begun(tmp_path):

@@ -1274,6 +1274,14 @@ MUTANTS: list[Mutant] = [
             "tests/rollout/test_group_feed.py",
         ),
         (
+            "completions that the ledger does not know",
+            "kept.py",
+            "if batch.digest != entry.completions:",
+            "if not batch.digest:",
+            "A resumed step trains on completions of another sampling.",
+            "tests/train/test_resume.py",
+        ),
+        (
             "rollouts of one step fewer",
             "kept.py",
             "range(step - last + 1, step + ahead + 1)",
@@ -1533,14 +1541,6 @@ MUTANTS: list[Mutant] = [
             "if not step - 1 - lag <= versions[0] <= versions[-1] <= step - 1:",
             "if versions[-1] > step - 1:",
             "A resumed step trains on what older weights sampled.",
-            "tests/train/test_resume.py",
-        ),
-        (
-            "completions that the ledger does not know",
-            "resume.py",
-            "if batch.digest != entry.completions:",
-            "if not batch.digest:",
-            "A resumed step trains on completions of another sampling.",
             "tests/train/test_resume.py",
         ),
         (

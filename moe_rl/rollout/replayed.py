@@ -1,0 +1,41 @@
+"""Gives a run the batches that another run has kept, so that it trains on them again without a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+
+from moe_rl.clock import Clock
+from moe_rl.config.schema import Config
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource, TaskPrompts
+
+
+class ReplayedRollouts:
+    """Reads what another run has kept, in place of `Rollouts`. It has no sampler and changes nothing of that run.
+
+    Attributes:
+        unusable: as in Rollouts; always empty.
+    """
+
+    engine = None
+
+    def __init__(self, config: Config, task: TaskPrompts, run_dir: Path, replayed: Path, kept: KeptRollouts):
+        """replayed: the folder of the other run. kept: its rollouts."""
+        self.source = PromptSource(task.train, config.run.seed)
+        self.ledger = PromptLedger.of_run(run_dir, config.pipeline)
+        self.replayed, self.kept = PromptLedger.of_run(replayed, config.pipeline), kept
+        self.unusable: list[str] = []
+
+    def take(self, step: int, clock: Clock) -> RolloutBatch:
+        """Return the batch that the other run had in this step, and enter its prompts into this run's ledger."""
+        entry, batch = self.kept.entered(step, self.replayed, self.source)
+        self.ledger.append(entry)
+        return batch
+
+    def settle(self, clock: Clock) -> None:
+        """Do nothing: nothing is sampled."""
+
+    def retain(self, steps: Container[int]) -> None:
+        """Do nothing: the rollouts are the other run's."""

@@ -1,0 +1,122 @@
+"""Checks a run that is to be trained again from its kept rollouts, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_rl.config.load import load_config
+from moe_rl.config.schema import Config
+from moe_rl.errors import About, DataError, MoeRLError, Problem, describe
+from moe_rl.report.history import read_history
+from moe_rl.report.lines import read_run
+from moe_rl.rollout.kept import KeptRollouts, shards_of
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource, TaskPrompts
+from moe_rl.trace import TraceStore
+from moe_rl.train.run_folder import RunFolder, change_problem, goes_on
+
+# Keys that may differ from those of the replayed run. They change neither what was sampled nor what is computed from
+# it, except for rounding. A name with a dot at its end stands for all keys of the section.
+MAY_DIFFER = (
+    "run.replays",
+    "run.name",
+    "run.runs_dir",
+    "run.max_hours",
+    "run.peer_timeout_seconds",
+    "parallel.",
+    "placement.",
+    "train.microbatch_tokens",
+    "checkpoint.",
+    "export.",
+    "report.",
+)
+
+
+def last_step(run_dir: Path) -> int:
+    """Return the last step that a run has trained; 0 for none. Raises MoeRLError for a damaged log."""
+    return max((row["step"] for row in read_run(run_dir).train), default=0)
+
+
+def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
+    """Say why a run cannot train again on what the run in run.replays has kept. Changes nothing of that run.
+
+    Every kept file is read. Routes are not: they are checked in the step that uses them.
+
+    Args:
+        task: the prompts; None if they could not be read, then the kept files are not checked.
+    """
+    if config.run.replays is None:
+        return []
+    theirs = RunFolder(config.run.replays)
+    where: About = {"key": "run.replays", "folder": theirs.path}
+    try:
+        own = load_config(theirs.config)
+        history, last = read_history(theirs.path), last_step(theirs.path)
+    except MoeRLError as error:
+        return [describe(str(error), where=where, expected="the folder of a run")]
+    found: list[Problem] = []
+    if goes_on(theirs):
+        found.append(describe("that run still goes on", where=where, do="wait until it ends", fault="goes on"))
+    if (wrong := change_problem(own, config, MAY_DIFFER, where)) is not None:
+        found.append(wrong)
+    stretched = own.train.optimizer.schedule != "constant" and own.train.optimizer.decay_steps is None
+    steered = sorted(
+        {
+            key
+            for start in history
+            for key in start.changed
+            if key.startswith("train.optimizer.") or (key == "run.steps" and stretched)
+        }
+    )
+    if steered:
+        found.append(
+            describe(
+                "that run changed its learning rate on the way, so it has no one config to train with again",
+                where=where,
+                got=f"changes of {', '.join(steered)}",
+                expected="none of them in history.jsonl",
+                fault="steered",
+            )
+        )
+    if last == 0:
+        found.append(describe("that run has trained no step", where=where, fault="no step"))
+    if found or task is None:
+        return found
+    return _kept_problems(theirs, own, task, last, where)
+
+
+def _kept_problems(theirs: RunFolder, own: Config, task: TaskPrompts, last: int, where: About) -> list[Problem]:
+    """Say which steps from 1 to `last` are not kept, or not as they were."""
+    store = TraceStore(theirs.trace)
+    kept, shards = KeptRollouts(theirs.rollouts, store), set(store.shards())
+    ledger, source = PromptLedger.of_run(theirs.path, own.pipeline), PromptSource(task.train, own.run.seed)
+    found, absent = list[Problem](), list[int]()
+    for step in range(1, last + 1):
+        try:
+            _, batch = kept.entered(step, ledger, source)
+        except DataError as error:
+            if error.message.fault == "absent":
+                absent.append(step)
+            else:
+                found.append(describe(str(error), where={**where, "step": step}))
+        except MoeRLError as error:
+            found.append(describe(str(error), where={**where, "step": step}))
+        else:
+            if gone := [name for name in shards_of(batch) if name not in shards]:
+                found.append(
+                    describe("routes of a step are gone", where={**where, "step": step, "shard": gone[0]}, fault="gone")
+                )
+    if absent:
+        shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        found.append(
+            describe(
+                "that run has not kept the rollouts of all its steps",
+                where=where,
+                got=f"no rollouts of step {shown}",
+                expected=f"those of steps 1 to {last}",
+                do=f"a run that is to be replayed needs replay.keep_shards of at least run.steps; it had "
+                f"{own.replay.keep_shards}",
+                fault="absent",
+            )
+        )
+    return found
