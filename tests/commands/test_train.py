@@ -44,6 +44,7 @@ def launch(tmp_path_factory):
             ["train.delay_wgrad_compute", "got no transformer-engine"],
         ),
         (["--resume", "moe_rl"], ["--resume", "config.yaml"]),
+        (["--replay", "moe_rl"], ["moe_rl/config.yaml"]),
     ],
 )
 def test_one_message_and_nothing_started(launch, arguments, words):

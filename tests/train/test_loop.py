@@ -100,3 +100,11 @@ def test_utilization_is_what_training_needs_over_what_its_devices_can_do(monkeyp
     matrices = 2 * (768 + 12 * 16 + 4 * 3 * 8 * 16) + 96 * 16
     needed = 3 * (2 * matrices * 8 + 2 * 2 * 2 * (8 + 8) * (15 + 6))
     assert logged.get("throughput/mfu") == (None if peak is None else needed / (0.5 * 2 * 1e9))
+
+
+def test_a_replay_ends_where_the_run_that_it_replays_has_ended():
+    run = SimpleNamespace(replay_ends=3, config=SimpleNamespace(run=SimpleNamespace(replays="runs/RUN")))
+    ends = [trainer.Trainer.evaluate(run, step, last=False) for step in (0, 2, 3)]
+    assert ends[:2] == ["", ""] and "runs/RUN" in ends[2]
+    assert trainer.Trainer.evaluate(run, 3, last=True) == ""  # it is the last step anyway
+    assert trainer.Trainer.sync(run, 3) == {}
