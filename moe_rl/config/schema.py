@@ -204,6 +204,9 @@ class GuardsConfig(Section):
     limit is 1e-4 where sampler and trainer compute in float32 on the same weights (rounding gives 1e-6 to 1e-5), and 1
     otherwise (tiny bfloat16 models stay below 0.3; exchanged layers or experts give 1 to 6). With null the run also
     ends when the difference is far above that of its own last syncs: see docs/internals/weight_sync.md."""
+    same_version: bool = True
+    """Whether a run that samples ahead of training ends when tokens of lag 0, which the trainer's own version sampled,
+    disagree with the trainer as tokens of other weights do. That is a fault and no drift: see docs/howto/guards.md."""
 
 
 class ClusterConfig(Section):

@@ -232,10 +232,13 @@ class MismatchSums:
             "sequences": int(sequences),
         }
 
-    def by_lag(self) -> dict[str, float]:
-        """Return the k3 of the tokens of each lag that occurs, by the names of LAGS. Reads the device once."""
+    def by_lag(self) -> dict[str, tuple[float, int]]:
+        """Return the k3 and the number of the tokens of each lag that occurs, by the names of LAGS. Reads the device
+        once.
+        """
         sums = dict(zip(_SUMS, self.values.tolist(), strict=False))
-        return {lag: sums[f"k3_lag_{lag}"] / sums[f"tokens_lag_{lag}"] for lag in LAGS if sums[f"tokens_lag_{lag}"]}
+        counts = {lag: int(sums[f"tokens_lag_{lag}"]) for lag in LAGS}
+        return {lag: (sums[f"k3_lag_{lag}"] / count, count) for lag, count in counts.items() if count}
 
     @staticmethod
     def _quantile(q: float, tokens: float, counts: list[float], peak: float) -> float:

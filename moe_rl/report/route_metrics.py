@@ -175,6 +175,15 @@ CARRIED = (
         "Jumps: the sampler's routers differ from the trainer's. The run ends if a layer agrees "
         "better with another layer, or if two experts take each other's tokens.",
         "when measured"),
+    Metric("sync/canary_change", "nats", "neutral",
+        "Mean |change| of the sampler's log-probabilities of the canary since the version before. Of several samplers, "
+        "that of the one that changed least.",
+        "Far below sync/canary_change_trainer: the update has not reached a sampler. The run ends.",
+        "when measured"),
+    Metric("sync/canary_change_trainer", "nats", "neutral",
+        "The same of the trainer's log-probabilities.",
+        "0: no weight changed.",
+        "when measured"),
     Metric("sync/canary_power", "fraction", "higher",
         "Fraction of the MoE layers in which the canary could have detected wrong routes of the "
         "sampler. A layer counts if its routes agree clearly better than those of every fault "

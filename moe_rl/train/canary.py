@@ -49,6 +49,8 @@ class Heard:
     not record.
     suspects: what the differing tokens have in common, in words for a message.
     recorded: share of the samplers that recorded the routes they took.
+    change: mean |change of a log-probability| since the version before, in nats: of the trainer, of the sampler with
+    the least, and that sampler. None if none of them scored another version before.
     """
 
     difference: float
@@ -58,6 +60,7 @@ class Heard:
     power: float | None = None
     suspects: str = ""
     recorded: float = 0.0
+    change: tuple[float, float, str] | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step, see report/metrics.py."""
@@ -66,6 +69,8 @@ class Heard:
             "sync/canary_recorded": self.recorded,
             **({} if self.mismatch is None else {"sync/canary_mismatch": self.mismatch}),
             **({} if self.power is None else {"sync/canary_power": self.power}),
+            **({} if self.change is None else {"sync/canary_change": self.change[1]}),
+            **({} if self.change is None else {"sync/canary_change_trainer": self.change[0]}),
         }
 
 
@@ -79,6 +84,8 @@ class Canary:
         self._fed = [np.array(run[:-1], np.int64) for run in self.runs]
         self._microbatches: list[Microbatch] = []
         self._tables: list[MicrobatchRoutes] = []
+        # The last version that was scored: the trainer's log-probabilities [S], and those of each sampler.
+        self._last: tuple[int, np.ndarray, dict[str, np.ndarray]] | None = None
 
     def compare(self, policy: Policy, sampler: WeightHolder | None, version: int, *, exact: float = 0.0) -> Heard:
         """Score the runs on both sides and compare them. The result is the same on all ranks.
@@ -96,9 +103,10 @@ class Canary:
     def _heard(self, ours: np.ndarray, witness: np.ndarray, sampler: WeightHolder, version: int, exact: float) -> Heard:
         for name in self._shards():  # left by a run that ended during a comparison
             self.store.remove(name)
-        heard = []
+        heard, scores = [], dict[str, np.ndarray]()
         for one in sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"):
-            apart = np.abs(ours - np.concatenate(one.logprobs))
+            scores[one.by] = np.concatenate(one.logprobs)
+            apart = np.abs(ours - scores[one.by])
             suspects = self._suspects(apart, witness, exact) if exact else ""
             if one.routes:
                 heard.append(self._align(one, apart, witness, version, suspects))
@@ -107,7 +115,16 @@ class Canary:
         for name in self._shards():
             self.store.remove(name)
         worst = max(heard, key=lambda one: math.inf if math.isnan(one.settled) else one.settled)
-        return replace(worst, recorded=sum(one.mismatch is not None for one in heard) / len(heard))
+        recorded = sum(one.mismatch is not None for one in heard) / len(heard)
+        return replace(worst, recorded=recorded, change=self._change(version, ours, scores))
+
+    def _change(self, version: int, ours: np.ndarray, scores: dict[str, np.ndarray]) -> tuple[float, float, str] | None:
+        """Return how far trainer and samplers are from the version before, as in Heard, and remember this one."""
+        last, self._last = self._last, (version, ours, scores)
+        if last is None or last[0] == version or not (known := scores.keys() & last[2].keys()):
+            return None
+        least, by = min((float(np.abs(scores[by] - last[2][by]).mean()), by) for by in known)
+        return float(np.abs(ours - last[1]).mean()), least, by
 
     def _shards(self) -> list[str]:
         return [name for name in self.store.shards() if name.startswith(f"{_SHARD}-")]

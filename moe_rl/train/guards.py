@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from moe_rl.config.schema import Config, GuardsConfig
-from moe_rl.errors import CheckpointError, CollapseError, NonFiniteError, WeightSyncError, describe
+from moe_rl.errors import CheckpointError, CollapseError, NonFiniteError, PipelineError, WeightSyncError, describe
 from moe_rl.megatron.policy import UpdateResult
+from moe_rl.objectives.lags import LAGS
 from moe_rl.train.canary import Heard
 
 # The largest canary difference in nats a token, where both sides compute in float32 and elsewhere. Rounding alone gives
@@ -23,6 +24,14 @@ _EXACT, _ROUNDED = 1e-4, 1.0
 # The test against the run's own history needs 5 syncs and looks at the last 32. A difference is too large when it is 8
 # times their median, or 5 standard deviations above it if that is more. Differences below 1e-6 count as 1e-6.
 _SYNCS, _KEPT, _FACTOR, _DEVIATIONS, _FLOOR = 5, 32, 8.0, 5.0, 1e-6
+# A sampler did not take an update when the canary's log-probabilities changed by less than this share of the change on
+# the trainer's side. The latter must be at least this share of the usual difference of the two sides, so that it is no
+# rounding. A sampler that took the update has a share near 1, one that did not has 0.
+_FOLLOWS, _VISIBLE = 0.1, 0.5
+# Tokens of lag 0 are judged when there are this many, over as many steps as it takes. Their policy KL is that of a
+# fault when it is this many times the median of up to 32 before, three times in a row. With fewer than 5 before, it
+# must be more times the median. docs/measurements/false_alarms.md says what healthy runs and faults have.
+_TOKENS, _APART, _APART_AT_FIRST, _IN_A_ROW, _LEAST_KL = 256, 16.0, 32.0, 3, 1e-6
 
 
 class Guards:
@@ -33,11 +42,21 @@ class Guards:
         self.settings, self.exact = settings, exact
         self.skipped = self.lost = 0
         self.canary: list[tuple[int, float]] = []
+        self.same: list[float] = []  # policy KL of tokens of lag 0, while they looked like a synchronous run's
+        self.open = (0.0, 0.0)  # tokens of lag 0 that are not judged yet, and the sum of their k3
+        self.apart = 0
         self.canary_limit = settings.max_canary_difference or (_EXACT if exact else _ROUNDED)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON values. canary: weight version and difference of the last syncs."""
-        return {"skipped": self.skipped, "lost": self.lost, "canary": [list(one) for one in self.canary]}
+        """Return what a checkpoint keeps, as JSON values. canary: weight version and difference of the last syncs.
+        same_version: policy KL of lag 0, what is not judged yet, and how often in a row it was that of a fault.
+        """
+        return {
+            "skipped": self.skipped,
+            "lost": self.lost,
+            "canary": [list(one) for one in self.canary],
+            "same_version": [self.same, list(self.open), self.apart],
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned. Raises CheckpointError for what another version returned."""
@@ -53,6 +72,8 @@ class Guards:
             )
         self.skipped, self.lost = state["skipped"], state["lost"]
         self.canary = [(int(version), float(value)) for version, value in state["canary"]]
+        self.same, (tokens, total), self.apart = state["same_version"]
+        self.open = tokens, total
 
     def after_update(self, result: UpdateResult, *, step: int, update: int) -> None:
         """Count skipped updates. Raises NonFiniteError after too many in a row.
@@ -73,7 +94,8 @@ class Guards:
             )
 
     def after_sync(self, version: int, heard: Heard) -> None:
-        """Raise WeightSyncError when the canary says that the sampler holds other weights than the trainer.
+        """Raise WeightSyncError when the canary says that the sampler holds other weights than the trainer, or that it
+        still has those from before the update.
 
         heard: what the canary showed after the sync of `version`. A limit in the config is the only limit. Without one
         the difference must keep two limits: the one for these precisions, and the one from the run's own history.
@@ -86,6 +108,7 @@ class Guards:
         """
         # A resumed run scores once more the last version of the run before it.
         before = [(known, value) for known, value in self.canary if known != version]
+        self._check_change(version, heard, [value for _, value in before])
         difference = heard.settled
         limit, expected = self._canary_limit([value for _, value in before])
         if not (math.isfinite(difference) and difference <= limit):
@@ -102,6 +125,26 @@ class Guards:
             )
         self.canary = [*before, (version, difference)][-_KEPT:]
 
+    def _check_change(self, version: int, heard: Heard, before: list[float]) -> None:
+        """Raise WeightSyncError if the trainer's canary changed visibly with the last update, and a sampler's did not.
+
+        before: differences of the syncs so far. After a skipped update nothing has to change.
+        """
+        if heard.change is None or self.skipped or not before:
+            return
+        ours, theirs, by = heard.change
+        if ours > _VISIBLE * float(np.median(before)) and not theirs >= _FOLLOWS * ours:
+            raise WeightSyncError(
+                describe(
+                    "an update has not reached a sampler, which scores tokens as it did before",
+                    where={"version": version, "sampler": by},
+                    got=f"a canary that changed by {theirs:.3g} nats",
+                    expected=f"about {ours:.3g}, as on the trainer's side",
+                    do="the digest of what arrived was right, so look at what happens to it behind that: a copy of the "
+                    "weights that the sampler computes with and does not load into, or an export of old tensors",
+                )
+            )
+
     def _canary_limit(self, before: list[float]) -> tuple[float, str]:
         """Return the largest difference that is allowed after these ones, and that limit in words."""
         limit = self.canary_limit
@@ -113,7 +156,12 @@ class Guards:
         return limit, f"at most guards.max_canary_difference, by default {limit:g} for {precisions}"
 
     def after_step(self, step: int, metrics: dict[str, float]) -> CollapseError | None:
-        """Return the error that ends the run after this step, or None. metrics: those of the step."""
+        """Return the error that ends the run after this step, or None. metrics: those of the step.
+
+        Raises PipelineError when tokens of the trainer's own version look as if other weights had sampled them.
+        """
+        if self.settings.same_version and (tokens := metrics.get(f"policy_kl/tokens_lag/{LAGS[0]}")):
+            self._judge_same_version(step, tokens, metrics[f"policy_kl/k3_lag/{LAGS[0]}"])
         reasons = self._reasons(metrics)
         self.lost = self.lost + 1 if reasons else 0
         limit = self.settings.collapse_steps
@@ -130,6 +178,35 @@ class Guards:
                 "A checkpoint and the report of this state are in the run folder",
             )
         )
+
+    def _judge_same_version(self, step: int, tokens: float, kl: float) -> None:
+        """Take in the policy KL of a step's tokens of lag 0. Raises PipelineError when it is that of a fault.
+
+        Drift grows with the lag and is 0 at lag 0, where only rounding is left, as in a synchronous run.
+        """
+        self.open = self.open[0] + tokens, self.open[1] + tokens * kl
+        if self.open[0] < _TOKENS:
+            return
+        value, self.open = self.open[1] / self.open[0], (0.0, 0.0)
+        usual = max(float(np.median(self.same)), _LEAST_KL) if self.same else math.inf
+        limit = usual * (_APART if len(self.same) >= _SYNCS else _APART_AT_FIRST)
+        if math.isfinite(value) and value <= limit:
+            self.apart, self.same = 0, [*self.same, value][-_KEPT:]
+            return
+        self.apart += 1
+        if self.apart >= _IN_A_ROW:
+            raise PipelineError(
+                describe(
+                    "tokens that the trainer's own version sampled look as if other weights had",
+                    where={"step": step, "metric": f"policy_kl/k3_lag/{LAGS[0]}"},
+                    got=f"{value:.3g} nats a token, and too much {self.apart} times in a row",
+                    expected=f"at most {limit:.3g}, as in a synchronous run: the median so far is {usual:.3g}",
+                    do="this is a fault and no drift, which is 0 at lag 0. Look for prefix blocks that a sampler kept "
+                    "over an update, for an update that a sampler counted and did not load, and for tokens that are "
+                    "noted under another version; the other lags of policy_kl/k3_lag show how far each is off. "
+                    "guards.same_version: false goes on",
+                )
+            )
 
     def _reasons(self, metrics: dict[str, float]) -> list[str]:
         """List each sign of a lost run that shows, with its values."""

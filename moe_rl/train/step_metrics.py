@@ -98,7 +98,7 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
     mismatch = _global(shown.mismatch)
     measured = mismatch.metrics()
     metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
-    metrics |= _by_lag(shown.tallies, name, mismatch)
+    metrics |= _by_lag(shown.tallies, name, mismatch, ahead=config.pipeline.lag > 0)
     metrics |= {
         "policy/entropy": _mean_entropy(shown.entropies),
         "optim/grad_norm": sum(result.grad_norm for result in results) / len(results),
@@ -202,17 +202,22 @@ def _by_layer(tallies: list[Tally], layers: Seq[int]) -> dict[int, float]:
     return {layer: w / max(n, 1) for layer, (w, n) in zip(layers, fractions, strict=True)}
 
 
-def _by_lag(tallies: list[Tally], name: str, mismatch: MismatchSums) -> dict[str, float]:
-    """Return the policy KL and the routing mismatch of each lag that occurs; nothing if the only one is 0."""
+def _by_lag(tallies: list[Tally], name: str, mismatch: MismatchSums, *, ahead: bool) -> dict[str, float]:
+    """Return the policy KL, its tokens and the routing mismatch of each lag that occurs.
+
+    Nothing if the only lag is 0, unless the run samples `ahead` of training, so that there may be others.
+    """
     flat = world.all_reduce(
         [sum(t.native_by_lag[n][which] for t in tallies) for n in range(len(LAGS)) for which in (0, 1)]
     )
     routes = {lag: wrong / rows for lag, wrong, rows in zip(LAGS, flat[::2], flat[1::2], strict=True) if rows}
     policy = mismatch.by_lag()
-    if not {*routes, *policy} - {LAGS[0]}:
+    if not ahead and not {*routes, *policy} - {LAGS[0]}:
         return {}
-    return {f"policy_kl/k3_lag/{lag}": value for lag, value in policy.items()} | {
-        f"routing/{name}_mismatch_lag/{lag}": value for lag, value in routes.items()
+    return {
+        **{f"policy_kl/k3_lag/{lag}": value for lag, (value, _) in policy.items()},
+        **{f"policy_kl/tokens_lag/{lag}": tokens for lag, (_, tokens) in policy.items()},
+        **{f"routing/{name}_mismatch_lag/{lag}": value for lag, value in routes.items()},
     }
 
 

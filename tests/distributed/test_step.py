@@ -396,7 +396,11 @@ def test_routes_of_older_weights(steps):
     assert replayed["routing/coverage"] == 1 and replayed["optim/grad_norm"] == whole["optim/grad_norm"]
     # The rows of these prompts are one version old; all tokens are of the trainer's own version.
     by_lag = {key: value for key, value in replayed.items() if "_lag/" in key}
-    assert by_lag.keys() == {"policy_kl/k3_lag/0", *(f"routing/shadow_mismatch_lag/{lag}" for lag in (0, 1))}
+    assert by_lag.keys() == {
+        "policy_kl/k3_lag/0",
+        "policy_kl/tokens_lag/0",
+        *(f"routing/shadow_mismatch_lag/{lag}" for lag in (0, 1)),
+    }
     old, new = (by_lag[f"routing/shadow_mismatch_lag/{lag}"] for lag in (1, 0))
     share = prompts / sum(TOKENS)
     assert share * old + (1 - share) * new == pytest.approx(replayed["routing/shadow_mismatch"], rel=1e-9)

@@ -164,7 +164,8 @@ def test_the_k3_of_each_lag_is_that_of_its_tokens(tokens):
         name: [math.expm1(a - b) - (a - b) for lag, a, b in tokens if lag in found] for name, found in ends.items()
     }
     assert got.keys() == {name for name, values in expected.items() if values}
-    for name, value in got.items():
+    for name, (value, count) in got.items():
+        assert count == len(expected[name])
         assert math.isclose(value, math.fsum(expected[name]) / len(expected[name]), rel_tol=1e-9, abs_tol=1e-12)
 
 

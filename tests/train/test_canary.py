@@ -35,21 +35,21 @@ def hear(tmp_path, witness, rng):
             self.samplers, self.version = samplers, version
 
         def score(self, runs, *, shard):
-            return [self.one(f"{shard}-server{at}", *given) for at, given in enumerate(self.samplers)]
+            return [self.one(f"{shard}-server{at}", f"server{at}", *given) for at, given in enumerate(self.samplers)]
 
-        def one(self, shard, routes, apart):
+        def one(self, shard, name, routes, apart):
             logprobs = np.split(np.asarray(apart, np.float32), len(runs))
             if routes is None:
-                return ScoredTokens(logprobs, [], shard)
+                return ScoredTokens(logprobs, [], name)
             refs, spans = [], [Span(35, self.version, Provenance.PREFILL)]
             with ShardWriter(tmp_path, shard, SPEC) as writer:
                 for at, part in enumerate(np.split(routes.transpose(1, 0, 2).astype(np.uint8), len(runs))):
                     refs.append(writer.add(f"scored/{at}", part, np.array(runs[at][:-1], np.int32), spans))
-            return ScoredTokens(logprobs, refs, shard)
+            return ScoredTokens(logprobs, refs, name)
 
-    def call(*samplers, version=3, exact=0.0):
+    def call(*samplers, version=3, of=3, exact=0.0, ours=0.0):
         given = [(routes, np.zeros(ROWS) if apart is None else apart) for routes, apart in samplers]
-        return canary._heard(np.zeros(ROWS), witness, Sampler(given, version), 3, exact)
+        return canary._heard(np.full(ROWS, ours), witness, Sampler(given, version), of, exact)
 
     call.store = canary.store
     return call
@@ -104,7 +104,7 @@ def test_a_wrong_layer_is_named_and_its_routes_are_kept(hear, witness, rng, name
     with pytest.raises((WeightSyncError, RouteValidationError), match=said) as raised:
         hear((near_ties(change(witness), rng, share), None))
     if name != "one layer twice":
-        tells(raised.value, version=3, sampler="canary-version000003-server0")
+        tells(raised.value, version=3, sampler="server0")
     assert hear.store.shards() == ["canary-version000003-server0"]
     assert hear((witness, None)).mismatch == 0  # the kept shard is removed first
 
@@ -121,6 +121,17 @@ def test_the_worst_of_several_samplers_is_heard_and_those_that_do_not_record_are
     assert heard.metrics().keys() == {"sync/canary_abs_diff", "sync/canary_recorded"}
     heard = hear((witness, None), (witness, np.where(np.arange(ROWS) == 5, np.nan, 0)))
     assert heard.by.endswith("server1") and np.isnan(heard.settled)
+
+
+def test_what_an_update_changed_is_measured_of_the_sampler_that_changed_least(hear):
+    assert hear((None, np.full(ROWS, 0.1)), of=1).change is None
+    assert hear((None, np.full(ROWS, 0.3)), of=1).change is None  # the same version once more
+    moved, still = (None, np.full(ROWS, 0.7)), (None, np.full(ROWS, 0.3))
+    assert hear(still, moved, of=2, ours=0.2).change == (pytest.approx(0.2), 0.0, "server0")  # server1 is new
+    heard = hear(moved, (None, np.where(np.arange(ROWS) % 2, 0.7, 0.5)), of=3, ours=-0.2)
+    assert heard.change == (pytest.approx(0.4), pytest.approx(0.1, abs=1e-3), "server1")
+    assert heard.metrics()["sync/canary_change"] == heard.change[1]
+    assert heard.metrics()["sync/canary_change_trainer"] == heard.change[0]
 
 
 def test_tokens_behind_a_tie_that_fell_otherwise_do_not_count(hear, witness):

@@ -9,7 +9,7 @@ import pytest
 
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import GuardsConfig
-from moe_rl.errors import CheckpointError, NonFiniteError, WeightSyncError
+from moe_rl.errors import CheckpointError, NonFiniteError, PipelineError, WeightSyncError
 from moe_rl.train.canary import Heard
 from moe_rl.train.guards import Guards, computes_alike
 from tests.support.refusals import refused, tells
@@ -174,5 +174,69 @@ def test_the_history_outlives_a_restart_and_the_version_that_is_scored_again():
 
 
 def test_the_counts_of_another_version_are_refused():
-    with refused(CheckpointError, field="guards", got="lost, skipped", expected="canary, lost, skipped"):
+    with refused(CheckpointError, field="guards", got="lost, skipped", expected="canary, lost, same_version, skipped"):
         guards().restore({"skipped": 0, "lost": 0})
+
+
+@pytest.mark.parametrize("change", [(0.05, 0.0), (0.05, 0.004), (0.05, math.nan)])
+def test_an_update_that_a_sampler_did_not_take_is_named(change):
+    """The difference itself is healthy: one update moves less than the precision of the two sides."""
+
+    def after(change, before=(0.07, 0.06), skipped=0):
+        guard = guards()
+        for version, value in enumerate(before):
+            guard.after_sync(version, heard(value))
+        guard.skipped = skipped
+        guard.after_sync(9, Heard(0.07, 0.07, "http://host:8", change=(*change, "http://host:9")))
+
+    with refused(WeightSyncError, version=9, sampler="http://host:9", got=(f"{change[1]:.3g}",), expected=("0.05",)):
+        after(change)
+    after((0.05, 0.02))  # it moved, if less than the trainer
+    after((0.03, 0.0))  # less than rounding: the sampler's precision may not show it
+    after(change, before=())  # what is usual is not known
+    after(change, skipped=1)  # the update was skipped
+
+
+# policy_kl/k3 in the demo, seed 3, with 272 to 368 tokens a step: around its largest value in 200 steps; and with one
+# step off, where all tokens have lag 1.
+SAME_VERSION = [
+    1.2e-4, 2.8e-5, 1.3e-3, 1.7e-5, 6.9e-5, 1.7e-4, 2.1e-4, 5.5e-5, 1e-6, 5.8e-5, 1.6e-4, 1.3e-4,
+    1.1e-3, 7.1e-7, 1.8e-4, 6.8e-4, 2.7e-4, 6.1e-5, 4e-5, 1.5e-4, 6.2e-5, 4e-5, 1.8e-4, 7.2e-8,
+    3.9e-5, 3e-5, 4.5e-5, 2e-4, 6.9e-5, 2.3e-5, 2e-3, 1.8e-4, 5.6e-5, 4.5e-5, 1.5e-4, 3.9e-4,
+    1.5e-4, 1.8e-4, 1.7e-5, 9.1e-5, 1.1e-4, 5.6e-5, 1.2e-4, 8.4e-5, 1.9e-4,
+]  # fmt: skip
+OLDER = [5.38e-3, 1.51e-2, 7.17e-3, 9.32e-3, 3.21e-3, 3.69e-3]
+
+
+def judged(guard, values, tokens=300):
+    """Return how many steps went by, with these policy KLs at lag 0, before the run ended; None if it goes on."""
+    for at, value in enumerate(values):
+        lags = {"policy_kl/k3_lag/0": value, "policy_kl/tokens_lag/0": tokens}
+        try:
+            assert guard.after_step(at, HEALTHY | lags) is None
+        except PipelineError as error:
+            tells(error, step=at, metric="policy_kl/k3_lag/0", got=("3 times",), expected=("median",))
+            return at
+    return None
+
+
+def test_tokens_of_the_trainers_version_that_disagree_like_older_ones_end_the_run():
+    guard = guards()
+    assert judged(guard, SAME_VERSION) is None  # with single steps far above the others
+    assert judged(guard, OLDER[:2]) is None and judged(guard, SAME_VERSION[:1]) is None
+    assert judged(guard, OLDER) == 2
+    assert judged(guards(), [6e-5, *OLDER]) == 3  # from the first update on
+    assert judged(guards(), [6e-5, math.nan, math.nan, math.nan]) == 3
+    assert judged(guards(same_version=False), SAME_VERSION + OLDER) is None
+    assert judged(guards(), [1e-13] * 6 + [9e-7] * 6) is None  # rounding in float32
+    assert guards().after_step(1, HEALTHY) is None  # a synchronous run, or a step without such tokens
+
+
+def test_few_tokens_are_judged_together_and_what_is_open_outlives_a_restart():
+    few, resumed = guards(), guards()
+    assert judged(few, SAME_VERSION[:36], tokens=100) is None and len(few.same) == 12
+    assert judged(few, OLDER * 2, tokens=100) == 8  # three times three steps
+    assert judged(few := guards(), SAME_VERSION[:30] + OLDER[:2] * 4, tokens=100) is None
+    resumed.restore(json.loads(json.dumps(few.state())))
+    assert resumed.state() == json.loads(json.dumps(few.state())) and resumed.apart == 2 and resumed.open[0] == 200
+    assert judged(resumed, OLDER[:1], tokens=100) == 0
