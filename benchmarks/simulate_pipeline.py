@@ -378,7 +378,7 @@ def _asynchronous(run: Run, staleness: int) -> Result:
         now = min(pool.next_end(), training)
         news = now == training
         for cursor, left in pool.advance(now, groups.version):
-            groups.request_ended(cursor)
+            groups.requests_ended(cursor, 1)
             if not left:
                 groups.sampled(cursor)
                 groups.judged(cursor)

@@ -21,8 +21,9 @@ import torch
 from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
+from moe_rl.rollout import rollouts
 from moe_rl.rollout.kept import shard_step
-from moe_rl.train import loop, rollouts
+from moe_rl.train import loop
 from moe_rl.train.trainer import Trainer
 from moe_rl.weights.sender import WeightSender
 from tests.chaos.plants import BY_DISK, FORGET, arm, witnesses

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config.load import load_config
+from moe_rl.report.registry import METRICS
 from moe_rl.report.timeline import read_timeline, windows
 from moe_rl.rollout.kept import KeptRollouts
 from moe_rl.tasks.prompt_ledger import PromptLedger
@@ -174,6 +175,8 @@ def test_groups_are_never_too_old_and_each_prompt_ends_once_also_after_a_kill(tm
     assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
     assert max(row["pipeline/staleness_max"] for row in trained) in (1, 2)
     assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in trained)
+    emitted = {key for line in (folder / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+    assert {key for key in METRICS if key.startswith("pipeline/") and "<" not in key} | {"time/wait"} <= emitted
     lines = proven(folder)
     assert all(len(line["prompts"]) == 16 for line in lines)
     # a step's batch is what its line says
