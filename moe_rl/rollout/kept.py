@@ -147,7 +147,7 @@ class KeptRollouts:
         return sorted(step for step in steps if step in of_steps or shards.issuperset(shards_of(self.load(step))))
 
     def retain(self, steps: Container[int], groups: Container[int] | None = None) -> None:
-        """Delete all files and shards except those of these steps and groups. Unfinished files are deleted too.
+        """Delete all files and shards except those of these steps and groups, unfinished files too.
 
         Args:
             groups: cursors of groups that were sampled one by one, of these steps and of those to come. None: all.
@@ -157,7 +157,8 @@ class KeptRollouts:
             if not (_is_of(name, steps) if group is None else groups is None or group[0] in groups):
                 self.store.remove(name)
         for path in self.folder.glob("*.tmp"):
-            path.unlink()
+            if not _is_of(path.name.partition(".")[0], steps):  # the pool may be writing the file of the next step
+                path.unlink(missing_ok=True)
         for path in self._files():
             if not _is_of(path.stem, steps):
                 path.unlink()

@@ -86,12 +86,16 @@ def test_files_and_shards_go_together(kept):
         shard(kept, step)
     kept.store.remove(shard_name(3))
     assert kept.steps() == [1, 2, 4]  # rollouts without their routes cannot be scored
-    (kept.folder / "step000005.tmp").write_bytes(b"cut")
+    (kept.folder / "step000003.rollout.tmp").write_bytes(b"cut")
+    being_written = kept.folder / "step000004.rollout.tmp"  # the pool writes this file while rank 0 deletes others
+    being_written.write_bytes(b"half")
     with ShardWriter(kept.store._local(), "step000004-round2", SPEC):
         pass
     with ShardWriter(kept.store._local(), "eval-greedy", SPEC):
         pass
     kept.retain({1, 4})
+    assert being_written.read_bytes() == b"half"
+    being_written.unlink()
     assert sorted(path.name for path in kept.folder.iterdir()) == ["step000001.rollout", "step000004.rollout"]
     assert kept.store.shards() == ["step000001", "step000004", "step000004-round2"]
     kept.retain(range(4))
