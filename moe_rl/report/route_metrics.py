@@ -176,8 +176,8 @@ CARRIED = (
         "better with another layer, or if two experts take each other's tokens.",
         "when measured"),
     Metric("sync/canary_change", "nats", "neutral",
-        "Mean |change| of the sampler's log-probabilities of the canary since the version before. Of several samplers, "
-        "that of the one that changed least.",
+        "Mean |change| of the sampler's log-probabilities of the canary since the version before. With several "
+        "samplers it is that of the one that changed least.",
         "Far below sync/canary_change_trainer: the update has not reached a sampler. The run ends.",
         "when measured"),
     Metric("sync/canary_change_trainer", "nats", "neutral",

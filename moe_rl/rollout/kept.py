@@ -87,8 +87,8 @@ def shard_group(name: str) -> tuple[int, int] | None:
 def kept_steps(step: int, last: int, checkpoints: Iterable[int], ahead: int) -> set[int]:
     """Return the steps whose rollouts are kept while `step` is the newest one that the trainer has taken.
 
-    These are step 1, the `last` steps, and the next `ahead` steps, which may be sampled by now. Of each kept checkpoint
-    they are the step after it, from which a run resumes, and the one that was sampled with its weights.
+    These are step 1, the `last` steps, and the next `ahead` steps, which may be sampled by now. Each kept checkpoint
+    adds two: the step after it, from which a run resumes, and the step that was sampled with its weights.
 
     Args:
         checkpoints: The last step of each.

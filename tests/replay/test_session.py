@@ -304,7 +304,7 @@ def test_sessions_do_not_nest_and_nothing_leaks():
 
 
 def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
-    """Of 4 tokens, this stage sees one with another route; another stage sees the same one and a second."""
+    """This stage sees one of 4 tokens with another route; another stage sees the same one and a second."""
     recorded = [replace(table(n, real=2), lags=torch.tensor([0, lag])) for n, lag in enumerate((3, 9))]
     elsewhere = torch.tensor([False, True, True, False])
     with session(recorded, compare_native=True, any_stage=lambda flags: flags | elsewhere) as s:
@@ -594,7 +594,7 @@ def test_what_another_rank_dispatched_wrongly_is_told_apart_from_what_was_read_w
 
 
 def test_rows_without_a_record_or_without_a_replay_are_accounted_for():
-    """Of 3 rows each, the first has no record, and the second recorded row routes natively."""
+    """Each has 3 rows: the first has no record, and the second recorded row routes natively."""
     parts = [
         replace(part, native=np.array([True, True, False]), recorded=np.array([False, True, True]))
         for part in parts_of(0)
