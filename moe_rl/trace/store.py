@@ -327,14 +327,15 @@ def _count(reading: Reading, segment: RowSegment) -> np.ndarray:
     """Count the experts [L, E] of a segment."""
     found, frame, header = segment.found, segment.found.frame, segment.found.shard.header
     shape = (len(header.layers), header.spec.num_experts)
-    if frame.counts is None:
+    # Stored counts cover all rows. What a segment omits is decoded and subtracted: of a whole record the last row, of a
+    # parent the completion. Where the segment itself is shorter, it is decoded instead.
+    if frame.counts is None or segment.rows < frame.own_rows - segment.rows:
         return _decode_and_count(reading, found, 0, segment.rows)
     data = fetch_section(reading, found, frame.counts, "expert counts")
     try:
         counts: np.ndarray = unpack_ints(frame.counts.kind, data, shape[0] * shape[1]).astype(np.int64).reshape(shape)
     except TraceError as error:
         raise damaged(found, frame.counts, str(error)) from error
-    # Stored counts cover all rows, but a reference often omits the last one.
     return counts - _decode_and_count(reading, found, segment.rows, frame.own_rows)
 
 

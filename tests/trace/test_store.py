@@ -17,6 +17,8 @@ from safetensors.numpy import load_file
 
 from moe_rl.errors import RouteValidationError, TraceError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, library
+from moe_rl.trace import store as store_module
+from moe_rl.trace.frame import count_experts
 from moe_rl.types import Provenance, RoutePart, RouteRef, Span
 from tests.support.refusals import refused
 
@@ -157,6 +159,25 @@ def test_expert_counts_of_short_and_long_records(tmp_path, spec, random_routes, 
             reading.find([(part, "") for part in ref.parts])
             stored += reading.tip(ref.parts[0]).frame.counts is not None
     assert stored == 5  # the records of 128, 200 and 130 rows, two of them referred to twice
+
+
+def test_the_shorter_side_of_a_record_is_counted(tmp_path, spec, random_routes, decoded, monkeypatch):
+    """Siblings refer to the prompt of a record with a long completion: neither is decoded whole."""
+    prompt, rows = 64, 1024
+    routes = random_routes(spec, rows)
+    with ShardWriter(tmp_path, "s", spec, token_block=64) as writer:
+        ref = writer.add("k", routes, np.arange(rows), decoded(rows))
+    store, decoded_rows = TraceStore(tmp_path), []
+
+    def counted(readout, segments, columns, span, out, real=store_module.Readout.routes):
+        decoded_rows.append(span[1] - span[0])
+        real(readout, segments, columns, span, out)
+
+    monkeypatch.setattr(store_module.Readout, "routes", counted)
+    for held in (prompt, rows // 2, rows - prompt, rows):
+        counts = store.expert_counts(replace(ref, rows=held))
+        np.testing.assert_array_equal(counts, count_experts(routes[:held], spec.num_experts))
+    assert decoded_rows == [prompt, rows // 2, prompt, 0]
 
 
 @pytest.mark.parametrize("experts", [32, 512])
