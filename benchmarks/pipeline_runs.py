@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 
+from output import quartiles
+
 from moe_rl.config.load import load_config
 from moe_rl.report.timeline import Window, idle_share, read_timeline, windows
 
@@ -93,7 +95,7 @@ def ratios(speeds: dict[tuple[str, str], Speed]) -> dict[str, object]:
         if mode != "sync":
             sync, name = speeds[end, "sync"], f"ratio_{mode}_to_sync{end}"
             pairs = [a / b for a, b in zip(sync.step_seconds, one.step_seconds, strict=True)]
-            low, _, high = statistics.quantiles(pairs, n=4, method="inclusive")
+            low, _, high = quartiles(pairs)
             result[name] = one.groups_per_second / sync.groups_per_second
             result[f"{name}_quartiles"] = [low, high]
     return result

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from models import SHAPES, make_model
-from output import tell
+from output import quartiles, tell
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -84,13 +84,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         checks.append(validation_seconds(folder / "trace", sequences, claims) / took[True])
         stored += (folder / "trace" / f"pair{pair}.safetensors").stat().st_size
         rows += sum(map(len, sequences.values()))
-    quartiles = statistics.quantiles(ratios, n=4)
+    low, middle, high = quartiles(ratios)
     tokens = options.prompts * options.samples * options.tokens
     layers, top_k = SHAPES[options.model]["num_hidden_layers"], SHAPES[options.model]["num_experts_per_tok"]
     return {
-        "throughput with : without recording": quartiles[1],
-        "  lower quartile": quartiles[0],
-        "  upper quartile": quartiles[2],
+        "throughput with : without recording": middle,
+        "  lower quartile": low,
+        "  upper quartile": high,
         "processor time with : without recording": statistics.median(cpu_ratios),
         "pairs": options.pairs,
         "sampled tokens/s without": tokens / statistics.median(seconds[False]),

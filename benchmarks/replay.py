@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from models import SHAPES, make_model
-from output import tell
+from output import quartiles, tell
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
 
@@ -149,15 +149,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         if number:  # the first warms up
             rows.append((replayed, native, forward))
     world.stop()
-    ratio = [replayed[0] / native[0] for replayed, native, _ in rows]
-    quartiles = statistics.quantiles(ratio, n=4)
+    low, middle, high = quartiles([replayed[0] / native[0] for replayed, native, _ in rows])
     return {
         "model": f"{facts.layers} layers, {facts.top_k} of {facts.num_experts} experts, hidden {facts.hidden_size}",
         "tokens of an update": options.sequences * options.tokens,
         "session's share of an update": statistics.median(r[1] / r[0] for r, _, _ in rows),
         "session's share of an old-logprob pass": statistics.median(f[1] / f[0] for _, _, f in rows),
-        "update under replay : native": statistics.median(ratio),
-        "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
+        "update under replay : native": middle,
+        "quartiles": [round(low, 3), round(high, 3)],
         "seconds of an update": statistics.median(r[0] for r, _, _ in rows),
     }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from models import SHAPES, make_model
-from output import tell
+from output import quartiles, tell
 
 
 def arguments(description: str, *, model: str, tokens: int) -> argparse.ArgumentParser:
@@ -81,8 +80,8 @@ def described(options: argparse.Namespace, seen: dict) -> dict[str, object]:
 def ratio(above: list[float], below: list[float], name: str) -> dict[str, object]:
     """Return the median of the rounds' ratios and their quartiles."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
-    return {name: statistics.median(ratios), f"{name}, quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)]}
+    low, middle, high = quartiles(ratios)
+    return {name: middle, f"{name}, quartiles": [round(low, 3), round(high, 3)]}
 
 
 class ReplayedUpdates:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from output import tell
+from output import quartiles, tell
 from safetensors.torch import load_file
 
 from moe_rl.config.sampling_keys import RolloutConfig
@@ -101,12 +101,12 @@ def result(seconds: dict[str, list[float]], size: int, tensors: int, options: ar
     copies = np.array(seconds["copy"][1:])
     for name, values in seconds.items():
         times = np.array(values[1:])
-        low, middle, high = np.percentile(size / 1e9 / times, [25, 50, 75])
-        out[f"{name}, GB/s"] = float(middle)
+        low, middle, high = quartiles(size / 1e9 / times)
+        out[f"{name}, GB/s"] = middle
         out[f"{name}, GB/s, quartiles"] = f"{low:.3g} to {high:.3g}"
         if name != "copy":
-            low, middle, high = np.percentile(copies / times, [25, 50, 75])
-            out[f"{name} : copy"] = float(middle)
+            low, middle, high = quartiles(copies / times)
+            out[f"{name} : copy"] = middle
             out[f"{name} : copy, quartiles"] = f"{low:.3g} to {high:.3g}"
     return out
 
