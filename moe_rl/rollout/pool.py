@@ -5,7 +5,7 @@ train.
     TakeBatch(step n + 1)  ---------------------->  samples, verifies, keeps the batch of step n + 1
     ... trains step n ...                                 |
                        <-------------- BatchTaken -  the batch is on disk
-    UpdateSampler(n)  --------------------------->  loads the weights into the sampler
+    Update(n)  ---------------------------------->  loads the weights into the sampler
 
 It owns the sampler, the verifiers, the prompts, their ledger and the kept rollouts. Calls are answered in the order in
 which they come, so weights never change while a batch is sampled. In mode async it samples groups one by one instead,
@@ -42,6 +42,7 @@ from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceStore
 from moe_rl.vllm.process import outlive_a_full_log
+from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update
 
 _ALIVE_SECONDS = 0.5
 
@@ -74,7 +75,7 @@ def main() -> None:
 def _by_batch(line: _PoolLine, rollouts: Rollouts) -> None:
     """Answer calls one by one until rank 0 closes."""
     with line.beating():
-        while not isinstance(call := line.receive(), wire.ClosePool):
+        while not isinstance(call := line.receive(), Close):
             assert not isinstance(call, wire.OpenPool)
             try:
                 reply: Message = _reply(rollouts, call)
@@ -92,7 +93,7 @@ async def _by_group(line: _PoolLine, pool: GroupPool) -> None:
             line.beat()
 
     beats = asyncio.create_task(beat())
-    while not isinstance(call := await asyncio.to_thread(line.receive), wire.ClosePool):
+    while not isinstance(call := await asyncio.to_thread(line.receive), Close):
         assert not isinstance(call, wire.OpenPool)
         try:
             reply: Message = await pool.answer(call)
@@ -124,11 +125,11 @@ def _reply(rollouts: Rollouts, call: wire.Call) -> wire.Reply:
             return wire.StepsRetained()
         case wire.EvaluatePolicy(step):
             return wire.PolicyEvaluated(rollouts.evaluate(step))
-        case wire.ScoreRuns(runs, shard):
+        case Score(runs, shard):
             return wire.RunsScored(engine.score(runs, shard=shard))
-        case wire.AskPoolCounts():
-            return wire.PoolCounted(engine.counts())
-        case wire.UpdateSampler(update):
+        case AskCounts():
+            return Counted(engine.counts())
+        case Update(update):
             engine.update_weights(update)
             return wire.SamplerUpdated(engine.workers)
         case wire.BeginGroups():
@@ -150,11 +151,11 @@ class _PoolLine:
         self._channel, self._sending = channel, threading.Lock()
         self._asked = False  # a call waits for its answer
 
-    def receive(self) -> wire.OpenPool | wire.Call | wire.ClosePool:
+    def receive(self) -> wire.OpenPool | wire.Call | Close:
         try:
             call = self._channel.receive()
         except (EOFError, OSError):
-            return wire.ClosePool()
+            return Close()
         self._asked = True
         return call
 
@@ -167,7 +168,7 @@ class _PoolLine:
         """Send a sign of life if a call waits for its answer."""
         with self._sending:
             if self._asked:
-                self._channel.send(wire.PoolAlive())
+                self._channel.send(Alive())
 
     @contextmanager
     def beating(self) -> Iterator[None]:

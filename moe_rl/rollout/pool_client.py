@@ -18,6 +18,7 @@ from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.trace import TraceStore
 from moe_rl.types import ScoredTokens
 from moe_rl.vllm.process import child_environment
+from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update
 from moe_rl.weights.update import WeightUpdate
 
 
@@ -35,7 +36,7 @@ class PooledSampler:
             log_path=run_dir / "pool.log",
             environment=child_environment(config.rollout.capture),
             replies=wire.REPLIES,
-            alive=wire.PoolAlive,
+            alive=Alive,
             silence_seconds=config.run.peer_timeout_seconds,
         )
         self._asked = 0  # the step whose batch the pool samples; 0: none
@@ -92,13 +93,13 @@ class PooledSampler:
         return self._call(wire.EvaluatePolicy(step), wire.PolicyEvaluated).metrics
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
-        return self._call(wire.ScoreRuns(list(map(list, runs)), shard), wire.RunsScored).scores
+        return self._call(Score(list(map(list, runs)), shard), wire.RunsScored).scores
 
     def counts(self) -> dict[str, int]:
-        return self._call(wire.AskPoolCounts(), wire.PoolCounted).counts
+        return self._call(AskCounts(), Counted).counts
 
     def update_weights(self, update: WeightUpdate) -> None:
-        self.workers = self._call(wire.UpdateSampler(update), wire.SamplerUpdated).workers
+        self.workers = self._call(Update(update), wire.SamplerUpdated).workers
 
     def sleep(self, level: int) -> bool:
         """Do nothing and return False: the sampler works while the trainer does."""
@@ -111,7 +112,7 @@ class PooledSampler:
         return self._child.alive()
 
     def close(self) -> None:
-        self._child.close(wire.ClosePool())
+        self._child.close(Close())
 
     def _call[R: Message](self, call: Message, expected: type[R]) -> R:
         self.settle()

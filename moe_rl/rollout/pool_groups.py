@@ -12,6 +12,7 @@ from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.group_sampler import GroupSampler
 from moe_rl.rollout.rollouts import EVALUATED, Rollouts
 from moe_rl.types import Verdict
+from moe_rl.vllm.wire import AskCounts, Counted, Score, Update
 from moe_rl.weights.update import WeightUpdate
 
 
@@ -39,11 +40,11 @@ class GroupPool:
                 return wire.StepsRetained()
             case wire.EvaluatePolicy(step):
                 return wire.PolicyEvaluated(await self._evaluate(step))
-            case wire.ScoreRuns(runs, shard):
+            case Score(runs, shard):
                 return wire.RunsScored(await self._sampler.score(runs, shard=shard))
-            case wire.AskPoolCounts():
-                return wire.PoolCounted(await self._sampler.counts())
-            case wire.UpdateSampler(update):
+            case AskCounts():
+                return Counted(await self._sampler.counts())
+            case Update(update):
                 await (self._load(update) if self._feed is None else self._feed.update(update))
                 return wire.SamplerUpdated(self._rollouts.engine.workers)
 

@@ -1,6 +1,7 @@
 """Defines the messages between rank 0 and the pool's process, in frames of `messages.Channel`.
 
-The pool answers calls one by one, in the order in which they came. While it works it sends signs of life.
+The pool answers calls one by one, in the order in which they came. While it works it sends signs of life. What rank 0
+would ask of an engine, it asks of the pool with the same messages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from msgspec.msgpack import Decoder
 
 from moe_rl.messages import Message, decoder
 from moe_rl.types import ScoredTokens
-from moe_rl.weights.update import WeightUpdate
+from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update
 
 
 class OpenPool(Message, frozen=True):
@@ -44,35 +45,12 @@ class EvaluatePolicy(Message, frozen=True):
     step: int
 
 
-class ScoreRuns(Message, frozen=True):
-    """Asks for scores, see Sampler.score."""
-
-    runs: list[list[int]]
-    shard: str | None
-
-
-class AskPoolCounts(Message, frozen=True):
-    pass
-
-
-class UpdateSampler(Message, frozen=True):
-    update: WeightUpdate
-
-
-class ClosePool(Message, frozen=True):
-    pass
-
-
 class PoolOpened(Message, frozen=True):
     """Answers OpenPool, with the fields of Sampler."""
 
     vllm_version: str
     workers: int
     address: str
-
-
-class PoolAlive(Message, frozen=True):
-    """Says that the process runs."""
 
 
 class GroupsBegun(Message, frozen=True):
@@ -100,17 +78,13 @@ class PolicyEvaluated(Message, frozen=True):
 
 
 class RunsScored(Message, frozen=True):
+    """Answers Score, one element for each worker."""
+
     scores: list[ScoredTokens]
 
 
-class PoolCounted(Message, frozen=True):
-    """Answers AskPoolCounts with the recorders' counts, see Sampler.counts."""
-
-    counts: dict[str, int]
-
-
 class SamplerUpdated(Message, frozen=True):
-    """Answers UpdateSampler with the number of workers that are left."""
+    """Answers Update with the number of workers that are left."""
 
     workers: int
 
@@ -122,7 +96,7 @@ class PoolFailed(Message, frozen=True):
     message: str
 
 
-Call = BeginGroups | TakeBatch | RetainSteps | EvaluatePolicy | ScoreRuns | AskPoolCounts | UpdateSampler
-Reply = GroupsBegun | BatchTaken | StepsRetained | PolicyEvaluated | RunsScored | PoolCounted | SamplerUpdated
-CALLS: Decoder[OpenPool | Call | ClosePool] = decoder(OpenPool | Call | ClosePool)
-REPLIES: Decoder[PoolOpened | PoolAlive | Reply | PoolFailed] = decoder(PoolOpened | PoolAlive | Reply | PoolFailed)
+Call = BeginGroups | TakeBatch | RetainSteps | EvaluatePolicy | Score | AskCounts | Update
+Reply = GroupsBegun | BatchTaken | StepsRetained | PolicyEvaluated | RunsScored | Counted | SamplerUpdated
+CALLS: Decoder[OpenPool | Call | Close] = decoder(OpenPool | Call | Close)
+REPLIES: Decoder[PoolOpened | Alive | Reply | PoolFailed] = decoder(PoolOpened | Alive | Reply | PoolFailed)

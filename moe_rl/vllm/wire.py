@@ -92,7 +92,7 @@ class AskCounts(Message, frozen=True):
 
 
 class Update(Message, frozen=True):
-    """Brings a part of new weights. Requests may be under way only while the engine pauses."""
+    """Brings a part of new weights. An engine with requests under way must pause first."""
 
     update: WeightUpdate
 
@@ -129,7 +129,7 @@ class Ready(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """Reports that the engine works on its calls: a step done, a tensor loaded, or a pause."""
+    """Says that the process works on its calls. An engine says so for a step done, a tensor loaded, or a pause."""
 
 
 class Generated(Message, frozen=True):
