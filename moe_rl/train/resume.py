@@ -38,7 +38,6 @@ from moe_rl.train.trainer import RankZero, Trainer
 
 # What `Trainer.save` gives to a checkpoint and `restore` reads.
 _FIELDS = ("guards", "evaluations", "ledger")
-# Missing routes are accepted here; the step decides what to do about them when it trains.
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +241,7 @@ def left_behind(
     """
     entry, batch = kept.entered(step, ledger, source)
     ledger.check(step)
+    # Missing routes are accepted here; the step decides what to do about them when it trains.
     rows = RowPolicy(missing="native", max_staleness=lag)
     for sequence in batch.sequences:
         versions = sorted({span.weight_version for span in sequence.versions})
