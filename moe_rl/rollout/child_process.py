@@ -103,6 +103,12 @@ class ChildProcess:
         self._ready = isinstance(reply, ready)
         return reply
 
+    def expect[R: Message](self, reply: Message, kind: type[R]) -> R:
+        """Return a reply of the expected type. A child that sends any other is unusable."""
+        if not isinstance(reply, kind):
+            raise self.broken("gave the wrong answer", type(reply).__name__)
+        return reply
+
     def alive(self) -> bool:
         """Return whether the process runs and no call has failed for good."""
         return not self._failure and self._process.poll() is None

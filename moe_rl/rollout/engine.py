@@ -13,6 +13,7 @@ see `child_process`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Self
 
 from moe_rl.errors import EngineError, WeightSyncError
@@ -122,17 +123,14 @@ class VllmEngine:
             raise (WeightSyncError if reply.weights else EngineError)(
                 f"{reply.message} [vLLM engine, pid {self.pid}, log {self._settings.log_path}]"
             )
-        if not isinstance(reply, expected):
-            raise self._child.broken("gave the wrong answer", type(reply).__name__)
-        return reply
+        return self._child.expect(reply, expected)
 
     def _call[R: Message](self, message: wire.Call, expected: type[R]) -> R:
         """Send one call and wait for its reply."""
         _, answer = self.calls.submit(message)
         try:
-            return self.checked(answer.result(), expected)
-        except Exception:
-            raise
+            wait([answer])
         except BaseException:
             self._child.desert()
             raise
+        return self.checked(answer.result(), expected)

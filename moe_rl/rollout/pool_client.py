@@ -125,9 +125,7 @@ class PooledSampler:
                 raise self._child.broken("failed", reply.message)
             kind: type[MoeRLError] = getattr(errors, reply.kind, EngineError)
             raise kind(f"{reply.message} [pool, pid {self._child.pid}, log {self._child.log_path}]")
-        if not isinstance(reply, expected):
-            raise self._child.broken("gave the wrong answer", type(reply).__name__)
-        return reply
+        return self._child.expect(reply, expected)
 
 
 class PooledRollouts:
