@@ -1,4 +1,4 @@
-"""Defines the messages between a recording vLLM server (gate.py) and its clients (server.py).
+"""Defines the messages between a recording vLLM server (server_control.py) and its clients (server.py).
 
 They are JSON. Folders and files are named relative to the server's trace root, which the trainer may have mounted at
 another path.

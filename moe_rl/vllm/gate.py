@@ -1,6 +1,6 @@
-"""Guards a recording vLLM server: checks the caller and the request, and answers the recorder's own routes.
+"""Guards a recording vLLM server: checks the caller and the body, and passes the call on or answers with an error.
 
-    client -- Bearer token --> Gate -- /moe_rl/* ---------------> RecorderControl in the workers ----> trace store
+    client -- Bearer token --> Gate -- /moe_rl/* --> Control ---> RecorderControl in the workers ----> trace store
                                     -- /inference/v1/generate --> vLLM, once the body is one that cannot harm it
                                     -- GET /metrics and the like -> vLLM
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,30 +22,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocketClose
 
-import moe_rl
-from moe_rl.errors import MoeRLError, describe
-from moe_rl.trace.record import check_name
-from moe_rl.types import GenerateRequest
-from moe_rl.vllm import sampling
-from moe_rl.vllm.control import (
-    GENERATE,
-    RUN_HEADER,
-    Challenge,
-    Generation,
-    LeaveRequests,
-    Open,
-    Publish,
-    Release,
-    SaltedGeneration,
-    Scores,
-    Scoring,
-    Served,
-    Sink,
-    read_token,
-)
-from moe_rl.vllm.recording import RecordingRequest, parse
-from moe_rl.vllm.route_source import join_parts
-from moe_rl.weights.update import Broadcast, Files, Holding, Received, WeightUpdate, agreement, encode
+from moe_rl.errors import MoeRLError
+from moe_rl.vllm.control import GENERATE, RUN_HEADER, SaltedGeneration, read_token
+from moe_rl.vllm.server_control import Control, RefusedCall
 
 GATE = f"{__name__}.Gate"
 TOKEN_FILE = "MOE_RL_TOKEN_FILE"
@@ -57,29 +34,8 @@ _TOLD = frozenset({"/health", "/metrics", "/version", "/v1/models", "/openapi.js
 
 # Longest error message in an answer; messages may quote what the client sent.
 _LONGEST_ERROR = 2000
-_SMALL_BODY = 1 << 16
-_TOKENS_BODY = 1 << 24
-_PUBLISH_BODY = 1 << 28
 # Time limit for receiving a body.
 _BODY_SECONDS = 60.0
-# How long publishing or abandoning a shard waits for requests that may still add to it. Workers learn of a finished
-# request one step later, and requests of clients that are gone are aborted meanwhile.
-_SETTLE_SECONDS = 10.0
-_SETTLE_POLL_SECONDS = 0.005
-# How long a release waits for the next of the requests that it expects.
-_ARRIVE_SECONDS = 30.0
-# What vLLM puts before the id of a request to GENERATE.
-_VLLM_PREFIX = "generate-tokens-"
-# A challenge is a few bytes; the server must not give away any other file.
-_CHALLENGE_BYTES = 64
-
-
-class RefusedCall(Exception):
-    """Answers a control call with an error. `status` is the HTTP status."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 class Gate:
@@ -103,10 +59,39 @@ class Gate:
             await self._app(scope, receive, send)
         elif kind != "http":
             await WebSocketClose(1008)(scope, receive, send)
-        elif isinstance(answer := await self._control.answer(Request(scope, receive)), Admitted):
+        elif isinstance(answer := await self._answer(Request(scope, receive)), Admitted):
             await self._app(*answer.asked_anew(scope, receive), send)
         else:
             await answer(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response | Admitted:
+        """Answer one call, or return the body that vLLM may answer."""
+        route = self._control.routes.get(request.url.path)
+        engine = request.app.state.engine_client
+        try:
+            if route is None:
+                raise RefusedCall(404, f"{request.url.path[:200]!r}: no such route, expected {GENERATE} or /moe_rl/...")
+            if request.method != route.method:
+                raise RefusedCall(405, f"{request.url.path} wants {route.method}")
+            self._control.refuse_former_run(request.method, request.url.path, request.headers.get(RUN_HEADER))
+            message = None
+            if route.message is not None:
+                message = msgspec.json.decode(await _body(request, route.longest), type=route.message)
+            value = await route.answer(engine, message)
+            if isinstance(value, SaltedGeneration):
+                return Admitted(msgspec.json.encode(value))
+            return Response(msgspec.json.encode(value), media_type="application/json")
+        except RefusedCall as refusal:
+            return _error(refusal.status, str(refusal))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _error(400, f"{request.url.path}: {error}")
+        except MoeRLError as error:
+            return _error(400, str(error))
+        except ClientDisconnect:
+            return _error(400, "the client is gone")
+        except Exception as error:
+            # The engine may be dead; vLLM notices and logs that itself.
+            return _error(503 if engine.errored else 500, f"{type(error).__name__}: {error}")
 
     def _admits(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name == b"authorization"]
@@ -132,276 +117,6 @@ class Admitted:
             return left.pop() if left else await receive()
 
         return scope | {"headers": headers, "query_string": b""}, ours
-
-
-class Control:
-    """Answers the gate's own routes, checks the ones for vLLM, and tracks the server's weights."""
-
-    def __init__(self):
-        self._start = secrets.token_hex(8)
-        self._updates = 0
-        # The run that adopted the server last.
-        self._run: str | None = None
-        self._holding = Holding(0, "", whole=True)
-        self._updating = asyncio.Lock()
-        self._goes_on = asyncio.Event()  # cleared during a pause
-        self._goes_on.set()
-        # Path: method, message type, longest body in bytes, handler.
-        self._routes = {
-            "/moe_rl/open": ("POST", Open, _SMALL_BODY, self._open),
-            "/moe_rl/publish": ("POST", Publish, _PUBLISH_BODY, self._publish),
-            "/moe_rl/abandon": ("POST", Sink, _SMALL_BODY, self._abandon),
-            "/moe_rl/hold": ("POST", None, 0, self._hold),
-            "/moe_rl/release": ("POST", Release, _SMALL_BODY, self._release),
-            "/moe_rl/pause": ("POST", None, 0, self._pause),
-            "/moe_rl/resume": ("POST", None, 0, self._resume),
-            "/moe_rl/leave": ("POST", LeaveRequests, _TOKENS_BODY, self._leave),
-            "/moe_rl/adopt": ("POST", None, 0, self._adopt),
-            "/moe_rl/update": ("POST", WeightUpdate, _PUBLISH_BODY, self._update),
-            "/moe_rl/score": ("POST", Scoring, _TOKENS_BODY, self._score),
-            "/moe_rl/challenge": ("POST", Challenge, _SMALL_BODY, self._challenge),
-            "/moe_rl/stats": ("GET", None, 0, self._stats),
-            "/moe_rl/recording": ("GET", None, 0, self._recording),
-            GENERATE: ("POST", Generation, _TOKENS_BODY, self._generate),
-        }
-
-    async def answer(self, request: Request) -> Response | Admitted:
-        """Answer one call, or return the body that vLLM may answer."""
-        route = self._routes.get(request.url.path)
-        engine = request.app.state.engine_client
-        try:
-            if route is None:
-                raise RefusedCall(404, f"{request.url.path[:200]!r}: no such route, expected {GENERATE} or /moe_rl/...")
-            method, kind, longest, answer = route
-            if request.method != method:
-                raise RefusedCall(405, f"{request.url.path} wants {method}")
-            self._refuse_former_run(request)
-            message = None
-            if kind is not None:
-                message = msgspec.json.decode(await _body(request, longest), type=kind)
-            value = await answer(engine, message)
-            if isinstance(value, Admitted):
-                return value
-            return Response(msgspec.json.encode(value), media_type="application/json")
-        except RefusedCall as refusal:
-            return _error(refusal.status, str(refusal))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _error(400, f"{request.url.path}: {error}")
-        except MoeRLError as error:
-            return _error(400, str(error))
-        except ClientDisconnect:
-            return _error(400, "the client is gone")
-        except Exception as error:
-            # The engine may be dead; vLLM notices and logs that itself.
-            return _error(503 if engine.errored else 500, f"{type(error).__name__}: {error}")
-
-    def _refuse_former_run(self, request: Request) -> None:
-        """Refuse a run that no longer has the server: its calls could pause or abandon the current run's samples."""
-        run, path = request.headers.get(RUN_HEADER), request.url.path
-        if path == "/moe_rl/adopt":
-            self._run = run
-        elif (
-            request.method == "POST"
-            and path != "/moe_rl/challenge"
-            and None not in (run, self._run)
-            and run != self._run
-        ):
-            raise RefusedCall(409, "another run has taken this server since: give every run servers of its own")
-
-    async def _open(self, engine, message: Open) -> None:
-        folder = _inside(_trace_root(engine), message.folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RefusedCall(409, f"{folder}: {error.strerror}") from None
-        await _call(engine, "moe_rl_open", message.sink, message.folder)
-
-    async def _publish(self, engine, message: Publish) -> dict:
-        if unknown := set(message.aborted) - message.sequences.keys():
-            raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences")
-        await _settle(engine, message.sink)
-        answers = await _call(engine, "moe_rl_publish", message.sink, message.sequences, message.aborted)
-        return join_parts(message.sequences, answers)
-
-    async def _abandon(self, engine, message: Sink) -> None:
-        await _settle(engine, message.sink)
-        await _call(engine, "moe_rl_abandon", message.sink)
-
-    async def _hold(self, engine, _) -> None:
-        """Abort running requests, empty the prefix cache, and make new requests wait."""
-        self._refuse_pause()
-        await _stop(engine)
-
-    async def _release(self, engine, message: Release) -> None:
-        """Start the waiting requests once all have arrived, so that batches do not depend on arrival times."""
-        self._refuse_pause()
-        there, deadline = -1, 0.0
-        while (now := engine.output_processor.get_num_unfinished_requests()) < message.requests:
-            if engine.errored:
-                raise engine.dead_error
-            if now != there:
-                there, deadline = now, time.monotonic() + _ARRIVE_SECONDS
-            elif time.monotonic() > deadline:
-                raise RefusedCall(409, f"{message.requests - now} of {message.requests} requests never came")
-            await asyncio.sleep(_SETTLE_POLL_SECONDS)
-        await engine.resume_generation()
-
-    async def _pause(self, engine, _) -> None:
-        """Stop the forward passes. Requests keep their place and their KV cache."""
-        self._goes_on.clear()
-        await engine.pause_generation(mode="keep", clear_cache=False)
-
-    async def _resume(self, engine, _) -> None:
-        """End a pause, unless the weights are incomplete."""
-        self._refuse_torn_weights()
-        await engine.resume_generation()
-        self._goes_on.set()
-
-    async def _leave(self, engine, message: LeaveRequests) -> None:
-        await engine.abort([f"{_VLLM_PREFIX}{name}" for name in message.names])
-
-    async def _adopt(self, engine, _) -> Holding:
-        """Give the server to a new run. Nothing is sampled before the run's weights have arrived."""
-        async with self._updating:
-            await _stop(engine)
-            try:
-                return await self._hear(engine, "moe_rl_forget_weights")
-            finally:
-                await engine.resume_generation()
-                self._goes_on.set()
-
-    async def _update(self, engine, message: WeightUpdate) -> Holding:
-        if isinstance(message.source, Files):
-            paths = [str(_inside(_trace_root(engine), path)) for path in message.source.paths]
-            message = msgspec.structs.replace(message, source=Files(paths))
-        elif not isinstance(message.source, Broadcast | Received):
-            raise RefusedCall(400, f"a server shares no memory with a trainer, got {type(message.source).__name__}")
-        async with self._updating:
-            if not self._goes_on.is_set():  # requests keep their KV cache
-                return await self._load(engine, message)
-            await _stop(engine)
-            try:
-                holding = await self._load(engine, message)
-                # Prefixes cached between the pause and the update belong to the old weights.
-                if not await engine.reset_prefix_cache():
-                    raise RefusedCall(500, "vLLM kept its prefix cache though no request runs")
-                return holding
-            finally:
-                await engine.resume_generation()
-
-    async def _load(self, engine, message: WeightUpdate) -> Holding:
-        holding = await self._hear(engine, "moe_rl_update_weights", encode(message))
-        if message.final and not holding.refused:
-            await engine.update_weight_version(str(message.version))
-        return holding
-
-    async def _hear(self, engine, method: str, *args) -> Holding:
-        """Make a call that may change the weights, and return what the workers then hold.
-
-        If the call fails, the weights count as incomplete.
-        """
-        self._updates += 1
-        self._holding = msgspec.structs.replace(self._holding, whole=False)
-        answers = await _call(engine, method, *args)
-        self._holding = agreement([msgspec.convert(answer, Holding) for answer in answers])
-        return self._holding
-
-    def _refuse_torn_weights(self) -> None:
-        if not self._holding.whole:
-            raise RefusedCall(409, "the weights are incomplete")
-
-    def _refuse_pause(self) -> None:
-        if not self._goes_on.is_set():
-            raise RefusedCall(409, "the server pauses: resume it first")
-
-    async def _generate(self, engine, message: Generation) -> Admitted:
-        # In a pause vLLM would take it with cached prefixes of the weights before the update.
-        await self._goes_on.wait()
-        self._refuse_torn_weights()
-        given, asked = message.sampling_params, message.sampling_params.extra_args
-        if asked is not None:
-            parse(msgspec.to_builtins(asked), asked.moe_rl_key)
-        request = GenerateRequest(
-            asked.moe_rl_key if asked is not None else "",
-            tuple(message.token_ids),
-            given.seed or 0,
-            given.max_tokens,
-            given.temperature,
-            tuple(given.stop_token_ids),
-            given.top_k,
-            given.top_p,
-            given.min_p,
-            stop=tuple(given.stop),
-        )
-        sampling.check([request], **_limits(engine), reads_text=_reads_text(engine))
-        salted = SaltedGeneration(
-            message.token_ids,
-            message.sampling_params,
-            message.stream,
-            message.priority,
-            str(self._holding.version),
-            message.name,
-        )
-        return Admitted(msgspec.json.encode(salted))
-
-    async def _score(self, engine, message: Scoring) -> Scores:
-        self._refuse_torn_weights()
-        self._refuse_pause()
-        for run in message.runs:
-            sampling.check_scored(run, **_limits(engine))
-        requests = sampling.scoring(message.runs, record=message.sink is not None)
-        asks = [RecordingRequest.of(request, check_name(message.sink or "none")) for request in requests]
-        if message.sink is None:
-            return Scores(await _scored(engine, requests, asks), [])
-        await self._open(engine, Open(message.sink, message.folder))
-        try:
-            logprobs = await _scored(engine, requests, asks)
-            wanted = {request.key: run[:-1] for request, run in zip(requests, message.runs, strict=True)}
-            refs = await self._publish(engine, Publish(message.sink, wanted))
-        except BaseException:
-            await _call(engine, "moe_rl_abandon", message.sink)
-            raise
-        return Scores(logprobs, [refs[request.key] for request in requests])
-
-    async def _challenge(self, engine, message: Challenge) -> str:
-        path = _inside(_trace_root(engine), message.folder) / message.name
-        try:
-            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
-                text = file.read(_CHALLENGE_BYTES)
-            path.with_name(f"{message.name}.answer").write_bytes(text)
-        except OSError as error:
-            raise RefusedCall(409, f"{path}: {error.strerror}") from None
-        return text.decode("ascii", "replace")
-
-    async def _stats(self, engine, _) -> list[dict[str, int]]:
-        return await _call(engine, "moe_rl_stats")
-
-    async def _recording(self, engine, _) -> Served:
-        import vllm
-
-        spec = (await _call(engine, "moe_rl_spec"))[0]
-        config = engine.vllm_config
-        recording = config.additional_config["moe_rl"]
-        return Served(
-            moe_rl=moe_rl.__version__,
-            vllm=vllm.__version__,
-            trace_root=recording["trace_root"],
-            vocab_size=config.model_config.get_vocab_size(),
-            max_model_len=config.model_config.max_model_len,
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            capture="worker" if config.parallel_config.worker_cls.endswith("RecordingWorker") else "patch",
-            support=recording["support"],
-            router_logits_fraction=recording["router_logits_fraction"],
-            head=recording["head"],
-            reads_text=_reads_text(engine),
-            gpus=config.parallel_config.world_size,
-            start=self._start,
-            updates=self._updates,
-            weight_version=int(await engine.get_weight_version()),
-            weight_digest=self._holding.digest,
-            weights_whole=self._holding.whole,
-            **spec,
-        )
 
 
 def _error(status: int, message: str) -> JSONResponse:
@@ -430,73 +145,3 @@ async def _body(request: Request, longest: int) -> bytearray:
     except TimeoutError:
         raise RefusedCall(408, f"only {len(body)} bytes of the body arrived in {_BODY_SECONDS:g} s") from None
     return body
-
-
-def _limits(engine) -> dict[str, int]:
-    """Return the engine's limits, for `sampling.check`."""
-    model = engine.vllm_config.model_config
-    return {"max_model_len": model.max_model_len, "vocabulary": model.get_vocab_size()}
-
-
-def _reads_text(engine) -> bool:
-    return not engine.vllm_config.model_config.skip_tokenizer_init
-
-
-async def _call(engine, method: str, *args) -> list:
-    """Call a method of RecorderControl on the workers; return the recorders' answers. Raises RefusedCall if one
-    refuses."""
-    answers = await engine.collective_rpc("moe_rl_answer", args=(method, *args))
-    for status, name in ((400, "refused"), (500, "failed")):
-        if errors := [answer[name] for answer in answers if name in answer]:
-            raise RefusedCall(status, errors[0])
-    return [answer["value"] for answer in answers if answer["value"] is not None]
-
-
-async def _scored(
-    engine, requests: Sequence[GenerateRequest], asks: Sequence[RecordingRequest | None]
-) -> list[list[float]]:
-    """Return the log-probabilities of all tokens but the first of each prompt. vLLM then computes the whole prompt
-    anew."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    async def one(request: GenerateRequest, ask: RecordingRequest | None) -> list[float]:
-        tokens = list(request.prompt_token_ids)
-        params = SamplingParams(**sampling.parameters(request, ask), prompt_logprobs=0)
-        name = f"score-{secrets.token_hex(8)}"
-        async for output in engine.generate(TokensPrompt(prompt_token_ids=tokens), params, name):
-            last = output
-        return sampling.prompt_logprobs(last, tokens).tolist()
-
-    return await asyncio.gather(*map(one, requests, asks))
-
-
-async def _stop(engine) -> None:
-    await engine.pause_generation(mode="abort", clear_cache=True)
-
-
-async def _settle(engine, sink: str) -> None:
-    """Wait until no request can add to a shard any more."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while unfinished := [key for keys in await _call(engine, "moe_rl_unfinished", sink) for key in keys]:
-        if time.monotonic() > deadline:
-            got = f"{len(unfinished)} requests that are still sampled, as {unfinished[0]}"
-            raise RefusedCall(409, describe("A shard is not finished", where={"shard": sink}, got=got, do="abort them"))
-        await asyncio.sleep(_SETTLE_POLL_SECONDS)
-
-
-def _trace_root(engine) -> Path:
-    return Path(engine.vllm_config.additional_config["moe_rl"]["trace_root"])
-
-
-def _inside(root: Path, path: str) -> Path:
-    """Return a path below the trace root. Raises RefusedCall if links lead out of the root, or the path is
-    impossible."""
-    try:
-        resolved = (root / path).resolve()
-        resolved.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RefusedCall(400, f"{path[:200]!r} is not a valid path: {error}") from None
-    if not resolved.is_relative_to(root.resolve()):
-        raise RefusedCall(403, f"{path!r} is not below the trace root {root}")
-    return resolved

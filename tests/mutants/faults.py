@@ -1005,7 +1005,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a new request in a pause",
-            "gate.py",
+            "server_control.py",
             "await self._goes_on.wait()",
             "pass",
             "A request that comes in a pause gets the salt of the weights before the update.",
@@ -1021,7 +1021,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "torn weights sampled from",
-            "gate.py",
+            "server_control.py",
             "msgspec.structs.replace(self._holding, whole=False)",
             "msgspec.structs.replace(self._holding, whole=True)",
             "A server whose update broke off goes on sampling.",

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 
 from moe_rl.errors import MoeRLError
 from moe_rl.trace.record import TraceSpec
-from moe_rl.vllm import gate
+from moe_rl.vllm import gate, server_control
 from moe_rl.vllm.route_source import claims
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.weights.update import Holding, decode
@@ -242,7 +242,7 @@ def server(tmp_path_factory):
         patch.setitem(sys.modules, "vllm", stub)
         patch.setitem(sys.modules, "vllm.inputs", inputs)
         patch.setenv(gate.TOKEN_FILE, str(folder / "token"))
-        patch.setattr(gate, "_ARRIVE_SECONDS", 0.05)
+        patch.setattr(server_control, "_ARRIVE_SECONDS", 0.05)
         patch.setattr(gate, "_BODY_SECONDS", 0.2)
         yield Server(folder)
 
