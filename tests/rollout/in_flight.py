@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from moe_rl.trace import TraceStore
-from moe_rl.types import Completion
+from moe_rl.errors import RouteValidationError
+from moe_rl.replay.routes import RowPolicy, read_routes
+from moe_rl.trace import ShardWriter, TraceStore
+from moe_rl.types import Completion, Sequence
+from moe_rl.weights.broadcast import Sender
 from tests.rollout.conftest import TOP_K, make_requests
+from tests.support.refusals import refused
+from tests.weights.sending import broadcast
 
 PROMPT, TOKENS = 40, 150
 # Rounding in float32 may exchange a k-th and a (k+1)-th router logit that are closer than this.
@@ -88,6 +94,50 @@ async def forwarded(groups, more: int) -> None:
     start = (await groups.counts()).get("forwarded", 0)
     while (await groups.counts()).get("forwarded", 0) < start + more:
         await asyncio.sleep(0.01)
+
+
+def trainer_reads(store: TraceStore, key, prompt, sampled, versions, ref, *, version: int) -> None:
+    """Read the routes of a completion as a trainer does that has the weights `version`. versions: of its tokens."""
+    tokens = (*prompt, *sampled)
+    one = Sequence(key, tuple(prompt), tuple(sampled), np.zeros(len(sampled), np.float32), 0.0, tuple(versions), ref)
+    record = store.read(ref)
+    read_routes(store, one, record.spec, layers=record.layers, fed=tokens[:-1], here=np.ones(len(tokens) - 1, bool),
+                weight_version=version, policy=RowPolicy(max_staleness=1))  # fmt: skip
+
+
+def refuses_exchanged_versions(completions: list[Completion], store: TraceStore, folder, old: int, new: int) -> None:
+    """Assert that the trainer reads the routes of a completion that saw an update. It refuses them with the versions of
+    one that did not, and with the two parts of its versions exchanged, in the completion or in the record."""
+    first, other = completions[0], completions[-1]
+    assert (len(first.versions), len(other.versions)) == (2, 1)
+
+    def read(versions, ref=first.routes, at=store):
+        trainer_reads(at, first.key, first.prompt_token_ids, first.token_ids, versions, ref, version=new)
+
+    read(first.versions)
+    for versions in (other.versions, first.versions[::-1]):
+        with refused(RouteValidationError, request=first.key, fault="versions of rows"):
+            read(versions)
+    record, exchanged = store.read(first.routes), {old: new, new: old}
+    with ShardWriter(folder, "exchanged", record.spec) as writer:
+        spans = [replace(span, weight_version=exchanged[span.weight_version]) for span in record.spans]
+        ref = writer.add(first.key, record.routes, record.token_ids, spans)
+    with refused(RouteValidationError, request=first.key, fault="versions of rows"):
+        read(first.versions, replace(ref, source_sum=first.routes.source_sum), TraceStore(folder))
+
+
+async def by_broadcast(groups, workers: int, tensors, **about) -> None:
+    """Broadcast an update to a GroupSampler that pauses and has so many workers."""
+    loop = asyncio.get_running_loop()
+
+    def take(part):
+        asyncio.run_coroutine_threadsafe(groups.take_weights(part), loop).result()
+
+    def send():
+        sender = Sender("127.0.0.1", workers, 100_000, torch.device("cpu"))
+        assert broadcast(SimpleNamespace(update_weights=take), sender, tensors, **about)
+
+    await asyncio.to_thread(send)
 
 
 async def keep(groups, send, store, change, *, old, new, name) -> list[Completion]:

@@ -8,14 +8,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from moe_rl.errors import EngineError, WeightSyncError
 from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.trace import TraceStore
 from tests.rollout.conftest import make_requests
-from tests.rollout.in_flight import Change, forwarded, keep, recompute
-from tests.weights.sending import broadcast, by_disk
+from tests.rollout.in_flight import Change, by_broadcast, forwarded, keep, recompute, refuses_exchanged_versions
+from tests.weights.sending import by_disk
 
 NAMES = (f"flight-{number}" for number in itertools.count())
 
@@ -27,24 +26,9 @@ def flight(engine, weights, others, reference, other_reference, settings, tmp_pa
     (one,) = engine.generate(make_requests(1, 1, max_tokens=1), shard=next(NAMES))
     old = one.newest_version
 
-    def by_broadcast():
-        from moe_rl.weights.broadcast import Sender
-
-        loop = asyncio.get_running_loop()
-
-        def update_weights(part):
-            asyncio.run_coroutine_threadsafe(groups.take_weights(part), loop).result()
-
-        def send():
-            sender = Sender("127.0.0.1", engine.workers, 100_000, torch.device("cpu"))
-            sampler = SimpleNamespace(update_weights=update_weights)
-            assert broadcast(sampler, sender, others, version=old + 1, replaces=old)
-
-        return asyncio.to_thread(send)
-
     async def send(to, way="disk"):
         if way == "broadcast":
-            await by_broadcast()
+            await by_broadcast(to, engine.workers, others, version=old + 1, replaces=old)
         else:
             await to.take_weights(by_disk(tmp_path, others, version=old + 1, replaces=old))
 
@@ -61,8 +45,9 @@ def flight(engine, weights, others, reference, other_reference, settings, tmp_pa
 @pytest.mark.parametrize("way", ["disk", pytest.param("broadcast", marks=pytest.mark.long)])
 def test_new_weights_go_in_while_requests_keep_their_keys_and_values(flight, way):
     send = lambda groups: flight.send(groups, way)  # noqa: E731
-    asyncio.run(keep(flight.groups, send, flight.store, flight.change, old=flight.old, new=flight.new,
-                     name=flight.name))  # fmt: skip
+    sampled = asyncio.run(keep(flight.groups, send, flight.store, flight.change, old=flight.old, new=flight.new,
+                               name=flight.name))  # fmt: skip
+    refuses_exchanged_versions(sampled, flight.store, flight.folder / "exchanged", flight.old, flight.new)
 
 
 def test_a_group_that_was_left_goes_on_under_the_new_weights(flight):
