@@ -66,7 +66,8 @@ ALL = (
         "docs/internals/recording.md."),
     Metric("rollout/lost_servers", "servers", "lower",
         "Servers of rollout.servers that have failed since the run began. They are not used again.",
-        "Above 0: the other servers sample more; stderr says why. Above rollout.max_lost_servers the run ends.",
+        "Above 0: the other servers sample more; stderr, or pool.log, says why. Above rollout.max_lost_servers the "
+        "run ends.",
         "when measured"),
     Metric("group/zero_variance", "count", "lower",
         "Sampled prompt groups in which all completions earned the same reward. A loss that compares the rewards of a "

@@ -160,7 +160,7 @@ class GroupFeed:
         batch = self.rollouts.batches.make(step, [*chosen, *self._refused], chosen, exact=self._exact)
         witnessed = await self._count()
         batch.metrics.update(
-            of_consumed(step, groups) | of_dropped(taken.dropped) | self._usage.next(),
+            of_consumed(step, groups) | of_dropped(taken.dropped) | self._usage.next() | self.rollouts.lost_servers(),
             **{
                 "pipeline/queued": len(self.groups.all("ready")),
                 "rollout/witnessed_rows": max(0, witnessed - self._witnessed),

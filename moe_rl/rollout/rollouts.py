@@ -129,9 +129,12 @@ class Rollouts:
         if discards:
             batch.metrics.update(discarded(len(groups), len(chosen), max(0, lacking)))
         batch.metrics["rollout/witnessed_rows"] = max(0, self._witnessed() - before)
-        if isinstance(self.engine, ServerFleet):
-            batch.metrics["rollout/lost_servers"] = len(self.engine.lost)
+        batch.metrics.update(self.lost_servers())
         return batch
+
+    def lost_servers(self) -> dict[str, int]:
+        """Return how many servers are lost, as a metric; nothing for an engine."""
+        return {"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}
 
     def _witnessed(self) -> int:
         return self.engine.counts().get("witnessed", 0)

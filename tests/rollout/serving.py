@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,19 +75,23 @@ class Running:
 @contextmanager
 def serving(checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL) -> Iterator[Running]:
     """Start a server and yield it; store, token and log are in `folder`. It is killed at the end."""
-    command = [sys.executable, str(tool), "--model", str(checkpoint)]
-    command += ["--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
-    command += [
-        "--json",
-        str(folder / "ready.json"),
-        "--reads-text",
-        "--",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        str(MAX_LEN),
-    ]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager", *further]
+    ours = ["--model", str(checkpoint), "--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
+    ours += ["--reads-text", "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
+    ours += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager", *further]
+    with _serving(folder, ours, tool=tool, place=folder) as server:
+        yield server
+
+
+@contextmanager
+def serving_run(folder: Path, *config: str) -> Iterator[Running]:
+    """Start a server of a run and yield it; its log is in `folder`. config: what follows --config."""
+    with _serving(folder, ["--config", *config], tool=TOOL, place=ROOT) as server:
+        yield server
+
+
+@contextmanager
+def _serving(folder: Path, arguments: Sequence[str], *, tool: Path, place: Path) -> Iterator[Running]:
+    command = [sys.executable, str(tool), "--json", str(folder / "ready.json"), *arguments]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -100,7 +104,7 @@ def serving(checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL) ->
     # Not below `folder`, whose path may be long: a socket's path may have 107 characters at most.
     with tempfile.TemporaryDirectory() as temporary, open(folder / "log", "wb") as log:
         environment |= {"TMPDIR": temporary}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=place)
         try:
             deadline = time.monotonic() + START_SECONDS
             while not (folder / "ready.json").exists():
