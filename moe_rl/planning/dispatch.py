@@ -59,11 +59,8 @@ class Splits:
 
 def count(routes: np.ndarray, experts: int) -> np.ndarray:
     """Count rows per expert: routes, integers [..., R, K] -> int64 [..., E]."""
-    outer = routes.shape[:-2]
-    layers = math.prod(outer)
-    # One histogram counts all layers: each layer has its own range of ids.
-    keys = routes.reshape(layers, math.prod(routes.shape[-2:])) + experts * np.arange(layers)[:, None]
-    return np.bincount(keys.ravel(), minlength=experts * layers).reshape(*outer, experts)
+    each = [np.bincount(layer, minlength=experts) for layer in _flat(routes)]
+    return np.array(each, np.int64).reshape(*routes.shape[:-2], experts)
 
 
 def chunk_rows(rows: int, chunks: int) -> list[int]:
@@ -95,7 +92,7 @@ def splits(counts: np.ndarray, group: DispatchGroup) -> Splits:
     )
 
 
-def send_order(routes: np.ndarray, slots: np.ndarray) -> np.ndarray:
+def send_order(routes: np.ndarray, slots: np.ndarray, first: int = 0) -> np.ndarray:
     """Return int32 [..., R * K]: for each row to send, its index in the flattened [R, E] table of (row, expert).
 
     Rows are sorted by the slot of their expert, and those of one expert by row. Index i stands for row i // E and
@@ -104,11 +101,21 @@ def send_order(routes: np.ndarray, slots: np.ndarray) -> np.ndarray:
     Args:
         routes: integers [..., R, K], distinct in a row.
         slots: integers [..., E], the slot of each expert.
+        first: the number of the first row.
     """
-    top_k, experts = routes.shape[-1], slots.shape[-1]
-    flat = routes.reshape(*routes.shape[:-2], math.prod(routes.shape[-2:]))
-    slots = np.broadcast_to(slots, (*routes.shape[:-2], experts)).astype(routes.dtype)
-    of_slots = np.take_along_axis(slots, flat.astype(np.intp), -1)
-    order = np.argsort(of_slots, -1, kind="stable")  # NumPy sorts integers of up to 16 bits by radix sort
-    chosen = np.take_along_axis(flat, order, -1).astype(np.int32)
-    return (order // top_k).astype(np.int32) * np.int32(experts) + chosen
+    (rows, top_k), experts = routes.shape[-2:], slots.shape[-1]
+    entries = np.repeat(np.arange(first, first + rows, dtype=np.int32) * np.int32(experts), top_k)
+    slots = np.broadcast_to(slots, (*routes.shape[:-2], experts)).reshape(-1, experts).astype(routes.dtype)
+    natural = bool((slots == np.arange(experts)).all())
+    flat = _flat(routes)
+    result = np.empty(flat.shape, np.int32)
+    for chosen, slot, sorted_entries in zip(flat, slots, result, strict=True):
+        # NumPy sorts integers of up to 16 bits by radix sort.
+        order = np.argsort(chosen if natural else slot[chosen], kind="stable")
+        np.take(entries + chosen, order, out=sorted_entries, mode="clip")
+    return result.reshape(*routes.shape[:-2], rows * top_k)
+
+
+def _flat(routes: np.ndarray) -> np.ndarray:
+    """Flatten [..., R, K] to [layers, R * K]. What one layer needs fits into the cache, all layers together do not."""
+    return routes.reshape(math.prod(routes.shape[:-2]), math.prod(routes.shape[-2:]))

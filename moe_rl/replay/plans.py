@@ -95,8 +95,7 @@ def plan_dispatch(
             continue
         rows = [piece.shape[1] for piece in pieces[m]]
         entries = [
-            send_order(piece, slots) + np.int32(first * group.experts)
-            for piece, first in zip(pieces[m], np.cumsum([0, *rows[:-1]]), strict=True)
+            send_order(piece, slots, first) for piece, first in zip(pieces[m], np.cumsum([0, *rows[:-1]]), strict=True)
         ]
         entries = torch.from_numpy(np.concatenate(entries, -1)).to(table.routes[layers[0]].device)
         plans.append(

@@ -2,6 +2,8 @@
 gets.
 """
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -103,3 +105,21 @@ def test_the_highest_expert_and_many_rows_fit(experts, dtype):
     routes = np.full((1, 3000, 1), experts - 1, dtype)
     assert count(routes, experts).tolist() == [[0] * (experts - 1) + [3000]]
     assert send_order(routes, np.arange(experts))[0, -1] == 2999 * experts + experts - 1
+
+
+def test_the_order_of_many_layers_takes_little_more_memory_than_it_has():
+    routes = np.argsort(np.random.default_rng(1).random((60, 300, 8)), -1)[..., :4].astype(np.uint8)
+    slots = np.argsort(np.random.default_rng(2).random((60, 8)), -1)
+    tracemalloc.start()
+    try:
+        order = send_order(routes, slots)
+        counts = count(routes, 8)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert counts.sum() == order.size and peak < 1.6 * order.nbytes
+
+
+def test_rows_are_counted_from_the_first():
+    routes = np.argsort(np.random.default_rng(4).random((3, 6, 8)), -1)[..., :2].astype(np.uint8)
+    assert np.array_equal(send_order(routes, np.arange(8), 5), send_order(routes, np.arange(8)) + 5 * 8)
