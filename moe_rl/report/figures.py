@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import matplotlib
 import numpy as np
@@ -35,6 +36,12 @@ PHASES = (
     ("export", OLIVE),
 )
 """The colour of each part of a step, in the order of a step."""
+
+MOST_POINTS = 1000
+"""Largest number of points that outline one line or one band, however long the run is."""
+MOST_MARKS = 250
+"""Largest number of marks on a line: more would overlap in the width of a plot."""
+_BAR_POINTS = 8  # that outline one bar
 
 INK = "#010203"  # placeholder that `_svg` replaces with `currentColor`
 
@@ -97,10 +104,57 @@ def figure_of(
     return figure, axes[0, 0] if axes.size == 1 else axes.ravel()
 
 
+def thinned(*series: ArrayLike, most: int) -> np.ndarray:
+    """Return which points of series of the same length to draw, as ascending places; all of them up to `most`.
+
+    A longer series is cut into runs of the same length. The places of the least and the largest value of each run stay,
+    and the first and the last place. What stays for one of the series stays for all of them.
+    """
+    rows = np.atleast_2d(np.asarray(series, float))
+    count = rows.shape[1]
+    if count <= most:
+        return np.arange(count)
+    edges = np.linspace(0, count, (most - 2) // (2 * len(rows)) + 1).astype(int)
+    runs = [(begin, rows[:, begin:end]) for begin, end in pairwise(edges)]
+    kept = [begin + find(run, axis=1) for begin, run in runs for find in (np.argmin, np.argmax)]
+    return np.unique(np.concatenate([[0, count - 1], *kept]))
+
+
 def line(axes: Axes, steps: ArrayLike, values: ArrayLike, color: str, label: str | None, **style) -> None:
+    """Draw a line, thinned where it is long."""
     # A single point makes no line: show it as a dot.
     style.setdefault("marker", "o" if np.size(steps) == 1 else None)
-    axes.plot(steps, values, color=color, label=label, **style)
+    kept = thinned(values, most=MOST_MARKS if style["marker"] else MOST_POINTS)
+    axes.plot(np.asarray(steps)[kept], np.asarray(values)[kept], color=color, label=label, **style)
+
+
+def band(axes: Axes, steps: ArrayLike, low: ArrayLike, high: ArrayLike, color: str, alpha: float) -> None:
+    """Fill the area between two lines, thinned where they are long."""
+    kept = thinned(low, high, most=MOST_POINTS // 2)
+    ends = (np.asarray(values)[kept] for values in (low, high))
+    axes.fill_between(np.asarray(steps)[kept], *ends, color=color, alpha=alpha, linewidth=0)
+
+
+def stacked_bars(axes: Axes, steps: ArrayLike, parts: Sequence[tuple[str, str, ArrayLike]]) -> int:
+    """Stack parts on each other, one bar a step, and return the number of bars.
+
+    Of many steps, only those with the lowest and the highest bars are drawn (see `thinned`). A bar then reaches to the
+    next one. Each part is one path, so the cost of drawing does not grow with the steps.
+
+    Args:
+        parts: label, colour and heights of each part, from the bottom up.
+    """
+    heights = np.array([values for _, _, values in parts])
+    kept = thinned(heights.sum(axis=0), most=MOST_POINTS // _BAR_POINTS)
+    at = np.asarray(steps, float)[kept]
+    edges = np.stack([at - 0.425, np.append(at[1:] - 0.575, at[-1] + 0.425)], axis=1).ravel()
+    # Bar, gap, bar, gap, ..., bar: a gap has no top.
+    base, top = np.zeros(len(edges) - 1), np.full(len(edges) - 1, np.nan)
+    for (label, color, _), height in zip(parts, heights[:, kept], strict=True):
+        top[::2] = base[::2] + height
+        axes.stairs(top, edges, baseline=base, fill=True, color=color, label=label, linewidth=0)
+        base[::2] = top[::2]
+    return len(at)
 
 
 def from_zero(axes: Axes, least: float = 0.0) -> None:

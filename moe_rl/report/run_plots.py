@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 
 import matplotlib
+import numpy as np
 
 from moe_rl.report.figures import (
     BLUE,
@@ -13,18 +14,22 @@ from moe_rl.report.figures import (
     GREEN,
     GREY,
     INK,
+    MOST_MARKS,
     ORANGE,
     PHASES,
     PURPLE,
     RED,
     STYLE,
     Panel,
+    band,
     figure_of,
     from_zero,
     in_percent,
     line,
     missing,
     panel_of,
+    stacked_bars,
+    thinned,
 )
 from moe_rl.report.format import binary, percent, points, scientific, short
 from moe_rl.report.lines import RunLines
@@ -62,7 +67,7 @@ def _pass_rate(run: RunLines) -> Panel:
         )
     if held_steps:
         low_steps, low = run.series("eval/low/pass_rate", "eval")
-        axes.fill_between(low_steps, low, run.series("eval/high/pass_rate", "eval")[1], color=GREEN, alpha=0.12, lw=0)
+        band(axes, low_steps, low, run.series("eval/high/pass_rate", "eval")[1], GREEN, 0.12)
         line(axes, held_steps, held, GREEN, "held-out, sampled", marker="o", markersize=5.5, linewidth=2.2)
     axes.set_ylim(0, 1)
     in_percent(axes)
@@ -106,8 +111,7 @@ def _spread(run: RunLines) -> Panel:
     for axes, colour, (label, family) in zip(both, (BLUE, GREEN), families, strict=True):
         steps, middle = run.series(f"{family}/p50")
         for low, high, alpha in (("p05", "p95", 0.15), ("p25", "p75", 0.3)):
-            ends = [run.series(f"{family}/{end}")[1] for end in (low, high)]
-            axes.fill_between(steps, *ends, color=colour, alpha=alpha, linewidth=0)
+            band(axes, steps, run.series(f"{family}/{low}")[1], run.series(f"{family}/{high}")[1], colour, alpha)
         line(axes, steps, middle, colour, None)
         axes.set_ylabel(label)
         least, most = (run.series(f"{family}/{end}")[1][-1] for end in ("p05", "p95"))
@@ -146,9 +150,11 @@ def _policy_kl(run: RunLines) -> Panel:
         axes.set_yscale("log")
     line(axes, [s for s, _ in positive], [v for _, v in positive], color, label)
     if run.replay and pair_steps:
-        axes.vlines(pair_steps, partner, native, color=INK, alpha=0.25, linewidth=1)
-        axes.plot(pair_steps, partner, "o", color=BLUE, markersize=5)
-        axes.plot(pair_steps, native, "o", color=ORANGE, markersize=5.5, label="native routing, same step")
+        kept = thinned(native, partner, most=MOST_MARKS)
+        at, high, low = (np.asarray(values)[kept] for values in (pair_steps, native, partner))
+        axes.vlines(at, low, high, color=INK, alpha=0.25, linewidth=1)
+        axes.plot(at, low, "o", color=BLUE, markersize=5)
+        axes.plot(at, high, "o", color=ORANGE, markersize=5.5, label="native routing, same step")
     if not run.replay:
         average = scientific(statistics.fmean(trained))
         reading = f"Replay is {run.mode}: this pass of the trainer routes natively, at {average} on average."
@@ -335,21 +341,16 @@ def _time(run: RunLines) -> Panel:
     name, title, direction = "time", "Time per phase", "seconds per step, lower is better"
     if not run.train:
         return missing(name, title, direction, "No step was logged.", wide=True)
-    steps = [row["step"] for row in run.train]
+    timed = [(phase, color, [row.get(f"time/{phase}") or 0.0 for row in run.train]) for phase, color in PHASES]
+    timed = [part for part in timed if any(part[2])]
+    if not timed:
+        return missing(name, title, direction, "No phase took any time.", wide=True)
     figure, axes = figure_of(wide=True)
-    base = [0.0] * len(steps)
-    totals: dict[str, float] = {}
-    for phase, color in PHASES:
-        seconds = [row.get(f"time/{phase}") or 0.0 for row in run.train]
-        if any(seconds):
-            axes.bar(steps, seconds, bottom=base, width=0.85, color=color, label=phase, linewidth=0)
-            base = [low + high for low, high in zip(base, seconds, strict=True)]
-            totals[phase] = sum(seconds)
+    bars = stacked_bars(axes, [row["step"] for row in run.train], timed)
     axes.set_ylabel("seconds")
     axes.grid(axis="x", visible=False)
+    totals = {phase: sum(seconds) for phase, _, seconds in timed}
     whole = sum(totals.values())
-    if not whole:
-        return missing(name, title, direction, "No phase took any time.", wide=True)
     shares = ", ".join(
         f"{phase} {percent(seconds / whole, 0)}"
         for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])[:3]
@@ -358,6 +359,8 @@ def _time(run: RunLines) -> Panel:
     reading = f"Median step {statistics.median(run.series('time/step')[1]):.2f} s. Longest phases: {shares}."
     if sync:
         reading += f" A weight sync takes {statistics.median(sync):.2f} s."
+    if bars < len(run.train):
+        reading += f" {bars} of {len(run.train)} steps are drawn: the fastest and the slowest among their neighbours."
     return panel_of(name, title, direction, reading, figure, wide=True)
 
 

@@ -5,10 +5,11 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moe_rl.report import figures, run_plots, timeline_plots
 from moe_rl.report import page as pages
-from moe_rl.report import run_plots, timeline_plots
 from moe_rl.report.lines import encode, read_run
 from moe_rl.report.run_page import write_report
 from moe_rl.report.run_plots import panels
@@ -207,13 +208,32 @@ def test_names_from_outside_are_escaped(synthetic_run, facts, step_metrics):
     assert evil in page.words and "img" not in page.tags
 
 
-def test_panels_keep_their_order_and_units(usual):
-    drawn = panels(read_run(usual[0])) + timeline_plots.panels(read_timeline(usual[0]))
+def test_panels_keep_their_order_and_units_and_a_long_run_costs_no_more_points(synthetic_run):
+    run_dir = synthetic_run(steps=1250, native_every=1)
+    drawn = panels(read_run(run_dir)) + timeline_plots.panels(read_timeline(run_dir))
     assert [panel.name for panel in drawn] == PLOTS
     for panel in drawn:
         assert re.search(r"better|bad|good", panel.direction), panel.name
         assert panel.reading.endswith("."), panel.name
         assert "nan" not in panel.reading and "None" not in panel.reading, panel.name
+        points = [len(re.findall("[ML]", path)) for path in re.findall(r' d="([^"]*)"', panel.svg)]
+        assert max(points) <= figures.MOST_POINTS, panel.name
+        # tick marks and letters are elements too
+        assert panel.svg.count("<use") + panel.svg.count("<path") < 3 * figures.MOST_MARKS + 100, panel.name
+    assert re.search(r"1\d\d of 1250 steps are drawn", drawn[PLOTS.index("time")].reading)
+
+
+def test_a_thinned_line_keeps_its_ends_and_its_extremes():
+    values, others = np.random.default_rng(0).normal(size=(2, 5003))
+    kept = figures.thinned(values, others, most=100)
+    assert 90 < len(kept) <= 100 and kept[0] == 0 and kept[-1] == 5002 and (np.diff(kept) > 0).all()
+    assert {series.argmin() for series in (values, others)} | {series.argmax() for series in (values, others)} <= {
+        *kept
+    }
+    # Every run of neighbours shows how far it reaches, not only the whole.
+    for run in np.split(np.arange(5003), np.linspace(0, 5003, 25).astype(int)[1:-1]):
+        assert {run[find(series[run])] for find in (np.argmin, np.argmax) for series in (values, others)} <= {*kept}
+    assert figures.thinned(values[:100], most=100).tolist() == list(range(100))
 
 
 def test_values_not_above_zero_are_owned_up_to_on_the_log_axis(synthetic_run, step_metrics):
