@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -271,21 +272,19 @@ def microbatch_routes(
             )
         )
 
-    def on_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    ids = np.concatenate([part.routes for part in parts])
-    ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)  # torch cannot index with uint16
+    on_device = partial(_on_device, device=device)
+    ids = _indices(np.concatenate([part.routes for part in parts]))
     salts = np.concatenate([row_salts(name, tokens).view(np.int64) for name, tokens in zip(names, fed, strict=True)])
     native = np.concatenate([part.native for part in parts])[rows]
     recorded = np.concatenate([part.recorded for part in parts])
     lags = np.concatenate([part.lags for part in parts])
     real = (np.arange(len(ids)) < tokens)[rows]
     here = np.split(_mask(len(ids), rows), np.cumsum(lengths)[:-1])
-    sums, unreplayed = [], []
-    for part, mine in zip(parts, here, strict=True):
-        sums.append(_checksums(part, mine & ~part.native, layers, spec, device))
-        unreplayed.append(_checksums(part, mine & part.native & part.recorded, layers, spec, device).sum())
+    pairs = [*zip(parts, here, strict=True)]
+    sums = _checksums(parts, [mine & ~part.native for part, mine in pairs], layers, spec, device)
+    unreplayed = _checksums(
+        parts, [mine & part.native & part.recorded for part, mine in pairs], layers, spec, device
+    ).sum(1)
     table = MicrobatchRoutes(
         names=tuple(names),
         fed=RowSalts(
@@ -297,8 +296,8 @@ def microbatch_routes(
         ),
         places=RowPlaces.of(fed, [part.prompt for part in parts], recorded, rows),
         routes=dict(zip(layers, on_device(ids[rows].transpose(1, 0, 2)), strict=True)),
-        checksums=dict(zip(layers, torch.stack(sums, 1), strict=True)),
-        unreplayed=torch.stack(unreplayed),
+        checksums=dict(zip(layers, sums.T.contiguous(), strict=True)),
+        unreplayed=unreplayed,
         source=None if source is None else tuple(source),
         recorded=on_device(np.flatnonzero(recorded[rows])),
         native=on_device(native) if native.any() else None,
@@ -331,6 +330,15 @@ def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> S
     return SequenceRoutes(PADDING, np.zeros(rows, np.int64), routes, nothing, nothing, np.zeros(rows, np.int64))
 
 
+def _indices(routes: np.ndarray) -> np.ndarray:
+    """Return ids of a type that torch can index with: it cannot with uint16."""
+    return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
+
+
+def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
 def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:
     mask = np.zeros(count, bool)
     mask[rows] = True
@@ -338,13 +346,20 @@ def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:
 
 
 def _checksums(
-    part: SequenceRoutes, rows: np.ndarray, layers: Seq[int], spec: TraceSpec, device: torch.device
+    parts: Seq[SequenceRoutes], rows: Seq[np.ndarray], layers: Seq[int], spec: TraceSpec, device: torch.device
 ) -> torch.Tensor:
-    """Return the checksums int64 [L] of the rows in the mask bool [T], from the sequence's own key, tokens and
-    routes."""
-    if not rows.any():
-        return torch.zeros(len(layers), dtype=torch.int64, device=device)
-    routes = part.routes[rows]
-    routes = torch.from_numpy(routes if routes.dtype == np.uint8 else routes.astype(np.int16)).to(device)
-    salts = torch.from_numpy(row_salts(part.key, part.token_ids)[rows].view(np.int64)).to(device)
-    return expected(routes, salts, layers=layers, experts=spec.num_experts)
+    """Return the checksums int64 [S, L] of the rows in the sequences' masks bool [T], from each sequence's own key,
+    tokens and routes."""
+    counts = [int(mask.sum()) for mask in rows]
+    if not any(counts):
+        return torch.zeros(len(parts), len(layers), dtype=torch.int64, device=device)
+    routes = np.concatenate([part.routes[mask] for part, mask in zip(parts, rows, strict=True)])
+    salts = [row_salts(part.key, part.token_ids)[mask] for part, mask in zip(parts, rows, strict=True)]
+    return expected(
+        _on_device(_indices(routes), device),
+        _on_device(np.concatenate(salts).view(np.int64), device),
+        _on_device(np.repeat(np.arange(len(parts)), counts), device),
+        len(parts),
+        layers=layers,
+        experts=spec.num_experts,
+    )

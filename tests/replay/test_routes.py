@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_rl
 from moe_rl.errors import ReplayError, RouteValidationError, TraceError
@@ -22,6 +23,7 @@ from moe_rl.replay.routes import (
     read_routes,
 )
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
+from moe_rl.trace.source_sum import expert_salts, row_salts
 from moe_rl.types import Provenance, RoutePart, Sequence, Span, VersionSpan, sampled_by
 from tests.support.refusals import refused
 
@@ -294,6 +296,36 @@ def test_a_checksum_is_that_of_the_map_and_of_no_other(data):
         swapped[[row, other]] = right[[other, row]]
         different = laid.fed.applied(layer, swapped) != laid.checksums[layer]
         assert set(different.nonzero()[:, 0].tolist()) == {owner, int(laid.fed.owner[other])}
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_sequences_and_layers_take_no_more_operations():
+    """On a GPU every operation is a launch."""
+    rng, counts = np.random.default_rng(4), []
+    for sequences, layers in ((2, 3), (12, 24)):
+        spec = TraceSpec.from_layers("model", 16, 4, tuple(range(layers)), layers)
+        parts = [part(rng, f"s{number}", 4, layers) for number in range(sequences)]
+        lay(parts, padding=4, spec=spec)  # the tables of salts are made once
+        with Operations() as operations:
+            laid = lay(parts, padding=4, spec=spec)
+        counts.append(operations.count)
+        sums = [
+            np.add.reduce(row_salts(p.key, p.token_ids) * expert_salts(layer, 16)[p.routes[:, layer]].sum(-1))
+            for p in parts
+            for layer in range(layers)
+        ]
+        read = torch.stack(list(laid.checksums.values()), 1)[:sequences]
+        assert read.flatten().tolist() == np.array(sums).view(np.int64).tolist()
+    assert counts[0] == counts[1]
 
 
 def test_more_or_fewer_routes_than_packed_tokens_are_refused():
