@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -12,7 +13,7 @@ from typing import Self
 from moe_rl.errors import About, TraceError, describe
 from moe_rl.trace.files import File, LocalFolder, Range, RemoteFolder
 from moe_rl.trace.frame import Frame, Parent, parse_head
-from moe_rl.trace.manifest import MANIFEST, Manifest, parse_manifest
+from moe_rl.trace.manifest import MANIFEST, ManifestReader
 from moe_rl.trace.record import check_name
 from moe_rl.trace.shard import MAX_HEADER, MAX_INDEX, SUFFIX, IndexEntry, ShardHeader, parse_header, parse_index
 from moe_rl.types import RoutePart
@@ -60,30 +61,27 @@ class Library:
     def __init__(self, root: Path | str):
         self.folder = RemoteFolder(root) if isinstance(root, str) and "://" in root else LocalFolder(Path(root))
         self._cache: OrderedDict[str, tuple[tuple, ShardIndex]] = OrderedDict()
-        self._manifest: tuple[tuple, Manifest] | None = None
         self._lock = threading.Lock()
+        self._manifest, self._manifest_lock = ManifestReader(), threading.Lock()
 
-    def manifest(self) -> Manifest:
-        """Read the manifest; it is empty if the file does not exist."""
-        try:
-            file = self.folder.open(MANIFEST)
-        except FileNotFoundError:
-            return Manifest({}, ())
-        except OSError as error:
-            raise TraceError(
-                describe("manifest cannot be read", where={"folder": self.folder}, got=error.strerror)
-            ) from error
-        try:
-            with self._lock:
-                if self._manifest is not None and self._manifest[0] == file.identity:
-                    return self._manifest[1]
-            (data,) = file.fetch([(0, max(0, file.size))])
-            manifest = parse_manifest(bytes(data))
-            with self._lock:
-                self._manifest = (file.identity, manifest)
-        finally:
-            file.close()
-        return manifest
+    @contextlib.contextmanager
+    def manifest(self) -> Iterator[ManifestReader]:
+        """Lend the manifest as it is now; it is empty if the file does not exist. Raises TraceError."""
+        with self._manifest_lock:
+            try:
+                file = self.folder.open(MANIFEST)
+            except FileNotFoundError:
+                self._manifest.read(None)
+            except OSError as error:
+                raise TraceError(
+                    describe("manifest cannot be read", where={"folder": self.folder}, got=error.strerror)
+                ) from error
+            else:
+                try:
+                    self._manifest.read(file)
+                finally:
+                    file.close()
+            yield self._manifest
 
     def index(self, file: File, shard: str) -> ShardIndex:
         """Return the index of an open shard, from the cache if the file is unchanged."""
@@ -94,7 +92,8 @@ class Library:
                 return cached[1]
         try:
             index = read_index(file, shard)
-            known = self.manifest().published.get(shard)
+            with self.manifest() as manifest:
+                known = manifest.published.get(shard)
             if known is not None and known.digest != index.digest:
                 raise TraceError(f"it has digest {index.digest} where the manifest says {known.digest}")
         except TraceError as error:

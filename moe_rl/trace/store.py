@@ -214,7 +214,8 @@ class TraceStore:
 
         A shard in the folder that the manifest lacks was copied there, or its line is damaged.
         """
-        return self._library.manifest()
+        with self._library.manifest() as manifest:
+            return manifest.manifest()
 
     def unpublished(self) -> list[str]:
         """Return the shards in the folder that have no line in the manifest, sorted."""
@@ -226,18 +227,19 @@ class TraceStore:
 
         A writer's line is on disk before its shard appears, so either the line was lost or the shard was copied there.
         """
-        manifest = self.manifest()
-        for name in shards:
-            if name not in manifest.published:
-                damaged = f", and lines {', '.join(map(str, manifest.damaged))} are damaged" if manifest.damaged else ""
-                raise TraceError(
-                    describe(
-                        "the manifest of the trace has lost the line of a shard",
-                        where={"shard": name, "file": f"{self._library.folder}/{MANIFEST}"},
-                        got=f"lines of {len(manifest.published)} other shards{damaged}",
-                        do="sample its sequences again; a resumed run does",
-                    )
+        with self._library.manifest() as reader:
+            lost = next((name for name in shards if name not in reader.published), None)
+            manifest = reader.manifest() if lost is not None else None
+        if manifest is not None:
+            damaged = f", and lines {', '.join(map(str, manifest.damaged))} are damaged" if manifest.damaged else ""
+            raise TraceError(
+                describe(
+                    "the manifest of the trace has lost the line of a shard",
+                    where={"shard": lost, "file": f"{self._library.folder}/{MANIFEST}"},
+                    got=f"lines of {len(manifest.published)} other shards{damaged}",
+                    do="sample its sequences again; a resumed run does",
                 )
+            )
 
     def remove(self, shard: str) -> None:
         """Delete a shard. Its records, and records that continue them, can then no longer be read.
@@ -249,8 +251,12 @@ class TraceStore:
             with locked_manifest(root) as manifest:
                 os.unlink(path)
                 # The shard is gone even if the line cannot be written, which is likely on a full disk.
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, TraceError):
                     manifest.append("removed", shard)
+                    with self._library.manifest() as read:
+                        mostly_removed = read.mostly_removed
+                    if mostly_removed:
+                        manifest.compact()
         except OSError as error:
             raise TraceError(
                 describe("shard could not be removed", where={"shard": shard, "folder": root}, got=error.strerror)

@@ -13,6 +13,7 @@ import pytest
 
 from moe_rl.errors import TraceError
 from moe_rl.trace import ShardWriter, TraceStore, recover
+from moe_rl.trace import manifest as manifest_module
 from moe_rl.trace.manifest import MANIFEST
 from tests.support.refusals import refused, tells
 
@@ -120,6 +121,72 @@ def test_kill_9_at_every_file_system_call(tmp_path, spec, write_shard, write_pla
     assert seen["link"] == [(False, True)] and seen["unlink"] == [(True, True)]
     assert all(not published for published, _ in seen["pwrite"]) and len(seen["pwrite"]) == 7
     assert recovered == {0, 1, 2, 3}
+
+
+_COMPACTING = ("open", "pwrite", "fsync", "replace", "unlink", "dup2", "close")
+
+
+def test_kill_9_at_every_call_of_a_removal_that_compacts(tmp_path, spec, write_shard, assert_holds, monkeypatch):
+    monkeypatch.setattr(manifest_module, "_SPARE_LINES", -1000)  # every removal replaces the manifest
+    seen = set()
+    for left in range(100):
+        root = tmp_path / str(left)
+        shards = {name: write_shard(root, name, spec, seed=i) for i, name in enumerate("abc")}
+        child = os.fork()
+        if child == 0:
+            calls = iter(range(left))
+
+            def deadly(real, calls=calls):
+                def call(*args, **kwargs):
+                    if next(calls, None) is None:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real(*args, **kwargs)
+
+                return call
+
+            for name in _COMPACTING:
+                setattr(os, name, deadly(getattr(os, name)))
+            TraceStore(root).remove("b")
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        store = TraceStore(root)
+        for name in store.shards():
+            assert_holds(store, shards[name])
+        manifest = store.manifest()
+        assert manifest.damaged == () and {"a", "c"} <= set(manifest.published) <= {"a", "b", "c"}
+        assert store.unpublished() == [] and {"a", "c"} <= set(store.shards())
+        leftovers = [name for name in _entries(root) if name.startswith(".")]
+        assert store.collect_garbage() == leftovers and len(leftovers) <= 1
+        write_shard(root, "d", spec)
+        assert list(store.manifest().published)[-1] == "d"
+        seen.add((tuple(store.shards()), bool(leftovers), len((root / MANIFEST).read_bytes().splitlines())))
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert status == 0 and left > 10
+    # Killed before the shard was removed; with a file that had not taken the name; and after it had.
+    all_shards, three = ("a", "b", "c", "d"), ("a", "c", "d")
+    assert {(all_shards, False, 4), (three, True, 5), (three, False, 3)} <= seen
+
+
+def test_a_full_disk_leaves_the_manifest_as_it_was(tmp_path, spec, write_shard, assert_holds, monkeypatch):
+    """The line of the removed shard still fits, its compacted manifest does not."""
+    monkeypatch.setattr(manifest_module, "_SPARE_LINES", -1000)
+    shards = [write_shard(tmp_path, name, spec) for name in "abc"]
+
+    def full(fd, data, at, real=os.pwrite):
+        if at == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data, at)
+
+    store = TraceStore(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        store.remove("b")
+    assert _entries(tmp_path) == ["a.safetensors", "c.safetensors", MANIFEST]
+    assert len((tmp_path / MANIFEST).read_bytes().splitlines()) == 4
+    assert list(store.manifest().published) == ["a", "c"]
+    assert_holds(store, shards[2])
 
 
 def test_full_disk_at_every_size(tmp_path, spec, write_shard, write_plain, assert_holds):

@@ -3,16 +3,22 @@
 import fcntl
 import json
 import os
+import random
 import shutil
+import statistics
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from moe_rl.errors import TraceError
-from moe_rl.trace import ShardWriter, TraceStore
-from moe_rl.trace.manifest import MANIFEST, parse_manifest
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.trace import manifest as manifest_module
+from moe_rl.trace.files import LocalFolder
+from moe_rl.trace.manifest import MANIFEST, ManifestReader, locked_manifest, parse_manifest
 from tests.support.refusals import refused
 
 
@@ -154,3 +160,115 @@ def test_retention_by_number_and_size(tmp_path, spec, write_shard, random_routes
     assert store.retain(keep_shards=2) == []
     assert store.retain(keep_shards=1) == ["z", "child"]
     assert store.shards() == [] and store.manifest().published == {}
+
+
+def _line_of(root, event, name):
+    with locked_manifest(root) as manifest:
+        fields = {"digest": name * 2, "bytes": 1, "records": 0} if event == "published" else {}
+        manifest.append(event, name, **fields)
+
+
+def _open(root):
+    return LocalFolder(root).open(MANIFEST)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_reader_that_goes_on_sees_what_a_new_one_sees(tmp_path, seed):
+    """Lines are added, undone, torn and flipped, and the file is compacted, in any order."""
+    rng, reader, path, kinds = random.Random(seed), ManifestReader(), tmp_path / MANIFEST, set()
+    _line_of(tmp_path, "published", "first")
+    for number in range(60):
+        kind = rng.choice(["published", "published", "removed", "torn", "undone", "flip", "compact"])
+        kinds.add(kind)
+        before = path.stat().st_size
+        if kind in ("published", "removed"):
+            _line_of(tmp_path, kind, f"s{rng.randrange(12)}")
+        elif kind == "torn":
+            with open(path, "ab") as file:
+                file.write(b'{"event":"publ'[: rng.randrange(1, 14)])
+        elif kind == "undone":  # as a writer whose link failed, while another one already publishes
+            _line_of(tmp_path, "published", f"u{number}")
+            reader.read(_open(tmp_path))
+            os.truncate(path, before)
+            for again in range(rng.randrange(1, 4)):
+                _line_of(tmp_path, "published", f"v{again}")
+        elif kind == "flip":
+            raw = bytearray(path.read_bytes())
+            raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+            path.write_bytes(raw)
+            os.utime(path, ns=(number, number))  # the clock of a file system ticks slowly
+        else:
+            with locked_manifest(tmp_path) as manifest:
+                known = parse_manifest(path.read_bytes())
+                manifest.compact()
+                _same_but_removed(known, parse_manifest(path.read_bytes()))
+            while rng.random() < 0.7:
+                _line_of(tmp_path, "published", f"s{rng.randrange(12)}")
+        reader.read(_open(tmp_path))
+        assert reader.manifest() == parse_manifest(path.read_bytes())
+    assert len(kinds) == 6
+
+
+def _same_but_removed(before, after):
+    assert list(after.published.items()) == list(before.published.items())
+    assert len(after.damaged) == len(before.damaged)
+
+
+def test_a_step_costs_the_same_after_many_steps(tmp_path, monkeypatch):
+    """Counted: lines that readers and the writer parse, and bytes that readers read."""
+    cost = Counter()
+
+    def parsed(data, real=manifest_module._parsed):
+        for one in real(data):
+            cost["lines"] += 1
+            yield one
+
+    class Counting:
+        def __init__(self, file):
+            self.identity, self.size, self.close, self._file = file.identity, file.size, file.close, file
+
+        def fetch(self, ranges):
+            for data in self._file.fetch(ranges):
+                cost["bytes"] += len(data)
+                yield data
+
+    def opened(folder, name, real=LocalFolder.open):
+        file = real(folder, name)
+        return Counting(file) if name == MANIFEST else file
+
+    monkeypatch.setattr(manifest_module, "_parsed", parsed)
+    monkeypatch.setattr(LocalFolder, "open", opened)
+    trainer, rank, costs = TraceStore(tmp_path), TraceStore(tmp_path), []
+    for step in range(150):
+        cost.clear()
+        ShardWriter(tmp_path, f"step{step:06d}", TraceSpec("m", 4, 2, "m")).publish()
+        trainer.check_published([f"step{step:06d}"])
+        rank.records(f"step{step:06d}")
+        if step >= 3:
+            trainer.remove(f"step{step - 3:06d}")
+        costs.append((cost["lines"], cost["bytes"]))
+    length = len((tmp_path / MANIFEST).read_bytes().splitlines()[0]) + 1
+    for what, most in ((0, 5), (1, 8 * length)):
+        assert statistics.median(one[what] for one in costs) <= most
+    first, last = costs[:75], costs[75:]
+    for what in (0, 1):  # the steps in which the file is compacted included
+        assert sum(one[what] for one in last) <= 1.2 * sum(one[what] for one in first)
+    assert len((tmp_path / MANIFEST).read_bytes().splitlines()) < 100
+    assert list(trainer.manifest().published) == ["step000147", "step000148", "step000149"]
+    assert trainer.unpublished() == []
+
+
+def test_a_writer_that_waited_for_a_replaced_manifest_writes_to_the_new_one(tmp_path):
+    for name in "abc":
+        _line_of(tmp_path, "published", name)
+    with locked_manifest(tmp_path) as manifest:
+        waiting = threading.Thread(target=_line_of, args=(tmp_path, "published", "d"))
+        waiting.start()
+        waiting.join(0.2)
+        manifest.append("removed", "b")
+        manifest.compact()
+        manifest.append("published", "e", digest="e", bytes=1, records=0)
+        waiting.join(0.2)
+        assert waiting.is_alive()
+    waiting.join(30)
+    assert list(parse_manifest((tmp_path / MANIFEST).read_bytes()).published) == ["a", "c", "e", "d"]
