@@ -57,7 +57,10 @@ class _RecordedTopK:
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         def choose(scores):
             allowed = _of_best_groups(scores, num_groups, group_topk) if group_topk else scores
-            return default_compute_topk(allowed, topk)
+            # Megatron sorts the chosen experts in passes with gradients only. The order decides how their weights are
+            # rounded, and a pass without gradients must compute what an update computes.
+            with torch.enable_grad():
+                return default_compute_topk(allowed, topk)
 
         handle, layer = self.router.handle, self.router.layer_number - 1
         if handle is None:
