@@ -72,8 +72,9 @@ class ObjectiveConfig(Section):
     the standard deviation of the batch. reinforce_pp: mean and standard deviation are taken over all tokens of the
     batch."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Source of the old log-probabilities, the denominator of the ratio. trainer: an extra pass before the first update
-    of a step. sampler: the values that came with the completions."""
+    """Source of the old log-probabilities, the denominator of the ratio. trainer: the weights of the step's beginning.
+    The first update's own forward gives those of its sequences; those of later updates take a pass before it. sampler:
+    the values that came with the completions."""
     corrections: tuple[CorrectionConfig, ...] = ()
     """Weights of tokens and sequences that correct the mismatch of sampler and trainer. They are multiplied. Tokens of
     weight 0 stay in the denominator."""
@@ -108,6 +109,11 @@ class ObjectiveConfig(Section):
     def corrected(self) -> bool:
         """Return whether any correction gives tokens weights."""
         return bool(self.corrections) or self.off_policy_delta is not None or self.second_moment_limit is not None
+
+    @property
+    def needs_old_first(self) -> bool:
+        """Return whether something needs the trainer's old logprobs of all sequences before the first update."""
+        return self.kl_in == "reward" or self.second_moment_limit is not None
 
     @property
     def parameters(self) -> dict[str, float | None]:

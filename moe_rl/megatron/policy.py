@@ -138,14 +138,14 @@ class Policy:
 
     def logprobs_and_entropies(
         self, microbatches: list[Microbatch], session: ReplaySession | None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return `logprobs`, and the entropies float32 [N] in nats of the distributions that the tokens were drawn
-        from.
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return for each microbatch `logprobs`, and the entropies float32 [N] in nats of the distributions that the
+        tokens were drawn from.
 
         Both are computed over the tokens' sampling supports, if the microbatches have them.
         """
         scores = self._scores(microbatches, session, self.temperature, entropy=True)
-        return [values[0] for values in scores], [values[1] for values in scores]
+        return [(values[0], values[1]) for values in scores]
 
     def _scores(self, microbatches, session, temperature, *, entropy=False) -> list[torch.Tensor]:
         for chunk in self.chunks:

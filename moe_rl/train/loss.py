@@ -33,13 +33,17 @@ class UpdateLoss:
     """Computes the loss of this rank's share of an update, called once per microbatch. It is a
     `megatron.schedule.LossFunction`.
 
+    Args:
+        own_old: The pass runs on the weights of the old policy, so its own logprobs, detached, are those of the old
+            policy.
+
     Attributes:
         sums: Each call adds to these sums.
         seen: For each microbatch, the detached logprobs and, if requested, the entropies that the call received.
     """
 
-    def __init__(self, objective: ObjectiveConfig, share: UpdateShare, sums: LossSums):
-        self.objective, self.share, self.sums = objective, share, sums
+    def __init__(self, objective: ObjectiveConfig, share: UpdateShare, sums: LossSums, *, own_old: bool = False):
+        self.objective, self.share, self.sums, self.own_old = objective, share, sums, own_old
         self.seen: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def __call__(
@@ -55,6 +59,8 @@ class UpdateLoss:
         objective, share, sums, work = self.objective, self.share, self.sums, self.share.work[number]
         microbatch = work.microbatch
         self.seen[number] = tuple(values.detach() for values in (logprobs, *entropies))
+        if self.own_old:
+            work.old_logprobs = self.seen[number][0]
         own: dict[str, Any] = {}
         if objective.name in USE_ROLLOUT_LOGPROBS:
             own["rollout_logprobs"] = microbatch.rollout_logprobs

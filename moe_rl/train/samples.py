@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from moe_rl.megatron import world
-from moe_rl.replay.tables import Compared
+from moe_rl.replay.alignment import Alignment
+from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.tables import Compared, Tally
 from moe_rl.report.sample_lines import SampleLine
 from moe_rl.rollout.kept import KeptSample
 from moe_rl.train.shares import MicrobatchWork
@@ -41,23 +43,39 @@ class View:
 
 @dataclass(slots=True)
 class PassSeen:
-    """Keeps what the pass on the sampler's weights gave on this rank, until the advantages are known.
+    """Keeps what a pass on the weights of the step's beginning gave on this rank, until the advantages are known.
 
     Attributes:
-        logprobs: [N] for each microbatch; none on ranks without the last pipeline stage.
+        logprobs, entropies: [N] for each microbatch; none on ranks without the last pipeline stage.
         compared: the routers' own choice against the record, for each microbatch.
+        tally: what the session of the pass counted.
+        alignment: result of the alignment test, if it ran and this rank has MoE layers.
     """
 
     work: Seq[MicrobatchWork]
     logprobs: Seq[torch.Tensor]
+    entropies: Seq[torch.Tensor]
     compared: Seq[Compared]
+    tally: Tally
+    alignment: Alignment | None
+
+    @classmethod
+    def of(cls, work: Seq[MicrobatchWork], scored: Seq[Seq[torch.Tensor]], session: ReplaySession) -> PassSeen:
+        """Take what a closed session saw. scored: logprobs and entropies of each microbatch."""
+        logprobs, entropies = [one for one, _ in scored], [one for _, one in scored]
+        return cls(work, logprobs, entropies, session.compared, session.tally, session.alignment)
+
+    @property
+    def scored(self) -> list[tuple[MicrobatchWork, torch.Tensor]]:
+        """Return each microbatch with its logprobs; nothing on ranks that have none."""
+        return list(zip(self.work, self.logprobs, strict=True)) if self.logprobs else []
 
 
-def gather_views(keys: Seq[str], seen: PassSeen | None) -> dict[str, list[View]]:
+def gather_views(keys: Seq[str], seen: Seq[PassSeen]) -> dict[str, list[View]]:
     """Return the views of all ranks of these sequences. All ranks call it together."""
     if not keys:
         return {}
-    mine = [] if seen is None else _views(frozenset(keys), seen)
+    mine = [view for one in seen for view in _views(frozenset(keys), one)]
     found: dict[str, list[View]] = {key: [] for key in keys}
     for views in world.gather(mine, list[View]):
         for view in views:

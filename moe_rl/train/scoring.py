@@ -69,7 +69,8 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
 
 
 def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int, shown: Shown, *, align: bool) -> None:
-    """Compute the logprobs of the policy at the start of the step. Under r2, the routers' choice becomes the routes.
+    """Compute the logprobs of the policy at the start of the step for the updates whose forward runs on later weights.
+    Under r2, the routers' choice becomes the routes.
 
     Args:
         align: Test the replayed routes against the routers' own choice.
@@ -77,13 +78,11 @@ def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int
     modes: dict[str, Mode] = {"r3": "replay", "r2": "record", "off": "observe"}
     name = f"step {step} old logprobs"
     with session(policy, work, modes[replay], name, align=align) as opened:
-        scored, shown.entropies = policy.logprobs_and_entropies([one.microbatch for one in work], opened)
+        scored = policy.logprobs_and_entropies([one.microbatch for one in work], opened)
     shown.tallies.append(opened.tally)
-    shown.alignment = opened.alignment
-    shown.mismatch = mismatch_of(work, scored)
-    shown.seen = PassSeen(work, scored, opened.compared)
-    for one, values in zip(work, scored, strict=True):
-        one.old_logprobs = values
+    shown.passes.append(PassSeen.of(work, scored, opened))
+    for one, (logprobs, _) in zip(work, scored, strict=True):
+        one.old_logprobs = logprobs
     if replay == "r2":
         for one, table in zip(work, opened.recorded_routes(), strict=True):
             one.table = table
@@ -93,7 +92,7 @@ def score_natively(policy: Policy, work: list[MicrobatchWork], step: int, shown:
     """Score the same tokens with native routing, which shows the mismatch that there would be without replay."""
     with session(policy, work, "observe", f"step {step} native logprobs") as opened:
         scored = policy.logprobs([one.microbatch for one in work], opened)
-    shown.native = mismatch_of(work, scored), opened.tally
+    shown.native = mismatch_of(zip(work, scored, strict=True)), opened.tally
 
 
 def score_reference(reference: ReferencePolicy, work: list[MicrobatchWork]) -> None:

@@ -11,7 +11,6 @@ from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
-from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.replay.session import Mode
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import scoring
@@ -21,7 +20,7 @@ from moe_rl.train.guards import Guards, computes_alike
 from moe_rl.train.loss import UpdateLoss
 from moe_rl.train.samples import PassSeen, View, gather_views
 from moe_rl.train.shares import Shares
-from moe_rl.train.step_metrics import Shown, mismatch_of, step_metrics
+from moe_rl.train.step_metrics import Shown, step_metrics
 from moe_rl.types import Sequence
 
 
@@ -64,7 +63,10 @@ class TrainStep:
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
         align = replay == "r3" and self.config.guards.alignment
-        shown = Shown(MismatchSums.empty(world.device()))
+        shown = Shown()
+        # The first update's forward runs on the weights of the step's beginning. So it is the pass for old logprobs of
+        # its own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
+        own = objective.old_logprobs == "trainer" and replay != "r2" and not objective.needs_old_first
         with clock("placement"):
             placement = self.placement.start_step(step, sequences)
         with clock("routes"):
@@ -73,8 +75,9 @@ class TrainStep:
             if replay == "r3":
                 scoring.plan_dispatch(policy, work, self.config.replay, step, shown)
         with clock("logprobs"):
-            if objective.old_logprobs == "trainer":
-                scoring.score_old(policy, work, replay, step, shown, align=align)
+            if objective.old_logprobs == "trainer" and (later := shares[own:]):
+                work_of_later = [one for share in later for one in share.work]
+                scoring.score_old(policy, work_of_later, replay, step, shown, align=align)
                 if replay == "r2":
                     scoring.plan_dispatch(policy, work, self.config.replay, step, shown)
             if measure_native and replay == "r3":
@@ -86,12 +89,10 @@ class TrainStep:
             credit |= scoring.trust(objective.second_moment_limit, shares)
         with clock("train"):
             for number, share in enumerate(shares):
-                # Without a pass for old logprobs, the forward of the first update is the one that runs on the sampler's
-                # weights.
-                observe_here = number == 0 and objective.old_logprobs == "sampler"
+                observe_here = number == 0 and (own or objective.old_logprobs == "sampler")
                 mode: Mode = "observe" if replay == "off" else "replay"
                 name = f"step {step} update {number}"
-                loss = UpdateLoss(objective, share, shown.sums)
+                loss = UpdateLoss(objective, share, shown.sums, own_old=own and number == 0)
                 with scoring.session(
                     policy,
                     share.work,
@@ -110,14 +111,10 @@ class TrainStep:
                 shown.tallies.append(session.tally)
                 shown.results.append(result)
                 if observe_here:
-                    shown.alignment = session.alignment
                     seen = [loss.seen[i] for i in range(len(share.work))] if world.is_last_stage() else []
-                    shown.seen = PassSeen(share.work, [logprobs for logprobs, _ in seen], session.compared)
-                if observe_here and world.is_last_stage():
-                    shown.mismatch = mismatch_of(share.work, [logprobs for logprobs, _ in seen])
-                    shown.entropies = [entropies for _, entropies in seen]
+                    shown.passes.insert(0, PassSeen.of(share.work, seen, session))
                 self.guards.after_update(result, step=step, update=number)
-        self.views = gather_views(samples, shown.seen)
+        self.views = gather_views(samples, shown.passes)
         metrics = step_metrics(self.config, self.spec, shown, by_layer=measure_native)
         if replay != "off":
             metrics |= fallback

@@ -6,6 +6,7 @@ rows are added over all ranks. All ranks call each function together. `report/me
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -51,31 +52,26 @@ class Shown:
     """Holds what the passes of a step measured on this rank.
 
     Attributes:
-        mismatch, entropies: Measured in the pass that ran on the sampler's weights.
+        passes: Those that ran on the weights of the step's beginning: the first update first.
         native: Measured in the pass with native routing, if there was one.
         tallies: One for each pass in which the routers' own choice is compared with the record.
         results: One per optimizer update.
         sums: Sums for the loss metrics.
         peak_rows: The largest result of `replay.plans.peak_rows` over all ranks; 0 without dispatch plans.
-        alignment: Result of the alignment test, if it ran and this rank has MoE layers.
-        seen: What samples.jsonl shows of the pass that ran on the sampler's weights.
     """
 
-    mismatch: MismatchSums
-    entropies: list[torch.Tensor] = field(default_factory=list)
+    passes: list[PassSeen] = field(default_factory=list)
     native: tuple[MismatchSums, Tally] | None = None
     tallies: list[Tally] = field(default_factory=list)
     results: list[UpdateResult] = field(default_factory=list)
     sums: LossSums = field(default_factory=LossSums)
     peak_rows: float = 0.0
-    alignment: Alignment | None = None
-    seen: PassSeen | None = None
 
 
-def mismatch_of(work: Seq[MicrobatchWork], logprobs: Seq[torch.Tensor]) -> MismatchSums:
-    """Compare the trainer's logprobs with the sampler's. `logprobs` holds one tensor [N] per microbatch."""
+def mismatch_of(scored: Iterable[tuple[MicrobatchWork, torch.Tensor]]) -> MismatchSums:
+    """Compare the trainer's logprobs [N] of each microbatch with the sampler's."""
     total = MismatchSums.empty(world.device())
-    for one, values in zip(work, logprobs, strict=True):
+    for one, values in scored:
         batch = one.microbatch
         sequences = len(batch.indices)
         total = total.merge(MismatchSums.of(values, batch.rollout_logprobs, batch.sequence_ids, sequences, one.lags))
@@ -89,18 +85,18 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
     if replay != "off":
         metrics |= _replay(shown)
     if replay == "r3" and config.guards.alignment:
-        metrics |= _alignment(shown.alignment or Alignment(), shown.tallies)
+        metrics |= _alignment(shown.passes)
     name = "shadow" if replay == "r3" else "native"
     metrics |= _compared(shown.tallies, name, spec.top_k)
     if by_layer:
         layers = _by_layer(shown.tallies, spec.moe_layers)
         metrics |= {f"routing/{name}_mismatch_layer/{layer:03d}": fraction for layer, fraction in layers.items()}
-    mismatch = _global(shown.mismatch)
+    mismatch = _global(mismatch_of(scored for one in shown.passes for scored in one.scored))
     measured = mismatch.metrics()
     metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
     metrics |= _by_lag(shown.tallies, name, mismatch, ahead=config.pipeline.lag > 0)
     metrics |= {
-        "policy/entropy": _mean_entropy(shown.entropies),
+        "policy/entropy": _mean_entropy([values for one in shown.passes for values in one.entropies]),
         "optim/grad_norm": sum(result.grad_norm for result in results) / len(results),
         "optim/lr": results[-1].lr,
         "optim/skipped": sum(not result.applied for result in results),
@@ -163,11 +159,13 @@ def _replay(shown: Shown) -> dict[str, float]:
     }
 
 
-def _alignment(alignment: Alignment, tallies: list[Tally]) -> dict[str, float]:
+def _alignment(passes: list[PassSeen]) -> dict[str, float]:
     """Return the metrics of the alignment test: how certain it is that each row got its own routes."""
-    positions = sum(tally.native_positions for tally in tallies)
-    seen, total = world.all_reduce([alignment.power * positions, positions])
-    (margin,) = world.all_reduce([alignment.margin], dist.ReduceOp.MIN)
+    tested = [(one.alignment or Alignment(), one.tally.native_positions) for one in passes]
+    seen, total = world.all_reduce(
+        [sum(test.power * positions for test, positions in tested), sum(positions for _, positions in tested)]
+    )
+    (margin,) = world.all_reduce([min(test.margin for test, _ in tested)], dist.ReduceOp.MIN)
     return {"routing/alignment_power": seen / max(total, 1), "routing/alignment_margin": min(margin, 1.0)}
 
 

@@ -36,6 +36,13 @@ MASKED += [f"objective.entropy_coef={ENTROPY_COEF}"]
 # In groups of two the std would take away all of a KL but the sign.
 NO_KL = ["objective.advantage=reinforce_pp"]
 KL_IN_REWARD = [*NO_KL, "objective.kl_in=reward", "objective.kl_coef=0.5", "objective.kl_estimator=k1"]
+CORRECTED = [
+    "objective.corrections=[{level: geometric, rule: reject, high: 1.5}]",
+    "objective.off_policy_delta=0.5",
+    "train.router_aux_loss=0.01",
+]
+CENTERED = ["objective.name=cispo", "objective.weight_cap=5", "objective.clip_low=null", "objective.clip_high=null"]
+CENTERED += ["objective.old_logprobs=sampler", "objective.score_centering=3"]
 CASES = {
     "whole": {},
     "r2": {"overrides": ["replay.mode=r2"]},
@@ -81,13 +88,9 @@ CASES = {
         "overrides": [*STALE, "replay.stale=native", "replay.max_fallback_fraction=0.2"],
         "old": [2, 5],
     },
-    "corrected": {
-        "overrides": [
-            "objective.corrections=[{level: geometric, rule: reject, high: 1.5}]",
-            "objective.off_policy_delta=0.5",
-            "train.router_aux_loss=0.01",
-        ]
-    },
+    "stale-off": {"overrides": [*STALE, "replay.mode=off"], "old": [2, 5]},
+    "corrected": {"overrides": CORRECTED},
+    "centered": {"overrides": CENTERED, "heads": 3},
     "second-moment": {
         "overrides": ["objective.name=gspo_token", "objective.second_moment_limit=1e-9", "train.updates_per_step=1"]
     },
@@ -97,6 +100,19 @@ CASES = {
     "masked-pipeline": {"overrides": [*MASKED, "parallel.expert=1", "parallel.pipeline=2"]},
     "masked-sampler": {"overrides": [*MASKED, "objective.old_logprobs=sampler"]},
     "unsupported": {"overrides": MASK, "unsupported": [3]},
+    # every sequence is scored for the old policy in a pass of its own
+    **{
+        f"{case}-ahead": {"overrides": overrides, "ahead": True}
+        for case, overrides in {
+            "whole": [],
+            "recomputed": ["train.recompute=moe"],
+            "off": ["replay.mode=off"],
+            "context": ["parallel.context=2"],
+            "interleaved-kl-loss": [*NO_KL, "objective.kl_coef=0.5", *INTERLEAVED],
+            "by-length": SMALL,
+            "corrected": CORRECTED,
+        }.items()
+    },
     "uncounted": {"overrides": [*MASK, "parallel.expert=1", "parallel.pipeline=2"], "uncounted": [4]},
 }
 
@@ -149,8 +165,8 @@ def test_r2_measures_natively_and_replays_its_own_routes(steps):
     for name in ("policy_kl/k1", "policy_kl/k3", "routing/native_mismatch", "routing/native_token_mismatch"):
         assert r2[name] == off[name]
     assert r2["policy_kl/k3"] == r3["policy_kl/k3_native"] != r3["policy_kl/k3"]
-    # one update: the recording pass and the update
-    assert r2["routing/consumed"] == r2["routing/expected"] == r3["routing/expected"] > 0
+    # two updates of equal size, and the pass before them: of both, in which r2 records, or of the second alone
+    assert r2["routing/consumed"] == r2["routing/expected"] == 4 / 3 * r3["routing/expected"] > 0
     assert "routing/shadow_mismatch" not in r2 and "routing/native_mismatch_layer/003" in r2
     assert "routing/consumed" not in off
     # the first update's own choice is what was recorded
@@ -172,7 +188,7 @@ def test_a_step_is_the_same_with_plans_and_without(steps):
 
 
 def test_a_step_overlaps_in_as_many_chunks_as_asked_for(steps):
-    # old log-probabilities, which r2 records in, natively routed ones, and two updates
+    # old log-probabilities of the second update, or of both if r2 records in them, natively routed ones, two updates
     wanted = {"whole": [[0], [], [0], [0]], "one-chunk": [[1], [], [1], [1]], "r2-two-chunks": [[], [2], [2]]}
     for case, passes in wanted.items():
         assert steps.chunks(case) == [passes] * 2, case
@@ -188,7 +204,8 @@ def test_microbatches_of_padding_are_part_of_a_step_and_change_nothing_in_it(ste
     tokens = [[TOKENS[i] for i in chosen] for chosen in split_groups([n // 2 for n in range(len(TOKENS))], 2)]
     needed = [len(pack(one, ranks=1, microbatch_tokens=40)[0]) for one in tokens]
     assert needed == [2, 1]  # the second update has one of padding, which the reference model sees too
-    assert filled["routing/consumed"] == filled["routing/expected"] == 2 * LAYERS * 4
+    # the pass for old logprobs of the second update, and both updates, of two microbatches each
+    assert filled["routing/consumed"] == filled["routing/expected"] == 3 * LAYERS * 2
     assert filled["routing/planned_fraction"] == filled["routing/coverage"] == 1
     for key in ("objective/loss", "objective/kl_ref", "objective/clip_fraction", "optim/grad_norm", "policy_kl/k3"):
         assert filled[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-9)
@@ -221,10 +238,41 @@ def test_more_rows_than_allowed_are_refused_on_all_ranks_before_a_pass_under_the
 
 def test_the_ledger_expects_what_the_config_makes_run_again(steps):
     (whole, _), (recomputed, _), (r2, _) = steps["whole"], steps["recomputed"], steps["r2-overlapped"]
-    # the old-logprob pass once, the update once or twice
-    assert recomputed["routing/consumed"] == recomputed["routing/expected"] == 1.5 * whole["routing/expected"]
+    first, second = (
+        LAYERS * sum(map(len, pack([TOKENS[i] for i in chosen], ranks=2, microbatch_tokens=40)))
+        for chosen in split_groups([number // 2 for number in range(len(TOKENS))], 2)
+    )
+    # the pass for old logprobs of the second update, under r2 of both; each update once, or twice
+    for metrics, expected in (
+        (whole, second + first + second),
+        (recomputed, second + 2 * (first + second)),
+        (r2, 2 * (first + second)),
+    ):
+        assert metrics["routing/consumed"] == metrics["routing/expected"] == expected
     assert recomputed["optim/grad_norm"] == whole["optim/grad_norm"]
-    assert r2["routing/consumed"] == r2["routing/expected"] == whole["routing/expected"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "whole",
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in ("recomputed", "off", "context", "interleaved-kl-loss", "by-length", "corrected")
+        ),
+    ],
+)
+def test_the_first_update_scores_its_own_sequences_as_a_pass_before_it_does(steps, case):
+    """Bit for bit: losses, gradients, and everything that is measured on the weights of the step's beginning."""
+    (own, _), (ahead, _) = steps[case], steps[f"{case}-ahead"]
+    counted = {"routing/consumed", "routing/expected"}
+    # sums over other passes; a mean over tests of unlike size
+    rounded = {key for key in own if key.endswith("_margin")} | {"routing/alignment_power"}
+    assert own.keys() == ahead.keys()
+    exact = own.keys() - counted - rounded
+    assert {key: own[key] for key in exact} == {key: ahead[key] for key in exact}
+    if case != "off":
+        assert own["routing/expected"] < ahead["routing/expected"]
 
 
 @pytest.fixture(scope="module")

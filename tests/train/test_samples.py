@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_rl.replay.row_places import RowPlaces
+from moe_rl.replay.tables import Tally
 from moe_rl.rollout.kept import KeptSample
 from moe_rl.train import samples
 from moe_rl.types import Sequence, sampled_by
@@ -30,7 +31,8 @@ def seen(rows, differs, recorded=None):
     batch = SimpleNamespace(counts=(2, 3), advantages=torch.tensor([0.5, math.nan]))
     work = SimpleNamespace(table=table, microbatch=batch)
     logprobs = torch.tensor([-0.1, -0.2, -0.3, -math.inf, -0.5])
-    return samples.PassSeen([work], [logprobs], [SimpleNamespace(differs=torch.tensor(differs))])
+    compared = [SimpleNamespace(differs=torch.tensor(differs))]
+    return samples.PassSeen([work], [logprobs], [-logprobs], compared, Tally(), None)
 
 
 def test_ranks_with_other_rows_and_layers_add_up(monkeypatch):
@@ -43,7 +45,7 @@ def test_ranks_with_other_rows_and_layers_add_up(monkeypatch):
         monkeypatch.setattr(samples.world, "speaks_for_its_sequences", lambda rank=rank: rank == 0)
         views.append(samples._views(frozenset({"a", "b"}), seen(rows, differs)))
     monkeypatch.setattr(samples.world, "gather", lambda mine, kind: views)
-    found = samples.gather_views(["a", "b"], seen(slice(None), [[True] * 7]))
+    found = samples.gather_views(["a", "b"], [seen(slice(None), [[True] * 7])])
     drawn = [KeptSample(key, "p", "c", ["x"] * n, {"r": 1.0}, "stop") for key, n in (("a", 2), ("b", 3))]
     first, second = samples.lines(7, drawn, [sequence("b", 3), sequence("a", 2)], found)
     assert (first.key, second.key) == ("a", "b")

@@ -1,8 +1,10 @@
 """Jobs for ranks: a training step on routes that are not all there, or not all of the present weights, and on tokens
 that were not drawn from the whole vocabulary."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
+from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -23,6 +26,7 @@ from moe_rl.types import Provenance, Span, sampled_by
 
 ROOT = Path(__file__).parents[3]
 VERSION = 5
+HEAD_IDS = 100  # heads have ids below this
 
 
 def supports_of(sequences, vocabulary):
@@ -40,9 +44,12 @@ def aux_of(number, sequence, support, plan):
         support[-1].remove(sequence.token_ids[-1])
     if number in plan.get("uncounted", ()):
         del support[-1]
+    tokens, size = np.array(sequence.token_ids), plan.get("heads", 0)
     return {
         "support_counts": np.array([len(ids) for ids in support], np.uint32),
         "support_ids": np.array([i for ids in support for i in ids], np.int32),
+        "head_ids": (tokens[:, None] + 1 + np.arange(size)).astype(np.int32) % HEAD_IDS,
+        "head_logprobs": np.full((len(tokens), size), np.log(0.2), np.float32),
     }
 
 
@@ -121,8 +128,9 @@ def one(name, plan, checkpoint, out):
     plan: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose first two
     tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt, but for its
     last token, older weights routed], "unsupported": [sequences whose last token is not in its own support],
-    "uncounted": [sequences whose last token has no support], "first": only so many sequences, "reward": the same for
-    all}.
+    "uncounted": [sequences whose last token has no support], "heads": so many other tokens that the sampler found
+    likeliest at each token, "first": only so many sequences, "reward": the same for
+    all, "ahead": score every sequence for the old policy in a pass of its own}.
     """
     facts = read_model(checkpoint)
     spec = TraceSpec.of(facts)
@@ -144,8 +152,10 @@ def one(name, plan, checkpoint, out):
     groups = [number // 2 for number in range(len(ready))]
     open_session, passes = policy.session, []
     policy.session = lambda *given, **options: passes.append(options) or open_session(*given, **options)
+    ahead = patch.object(ObjectiveConfig, "needs_old_first", True) if plan.get("ahead") else nullcontext()
     try:
-        seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
+        with ahead:
+            seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
     except MoeRLError as error:
         seen = f"{type(error).__name__}: {error} [{len(passes)} passes]"
     policy.release()
