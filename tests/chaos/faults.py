@@ -8,7 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.chaos.plants import EXPERT, LAYER, OTHER_EXPERT, OTHER_LAYER, STALE_TENSOR, UNWATCHED
+from tests.chaos.plants import (
+    ASKED,
+    EXPERT,
+    LAYER,
+    NOT_LOADED,
+    OTHER_EXPERT,
+    OTHER_LAYER,
+    STALE_TENSOR,
+    UNWATCHED,
+    struck,
+)
 
 BEFORE_UPDATE = "in that step, before its first update"
 BEFORE_SAMPLING = "in that step, before anything is sampled"
@@ -21,10 +31,11 @@ SECONDS = 60
 WITHIN = f"within {SECONDS} s"
 RESUMES = "the run resumes and ends bit for bit as without the fault"
 MENDED = "no weight moved; the step succeeds once the fault is removed"
+ENDS_ONCE = "the run resumes; every prompt ends exactly once, and no group is too old"
 REFUSED = "refused"
 
 # Where a fault is planted: in one of the scenes of this folder, or in a test of its own.
-Scene = Literal["lab", "layouts", "chain", "second", "folder", "tests"]
+Scene = Literal["lab", "layouts", "chain", "flight", "second", "folder", "tests"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +214,40 @@ CHAIN = (
         "rank killed in the report", "P4", "rank 0: before report.html is written", "rank 1", "", "rank 0 (pid ",
         "in phase report of step 3", "died", status=3,
     ),
+)  # fmt: skip
+
+
+def _flies(victim: str, how: str, state: str) -> Fault:
+    """A process of an asynchronous run that is struck when a group is in a state."""
+    name, planted = struck(victim, how, state), "pool: where the group enters the state"
+    if victim == "a verifier":
+        after = f"it is replaced; {ENDS_ONCE.partition('; ')[2]}"
+        return Fault(name, "P5, P8", planted, "pool", "", (), "n/a", after, "flight")
+    promise, notices, error, *says = {
+        "the pool": ("P5, P3", "rank 0", "SamplerGone", "The pool"),
+        "the engine": ("P5, P3", "pool", "SamplerGone", "The vLLM engine"),
+        "a rank": ("P4, P3", "rank 0", "", "rank 1 (pid "),
+    }[victim]
+    if victim != "a rank":
+        says = [*says, "SIGKILL" if how == "killed" else "hangs"]
+    return Fault(name, promise, planted, notices, error, (*says, "--resume {run}"), WITHIN, ENDS_ONCE, "flight",
+                 status=3)  # fmt: skip
+
+
+# Groups wait only at the start of a run that was asked to stop.
+FLIGHT = (
+    Fault(
+        ASKED, "P15, P3", "pool: SIGTERM to all ranks", "all ranks", "", ("asked to stop", "--resume {run}"),
+        "within checkpoint.grace_seconds", f"what was sampled is kept; {ENDS_ONCE}", "flight", status=5,
+    ),
+    _flies("the pool", "killed", "waits"),
+    Fault(
+        NOT_LOADED, "P6", "engine: behind the digests, before vLLM loads", "rank 0, by the canary", "WeightSyncError",
+        ("an update has not reached a sampler", "--resume {run}"), "behind the update", ENDS_ONCE, "flight",
+    ),
+    _flies("a rank", "stopped", "is judged"),
+    _flies("a verifier", "killed", "is judged"),
+    _flies("the engine", "stopped", "is being consumed"),
 )  # fmt: skip
 
 FOLDER = (
@@ -452,7 +497,7 @@ TESTED = (
         "tests/tasks/test_verifiers.py::test_wall_clock_jumps_do_not_matter"),
 )  # fmt: skip
 
-FAULTS = (*ROUTES, *LAYOUTS, *WEIGHTS, *CHAIN, *FOLDER, *TESTED)
+FAULTS = (*ROUTES, *LAYOUTS, *WEIGHTS, *CHAIN, *FLIGHT, *FOLDER, *TESTED)
 
 
 def of(scene: Scene) -> list[Fault]:

@@ -419,6 +419,105 @@ _dies_in("rank killed in evaluation", "moe_rl.rollout.rollouts", "Rollouts.evalu
 _dies_in("rank killed in the report", "moe_rl.report.run_page", "write_report")
 _dies_in("engine killed in evaluation", "moe_rl.vllm.sampling", "check")
 
+NOT_LOADED = "an update that the engine confirms and does not load"
+
+
+@in_function(NOT_LOADED, "moe_rl.weights.receiver", "WeightReceiver._load")
+def _not_loaded(load):
+    def dropping(receiver, tensors):
+        if not receiver.intake.holding().version:
+            return load(receiver, tensors)  # the first one of an engine, behind which nothing is known
+        fires(NOT_LOADED)
+
+    return dropping
+
+
+# In the pool of an asynchronous run: a process is struck when a group is in a state.
+
+VICTIMS = ("the pool", "the engine", "a rank", "a verifier")
+STRIKES = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+# What has just been called when a group is in the state.
+STATES = {
+    "waits": ("moe_rl.rollout.groups", "Groups.__init__"),
+    "is sampled": ("moe_rl.rollout.groups", "Groups.requests_ended"),
+    "is judged": ("moe_rl.rollout.groups", "Groups.sampled"),
+    "is ready": ("moe_rl.rollout.groups", "Groups.judged"),
+    "is being consumed": ("moe_rl.tasks.prompt_ledger", "PromptLedger.record"),
+}
+ASKED = "a run asked to stop while a group is sampled"
+_FIRST: dict[str, int] = {}
+
+
+def struck(victim: str, how: str, state: str) -> str:
+    """Return the name of the fault."""
+    return f"{victim} {how} while a group {state}"
+
+
+def _in_state(fault: str, state: str, strike: Callable[[], None]) -> None:
+    """Plant a strike, once a process, at a group in the state. All but groups that wait must come after an update."""
+
+    @in_function(fault, *STATES[state])
+    def make(sound):
+        def striking(first, *args, **kwargs):
+            found = sound(first, *args, **kwargs)
+            if state == "waits":
+                now, good = 1, bool(first.all("waiting"))
+                _FIRST.setdefault(fault, 0)
+            elif state == "is being consumed":
+                now, good = args[0], True  # the step
+            elif state == "is sampled":
+                now, good = first.version, any(one.requests and one.cursor == args[0] for one in first)
+            else:
+                now, good = first.version, args[0] in first  # not dropped
+            if good and _FIRST.setdefault(fault, now) < now:
+                _FIRST[fault] = sys.maxsize
+                fires(fault)
+                strike()
+            return found
+
+        return striking
+
+
+def _strike(victim: str, number: int) -> None:
+    import psutil
+
+    pool = psutil.Process()
+    trainer = pool.parent()
+    if victim == "the pool":
+        found = pool
+    elif victim == "a rank":
+        found = next(one for one in trainer.parent().children() if one.pid != trainer.pid)
+    else:
+        module = {"the engine": "moe_rl.vllm.child", "a verifier": "moe_rl.tasks.verifier_worker"}[victim]
+        found = next(one for one in pool.children(recursive=True) if module in one.cmdline())
+    found.send_signal(number)
+
+
+def _ask_to_stop() -> None:
+    import psutil
+
+    for rank in psutil.Process().parent().parent().children():
+        rank.terminate()
+
+
+for _victim in VICTIMS:
+    for _how, _number in STRIKES.items():
+        for _state in STATES:
+            _in_state(struck(_victim, _how, _state), _state, partial(_strike, _victim, _number))
+_in_state(ASKED, "is sampled", _ask_to_stop)
+
+
+@in_function(ASKED, "moe_rl.vllm.child_engine", "ChildEngine._advance")
+def _slow(advance):
+    """Not a fault: an engine so slow that a step of the trainer ends in the middle of a group."""
+
+    def waiting(engine):
+        time.sleep(0.1)
+        return advance(engine)
+
+    return waiting
+
+
 WAITS = "rank 0 waits before the report"
 
 

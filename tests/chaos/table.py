@@ -29,7 +29,8 @@ HEAD = """\
 
 This page lists every fault that the tests plant, for anyone who wants to know what moe_rl detects, how soon, and what
 happens then. `make chaos` plants faults into real runs: the small policy, a real vLLM engine, Megatron ranks. It takes
-12 minutes on two cores. Every fault records that it really did harm; a row fails if it did not.
+12 minutes on two cores without the scene "flight", which took 29 minutes on a machine that was busy with other work.
+Every fault records that it really did harm; a row fails if it did not.
 
 The last column names the test that plants the fault, or a scene in `tests/chaos`:
 
@@ -38,6 +39,8 @@ The last column names the test that plants the fault, or a scene in `tests/chaos
 - layouts: two ranks run the training step on rollouts that a run has kept.
 - chain: a run of two ranks and a real engine is ended by one fault after the other, and resumed after each. At the end
   its metrics, prompt ledger and tensors equal those of a run without faults.
+- flight: an asynchronous run is ended by one strike after the other, each when a group is in a certain state, and
+  resumed after each. At the end the prompt ledger proves that every prompt ended exactly once.
 - folder: a run's folder is damaged while no process runs.
 
 Under "message contains", quoted text is literal; other text says what the message names. `python -m tests.chaos.table >

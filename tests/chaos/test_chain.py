@@ -1,12 +1,11 @@
 """A run that is ended by fault after fault is, in the end, the run that nobody touched."""
 
 import json
-import re
 
 import pytest
 
 from tests.chaos import faults
-from tests.chaos.chain import run_through
+from tests.chaos.chain import ends_soon_and_is_named, run_through
 from tools.dev.runs import rows
 
 STATE = "checkpoints/step-000003/state.json"
@@ -24,14 +23,7 @@ def chain(tmp_path_factory):
 @pytest.mark.parametrize("fault", faults.of("chain"), ids=lambda fault: fault.name)
 def test_it_ends_the_run_soon_and_is_named(chain, fault):
     run, met, _ = chain
-    one = met[fault.name]
-    assert one.harmed, "the fault did not happen"
-    told = one.said[one.said.index("moe_rl: ") :].split("torch/distributed/elastic")[0]
-    assert f"{fault.error}: " in told
-    assert all(part.format(run=run) in told for part in fault.says), told
-    assert not re.search(r"^(\[rank\d\]: )?Traceback", one.said.split("torch/distributed/elastic")[0], re.MULTILINE)
-    assert fault.status in one.statuses
-    assert one.seconds < faults.SECONDS and not one.left
+    ends_soon_and_is_named(fault, met[fault.name], run)
 
 
 def test_a_second_resume_of_a_living_run_is_refused(chain):
