@@ -4,7 +4,7 @@
     the routers ------------- capture.py ------> experts of the step's tokens (device)
     the forward pass -------- after_forward ---> one sum per token, taken on the device (trace/source_sum.py);
                                                  experts copied to the host, stored under their KV slots (slots.py)
-    a finished request ------------------------> its rows, appended to a trace shard
+    a finished request ------------------------> its rows, copied; appended to a trace shard behind the steps
 
 Every read and write of the slots goes through one journal, in the order in which vLLM decided it. On an accelerator a
 step's experts reach the host after vLLM's next decisions. The journal entries wait for that copy; the step does not.
@@ -68,8 +68,8 @@ class Recorder:
         sinks: the shards being filled.
         weight_version: of the model's current weights.
         stats: counts since the start: steps, tokens forwarded, requests, recorded requests, preemptions, refused
-            requests, waits for a copy, rows rewritten by newer weights after a preemption, and rows confirmed by their
-            routers' logits (0 if not possible, see router_witness.py).
+            requests, waits for a copy, waits for records to be written (see sinks.py), rows rewritten by newer weights
+            after a preemption, and rows confirmed by their routers' logits (0 if not possible, see router_witness.py).
 
     Raises:
         EngineError: the model has no MoE layers.
@@ -150,6 +150,7 @@ class Recorder:
                     fault="step lost",
                 )
             )
+        self.sinks.check()
         self._step_is_open = scheduled.total_num_scheduled_tokens > 0
         if not hasattr(self, "_slots"):
             self._group, blocks, block_size = _attention_group(self._runner.kv_cache_config)
@@ -288,6 +289,7 @@ class Recorder:
                         self.stats["witnessed"] += self._witness.check(request, rows)
                     aux = self._extras.of_request(request, len(rows)) if self._extras is not None else {}
                     self.sinks.add(request, ask, rows, aux)
+                    self.stats["write_waits"] = self.sinks.waits
                 except MoeRLError as error:
                     self.sinks.refuse(ask.sink, ask.key, error)
             for beside in (self._extras, self._witness):

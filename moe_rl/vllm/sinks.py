@@ -1,15 +1,19 @@
 """Fills trace shards: takes the rows of finished requests and returns references.
 
-A sink is one unpublished shard. Records are appended as requests finish. Two things of each record stay in memory: its
+A sink is one unpublished shard. Records are appended in the order in which requests finish, behind the engine's steps:
+a step only copies the rows, and one thread encodes and writes them. Two things of each record stay in memory: its
 tokens, to verify at publication that they are those of the sequence, and each row's checksum from the engine's buffer,
 for the reference.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +23,7 @@ from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.source_sum import rows_total, total
 from moe_rl.trace.spans import cut_spans, spans_of_rows, versions_of_rows
 from moe_rl.types import RouteRef
+from moe_rl.vllm.behind import Behind
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.slots import Recorded, Rows
 
@@ -28,6 +33,8 @@ _MAX_REFUSALS = 1024
 _MIN_SHARED_BYTES = 64
 # Number of most recent prompts whose rows are remembered for sharing.
 _MAX_FAMILIES = 256
+# Bytes of rows that may wait to be written, over all shards: 250 requests of 10,000 tokens, 48 layers and top 8.
+_MAX_WAITING_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -39,12 +46,22 @@ class _Sink:
         writer: writes the shard.
         records: key -> reference to all stored rows, token ids and sums of all rows, first row to refer to.
         families: prompt -> a record that begins with this prompt, and the prompt's rows.
+        last: the writing of the last request. Until it is done, only the writing thread uses `writer`, `records` and
+            `families`.
+        dropped: what still waits need not be written.
     """
 
     store: TraceStore
     writer: ShardWriter
     records: dict[str, tuple[RouteRef, np.ndarray, np.ndarray, int]] = field(default_factory=dict)
     families: OrderedDict[bytes, tuple[RouteRef, Rows]] = field(default_factory=OrderedDict)
+    last: Future[None] | None = None
+    dropped: bool = False
+
+    def wait(self) -> None:
+        """Wait until nothing of this shard waits to be written."""
+        if self.last is not None:
+            self.last.result()
 
 
 class Sinks:
@@ -62,6 +79,14 @@ class Sinks:
         self._open: dict[str, _Sink] = {}
         self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._lost: dict[str, DiskError] = {}
+        self._lock = threading.Lock()  # of the two above, which both threads change
+        self._behind = Behind(_MAX_WAITING_BYTES)
+        self._broken: tuple[RecordingRequest, Exception] | None = None
+
+    @property
+    def waits(self) -> int:
+        """Return how often a step waited because too much was still to be written."""
+        return self._behind.waits
 
     def open(self, name: str, folder: str = "") -> _Sink:
         """Begin the shard `name` of the store in `folder` below the root, or begin it anew. Raises TraceError if it
@@ -82,8 +107,46 @@ class Sinks:
         return sink
 
     def add(self, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
-        """Append the rows of a finished request to its sink; `ask` says which. The sink is created if necessary."""
+        """Append the rows of a finished request to its sink, behind the engine's steps; `ask` says which. The sink is
+        created if necessary.
+
+        `publish` says why a request has no record. Raises TraceError if the sink cannot be created.
+        """
         sink = self._open.get(ask.sink) or self.open(ask.sink)
+        size = rows.nbytes + sum(array.nbytes for array in aux.values())
+        sink.last = self._behind.submit(partial(self._write, sink, request, ask, rows, aux), size)
+
+    def _write(
+        self, sink: _Sink, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]
+    ) -> None:
+        """Append one record, in the writing thread."""
+        if sink.dropped:
+            return
+        try:
+            self._append(sink, request, ask, rows, aux)
+        except MoeRLError as error:
+            self.refuse(ask.sink, ask.key, error)
+        except Exception as error:
+            if self._broken is None:
+                self._broken = (ask, error)
+
+    def check(self) -> None:
+        """Raise EngineError if a record failed in another way than requests and disks do."""
+        if self._broken is not None:
+            ask, error = self._broken
+            raise EngineError(
+                describe(
+                    "A record could not be written",
+                    where={"request": ask.key, "shard": ask.sink},
+                    got=f"{type(error).__name__}: {error}",
+                    do="report it: this is a fault in moe_rl, or the host is out of memory",
+                    fault="writing",
+                )
+            ) from error
+
+    def _append(
+        self, sink: _Sink, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]
+    ) -> None:
         parent: RouteRef | None
         sums = rows.sums
         if ask.parent is not None:
@@ -112,18 +175,23 @@ class Sinks:
 
     def refuse(self, name: str, key: str, error: MoeRLError) -> None:
         """Remember why a request, or a whole shard on a failed disk, has no record."""
-        if isinstance(error, DiskError):
-            self._lost.setdefault(name, error)
-        self._refused[name, key] = str(error)
-        if len(self._refused) > _MAX_REFUSALS:
-            self._refused.popitem(last=False)
+        with self._lock:
+            if isinstance(error, DiskError):
+                self._lost.setdefault(name, error)
+            self._refused[name, key] = str(error)
+            if len(self._refused) > _MAX_REFUSALS:
+                self._refused.popitem(last=False)
 
     def publish(self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
-        """Publish a shard, see Recorder.publish."""
+        """Publish a shard, see Recorder.publish. Waits until all its records are written."""
+        if (sink := self._open.get(name)) is not None:
+            sink.wait()
+        self.check()
         if (lost := self._lost.get(name)) is not None:
             raise lost
-        if name not in self._open:
-            reasons = [reason for (sink, _), reason in self._refused.items() if sink == name]
+        if sink is None:
+            with self._lock:
+                reasons = [reason for (shard, _), reason in self._refused.items() if shard == name]
             raise EngineError(
                 describe(
                     "Routes were asked for but nothing was recorded",
@@ -132,7 +200,6 @@ class Sinks:
                     fault="nothing",
                 )
             )
-        sink = self._open[name]
         refs = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
         for key in aborted:
             sink.writer.mark_aborted(key)
@@ -143,9 +210,11 @@ class Sinks:
 
     def abandon(self, name: str) -> None:
         """Drop an unpublished shard, if it exists."""
-        self._lost.pop(name, None)
         if (sink := self._open.pop(name, None)) is not None:
+            sink.dropped = True
+            sink.wait()
             sink.writer.abandon()
+        self._lost.pop(name, None)
 
     def _claim(self, name: str, sink: _Sink, key: str, wanted: np.ndarray) -> RouteRef:
         """Return the record of a sequence after checking its tokens. An engine may have forwarded one token too

@@ -41,10 +41,17 @@ class Rows:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        return self.routes, self.token_ids, self.weight_versions, self.sums
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.columns)
+
     def first(self, count: int) -> Rows:
         """Return a copy of the first `count` rows."""
-        columns = (self.routes, self.token_ids, self.weight_versions, self.sums)
-        return Rows(*(column[:count].copy() for column in columns))
+        return Rows(*(column[:count].copy() for column in self.columns))
 
     def then(self, later: Rows) -> Rows:
         """Return these rows followed by the later ones."""

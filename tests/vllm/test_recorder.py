@@ -309,7 +309,9 @@ def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
     assert not waits and not fake.recorder.sinks._open, "nothing has arrived, nothing was waited for"
     events[0].arrived = True
     fake.step(new=[("c", None, [6], 0, [1])])
-    assert list(fake.recorder.sinks._open["shard"].records) == ["a"]
+    shard = fake.recorder.sinks._open["shard"]
+    shard.wait()
+    assert list(shard.records) == ["a"]
     refs = fake.recorder.publish("shard", {"a": a, "b": b})
     assert waits == [events[1], events[2]]
     fake.compare("a", refs["a"], a, fake.routes(a, range(4), 0))

@@ -1,15 +1,55 @@
-"""What requests with the same prompt share in a shard."""
+"""What requests with the same prompt share in a shard, and what is done behind the engine's steps."""
+
+import errno
+import os
+import threading
 
 import numpy as np
 import pytest
 
+from moe_rl.errors import EngineError, TraceDiskError
 from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.vllm import sinks as module
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.vllm.slots import Recorded, Rows
+from tests.support.refusals import refused
 
 SPEC = TraceSpec("model", 16, 4, "mm")
 PROMPT, ROWS = 20, 24
+
+
+def rows_of(seed):
+    routes = np.sort(np.argsort(np.random.default_rng(seed).random((ROWS, 2, 16)), -1)[..., :4], -1).astype(np.uint8)
+    return Rows(routes, np.arange(ROWS, dtype=np.int32), np.zeros(ROWS, np.int64), np.zeros(ROWS, np.uint64))
+
+
+def add(sinks, key, rows, shard="shard", number=0):
+    ask = RecordingRequest(key, shard)
+    sinks.add(Recorded(number, ask, rows.token_ids[:PROMPT], cached=0, greedy=False), ask, rows, {})
+
+
+class Gate:
+    """Holds the writing thread in front of every record until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.threads, self.entered, self._open = [], threading.Semaphore(0), threading.Event()
+
+        def written(writer, key, *args, real=module.ShardWriter.add, **kwargs):
+            self.threads.append(threading.current_thread())
+            self.entered.release()
+            assert self._open.wait(30)
+            return real(writer, key, *args, **kwargs)
+
+        monkeypatch.setattr(module.ShardWriter, "add", written)
+
+    def open(self):
+        self._open.set()
+
+
+@pytest.fixture
+def sinks(tmp_path):
+    return Sinks(tmp_path, SPEC, layers=SPEC.moe_layers, suffix="")
 
 
 @pytest.mark.parametrize("row", [None, 0, 15, PROMPT - 1])
@@ -32,3 +72,93 @@ def test_rows_are_stored_once_where_every_expert_is_the_same(tmp_path, row):
     assert np.array_equal(store.read(refs["b"]).routes, other)
     shared = PROMPT if row is None else row
     assert store.info(refs["b"]).own_rows == ROWS - (shared if shared >= 8 else 0)
+
+
+def test_a_step_does_not_wait_for_a_record_to_be_written(sinks, tmp_path, monkeypatch):
+    gate, rows = Gate(monkeypatch), {key: rows_of(number) for number, key in enumerate("cab")}
+    for key, one in rows.items():
+        add(sinks, key, one)
+    add(sinks, "alone", rows["a"], shard="other")
+    assert gate.entered.acquire(timeout=30) and sinks.waits == 0
+    assert not TraceStore(tmp_path).shards()  # here the engine's thread goes on, while nothing is written
+    gate.open()
+    refs = sinks.publish("shard", {key: one.token_ids for key, one in rows.items()}, [])
+    store = TraceStore(tmp_path)
+    assert [ref.key for ref in store.records("shard")] == ["c", "a", "b"]  # the order of adding
+    for key, one in rows.items():
+        np.testing.assert_array_equal(store.read(refs[key]).routes, one.routes)
+    assert len(set(gate.threads)) == 1 and gate.threads[0] is not threading.current_thread()
+
+
+def test_waiting_rows_are_bounded_and_waits_counted(sinks, monkeypatch):
+    rows = rows_of(1)
+    monkeypatch.setattr(sinks._behind, "_limit", 2 * rows.nbytes)
+    gate, done = Gate(monkeypatch), []
+
+    def adds():
+        for number in range(4):
+            add(sinks, str(number), rows, number=number)
+            done.append(number)
+
+    engine = threading.Thread(target=adds)
+    engine.start()
+    assert gate.entered.acquire(timeout=30)
+    engine.join(0.3)
+    assert done == [0, 1] and engine.is_alive()
+    gate.open()
+    engine.join(30)
+    assert done == [0, 1, 2, 3] and 1 <= sinks.waits <= 2
+    assert len(sinks.publish("shard", {str(n): rows.token_ids for n in range(4)}, [])) == 4
+
+
+def test_a_full_disk_is_told_by_every_publication_of_the_shard(sinks, tmp_path, monkeypatch):
+    """The record fails after the step that added it; other shards lose nothing."""
+
+    def full(fd, data, at, real=os.pwrite):
+        if at > 0 and threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data, at)
+
+    rows = rows_of(1)
+    sinks.open("shard")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        add(sinks, "a", rows)
+        add(sinks, "b", rows)
+        for _ in range(2):
+            with refused(TraceDiskError, shard="shard", folder=tmp_path, got=(os.strerror(errno.ENOSPC),)):
+                sinks.publish("shard", {"a": rows.token_ids}, [])
+    assert os.listdir(tmp_path) == []
+    add(sinks, "a", rows, shard="next")
+    sinks.check()
+    assert list(sinks.publish("next", {"a": rows.token_ids}, [])) == ["a"]
+    sinks.open("shard")  # begun anew
+    add(sinks, "a", rows)
+    assert list(sinks.publish("shard", {"a": rows.token_ids}, [])) == ["a"]
+
+
+def test_a_fault_of_the_writing_thread_is_raised_by_name(sinks, monkeypatch):
+    def broken(writer, *args, **kwargs):
+        raise ZeroDivisionError("a fault of ours")
+
+    rows = rows_of(1)
+    monkeypatch.setattr(module.ShardWriter, "add", broken)
+    add(sinks, "first", rows)
+    add(sinks, "second", rows)
+    for call in (lambda: sinks.publish("shard", {"first": rows.token_ids}, []), sinks.check):
+        with refused(EngineError, request="first", shard="shard", fault="writing", got=("ZeroDivisionError",)):
+            call()
+
+
+def test_an_abandoned_shard_is_not_written_to_its_end(sinks, tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    for number in range(5):
+        add(sinks, str(number), rows_of(number), number=number)
+    assert gate.entered.acquire(timeout=30)
+    abandoning = threading.Thread(target=sinks.abandon, args=("shard",))
+    abandoning.start()
+    abandoning.join(0.2)
+    assert abandoning.is_alive()  # the file is not closed under the thread
+    gate.open()
+    abandoning.join(30)
+    assert len(gate.threads) == 1 and os.listdir(tmp_path) == []

@@ -1,0 +1,43 @@
+"""Works behind the engine's steps: in one thread, in the order of asking, with bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Behind:
+    """Runs one piece of work after the other in a thread of its own.
+
+    Attributes:
+        waits: how often a caller had to wait for room.
+
+    Args:
+        limit: bytes that waiting work may hold. A larger piece waits until nothing else is there.
+    """
+
+    def __init__(self, limit: int):
+        self._limit, self._bytes, self.waits = limit, 0, 0
+        self._room = threading.Condition()
+        self._thread = ThreadPoolExecutor(1, "recording")  # starts its thread with the first work
+
+    def submit(self, work: Callable[[], None], size: int) -> Future[None]:
+        """Run `work`, which holds `size` bytes, after all earlier work. Wait if there is no room for it."""
+
+        def there_is_room() -> bool:
+            return not self._bytes or self._bytes + size <= self._limit
+
+        with self._room:
+            if not there_is_room():
+                self.waits += 1
+                self._room.wait_for(there_is_room)
+            self._bytes += size
+        future = self._thread.submit(work)
+        future.add_done_callback(lambda _: self._leave(size))
+        return future
+
+    def _leave(self, size: int) -> None:
+        with self._room:
+            self._bytes -= size
+            self._room.notify()
