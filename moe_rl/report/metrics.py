@@ -64,6 +64,11 @@ ALL = (
         "0: the recorder could not see the router logits. This is so with a compiled forward "
         "pass, pipeline stages, speculative decoding, and rollout.capture: native. See "
         "docs/internals/recording.md."),
+    Metric("rollout/write_waits", "count", "lower",
+        "Engine steps of this step that waited because more than 1 GiB of recorded rows was still to be written to the "
+        "trace.",
+        "Above 0: the folder of the trace is too slow for the engines.",
+        "when measured"),
     Metric("rollout/lost_servers", "servers", "lower",
         "Servers of rollout.servers that have failed since the run began. They are not used again.",
         "Above 0: the other servers sample more; stderr, or pool.log, says why. Above rollout.max_lost_servers the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,6 +220,13 @@ class Batches:
 def discarded(sampled: int, chosen: int, lacking: int) -> dict[str, float]:
     """Return the metrics of dynamic sampling, from numbers of groups."""
     return {"group/sampled": sampled, "group/discarded": sampled - chosen, "group/lacking": lacking}
+
+
+def recorded(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float]:
+    """Return the metrics of what the recorders counted in a step. Counts begin anew with an engine."""
+    rows, waits = (max(0, now.get(name, 0) - before.get(name, 0)) for name in ("witnessed", "write_waits"))
+    found: dict[str, float] = {"rollout/witnessed_rows": rows}
+    return found | {"rollout/write_waits": waits} if waits else found
 
 
 def digest_of(completions: Seq[Completion]) -> str:

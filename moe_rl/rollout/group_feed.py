@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from moe_rl.errors import EngineError, PipelineError, describe
-from moe_rl.rollout.batches import PromptGroup, discarded
+from moe_rl.rollout.batches import PromptGroup, discarded, recorded
 from moe_rl.rollout.fleet import assign
 from moe_rl.rollout.group_files import GroupFiles, KeptGroup
 from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
@@ -123,7 +123,7 @@ class GroupFeed:
         self._usage = Usage(asyncio.get_running_loop().time)
 
     async def __aenter__(self) -> GroupFeed:
-        self._witnessed = await self._count()
+        self._counts = await self.sampler.counts()
         for group in self.groups.all("judging"):
             self._spawn(group)
         self._open.set()
@@ -158,18 +158,16 @@ class GroupFeed:
         self._pump()
         chosen = [self._judged(one) for one in groups]
         batch = self.rollouts.batches.make(step, [*chosen, *self._refused], chosen, exact=self._exact)
-        witnessed = await self._count()
+        counts = await self.sampler.counts()
         batch.metrics.update(
             of_consumed(step, groups) | of_dropped(taken.dropped) | self._usage.next() | self.rollouts.lost_servers(),
-            **{
-                "pipeline/queued": len(self.groups.all("ready")),
-                "rollout/witnessed_rows": max(0, witnessed - self._witnessed),
-            },
+            **recorded(self._counts, counts),
+            **{"pipeline/queued": len(self.groups.all("ready"))},
         )
         if self.config.rollout.dynamic_sampling_rounds > 1:
             lacking = sum(not one.informative for one in chosen)
             batch.metrics.update(discarded(len(chosen) + len(self._refused), len(chosen), lacking))
-        self._witnessed, self._refused, self._verdicts = witnessed, [], []
+        self._counts, self._refused, self._verdicts = counts, [], []
         self.rollouts.store.check_published({shard for one in chosen for shard in one.shards})
         ids = [one.prompt for one in groups]
         self.rollouts.ledger.record(step - 1, taken.cursors, ids, batch.digest, taken.dropped)
@@ -403,9 +401,6 @@ class GroupFeed:
                             expected=f"at least {oldest}",
                         )
                     )
-
-    async def _count(self) -> int:
-        return (await self.sampler.counts()).get("witnessed", 0)
 
 
 async def sample_beside(sampler: GroupSampler, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:

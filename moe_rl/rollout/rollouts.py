@@ -13,7 +13,7 @@ import xxhash
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.models.hf import ModelFacts
-from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of, discarded
+from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of, discarded, recorded
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name, shards_of
@@ -109,7 +109,7 @@ class Rollouts:
 
     def collect(self, step: int, clock: Clock) -> RolloutBatch:
         """Sample and verify the groups of one step, record them in the prompt ledger, and choose those to train on."""
-        rollout, before = self.config.rollout, self._witnessed()
+        rollout, before = self.config.rollout, self.engine.counts()
         first = self.ledger.ended(step - 1).floor
         groups: list[PromptGroup] = []
         shards: list[str] = []
@@ -128,16 +128,13 @@ class Rollouts:
         batch.metrics["throughput/sampled_tokens_per_second"] = tokens / clock.seconds["sample"]
         if discards:
             batch.metrics.update(discarded(len(groups), len(chosen), max(0, lacking)))
-        batch.metrics["rollout/witnessed_rows"] = max(0, self._witnessed() - before)
+        batch.metrics.update(recorded(before, self.engine.counts()))
         batch.metrics.update(self.lost_servers())
         return batch
 
     def lost_servers(self) -> dict[str, int]:
         """Return how many servers are lost, as a metric; nothing for an engine."""
         return {"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}
-
-    def _witnessed(self) -> int:
-        return self.engine.counts().get("witnessed", 0)
 
     def _sample(self, step: int, cursor: int, done: int, shard: str, clock: Clock) -> list[PromptGroup]:
         """Sample and verify one round of prompts of a step.

@@ -218,4 +218,5 @@ class SlotTable:
                     fault="given away" if taken.size else "absent",
                 )
             )
-        return Rows(self._routes[slots], self._token_ids[slots], self._weight_versions[slots], self._sums[slots])
+        columns = (self._routes, self._token_ids, self._weight_versions, self._sums)
+        return Rows(*(column.take(slots, 0) for column in columns))  # several times as fast as indexing

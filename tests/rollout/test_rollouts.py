@@ -12,7 +12,7 @@ from moe_rl.config.load import load_config
 from moe_rl.config.prompt_sources import HeldoutSourceConfig
 from moe_rl.errors import RewardError
 from moe_rl.report.registry import check_eval
-from moe_rl.rollout.batches import Batches, digest_of
+from moe_rl.rollout.batches import Batches, digest_of, recorded
 from moe_rl.rollout.kept import shard_name, shard_step
 from moe_rl.rollout.rollouts import Rollouts, generate_request
 from moe_rl.tasks.prompt_ledger import PromptLedger
@@ -277,6 +277,14 @@ def test_the_digest_is_of_the_tokens_and_of_the_logprobs_of_every_completion():
     one = digest((2, 3), [-1.0, -2.0])
     assert one == digest((2, 3), [-1.0, -2.0])
     assert len({one, digest((2, 4), [-1.0, -2.0]), digest((2, 3), [-1.0, -2.0000002])}) == 3
+
+
+def test_a_step_shows_what_its_recorders_counted_and_waits_only_where_there_were_any():
+    before = {"witnessed": 5, "write_waits": 2}
+    assert recorded(before, {"witnessed": 9, "write_waits": 2}) == {"rollout/witnessed_rows": 4}
+    waited = {"rollout/witnessed_rows": 0, "rollout/write_waits": 3}
+    assert recorded({}, {"write_waits": 3}) == waited
+    assert recorded(before, {}) == {"rollout/witnessed_rows": 0}  # a new engine
 
 
 def test_an_evaluation_leaves_no_routes(tmp_path, monkeypatch):

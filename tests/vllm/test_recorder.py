@@ -508,10 +508,10 @@ def test_a_shard_whose_disk_is_full_is_told_as_that_whatever_is_asked_for(fake, 
     fake.step(new=[("a", "key/a", [5], 0, [1, 2]), ("b", "key/b", [6], 0, [3, 4])])
     monkeypatch.setattr(os, "pwrite", full)
     fake.step(finished=["a", "b"])
-    assert fired
     for _ in range(2):
         with refused(TraceDiskError, fault="ENOSPC", shard="shard", got=("No space left",)):
             fake.recorder.publish("shard", {"key/b": [3, 4]})
+    assert fired
     fake.recorder.sinks.abandon("shard")
     with refused(EngineError, fault="nothing"):
         fake.recorder.publish("shard", {})
