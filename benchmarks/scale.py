@@ -25,7 +25,7 @@ from pathlib import Path
 from output import tell
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("expert_counts", "checksums", "manifest")
+PARTS = ("expert_counts", "checksums", "manifest", "recording")
 """Modules with a function `measured(Target) -> dict[str, float]`; a size or count is the same in every round."""
 
 
