@@ -23,9 +23,9 @@ from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.source_sum import rows_total, total
 from moe_rl.trace.spans import cut_spans, spans_of_rows, versions_of_rows
 from moe_rl.types import RouteRef
-from moe_rl.vllm.behind import Behind
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.slots import Recorded, Rows
+from moe_rl.vllm.writing_thread import WritingThread
 
 _MAX_OPEN = 64
 _MAX_REFUSALS = 1024
@@ -80,13 +80,13 @@ class Sinks:
         self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._lost: dict[str, DiskError] = {}
         self._lock = threading.Lock()  # of the two above, which both threads change
-        self._behind = Behind(_MAX_WAITING_BYTES)
+        self._thread = WritingThread(_MAX_WAITING_BYTES)
         self._broken: tuple[RecordingRequest, Exception] | None = None
 
     @property
     def waits(self) -> int:
         """Return how often a step waited because too much was still to be written."""
-        return self._behind.waits
+        return self._thread.waits
 
     def open(self, name: str, folder: str = "") -> _Sink:
         """Begin the shard `name` of the store in `folder` below the root, or begin it anew. Raises TraceError if it
@@ -114,7 +114,7 @@ class Sinks:
         """
         sink = self._open.get(ask.sink) or self.open(ask.sink)
         size = rows.nbytes + sum(array.nbytes for array in aux.values())
-        sink.last = self._behind.submit(partial(self._write, sink, request, ask, rows, aux), size)
+        sink.last = self._thread.submit(partial(self._write, sink, request, ask, rows, aux), size)
 
     def _write(
         self, sink: _Sink, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]

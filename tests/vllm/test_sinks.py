@@ -92,7 +92,7 @@ def test_a_step_does_not_wait_for_a_record_to_be_written(sinks, tmp_path, monkey
 
 def test_waiting_rows_are_bounded_and_waits_counted(sinks, monkeypatch):
     rows = rows_of(1)
-    monkeypatch.setattr(sinks._behind, "_limit", 2 * rows.nbytes)
+    monkeypatch.setattr(sinks._thread, "_limit", 2 * rows.nbytes)
     gate, done = Gate(monkeypatch), []
 
     def adds():

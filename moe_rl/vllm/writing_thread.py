@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
-class Behind:
+class WritingThread:
     """Runs one piece of work after the other in a thread of its own.
 
     Attributes:
@@ -20,7 +20,7 @@ class Behind:
     def __init__(self, limit: int):
         self._limit, self._bytes, self.waits = limit, 0, 0
         self._room = threading.Condition()
-        self._thread = ThreadPoolExecutor(1, "recording")  # starts its thread with the first work
+        self._thread = ThreadPoolExecutor(1, "trace-writing")  # starts its thread with the first work
 
     def submit(self, work: Callable[[], None], size: int) -> Future[None]:
         """Run `work`, which holds `size` bytes, after all earlier work. Wait if there is no room for it."""
