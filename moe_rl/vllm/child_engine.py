@@ -57,23 +57,29 @@ class _Running:
     """Holds one call while vLLM works on it.
 
     Attributes:
-        shard: the open shard; None records nothing.
+        source: what records the requests; None records nothing.
+        shard: the shard that is open there.
         asks: what each request records.
+        finish: makes the reply when all have ended, and publishes the shard.
+        enough: as in wire.Generate.
+        told: how many have not ended, as far as the trainer knows; None if it does not ask.
         outputs: what came of each request.
         unfinished: how many requests have not ended.
-        told: how many have not ended, as far as the trainer knows; None if it does not ask.
-        finish: makes the reply when all have ended, and publishes the shard.
     """
 
     number: int
-    shard: str | None
+    source: WorkerSource | NativeSource | None
+    shard: str
     requests: list[GenerateRequest]
     asks: list[RecordingRequest | None]
-    outputs: list[_Output]
-    unfinished: int
-    enough: int | None
     finish: Callable[[_Running], wire.Reply]
+    enough: int | None = None
     told: int | None = None
+    outputs: list[_Output] = field(init=False)
+    unfinished: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outputs, self.unfinished = [_Output() for _ in self.requests], len(self.requests)
 
 
 class ChildEngine:
@@ -86,7 +92,6 @@ class ChildEngine:
         from vllm.platforms import current_platform
 
         self.vllm_version: str = vllm.__version__
-        self._pulse = pulse
         self._on_cpu: bool = current_platform.is_cpu()
         self._holding = Holding(version=0, digest="", whole=True)
         self._asleep: set[str] = set()
@@ -205,15 +210,15 @@ class ChildEngine:
             self._refuse_pause()
             self._refuse_company("A call that samples alone")
             self._forget_prefixes()
-        records = self._source is not None and any(request.record for request in call.requests)
-        asks = [RecordingRequest.of(request, call.shard) if records else None for request in call.requests]
+        source = self._source if any(request.record for request in call.requests) else None
+        asks = [RecordingRequest.of(request, call.shard) if source is not None else None for request in call.requests]
         grows = call.enough is not None or not call.alone
         prompts = [
             (request.prompt_token_ids, _parameters(request, ask, grows))
             for request, ask in zip(call.requests, asks, strict=True)
         ]
-        running = self._running(number, call.shard if records else None, call.requests, asks, self._generated)
-        running.enough, running.told = call.enough, None if call.alone else running.unfinished
+        running = _Running(number, source, call.shard, call.requests, asks, self._generated, enough=call.enough)
+        running.told = None if call.alone else running.unfinished
         self._begin(running, prompts)
 
     def _score(self, number: int, runs: list[list[int]], shard: str | None) -> None:
@@ -222,20 +227,17 @@ class ChildEngine:
         for run in runs:
             sampling.check_scored(run, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
         # vLLM's own capture does not return the routes of a prompt that is only scored.
-        records = shard is not None and isinstance(self._source, WorkerSource)
-        requests = sampling.scoring(runs, record=records)
+        source = self._source if shard is not None and isinstance(self._source, WorkerSource) else None
+        requests = sampling.scoring(runs, record=source is not None)
         asks = [RecordingRequest.of(request, shard or "") for request in requests]
         asked = [_parameters(r, ask, grows=False, scores=True) for r, ask in zip(requests, asks, strict=True)]
-        running = self._running(number, shard if records else None, requests, asks, self._scored)
+        running = _Running(number, source, shard or "", requests, asks, self._scored)
         self._begin(running, list(zip(runs, asked, strict=True)))
 
-    def _running(self, number, shard, requests, asks, finish) -> _Running:
-        return _Running(number, shard, requests, asks, [_Output() for _ in requests], len(requests), None, finish)
-
     def _begin(self, call: _Running, prompts: list) -> None:
-        """Open the call's shard, if it has one, and give its requests to vLLM."""
-        if call.shard is not None and self._source is not None:
-            self._source.open(call.shard)
+        """Open the call's shard, if it records, and give its requests to vLLM."""
+        if call.source is not None:
+            call.source.open(call.shard)
         self.running[call.number] = call
         for at, (token_ids, params) in enumerate(prompts):
             # Cached prefixes are shared within one version of the weights.
@@ -265,22 +267,20 @@ class ChildEngine:
         try:
             return call.finish(call)
         except Exception as error:
-            if call.shard is not None and self._source is not None:
-                self._source.abandon(call.shard)
+            if call.source is not None:
+                call.source.abandon(call.shard)
             return error
 
     def _generated(self, call: _Running) -> wire.Reply:
-        refs: dict[str, RouteRef] = {}
-        if call.shard is not None and self._source is not None:
-            refs = _publish(self._source, call.shard, call)
+        refs = {} if call.source is None else _publish(call.source, call)
         pairs = zip(call.requests, call.outputs, strict=True)
         return wire.Generated([output.completion(request, refs) for request, output in pairs])
 
     def _scored(self, call: _Running) -> wire.Reply:
         refs: dict[str, RouteRef] = {}
-        if call.shard is not None and self._source is not None:
+        if call.source is not None:
             wanted = {request.key: list(request.prompt_token_ids[:-1]) for request in call.requests}
-            refs = self._source.publish(call.shard, wanted, [])
+            refs = call.source.publish(call.shard, wanted, [])
         return wire.Scored(
             [
                 sampling.prompt_logprobs(output.result, request.prompt_token_ids)
@@ -363,16 +363,16 @@ class ChildEngine:
             raise RuntimeError("vLLM kept its prefix cache though no request runs")
 
 
-def _publish(source: WorkerSource | NativeSource, shard: str, call: _Running) -> dict[str, RouteRef]:
+def _publish(source: WorkerSource | NativeSource, call: _Running) -> dict[str, RouteRef]:
     """Publish the routes of what was sampled."""
     sequences, aborted = sampling.forwarded(call.requests, call.asks, call.outputs)
     for request, ask, output in zip(call.requests, call.asks, call.outputs, strict=True):
         if ask is not None and ask.key in sequences and not output.aborted:
             source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
-    refs = source.publish(shard, sequences, aborted)
+    refs = source.publish(call.shard, sequences, aborted)
     stats = ", ".join(f"{count} {name}" for name, count in sorted(source.stats().items()))
     rows = sum(map(len, sequences.values()))
-    print(f"shard {shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
+    print(f"shard {call.shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
     return refs
 
 
