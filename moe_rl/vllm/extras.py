@@ -42,7 +42,7 @@ class Extras:
         self._fraction = recording.router_logits_fraction
         self._support, self._log_normalizer = recording.support, recording.log_normalizer
         self._head = recording.head
-        self._samples = self._support or self._log_normalizer or self._head > 0
+        self._samples = recording.distributions
         self._sampled: dict[int, dict[int, _Drawn]] = {}
         self._logits: dict[int, dict[int, np.ndarray]] = {}
         self._in_step: list[tuple[Recorded, int]] = []
@@ -63,8 +63,7 @@ class Extras:
             (pipeline_stages > 1, "no pipeline stage sees both the sampler and all routers", "one stage"),
             (config.speculative_config is not None, "speculative decoding draws several tokens a step", "turn it off"),
             (
-                (recording.support or recording.log_normalizer or recording.head > 0)
-                and config.model_config.logprobs_mode != "processed_logprobs",
+                recording.distributions and config.model_config.logprobs_mode != "processed_logprobs",
                 f"logprobs_mode is {config.model_config.logprobs_mode}, which does not show what was removed",
                 "set logprobs_mode to processed_logprobs",
             ),

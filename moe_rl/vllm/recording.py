@@ -48,8 +48,13 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head: int = 0
 
     @property
+    def distributions(self) -> bool:
+        """Return whether it records anything of the distributions that tokens are drawn from."""
+        return bool(self.support or self.log_normalizer or self.head)
+
+    @property
     def more_than_routes(self) -> bool:
-        return bool(self.support or self.log_normalizer or self.router_logits_fraction or self.head)
+        return self.distributions or self.router_logits_fraction > 0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.router_logits_fraction <= 1.0:
