@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -164,7 +164,7 @@ class ServerFleet:
             return await self.servers[number].score(runs, shard=own)
 
         held = self.confirmed()
-        return list((await self.each(dict.fromkeys(self.servers, one))).values())
+        return list((await self.each(one)).values())
 
     def counts(self) -> dict[str, int]:
         """Return the summed counts of the servers that are not lost, see Sampler.counts; includes work for other
@@ -177,7 +177,7 @@ class ServerFleet:
         async def one(number: int) -> Counter[str]:
             return sum(map(Counter, await self.servers[number].counts()), Counter())
 
-        return dict(sum((await self.each(dict.fromkeys(self.servers, one))).values(), Counter()))
+        return dict(sum((await self.each(one)).values(), Counter()))
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Send one part of an update to all servers, see Sampler.update_weights.
@@ -201,7 +201,7 @@ class ServerFleet:
 
         # A broadcast waits for all of its workers: if one were missing, the others would receive nothing.
         spares = not isinstance(update.source, Broadcast)
-        held = await self.each(dict.fromkeys(self.servers, one), spares=spares)
+        held = await self.each(one, spares=spares)
         if update.final:
             self._agree(update.version, held)
 
@@ -240,7 +240,7 @@ class ServerFleet:
                 await self._check(number, held[number])
                 return await self.servers[number].sample(mine, f"{shard}-server{number}{again}", wanted)
 
-            for number, sampled in (await self.each(dict.fromkeys(places, sample))).items():
+            for number, sampled in (await self.each(sample, places)).items():
                 completions |= zip(places[number], sampled, strict=True)
         return [completions[at] for at in range(len(requests))]
 
@@ -295,13 +295,25 @@ class ServerFleet:
             )
         self._held = held
 
-    async def each[T](self, calls: Mapping[int, Callable[[int], Awaitable[T]]], *, spares: bool = True) -> dict[int, T]:
-        """Run all calls concurrently and return their results by server number, without servers lost meanwhile.
+    async def each[T](
+        self,
+        call: Callable[[int], Awaitable[T]],
+        numbers: Iterable[int] | None = None,
+        *,
+        spares: bool = True,
+    ) -> dict[int, T]:
+        """Make a call for each server concurrently and return the results by server number, without servers lost
+        meanwhile.
 
-        The first refusal, or the first failure beyond the allowed losses, cancels the other calls. `spares` says
-        whether any server may be lost.
+        The first refusal, or the first failure beyond the allowed losses, cancels the other calls.
+
+        Args:
+            call: makes the call for the server of a number.
+            numbers: of the servers; None: all.
+            spares: whether any server may be lost.
         """
-        tasks = {asyncio.ensure_future(call(number)): number for number, call in calls.items()}
+        called = self.servers if numbers is None else numbers
+        tasks = {asyncio.ensure_future(call(number)): number for number in called}
         results: dict[int, T] = {}
         pending = set(tasks)
         try:

@@ -48,7 +48,7 @@ class FleetGroups:
             ) from error
 
     async def pause(self) -> None:
-        await self._fleet.each(dict.fromkeys(self._fleet.servers, self._pause))
+        await self._fleet.each(lambda place: self._fleet.servers[place].pause())
 
     async def take_weights(self, update: WeightUpdate) -> None:
         running = [server.url for server in self._fleet.servers.values() if not server.paused]
@@ -58,16 +58,10 @@ class FleetGroups:
 
     async def resume(self) -> None:
         self._fleet.confirmed()
-        await self._fleet.each(dict.fromkeys(self._fleet.servers, self._resume))
+        await self._fleet.each(lambda place: self._fleet.servers[place].resume())
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         return await self._fleet.scored(runs, shard)
 
     async def counts(self) -> dict[str, int]:
         return await self._fleet.counted()
-
-    async def _pause(self, place: int) -> None:
-        await self._fleet.servers[place].pause()
-
-    async def _resume(self, place: int) -> None:
-        await self._fleet.servers[place].resume()
