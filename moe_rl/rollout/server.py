@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, describe
+from moe_rl.rollout.completion_stream import collect
 from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm import sampling
 from moe_rl.vllm.control import (
-    GENERATE,
     Challenge,
     LeaveRequests,
     Open,
@@ -46,31 +46,7 @@ _TIDY_SECONDS = 12.0
 _LEAVE_AGAIN_SECONDS = 0.2
 
 
-class _TokenLogprob(msgspec.Struct, frozen=True):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct, frozen=True):
-    content: list[_TokenLogprob]
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    token_ids: list[int]
-    logprobs: _Logprobs
-    finish_reason: str | None = None
-    weight_versions: list[ReportedSpan] | None = None
-    stop_reason: int | str | None = None
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """Holds a completion, or the next piece of one in a stream. `error` is set when the stream cannot continue."""
-
-    choices: list[_Choice] = []
-    error: msgspec.Raw | None = None
-
-
 # Created at import time, by one thread: msgspec crashes when two threads are the first to decode a type.
-_ANSWER = msgspec.json.Decoder(_Answer)
 _SERVED = msgspec.json.Decoder(Served)
 _STATS = msgspec.json.Decoder(list[dict[str, int]])
 _REFERENCES = msgspec.json.Decoder(dict[str, RouteRef])
@@ -270,10 +246,18 @@ class VllmServer:
         turn = asyncio.Semaphore(self._at_once(requests))
 
         async def one(at: int) -> None:
-            # An aborted request has no final answer, so a caller that may abort requests streams the tokens.
-            asked = _body(requests[at], shard, stream=enough is not None, priority=at if self._alone else 0)
             async with turn:
-                await self._grow(client, asked, requests[at], samples[at], forever=self._alone)
+                await collect(
+                    self._transport,
+                    client,
+                    requests[at],
+                    samples[at],
+                    shard,
+                    # An aborted request has no final answer, so a caller that may abort requests streams the tokens.
+                    stream=enough is not None,
+                    priority=at if self._alone else 0,
+                    forever=self._alone,
+                )
 
         wanted = len(requests) if enough is None else min(enough, len(requests))
         if self._alone:
@@ -306,7 +290,7 @@ class VllmServer:
         names = [secrets.token_hex(8) for _ in requests]
         streams = [
             asyncio.create_task(
-                self._grow(client, _body(request, shard, stream=True, name=name), request, sample, forever=True)
+                collect(self._transport, client, request, sample, shard, stream=True, name=name, forever=True)
             )
             for request, name, sample in zip(requests, names, samples, strict=True)
         ]
@@ -340,16 +324,6 @@ class VllmServer:
         for request, sample in zip(requests, samples, strict=True):
             _refuse_unfinished(request, sample)
         return samples
-
-    async def _grow(
-        self, client: httpx.AsyncClient, asked: bytes, request: GenerateRequest, sample: Growing, *, forever: bool
-    ) -> None:
-        """Add what comes of one request to its sample. Without `forever`, silence is limited."""
-        seconds = None if forever else self._transport.timeout
-        async with self._transport.ask(client, "POST", GENERATE, asked, seconds) as response:
-            async for line in response.aiter_lines():
-                if (text := line.removeprefix("data: ")) and text != "[DONE]":
-                    _add(sample, self._transport.decode(text, _ANSWER), request.key)
 
     def _at_once(self, requests: Sequence[GenerateRequest]) -> int:
         return len(requests) if self._alone else self._connections
@@ -395,30 +369,6 @@ class VllmServer:
 def _refuse_unfinished(request: GenerateRequest, sample: Growing) -> None:
     if not sample.finish_reason:
         raise EngineError(describe("The vLLM server ended an answer early", where={"request": request.key}))
-
-
-def _body(request: GenerateRequest, shard: str, *, stream: bool, priority: int = 0, name: str | None = None) -> bytes:
-    """Encode one request to GENERATE as JSON, see control.Generation."""
-    return msgspec.json.encode(
-        {
-            "token_ids": request.prompt_token_ids,
-            "stream": stream,
-            "priority": priority,
-            "name": name,
-            "sampling_params": sampling.parameters(request, RecordingRequest.of(request, shard)),
-        }
-    )
-
-
-def _add(sample: Growing, answer: _Answer, key: str) -> None:
-    if answer.error is not None or len(answer.choices) != 1:
-        got = bytes(answer.error)[:500].decode("utf-8", "replace") if answer.error else "no completion"
-        raise EngineError(describe("The vLLM server could not sample", where={"request": key}, got=got))
-    (choice,) = answer.choices
-    logprobs = [at.logprob for at in choice.logprobs.content]
-    if len(logprobs) != len(choice.token_ids):
-        raise EngineError(describe("The vLLM server returned too few log-probabilities", where={"request": key}))
-    sample.add(choice.token_ids, logprobs, choice.finish_reason, choice.weight_versions, choice.stop_reason)
 
 
 async def _finished(tasks: Sequence[asyncio.Task], wanted: int, watches: Sequence[Awaitable[None]]) -> None:
