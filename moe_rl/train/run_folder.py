@@ -96,10 +96,6 @@ class RunFolder:
         return self.path / summary.FILE
 
     @property
-    def engine_log(self) -> Path:
-        return self.path / "engine.log"
-
-    @property
     def lock(self) -> Path:
         return self.path / "run.lock"
 
