@@ -10,6 +10,7 @@ from moe_rl.config.schema import Config
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
+from moe_rl.trace import TraceStore
 
 
 class ReplayedRollouts:
@@ -21,11 +22,12 @@ class ReplayedRollouts:
 
     engine = None
 
-    def __init__(self, config: Config, task: TaskPrompts, run_dir: Path, replayed: Path, kept: KeptRollouts):
-        """replayed: the folder of the other run. kept: its rollouts."""
+    def __init__(self, config: Config, task: TaskPrompts, run_dir: Path, replayed: Path, store: TraceStore):
+        """replayed: the folder of the other run. store: its routes."""
         self.source = PromptSource(task.train, config.run.seed)
         self.ledger = PromptLedger.of_run(run_dir, config.pipeline)
-        self.replayed, self.kept = PromptLedger.of_run(replayed, config.pipeline), kept
+        self.replayed = PromptLedger.of_run(replayed, config.pipeline)
+        self.kept = KeptRollouts(replayed / "rollouts", store)
         self.unusable: list[str] = []
 
     def take(self, step: int, clock: Clock) -> RolloutBatch:

@@ -158,7 +158,7 @@ def _restore_rollouts(trainer: Trainer, main: RankZero, done: int) -> None:
     rollouts.left_behind = _take_left_behind(trainer, main, rollouts, done)
     entered = done + (rollouts.left_behind is not None)
     rollouts.ledger.verify(rollouts.source, steps=entered, whole=not trainer.config.pipeline.by_group)
-    trainer.kept.retain(range(entered + 1))
+    rollouts.kept.retain(range(entered + 1))
     trainer.store.collect_garbage()
     for shard in trainer.store.unpublished():
         main.log.note(f"shard {shard} is not in the trace manifest; it is not used for training")
@@ -199,7 +199,7 @@ def _take_left_behind(
             step,
             rollouts.ledger,
             rollouts.source,
-            trainer.kept,
+            rollouts.kept,
             trainer.train_step.spec,
             lag=config.pipeline.lag,
             support=vocabulary if config.rollout.keep_sampling_mask else None,

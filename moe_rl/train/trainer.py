@@ -33,7 +33,7 @@ from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
 from moe_rl.report.timeline import Timeline
 from moe_rl.report.trackers import Trackers
-from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, kept_steps
+from moe_rl.rollout.kept import RolloutBatch, kept_steps
 from moe_rl.rollout.pool_client import PooledRollouts, PooledSampler
 from moe_rl.rollout.replayed import ReplayedRollouts
 from moe_rl.rollout.rollouts import Rollouts, canary_runs, start_sampler
@@ -87,7 +87,6 @@ class Trainer:
         replayed = config.run.replays
         sampled = folder if replayed is None else RunFolder(replayed)
         self.store = TraceStore(sampled.trace)
-        self.kept = KeptRollouts(sampled.rollouts, self.store)
         self.replay_ends = None if replayed is None else last_step(replayed)
         self.checkpoints = Checkpoints(
             folder.checkpoints,
@@ -133,8 +132,7 @@ class Trainer:
         reference = None
         if config.objective.kl_coef > 0:
             reference = ReferencePolicy(*build, temperature=config.rollout.temperature)
-        facts = self.facts
-        spec = TraceSpec.of(facts)
+        spec = TraceSpec.of(self.facts)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
         self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
         self.peak_flops = peak_flops(world.device_name(), config.train.dtype)  # of every rank
@@ -155,7 +153,7 @@ class Trainer:
         that is replayed needs none."""
         config, run_dir = self.config, self.folder.path
         if config.run.replays is not None:
-            return ReplayedRollouts(config, task, run_dir, config.run.replays, self.kept)
+            return ReplayedRollouts(config, task, run_dir, config.run.replays, self.store)
         if config.pipeline.mode != "sync":
             if world.device().type == "cuda" and not config.rollout.servers:
                 raise ConfigError(
@@ -200,7 +198,7 @@ class Trainer:
                 with self.peers.phase(part, step), self.saving(part):
                     behind.poll()
         if main is not None and batch is not None:
-            self._retain_rollouts(step)
+            self._retain_rollouts(main, step)
         return batch
 
     def _rest(self, main: RankZero, clock: Clock) -> None:
@@ -341,7 +339,7 @@ class Trainer:
             if whole:
                 self.checkpoints.finish()
             if self.main is not None:
-                self._retain_rollouts(step)
+                self._retain_rollouts(self.main, step)
 
     def export(self, step: int, *, last: bool) -> None:
         """Start to write the weights after this step as a Hugging Face checkpoint, if that is due and was not done."""
@@ -380,10 +378,9 @@ class Trainer:
         kept = "a checkpoint" if done else "nothing to save yet"
         raise Stopped(f"{why} and did after step {done}, with {kept}")
 
-    def _retain_rollouts(self, step: int) -> None:
-        if self.main is not None:
-            last, ahead = self.config.replay.keep_shards, self.config.pipeline.ahead
-            self.main.rollouts.retain(kept_steps(step, last, self.checkpoints.steps(), ahead))
+    def _retain_rollouts(self, main: RankZero, step: int) -> None:
+        last, ahead = self.config.replay.keep_shards, self.config.pipeline.ahead
+        main.rollouts.retain(kept_steps(step, last, self.checkpoints.steps(), ahead))
 
     def report(self, done: int, collapse: CollapseError | None, early: str) -> None:
         """End the run: verify the prompt ledger, write summary.json and report.html.

@@ -71,7 +71,7 @@ def theirs(tmp_path):
 def test_batches_come_in_the_order_in_which_that_run_took_them(theirs, tmp_path):
     config = theirs.config("parallel.expert=1", "train.microbatch_tokens=4096", "checkpoint.keep=7", "run.name=again")
     assert replay_problems(config, theirs.task) == []
-    rollouts = ReplayedRollouts(config, theirs.task, tmp_path, theirs.folder.path, theirs.kept)
+    rollouts = ReplayedRollouts(config, theirs.task, tmp_path, theirs.folder.path, theirs.kept.store)
     for step in range(1, STEPS + 1):
         batch = rollouts.take(step, SimpleNamespace())
         assert [one.key for one in batch.sequences] == [f"s{step}"]
