@@ -133,18 +133,17 @@ class ChildProcess:
 
     def close(self, goodbye: Message) -> None:
         """End the child and everything it started. May be called at any time, and repeatedly."""
+        # A child in the middle of a call, or one that failed, does not answer; waiting is pointless.
+        patience = 0.0 if self._failure else _CLOSE_SECONDS
+        self._failure = self._failure or describe(f"The {self._name} was closed", where={"pid": self.pid})
         if self._process.returncode is None:
             with contextlib.suppress(OSError):
                 self._channel.socket.settimeout(_POLL_SECONDS)
                 self._channel.send(goodbye)
-            # A child in the middle of a call, or one that failed, does not answer; waiting is pointless.
-            patience = 0.0 if self._failure else _CLOSE_SECONDS
-            self._failure = self._failure or describe(f"The {self._name} was closed", where={"pid": self.pid})
             self._channel.socket.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience)
         self._kill()
-        self._failure = self._failure or describe(f"The {self._name} was closed", where={"pid": self.pid})
 
     def _exchange(self, act: Any, seconds: float | None) -> Any:
         """Do `act` within the time limit, and turn what goes wrong with the child into an error that names it."""
