@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -29,7 +27,6 @@ from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.messages import Channel, Message
 from moe_rl.models.hf import read_model
-from moe_rl.parent import belong_to
 from moe_rl.rollout import pool_wire as wire
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
@@ -41,17 +38,14 @@ from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceStore
-from moe_rl.vllm.process import outlive_a_full_log
+from moe_rl.vllm.process import channel_to_parent
 from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update
 
 _ALIVE_SECONDS = 0.5
 
 
 def main() -> None:
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    belong_to(parent)
-    outlive_a_full_log()
-    line = _PoolLine(Channel(socket.socket(fileno=descriptor), wire.CALLS))
+    line = _PoolLine(channel_to_parent(wire.CALLS))
     with ExitStack() as stack:
         try:
             call = line.receive()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import sys
 import tempfile
 import time
@@ -15,19 +14,15 @@ from pathlib import Path
 from moe_rl.disk import reason
 from moe_rl.errors import MoeRLError, WeightSyncError
 from moe_rl.messages import Channel
-from moe_rl.parent import belong_to
 from moe_rl.vllm import wire
 from moe_rl.vllm.child_engine import ChildEngine
-from moe_rl.vllm.process import outlive_a_full_log
+from moe_rl.vllm.process import channel_to_parent
 
 _ALIVE_SECONDS = 0.5
 
 
 def main() -> int:
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    belong_to(parent)
-    outlive_a_full_log()
-    channel = Channel(socket.socket(fileno=descriptor), wire.CALLS)
+    channel = channel_to_parent(wire.CALLS)
     pulse = _Pulse(channel)
     try:
         start = channel.receive()

@@ -1,4 +1,5 @@
-"""Prepares a process that runs vLLM: its environment, and a temporary folder that is removed soon after it ends."""
+"""Prepares a process that runs vLLM: its environment, its connection to the parent, and a temporary folder that is
+removed soon after it ends."""
 
 from __future__ import annotations
 
@@ -6,12 +7,17 @@ import fcntl
 import io
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 import moe_rl
+from moe_rl.messages import Channel, Message
+from moe_rl.parent import belong_to
 
 _PREFIX = "moe_rl-engine-"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -32,8 +38,7 @@ def child_environment(capture: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [inherited.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
         # Half the cores: waiting threads spin, and with two threads on two busy cores sampling was several times slower
-        # than
-        # with one.
+        # than with one.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -94,7 +99,20 @@ class _Lossy(io.FileIO):
         return len(data)
 
 
-def outlive_a_full_log() -> None:
+def channel_to_parent[M: Message](calls: msgspec.msgpack.Decoder[M]) -> Channel[M]:
+    """Begin the work of a child that `rollout.child_process` has spawned: it ends with its parent, and a full disk of
+    its log does not end it. Returns the connection to the parent.
+
+    Args:
+        calls: decoder of what the parent sends.
+    """
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    belong_to(parent)
+    _outlive_a_full_log()
+    return Channel(socket.socket(fileno=descriptor), calls)
+
+
+def _outlive_a_full_log() -> None:
     """Let this process continue when the disk of its log is full; output is then lost.
 
     The trainer learns of the full disk in another way.
