@@ -22,13 +22,16 @@ class NumberedCalls:
     def __init__(self, child: ChildProcess):
         self._child = child
         self._numbers = itertools.count()
-        # Held while sending, and for what the receiving thread shares with the callers.
+        # Held for what the receiving thread shares with the callers. It is free while a call is sent: the child may
+        # not read before a reply of its own was read.
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[Message]] = {}
-        self._hears: dict[int, Callable[[int], None]] = {}
+        self._sending = threading.Lock()
+        self._waiting: dict[int, tuple[Future[Message], Callable[[int], None]]] = {}
         self._receiver: threading.Thread | None = None
 
-    def submit(self, call: wire.Call, hears: Callable[[int], None] | None = None) -> tuple[int, Future[Message]]:
+    def submit(
+        self, call: wire.Call, hears: Callable[[int], None] = lambda requests: None
+    ) -> tuple[int, Future[Message]]:
         """Send a call. Returns its number, and the future that gets its reply or SamplerGone.
 
         hears: called on the receiving thread with the number of requests that have ended, see wire.RequestsEnded.
@@ -37,42 +40,46 @@ class NumberedCalls:
         answer.set_running_or_notify_cancel()  # who waits for it can no longer cancel it
         with self._lock:
             number = next(self._numbers)
-            self._child.send(wire.Numbered(number, call))
-            self._waiting[number] = answer
-            if hears is not None:
-                self._hears[number] = hears
+            self._waiting[number] = answer, hears
             if self._receiver is None:
                 self._receiver = threading.Thread(target=self._receive, name="replies of the engine", daemon=True)
                 self._receiver.start()
+        self._send(wire.Numbered(number, call))
         return number, answer
 
     def leave(self, number: int) -> None:
         """Have a Generate call end early, see wire.Leave."""
         with self._lock:
-            if number in self._waiting:
-                self._child.send(wire.Leave(number))
+            known = number in self._waiting
+        if known:
+            self._send(wire.Leave(number))
+
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            self._child.send(message)
 
     def _receive(self) -> None:
         """Hand out replies for as long as calls wait for them."""
         while True:
             try:
                 message = self._child.receive()
-                if isinstance(message, wire.RequestsEnded):
-                    if (hears := self._hears.get(message.number)) is not None:
-                        hears(message.requests)
-                    continue
-                if not isinstance(message, wire.Answered):
+                numbered = isinstance(message, wire.Answered | wire.RequestsEnded)
+                with self._lock:
+                    call = self._waiting.get(message.number) if numbered else None
+                if call is None:
                     raise self._child.broken("sent an invalid frame", type(message).__name__)
             except EngineError as error:
                 with self._lock:
                     left, self._waiting, self._receiver = self._waiting, {}, None
-                    self._hears.clear()
-                for answer in left.values():
+                for answer, _ in left.values():
                     answer.set_exception(error)
                 return
+            answer, hears = call
+            if isinstance(message, wire.RequestsEnded):
+                hears(message.requests)
+                continue
             with self._lock:
-                answer = self._waiting.pop(message.number)
-                self._hears.pop(message.number, None)
+                del self._waiting[message.number]
                 if last := not self._waiting:
                     self._receiver = None
             answer.set_result(message.reply)

@@ -1,0 +1,35 @@
+"""Tests calls that are under way at once, with a stand-in for the engine. Real engines do it in test_in_flight.py."""
+
+import os
+from pathlib import Path
+
+from moe_rl.rollout.child_process import ChildProcess
+from moe_rl.rollout.numbered_calls import NumberedCalls
+from moe_rl.vllm import wire
+
+ROOT = str(Path(__file__).parents[2])
+
+
+def test_a_long_call_is_sent_while_long_replies_come(tmp_path):
+    """More than a socket holds goes both ways, and the child reads only when its replies were read."""
+    child = ChildProcess(
+        "stand-in",
+        "tests.rollout.busy_child",
+        log_path=tmp_path / "engine.log",
+        environment=os.environ | {"PYTHONPATH": ROOT},
+        replies=wire.REPLIES,
+        alive=wire.Alive,
+        silence_seconds=20.0,
+    )
+    try:
+        settings = wire.EngineSettings(tmp_path, "float32", 8, 1, 1, None, "", tmp_path / "engine.log", 20.0, 0)
+        assert child.start(wire.Start(settings), wire.Ready, 20.0) == wire.Ready("0")
+        calls, heard = NumberedCalls(child), []
+        answers = [calls.submit(wire.AskCounts(), heard.append)[1] for _ in range(2)]
+        tokens = [10**6] * 400_000
+        answers.append(calls.submit(wire.Score([tokens], None))[1])
+        counts = [answer.result(20.0).counts for answer in answers]
+        assert [len(one) for one in counts] == [10_000, 10_000, 1] and counts[2] == {"tokens": len(tokens)}
+        assert heard == [1, 1] and child.alive()
+    finally:
+        child.close(wire.Close())
