@@ -150,7 +150,8 @@ ALL = (
         "when measured"),
     Metric("pipeline/wasted_tokens/<name>", "tokens", "lower",
         "Tokens sampled since the last step that no step trains on, by the reason of pipeline/dropped. cut: pieces of "
-        "aborted completions that are sampled again: with rollout.stop, or because a microbatch has no room for more.",
+        "aborted completions that are sampled again: with rollout.stop, or because a microbatch has no room for more. "
+        "lost: what a server was sampling when it was lost, with the routes in its memory.",
         "A large share of all sampled tokens.",
         "when measured"),
     # Agreement of sampler and trainer on the policy: same tokens, same weights, two engines.

@@ -9,6 +9,7 @@ from moe_rl.errors import EngineError, WeightSyncError, describe
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.group_sampler import ServerLost, nobody
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
+from moe_rl.vllm.sampling import Growing
 from moe_rl.weights.update import WeightUpdate
 
 
@@ -38,14 +39,16 @@ class FleetGroups:
         server, held = self._fleet.servers.get(place), self._fleet.confirmed().get(place)
         if server is None or held is None:
             raise ServerLost(describe("A server is not used any more", where={"server": place}))
+        samples = [Growing() for _ in requests]
         try:
-            return await server.sample_group(requests, f"{shard}-server{place}", leave, ended, started=held.start)
+            return await server.sample_group(
+                requests, f"{shard}-server{place}", leave, ended, started=held.start, samples=samples
+            )
         except EngineError as error:
             if place in self._fleet.servers:
                 self._fleet.lose(place, error)
-            raise ServerLost(
-                describe("A server is lost", where={"server": place, "url": server.url}, got=error)
-            ) from error
+            message = describe("A server is lost", where={"server": place, "url": server.url}, got=error)
+            raise ServerLost(message, sum(len(sample.token_ids) for sample in samples)) from error
 
     async def pause(self) -> None:
         await self._fleet.each(lambda place: self._fleet.servers[place].pause())

@@ -251,7 +251,9 @@ class GroupFeed:
         if work.group.state == "sampling":
             try:
                 await self._sample(work)
-            except ServerLost:
+            except ServerLost as lost:
+                self._usage.sampled += lost.tokens
+                self._usage.waste("lost", lost.tokens)
                 self._lose(work)
                 return
             if self._stopping or work.dropped is not None:

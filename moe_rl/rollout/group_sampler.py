@@ -27,7 +27,12 @@ from moe_rl.weights.update import WeightUpdate
 
 
 class ServerLost(EngineError):
-    """A place is lost, and the others go on without it."""
+    """A place is lost, and the others go on without it. `tokens` says how many the call had sampled there: their rows
+    are lost with the place."""
+
+    def __init__(self, problem: str, tokens: int = 0):
+        super().__init__(problem)
+        self.tokens = tokens
 
 
 def nobody(requests: int) -> None:

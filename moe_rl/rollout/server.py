@@ -176,17 +176,20 @@ class VllmServer:
         ended: Callable[[int], None],
         *,
         started: str,
+        samples: list[Growing],
     ) -> list[Completion]:
         """Sample completions beside those of other calls, see GroupSampler.sample_group.
 
-        started: id of the start of the server that got the weights; any other one is refused.
+        Args:
+            started: id of the start of the server that got the weights; any other one is refused.
+            samples: one for each request, empty. They have what came of it, also when the call fails.
         """
         async with self._transport.client(3 + len(requests)) as client:
 
             async def sampled(served: Served) -> list[Growing]:
                 if served.start != started:
                     raise self._shared("The vLLM server was started again", shard)
-                samples = await self._stream(client, requests, shard, leave, ended)
+                await self._stream(client, requests, shard, leave, ended, samples)
                 if not leave.is_set() and any(sample.aborted for sample in samples):
                     raise self._shared("Another client made the vLLM server abort requests", shard)
                 return samples
@@ -284,9 +287,9 @@ class VllmServer:
         shard: str,
         leave: asyncio.Event,
         ended: Callable[[int], None],
-    ) -> list[Growing]:
-        """Return the results of all requests, or what there is of them once `leave` is set."""
-        samples = [Growing() for _ in requests]
+        samples: list[Growing],
+    ) -> None:
+        """Fill `samples` with the results of all requests, or with what there is of them once `leave` is set."""
         names = [secrets.token_hex(8) for _ in requests]
         streams = [
             asyncio.create_task(
@@ -323,7 +326,6 @@ class VllmServer:
             await asyncio.gather(*streams, *ends, return_exceptions=True)
         for request, sample in zip(requests, samples, strict=True):
             _refuse_unfinished(request, sample)
-        return samples
 
     def _at_once(self, requests: Sequence[GenerateRequest]) -> int:
         return len(requests) if self._alone else self._connections

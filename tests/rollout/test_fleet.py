@@ -87,8 +87,9 @@ class Server:
         )
         return Holding(update.version, digest, True)
 
-    async def sample_group(self, requests, shard, leave, ended, *, started):
+    async def sample_group(self, requests, shard, leave, ended, *, started, samples):
         assert started == self.served_.start and not leave.is_set()
+        samples[0].token_ids += [7, 7, 7]
         return await self.sample(requests, shard)
 
     async def pause(self):
@@ -292,8 +293,9 @@ def test_a_group_of_a_lost_server_is_lost_and_the_other_places_go_on(fleet):
     async def run():
         assert list(groups.places) == [0, 1]
         servers[1].fails.append("before")
-        with refused(ServerLost, server=1, got=("planted",)):
+        with refused(ServerLost, server=1, got=("planted",)) as lost:
             await groups.sample_group(1, REQUESTS, shard="g1", leave=never)
+        assert lost.value.tokens == 3
         assert list(groups.places) == [0]
         with refused(ServerLost, server=1):
             await groups.sample_group(1, REQUESTS, shard="g1-again", leave=never)

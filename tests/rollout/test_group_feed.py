@@ -88,7 +88,7 @@ class Servers:
             await asyncio.wait([sampled, lost], return_when=asyncio.FIRST_COMPLETED)
             if lost.done():
                 sampled.cancel()
-                raise ServerLost("a server is lost")
+                raise ServerLost("a server is lost", tokens=10)
             if self.failure is not None:
                 raise self.failure
             self.store.write(shard)
@@ -291,6 +291,9 @@ def test_groups_of_a_lost_server_go_on_elsewhere(tmp_path):
     rig = run(main())
     check_of_all_runs(rig, 2)
     assert {group.place for group in rig.feed.groups} <= {1}
+    lost = [batch.metrics["pipeline/wasted_tokens/lost"] for batch in rig.batches.values()
+            if "pipeline/wasted_tokens/lost" in batch.metrics]  # fmt: skip
+    assert len(lost) == 1 and lost[0] > 0 and lost[0] % 10 == 0, "each of its groups lost 10 tokens"
 
 
 def test_a_stopped_pool_goes_on_where_it_was(tmp_path):
