@@ -26,6 +26,8 @@ _AT_ONCE = 1 << 16
 _ATTEMPT = 20_000
 # Number of exchanges between two rounds before the next pair of rounds is tried.
 _IN_A_ROW = 8
+# The search goes on as long as reading this many elements, some tenths of a second, lowers the excess by this much.
+_STAGE, _WORTH = 500_000_000, 0.0025
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ def pack_by_load(
     """Divide sequences among ranks and microbatches with even expert load.
 
     Minimises the sum over rounds and layers of the maximum over expert-parallel ranks. It starts from packing by length
-    and exchanges sequences between rounds as long as this sum falls. The result is never worse than packing by length,
-    has as many microbatches, and empties none.
+    and exchanges sequences between rounds as long as this sum falls enough for the time that it takes. The result is
+    never worse than packing by length, has as many microbatches, and empties none.
 
     Args:
         lengths: the number of tokens of each sequence, as in `packing.pack`.
@@ -170,6 +172,8 @@ def pack_by_load(
         return keep(
             "one round holds everything, so there is nothing to exchange" if rounds else "there are no sequences"
         )
+    if 0 < before - floor < _WORTH:
+        return keep("packing by length is near the floor")
     search = _Search(lengths, loads_SLR, start, exchange, microbatch_tokens, slack)
     ended = search.run(work)
     plan = search.plan()
@@ -191,6 +195,7 @@ class _Search:
         limits: [N, 2], the limit of every bin in a round.
         load: [N, R, L].
         cost: [N], the sum over layers of the maximum of `load` over ranks.
+        floor, mean: the least that the sum of `cost` can be, and what it would be if all loads were even.
     """
 
     def __init__(self, lengths: list[int], loads_SLR: np.ndarray, plan: Plan, exchange: int, budget: int, slack: float):
@@ -212,6 +217,8 @@ class _Search:
         self.members = [np.flatnonzero(round_of == number) for number in range(len(self.limits))]
         self.load = np.stack([self.loads[members].sum(axis=0) for members in self.members])
         self.cost = self._cost(self.load)
+        whole = self.load.sum(axis=0, dtype=np.float64)
+        self.floor, self.mean = self._cost(whole), whole.sum() / len(whole)
         self.swaps = 0
         numbers = self.load[0].size
         self.window, self.tried = max(32, 2 * _AT_ONCE // numbers), max(16, _AT_ONCE // numbers)
@@ -219,13 +226,20 @@ class _Search:
         self.scale = max(float(self.loads.mean()), 1e-6)
 
     def run(self, work: int) -> str:
-        """Try all pairs of rounds until no pair improves or the work is used up. Return which of the two happened."""
+        """Try all pairs of rounds until no pair improves, little is left to gain, or the work is used up. Return what
+        happened."""
         teams = list(
             range(len(self.members) + len(self.members) % 2)
         )  # with an odd number of rounds one has no partner
         turns = (len(teams) - 1) * -(-max(map(len, self.members)) // self.window)
         quiet = attempts = 0
+        total, look = self.cost.sum(), work - _STAGE
         while quiet < turns:
+            if work < look:
+                reached = self.cost.sum()
+                if min(total - reached, reached - self.floor) < _WORTH * self.mean:
+                    return "more exchanges would gain too little"
+                total, look = reached, work - _STAGE
             improved = False
             for one, two in zip(teams[: len(teams) // 2], reversed(teams), strict=False):
                 if max(one, two) == len(self.members):

@@ -45,46 +45,52 @@ def agreed[Result](read: Callable[[], Result]) -> Result:
 
 
 def assign(
-    sequences: list[Sequence], config: Config, store: TraceStore, spec: TraceSpec, placement: np.ndarray
-) -> tuple[Plan, bool]:
-    """Plan the microbatches of all ranks, by length or by known expert load as the config says.
+    updates: list[list[Sequence]], config: Config, store: TraceStore, spec: TraceSpec, placement: np.ndarray
+) -> list[tuple[Plan, bool]]:
+    """Plan the microbatches of all ranks for each update, by length or by known expert load as the config says.
 
     All segments of a completion are in one microbatch, because the loss needs the whole completion.
 
     For the load, each rank counts the experts of its part of the sequences, because reading routes takes most of the
-    time and runs in parallel. Rank 0 plans and sends the plan, so that ranks whose arithmetic rounds differently use
-    the same plan. A token without a recorded route has no load. For interleaved stages, the plan is filled up to whole
-    rounds with empty microbatches, which contain only padding.
+    time and runs in parallel. Each update is planned by one rank, another one for each, at the same time. That rank
+    sends its plan, so that ranks whose arithmetic rounds differently use the same plan. A token without a recorded
+    route has no load. For interleaved stages, a plan is filled up to whole rounds with empty microbatches, which
+    contain only padding.
 
     Args:
+        updates: The sequences of each update.
         placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
 
     Returns:
-        The plan (see `packing.pack`), the same on every rank, and whether it is the plan by length. That is also the
-            result if planning by load finds nothing better.
+        For each update its plan (see `packing.pack`), the same on every rank, and whether it is the plan by length.
+            That is also the result if planning by load finds nothing better.
 
     Raises:
         MoeRLError: A record is damaged on some rank. Raised on all ranks.
     """
-    completions = by_completion(sequences)
-    lengths = [sum(sequences[i].forwarded for i in places) for places in completions]
+    sizes = [_Sizes.of(sequences) for sequences in updates]
     ranks = world.data_parallel()[1]
     budget = config.train.microbatch_tokens
     in_a_round = world.microbatches_in_a_round()
 
-    def whole(plan: Plan) -> Plan:
-        of_sequences = [[sorted(i for at in one for i in completions[at]) for one in rank] for rank in plan]
+    def whole(size: _Sizes, plan: Plan) -> Plan:
+        of_sequences = [[sorted(i for at in one for i in size.completions[at]) for one in rank] for rank in plan]
         return fill_rounds(of_sequences, in_a_round)
 
-    by_length = whole(pack(lengths, ranks=ranks, microbatch_tokens=budget))
+    by_length = [whole(size, pack(size.lengths, ranks=ranks, microbatch_tokens=budget)) for size in sizes]
     if config.train.packing == "length":
-        return by_length, True
+        return [(plan, True) for plan in by_length]
     parts = config.parallel.expert
+    completions = [
+        [sequences[i].routes for i in places]
+        for sequences, size in zip(updates, sizes, strict=True)
+        for places in size.completions
+    ]
 
     def counted() -> np.ndarray:
         loads = np.zeros((len(completions), len(spec.moe_layers), parts), np.int32)
         for at in range(dist.get_rank(), len(completions), dist.get_world_size()):
-            for ref in (sequences[i].routes for i in completions[at]):
+            for ref in completions[at]:
                 if ref is not None:
                     by_slot = np.take_along_axis(expert_counts(store, ref, spec), placement, axis=1)
                     loads[at] += load_of(by_slot[None], parts)[0]
@@ -92,16 +98,33 @@ def assign(
 
     loads = torch.from_numpy(agreed(counted)).to(world.device())
     dist.all_reduce(loads)
+    of_update = np.split(loads.cpu().numpy(), np.cumsum([len(size.lengths) for size in sizes])[:-1])
+    planners = [number % dist.get_world_size() for number in range(len(updates))]
 
-    def planned() -> Plan | None:
-        if dist.get_rank():
-            return None
+    def planned() -> list[Plan | None]:
         exchange = world.dispatching_shares()
-        plan, _ = pack_by_load(lengths, loads.cpu().numpy(), ranks=ranks, microbatch_tokens=budget, exchange=exchange)
-        return whole(plan)
+        return [
+            whole(size, pack_by_load(size.lengths, load, ranks=ranks, microbatch_tokens=budget, exchange=exchange)[0])
+            if planner == dist.get_rank()
+            else None
+            for planner, size, load in zip(planners, sizes, of_update, strict=True)
+        ]
 
-    plan = world.broadcast(agreed(planned), Plan)
-    return plan, plan == by_length
+    plans = [world.broadcast(plan, Plan, planner) for plan, planner in zip(agreed(planned), planners, strict=True)]
+    return [(plan, plan == other) for plan, other in zip(plans, by_length, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Holds the places of each completion's sequences in an update, and its forwarded tokens."""
+
+    completions: list[list[int]]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, sequences: list[Sequence]) -> _Sizes:
+        completions = by_completion(sequences)
+        return cls(completions, [sum(sequences[i].forwarded for i in places) for places in completions])
 
 
 def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parallel: int) -> float:

@@ -109,19 +109,16 @@ class Shares:
                 required sampling support or sampler head is missing or wrong. Raised on all ranks.
         """
         sequences, group_ids, dropped = self._complete(sequences, group_ids)
-        updates, by_length = [], 0
-        for chosen in split_groups(group_ids, self.config.train.updates_per_step):
-            if chosen:
-                ours = [sequences[i] for i in chosen]
-                plan, as_by_length = assign(ours, self.config, self.store, self.spec, placement)
-                updates.append((ours, plan))
-                by_length += as_by_length
-        shares = agreed(lambda: self._read(updates, weight_version))
+        split = split_groups(group_ids, self.config.train.updates_per_step)
+        updates = [[sequences[i] for i in chosen] for chosen in split if chosen]
+        planned = assign(updates, self.config, self.store, self.spec, placement)
+        plans = [plan for plan, _ in planned]
+        shares = agreed(lambda: self._read(updates, plans, weight_version))
         tables = [one.table for share in shares for one in share.work]
         return shares, {
             **self._fallback(tables, sequences),
             "routing/dropped_sequences": dropped,
-            "routing/packed_by_length": by_length,
+            "routing/packed_by_length": sum(by_length for _, by_length in planned),
             "routing/load_excess": load_excess(tables, self._own(placement), self.config.parallel.expert),
         }
 
@@ -152,10 +149,10 @@ class Shares:
             )
         return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
 
-    def _read(self, updates: list[tuple[list[Sequence], Plan]], weight_version: int) -> list[UpdateShare]:
-        """Read this rank's part of every update. `updates` holds the sequences and the plan of each."""
+    def _read(self, updates: list[list[Sequence]], plans: list[Plan], weight_version: int) -> list[UpdateShare]:
+        """Read this rank's part of every update. `updates` holds the sequences of each."""
         shares, rank, longest = [], world.data_parallel()[0], self.config.rollout.max_completion_tokens
-        for ours, plan in updates:
+        for ours, plan in zip(updates, plans, strict=True):
             work = []
             for indices in plan[rank]:
                 packed = [ours[i] for i in indices]

@@ -1498,7 +1498,7 @@ MUTANTS: list[Mutant] = [
         (
             "a later segment of a completion that stands alone",
             "assignment.py",
-            "sorted(i for at in one for i in completions[at])",
+            "sorted(i for at in one for i in size.completions[at])",
             "sorted(at for at in one)",
             "Sequences that no rank trains on, where completions were continued.",
             "tests/train/test_assignment.py",

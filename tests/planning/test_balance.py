@@ -227,3 +227,27 @@ def test_bad_input_is_refused(change):
 def test_a_sequence_above_the_budget_is_a_config_error():
     with refused(ConfigError, sequence=1, got=("12",), expected=("= 10",)):
         pack_by_load([5, 12], np.ones((2, 1, 2), int), ranks=1, microbatch_tokens=10)
+
+
+def test_a_packing_by_length_that_is_near_the_floor_is_kept_without_a_search(monkeypatch):
+    loads = 10_000 + np.random.default_rng(7).integers(0, 20, (12, 2, 2))
+    arguments = {"ranks": 1, "microbatch_tokens": 30}
+    before, found = pack_by_load([10] * 12, loads, **arguments)
+    assert found.packing == "length" and found.floor < found.by_length < found.floor + balance._WORTH
+    monkeypatch.setattr(balance, "_WORTH", 0.0)
+    searched, more = pack_by_load([10] * 12, loads, **arguments)
+    assert searched != before and more.floor <= more.planned < more.by_length == found.by_length
+
+
+def test_the_search_goes_on_only_while_it_gains_enough(monkeypatch):
+    rng = np.random.default_rng(3)
+    loads, lengths = rng.integers(100, 400, (240, 6, 4)), rng.integers(8, 12, 240).tolist()
+    arguments = {"ranks": 2, "microbatch_tokens": 100, "exchange": 2}
+    _, to_the_end = pack_by_load(lengths, loads, **arguments)
+    assert to_the_end.why == "no exchange improves the plan any more"  # well before the first stage has ended
+    monkeypatch.setattr(balance, "_STAGE", 5_000_000)
+    _, short = pack_by_load(lengths, loads, **arguments)
+    assert short.why == "more exchanges would gain too little" and 0 < short.swaps < to_the_end.swaps
+    assert to_the_end.planned <= short.planned < to_the_end.planned + 4 * balance._WORTH < short.by_length
+    monkeypatch.setattr(balance, "_WORTH", 0.0)
+    assert pack_by_load(lengths, loads, **arguments)[1] == to_the_end

@@ -58,32 +58,64 @@ def test_it_is_planned_from_the_routes_of_the_last_steps(monkeypatch):
     assert [int(counts[0, 0]) for counts in placement.counts] == [3, 4]
 
 
-@pytest.mark.parametrize("packing", ["length", "load"])
-def test_all_segments_of_a_completion_are_in_one_microbatch(monkeypatch, packing):
-    world, counted = assignment.world, []
+@pytest.fixture
+def ranks(monkeypatch):
+    """Make two data-parallel ranks of one group that this process stands in for alone."""
+    world = assignment.world
     monkeypatch.setattr(world, "data_parallel", lambda: (0, 2))
     monkeypatch.setattr(world, "microbatches_in_a_round", lambda: 1)
     monkeypatch.setattr(world, "device", lambda: None)
     monkeypatch.setattr(world, "dispatching_shares", lambda: 2)
-    monkeypatch.setattr(world, "broadcast", lambda plan, kind: plan)
+    monkeypatch.setattr(world, "broadcast", lambda plan, kind, source: plan)
     monkeypatch.setattr(assignment, "agreed", lambda read: read())
     for name, value in {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda loads: None}.items():
         monkeypatch.setattr(assignment.dist, name, value)
 
+
+def sequence(key, prompt, tokens, of=""):
+    made = np.zeros(tokens, np.float32)
+    return Sequence(key, (1,) * prompt, (2,) * tokens, made, 0.0, sampled_by(0, tokens), key, of)
+
+
+def test_each_update_is_planned_by_another_rank(ranks, monkeypatch):
+    monkeypatch.setattr(assignment, "expert_counts", lambda store, ref, spec: np.full((2, 4), len(ref)))
+    monkeypatch.setattr(assignment.dist, "get_world_size", lambda: 2)
+    config = load_config(CONFIG, ["train.packing=load", "train.microbatch_tokens=36"])
+    updates = [[sequence(f"{number}{at}", 4, 9 + number) for at in range(4)] for number in range(3)]
+    planned, sent = [], []
+
+    def pack_by_load(lengths, *arguments, **options):
+        planned.append(lengths[0] - 12)
+        return assignment.pack(lengths, ranks=2, microbatch_tokens=36), None
+
+    def broadcast(plan, kind, source):
+        sent.append((source, plan is not None))
+        return plan
+
+    monkeypatch.setattr(assignment, "pack_by_load", pack_by_load)
+    monkeypatch.setattr(assignment.world, "broadcast", broadcast)
+    for rank, mine in ((0, [0, 2]), (1, [1])):
+        monkeypatch.setattr(assignment.dist, "get_rank", lambda rank=rank: rank)
+        planned.clear()
+        sent.clear()
+        assign(updates, config, None, SimpleNamespace(moe_layers=(0, 1)), natural_order(2, 4))
+        assert planned == mine and sent == [(number % 2, number in mine) for number in range(3)]
+
+
+@pytest.mark.parametrize("packing", ["length", "load"])
+def test_all_segments_of_a_completion_are_in_one_microbatch(ranks, monkeypatch, packing):
+    counted = []
+
     def counts(store, ref, spec):
         counted.append(ref)
         return np.ones((2, 4), int)
-
-    def sequence(key, prompt, tokens, of=""):
-        made = np.zeros(tokens, np.float32)
-        return Sequence(key, (1,) * prompt, (2,) * tokens, made, 0.0, sampled_by(0, tokens), key, of)
 
     monkeypatch.setattr(assignment, "expert_counts", counts)
     cut = [sequence("b", 4, 4, "b"), sequence("b/1", 8, 4, "b"), sequence("b/2", 12, 2, "b")]
     short = [sequence("e", 4, 1, "e"), sequence("e/1", 5, 1, "e")]
     sequences = [sequence("a", 4, 9), *cut, sequence("c", 4, 8), sequence("d", 4, 20), *short]
     config = load_config(CONFIG, [f"train.packing={packing}", "train.microbatch_tokens=36"])
-    plan, _ = assign(sequences, config, None, SimpleNamespace(moe_layers=(0, 1)), natural_order(2, 4))
+    ((plan, _),) = assign([sequences], config, None, SimpleNamespace(moe_layers=(0, 1)), natural_order(2, 4))
     microbatches = [one for rank in plan for one in rank]
     assert sorted(i for one in microbatches for i in one) == list(range(8)) and len(microbatches) > 2
     for together in ({1, 2, 3}, {6, 7}):
