@@ -4,7 +4,8 @@
 Every part (benchmarks/scale_parts/) takes the sizes of a model's step from its config, works through some fractions of
 them with random routes, fits a law to the processor seconds, and gives what the whole step takes by this law. It runs
 in a process of its own. Figures are medians over the rounds. Those of the first model are at the top of the file, those
-of all under "models".
+of all under "models". The sum of
+what nothing overlaps is `serial_seconds_before_step`, where all its parts were measured.
 
 --before COMMIT: measure the moe_rl of this commit too, in turns. A key then also has a `before_<key>`, and a
     `ratio_<key>`, now : before.
@@ -25,8 +26,10 @@ from pathlib import Path
 from output import tell
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("expert_counts", "checksums", "manifest", "recording")
+PARTS = ("expert_counts", "checksums", "manifest", "recording", "packing_plans", "send_orders", "report_page")
 """Modules with a function `measured(Target) -> dict[str, float]`; a size or count is the same in every round."""
+SERIAL = ("manifest_seconds_at_10000_steps", "packing_seconds", "tables_seconds", "send_orders_seconds")
+"""What a rank does in turn before the first pass of a step, when the GPUs wait."""
 
 
 def main() -> int:
@@ -67,6 +70,9 @@ def _measured(model: str, parts: list[str], trees: dict[str, Path], rounds: int)
                 for key, value in _run(model, part, trees[prefix]).items():
                     seen.setdefault(prefix + key, []).append(value)
     found = {key: statistics.median(values) for key, values in seen.items()}
+    for prefix in trees:
+        if all(prefix + key in found for key in SERIAL):
+            found[f"{prefix}serial_seconds_before_step"] = sum(found[prefix + key] for key in SERIAL)
     return found | {f"ratio_{key}": found[key] / found[f"before_{key}"] for key in found if f"before_{key}" in found}
 
 
