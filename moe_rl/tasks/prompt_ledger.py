@@ -45,11 +45,17 @@ class StepPrompts:
     dropped: list[tuple[int, str]]
     completions: str
 
+    def consumed(self) -> list[int]:
+        """Return the cursors of its prompts."""
+        return [at for first, count in self.cursors for at in range(first, first + count)]
+
     def ended(self) -> list[int]:
         """Return the cursors of all prompts that end with this line."""
-        return [at for first, count in self.cursors for at in range(first, first + count)] + [
-            at for at, _ in self.dropped
-        ]
+        return self.consumed() + [at for at, _ in self.dropped]
+
+    def ids_in(self, source: PromptSource) -> list[str]:
+        """Return the ids of the prompts that a source has at its cursors."""
+        return [prompt.id for first, count in self.cursors for prompt in source.at(first, count)]
 
     def line(self) -> bytes:
         body = asdict(self)
@@ -239,11 +245,10 @@ class PromptLedger:
         lines, tail = self._read()
         ended = Ended()
         for number, entry in enumerate(self._entries(lines, ended), start=1):
-            cursors = entry.ended()[: len(entry.prompts)]
-            expected = [prompt.id for first, count in entry.cursors for prompt in source.at(first, count)]
-            if entry.prompts != expected:
-                at = next(i for i, (got, want) in enumerate(zip(entry.prompts, expected, strict=True)) if got != want)
-                raise self._wrong(number, "prompt", entry.prompts[at], f"{expected[at]}, at cursor {cursors[at]}")
+            found = zip(entry.consumed(), entry.prompts, entry.ids_in(source), strict=True)
+            if wrong := next((one for one in found if one[1] != one[2]), None):
+                cursor, got, expected = wrong
+                raise self._wrong(number, "prompt", got, f"{expected}, at cursor {cursor}")
         if whole and ended.above:
             raise self._wrong(len(lines), "end", f"prompt {max(ended.above)} ended", f"prompt {ended.floor} too")
         if tail:
