@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,11 @@ import xxhash
 from moe_rl.config.schema import Config
 from moe_rl.errors import RewardError, describe
 from moe_rl.objectives.advantages import has_spread, overlong_penalty
-from moe_rl.rollout.kept import KeptSample, RolloutBatch
+from moe_rl.rollout.kept import KeptSample, RolloutBatch, shards_of
+from moe_rl.rollout.pieces import Pieces, all_pieces, joined
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
-from moe_rl.types import QUANTILES, Completion, Prompt, Sequence, Verdict, VersionSpan
+from moe_rl.types import QUANTILES, Completion, Prompt, Sequence, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +26,21 @@ class PromptGroup:
 
     Attributes:
         number: Index of the prompt within its step.
-        pieces: For each completion what its requests gave, in order. Each request but the first continues the one
-            before, which was aborted.
-        completions: The same, each joined.
+        completions: The pieces of each, joined.
         rewards: One per completion; None where verification failed.
     """
 
     number: int
     prompt: Prompt
-    pieces: Seq[Seq[Completion]]
+    pieces: Pieces
     completions: Seq[Completion]
     verdicts: Seq[Verdict]
     rewards: Seq[float | None]
 
     @property
-    def shards(self) -> set[str]:
-        """Return the names of the trace shards that hold the routes."""
-        routes = [piece.routes for parts in self.pieces for piece in parts if piece.routes is not None]
-        return {part.shard for one in routes for part in one.parts}
+    def shards(self) -> list[str]:
+        """Return the names of the trace shards that hold the routes, sorted."""
+        return shards_of(all_pieces(self.pieces))
 
     @property
     def scored(self) -> int:
@@ -53,25 +51,6 @@ class PromptGroup:
     def informative(self) -> bool:
         """Return whether the rewards differ, so that group-relative advantages are not all zero."""
         return has_spread(self.rewards)
-
-
-def joined(pieces: Seq[Completion]) -> Completion:
-    """Return the completion that these pieces are. Its routes are those of the last one, which continues the others."""
-    if len(pieces) == 1:
-        return pieces[0]
-    spans: list[VersionSpan] = []
-    for span in (span for piece in pieces for span in piece.versions):
-        if spans and spans[-1].weight_version == span.weight_version:
-            span = replace(span, tokens=spans.pop().tokens + span.tokens)
-        spans.append(span)
-    return replace(
-        pieces[-1],
-        key=pieces[0].key,
-        prompt_token_ids=pieces[0].prompt_token_ids,
-        token_ids=sum((piece.token_ids for piece in pieces), ()),
-        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-        versions=tuple(spans),
-    )
 
 
 def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:
@@ -114,7 +93,7 @@ class Batches:
         """Return whether a verdict is a pass; None if the verification failed."""
         return verdict.parts[self.config.task.pass_reward] == 1.0 if verdict.scored else None
 
-    def group(self, number: int, prompt: Prompt, pieces: Seq[Seq[Completion]], verdicts: Seq[Verdict]) -> PromptGroup:
+    def group(self, number: int, prompt: Prompt, pieces: Pieces, verdicts: Seq[Verdict]) -> PromptGroup:
         """Return a group, with the verifiers' rewards plus the penalty for long completions."""
         completions = [joined(parts) for parts in pieces]
         rewards = [

@@ -16,18 +16,17 @@ completion are trained on in one microbatch. A piece that would leave no room fo
 from __future__ import annotations
 
 import asyncio
-import itertools
+import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from moe_rl.errors import EngineError, PipelineError, describe
 from moe_rl.rollout.batches import PromptGroup, discarded, recorded
-from moe_rl.rollout.fleet import assign
 from moe_rl.rollout.group_files import GroupFiles, KeptGroup
 from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
 from moe_rl.rollout.groups import Group, Groups, Reason
 from moe_rl.rollout.kept import RolloutBatch
+from moe_rl.rollout.pieces import all_pieces, joined, sampled_tokens, unfinished
 from moe_rl.rollout.pipeline_metrics import Usage, of_consumed, of_dropped
 from moe_rl.rollout.rollouts import Rollouts
 from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
@@ -39,7 +38,7 @@ class _Work:
     """Holds a group that is sampled or judged.
 
     Attributes:
-        pieces: as in KeptGroup.
+        pieces: of each completion, in order.
         leave: set to abort its requests.
         dropped: why it ended meanwhile.
     """
@@ -56,7 +55,7 @@ class _Work:
 
 
 class GroupFeed:
-    """Runs the groups of an asynchronous run. Use as an async context manager: groups begin on entry.
+    """Runs the groups of an asynchronous run.
 
     Attributes:
         unusable: messages about groups of an earlier process that are sampled again.
@@ -67,39 +66,23 @@ class GroupFeed:
         files: the groups that no step has consumed yet.
         step: the next step to be taken. The prompt ledger has the lines of all steps before.
         version: the weights that the servers have.
-        staleness, spare, patient: as in Groups.
-        recompute: whether KV is computed again under new weights.
-        exact: whether each piece of a completion is trained on as a sequence of its own, with routes for all its
-            tokens from the weights that sampled it. If not, a piece continues the record of the one before.
     """
 
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        sampler: GroupSampler,
-        files: GroupFiles,
-        *,
-        step: int,
-        version: int,
-        staleness: int,
-        spare: int,
-        patient: bool,
-        recompute: bool,
-        exact: bool,
-    ):
+    def __init__(self, rollouts: Rollouts, sampler: GroupSampler, files: GroupFiles, *, step: int, version: int):
         self.rollouts, self.sampler, self.files = rollouts, sampler, files
-        config = rollouts.config
-        self.config, self._staleness = config, staleness
-        self._recompute, self._exact = recompute, exact
+        self.config = config = rollouts.config
+        pipeline = config.pipeline
+        self._staleness, self._recompute = pipeline.lag, pipeline.kv == "recompute"
+        self._exact = pipeline.segments == "exact"  # if not, a piece continues the record of the one before
         self.unusable: list[str] = []
         left = {one.cursor: one for one in files.load(rollouts.source, self.unusable)}
         self.groups = Groups(
             dict.fromkeys(sampler.places, config.rollout.max_concurrent),
             batch=config.rollout.prompts_per_step,
             size=config.rollout.group_size,
-            staleness=staleness,
-            spare=spare,
-            patient=patient,
+            staleness=self._staleness,
+            spare=math.ceil(pipeline.oversample * config.rollout.prompts_per_step),
+            patient=pipeline.late == "wait",
             last=config.run.steps,
             step=step,
             version=version,
@@ -122,18 +105,13 @@ class GroupFeed:
         self._verdicts: list[Verdict] = []  # of all groups judged since the last step
         self._usage = Usage(asyncio.get_running_loop().time)
 
-    async def __aenter__(self) -> GroupFeed:
+    async def begin(self) -> None:
+        """Begin to sample and judge groups."""
         self._counts = await self.sampler.counts()
         for group in self.groups.all("judging"):
             self._spawn(group)
         self._open.set()
         self._pump()
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def take(self, step: int) -> RolloutBatch:
         """Return the batch of a step as soon as there are enough groups. It is durable, and has its line in the ledger.
@@ -211,14 +189,14 @@ class GroupFeed:
         for work in self._work.values():
             self._left[work.group.cursor] = work.kept(self.groups.version)
         for kept in self._left.values():
-            if kept.tokens and not kept.verdicts:
+            if sampled_tokens(kept.pieces) and not kept.verdicts:
                 self.files.save(kept)
 
     def retain(self, steps: set[int]) -> None:
         """Delete the rollouts and shards of all steps but these, and the shards of groups that ended in no step."""
         for step in steps - self._consumed.keys():
             if (line := self.rollouts.ledger.find(step - 1)) is not None:
-                self._consumed[step] = [at for first, count in line.cursors for at in range(first, first + count)]
+                self._consumed[step] = line.consumed()
         self._consumed = {step: cursors for step, cursors in self._consumed.items() if step in steps}
         consumed = {cursor for cursors in self._consumed.values() for cursor in cursors}
         self.rollouts.kept.retain(steps, consumed.union(one.cursor for one in self.groups))
@@ -260,7 +238,8 @@ class GroupFeed:
                 return
             self.groups.sampled(work.group.cursor)
             self._pump()
-        items = self.rollouts.batches.items([work.prompt] * len(work.pieces), work.kept(0).completions)
+        completions = [joined(parts) for parts in work.pieces]
+        items = self.rollouts.batches.items([work.prompt] * len(completions), completions)
         verdicts = await self.rollouts.verifiers.judge(items)
         if work.dropped is None:
             self._judge(work, verdicts)
@@ -269,12 +248,12 @@ class GroupFeed:
         """Sample the completions of a group that have not ended, in as many calls as it takes."""
         cursor, place = work.group.cursor, work.group.place
         assert place is not None
-        while unfinished := work.kept(0).unfinished:
+        while lacking := unfinished(work.pieces):
             await self._open.wait()
             if self._stopping or work.dropped is not None:
                 return
             work.leave = asyncio.Event()
-            requests = [self._request(work, at) for at in unfinished]
+            requests = [self._request(work, at) for at in lacking]
             self._calls += 1
             try:
                 sampled = await self.sampler.sample_group(
@@ -287,9 +266,9 @@ class GroupFeed:
             finally:
                 self._calls -= 1
                 self._changed.set()
-            for at, piece in zip(unfinished, sampled, strict=True):
+            for at, piece in zip(lacking, sampled, strict=True):
                 self._add(work, at, piece)
-            self._free(work, work.group.requests - len(work.kept(0).unfinished))
+            self._free(work, work.group.requests - len(unfinished(work.pieces)))
 
     def _request(self, work: _Work, at: int) -> GenerateRequest:
         """Return the next request of a completion. It continues what was sampled of it."""
@@ -340,7 +319,7 @@ class GroupFeed:
         if self._stopping or work.dropped is not None:
             return
         kept = work.kept(self.groups.version)
-        self.groups.put_back(cursor, requests=len(kept.unfinished), kept=kept.tokens > 0)
+        self.groups.put_back(cursor, requests=len(unfinished(kept.pieces)), kept=sampled_tokens(kept.pieces) > 0)
         self._left[cursor] = kept
         del self._work[cursor]
 
@@ -363,7 +342,7 @@ class GroupFeed:
             self._left[cursor] = kept
             return
         self._refused.append(judged)
-        self._usage.waste(reason, kept.tokens)
+        self._usage.waste(reason, sampled_tokens(kept.pieces))
         if sum(not one.scored for one in self._refused) >= rollout.prompts_per_step:
             self.rollouts.batches.check(self._verdicts)  # a step may never find enough groups
 
@@ -375,9 +354,9 @@ class GroupFeed:
         """End what is left of a group that was dropped."""
         left, work = self._left.pop(cursor, None), self._work.pop(cursor, None)
         if left is not None:
-            self._usage.waste(reason, left.tokens)
+            self._usage.waste(reason, sampled_tokens(left.pieces))
         if work is not None:
-            self._usage.waste(reason, work.kept(0).tokens)
+            self._usage.waste(reason, sampled_tokens(work.pieces))
             work.dropped = reason
             work.leave.set()
 
@@ -392,7 +371,7 @@ class GroupFeed:
     def _check_ages(self, step: int, groups: Sequence[KeptGroup]) -> None:
         """Raise PipelineError if a token that a step consumes is older than it may be, or than its group says."""
         for group in groups:
-            for piece in (piece for parts in group.pieces for piece in parts):
+            for piece in all_pieces(group.pieces):
                 oldest = max(group.oldest, step - 1 - self._staleness)
                 if piece.oldest_version < oldest:
                     raise PipelineError(
@@ -403,23 +382,3 @@ class GroupFeed:
                             expected=f"at least {oldest}",
                         )
                     )
-
-
-async def sample_beside(sampler: GroupSampler, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
-    """Sample requests that are of no group, beside the groups. Returns one completion for each, in their order.
-
-    shard: prefix of the shards' names.
-    """
-    completions: dict[int, Completion] = {}
-    calls = itertools.count()
-
-    async def one(place: int, indices: Sequence[int]) -> None:
-        asked, never = [requests[at] for at in indices], asyncio.Event()
-        with suppress(ServerLost):  # the others are asked again
-            sampled = await sampler.sample_group(place, asked, shard=f"{shard}-{next(calls)}", leave=never)
-            completions.update(zip(indices, sampled, strict=True))
-
-    while lacking := [at for at in range(len(requests)) if at not in completions]:
-        shares = assign([requests[at] for at in lacking], sampler.places)
-        await asyncio.gather(*(one(place, [lacking[at] for at in share]) for place, share in shares.items()))
-    return [completions[at] for at in range(len(requests))]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from moe_rl.errors import DataError, MoeRLError, describe
 from moe_rl.rollout import sealed
-from moe_rl.rollout.batches import joined
 from moe_rl.rollout.groups import Held, HeldState
-from moe_rl.rollout.kept import group_shard_name, shard_group
+from moe_rl.rollout.kept import group_shard_name, shard_group, shards_of
+from moe_rl.rollout.pieces import all_pieces, unfinished
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, Verdict
@@ -30,7 +30,6 @@ class KeptGroup:
         prompt: its id.
         oldest: the version of the weights with which its first request began.
         version: the weights that the servers had when it was kept.
-        pieces: as in PromptGroup.
         verdicts: one for each completion; empty until it is judged.
     """
 
@@ -42,26 +41,11 @@ class KeptGroup:
     verdicts: list[Verdict]
 
     @property
-    def unfinished(self) -> list[int]:
-        """Return the numbers of the completions that have not ended."""
-        return [at for at, parts in enumerate(self.pieces) if not parts or parts[-1].finish_reason == "abort"]
-
-    @property
-    def completions(self) -> list[Completion]:
-        """Return the completions, each joined. All must have ended."""
-        return [joined(parts) for parts in self.pieces]
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of sampled tokens."""
-        return sum(len(one.token_ids) for parts in self.pieces for one in parts)
-
-    @property
     def held(self) -> Held:
         """Return what a pool needs to know of it."""
-        left = len(self.unfinished)
+        left = len(unfinished(self.pieces))
         state: HeldState = "waiting" if left else "ready" if self.verdicts else "judging"
-        newest = max(one.newest_version for parts in self.pieces for one in parts)
+        newest = max(one.newest_version for one in all_pieces(self.pieces))
         return Held(self.cursor, self.oldest, newest, left, state)
 
 
@@ -117,8 +101,7 @@ class GroupFiles:
                     expected=prompt.id,
                 )
             )
-        routes = [one.routes for parts in group.pieces for one in parts if one.routes is not None]
-        self.store.check_published({part.shard for one in routes for part in one.parts})
+        self.store.check_published(shards_of(all_pieces(group.pieces)))
         return group
 
     def _path(self, cursor: int) -> Path:

@@ -18,7 +18,7 @@ from moe_rl.rollout import sealed
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
-from moe_rl.types import Sequence
+from moe_rl.types import Completion, Sequence
 
 # The sampler appends what follows the round or the number: the server of a fleet, or the pipeline stage of an engine.
 _SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?")
@@ -57,9 +57,9 @@ class RolloutBatch:
     samples: list[KeptSample] = field(default_factory=list)
 
 
-def shards_of(batch: RolloutBatch) -> list[str]:
-    """Return the names of the trace shards that hold the routes of a batch, sorted."""
-    return sorted({part.shard for one in batch.sequences if one.routes is not None for part in one.routes.parts})
+def shards_of(recorded: Iterable[Sequence | Completion]) -> list[str]:
+    """Return the names of the trace shards that hold the routes of these, sorted."""
+    return sorted({part.shard for one in recorded if one.routes is not None for part in one.routes.parts})
 
 
 def shard_name(step: int, number: int = 0) -> str:
@@ -130,13 +130,12 @@ class KeptRollouts:
         entry = ledger.find(step - 1)
         if entry is None:
             raise DataError(describe("its rollouts were not finished", got="no line for the step in the prompt ledger"))
-        prompts = [prompt.id for first, count in entry.cursors for prompt in source.at(first, count)]
-        if entry.prompts != prompts:
+        if entry.prompts != (prompts := entry.ids_in(source)):
             raise of_others("prompts", f"{entry.prompts[:1]} from cursor {entry.cursors[0][0]}", f"{prompts[:1]}")
         batch = self.load(step)
         if batch.digest != entry.completions:
             raise of_others("completions", f"digest {batch.digest}", f"{entry.completions} as in the prompt ledger")
-        self.store.check_published(shards_of(batch))
+        self.store.check_published(shards_of(batch.sequences))
         return entry, batch
 
     def steps(self) -> list[int]:
@@ -144,7 +143,9 @@ class KeptRollouts:
         shards = set(self.store.shards())
         of_steps = {shard_step(name) for name in shards}
         steps = [step for path in self._files() if (step := shard_step(path.stem)) is not None]
-        return sorted(step for step in steps if step in of_steps or shards.issuperset(shards_of(self.load(step))))
+        return sorted(
+            step for step in steps if step in of_steps or shards.issuperset(shards_of(self.load(step).sequences))
+        )
 
     def retain(self, steps: Container[int], groups: Container[int] | None = None) -> None:
         """Delete all files and shards except those of these steps and groups, unfinished files too.

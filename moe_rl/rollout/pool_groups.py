@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from moe_rl.config.pipeline import PipelineConfig
 from moe_rl.rollout import pool_wire as wire
-from moe_rl.rollout.group_feed import GroupFeed, sample_beside
+from moe_rl.rollout.fleet import assign
+from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
-from moe_rl.rollout.group_sampler import GroupSampler
+from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
 from moe_rl.rollout.rollouts import EVALUATED, Rollouts
-from moe_rl.types import Verdict
+from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm.wire import AskCounts, Counted, Score, Update
 from moe_rl.weights.update import WeightUpdate
 
@@ -55,21 +58,8 @@ class GroupPool:
 
     async def _begin(self, step: int, version: int) -> list[str]:
         """Begin to sample groups. Return messages about groups of an earlier process that cannot be used."""
-        config = self._rollouts.config
-        pipeline: PipelineConfig = config.pipeline
-        self._feed = GroupFeed(
-            self._rollouts,
-            self._sampler,
-            self._files,
-            step=step,
-            version=version,
-            staleness=pipeline.lag,
-            spare=math.ceil(pipeline.oversample * config.rollout.prompts_per_step),
-            patient=pipeline.late == "wait",
-            recompute=pipeline.kv == "recompute",
-            exact=pipeline.segments == "exact",
-        )
-        await self._feed.__aenter__()
+        self._feed = GroupFeed(self._rollouts, self._sampler, self._files, step=step, version=version)
+        await self._feed.begin()
         return self._feed.unusable
 
     async def _load(self, update: WeightUpdate) -> None:
@@ -84,11 +74,28 @@ class GroupPool:
         """Sample held-out prompts beside the groups, and return the metrics."""
         rollouts, answers = self._rollouts, []
         for name, asked in zip(EVALUATED, rollouts.evaluation(), strict=True):
-            places, verdicts = [place for place, _ in asked], list[Verdict]()
-            if asked:
-                shard = f"{name}-step{step:06d}"
-                completions = await sample_beside(self._sampler, [one for _, one in asked], shard=shard)
-                items = rollouts.batches.items([rollouts.heldout[place][1] for place in places], completions)
-                verdicts = await rollouts.verifiers.judge(items)
-            answers.append((places, verdicts))
+            places, requests = [place for place, _ in asked], [one for _, one in asked]
+            completions = await sample_beside(self._sampler, requests, shard=f"{name}-step{step:06d}")
+            items = rollouts.batches.items([rollouts.heldout[place][1] for place in places], completions)
+            answers.append((places, await rollouts.verifiers.judge(items)))
         return rollouts.rates(answers)
+
+
+async def sample_beside(sampler: GroupSampler, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
+    """Sample requests that are of no group, beside the groups. Returns one completion for each, in their order.
+
+    shard: prefix of the shards' names.
+    """
+    completions: dict[int, Completion] = {}
+    calls = itertools.count()
+
+    async def one(place: int, indices: Sequence[int]) -> None:
+        asked, never = [requests[at] for at in indices], asyncio.Event()
+        with suppress(ServerLost):  # the others are asked again
+            sampled = await sampler.sample_group(place, asked, shard=f"{shard}-{next(calls)}", leave=never)
+            completions.update(zip(indices, sampled, strict=True))
+
+    while lacking := [at for at in range(len(requests)) if at not in completions]:
+        shares = assign([requests[at] for at in lacking], sampler.places)
+        await asyncio.gather(*(one(place, [lacking[at] for at in share]) for place, share in shares.items()))
+    return [completions[at] for at in range(len(requests))]

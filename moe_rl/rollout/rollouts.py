@@ -103,7 +103,7 @@ class Rollouts:
             clock.seconds |= {"sample": 0.0, "reward": 0.0}
             return batch
         batch = self.collect(step, clock)
-        self.store.check_published(shards_of(batch))
+        self.store.check_published(shards_of(batch.sequences))
         self.kept.save(step, batch)
         return batch
 

@@ -102,7 +102,7 @@ def _kept_problems(theirs: RunFolder, own: Config, task: TaskPrompts, last: int,
         except MoeRLError as error:
             found.append(describe(str(error), where={**where, "step": step}))
         else:
-            if gone := [name for name in shards_of(batch) if name not in shards]:
+            if gone := [name for name in shards_of(batch.sequences) if name not in shards]:
                 found.append(
                     describe("routes of a step are gone", where={**where, "step": step, "shard": gone[0]}, fault="gone")
                 )

@@ -10,9 +10,8 @@ from moe_rl.config.load import load_config
 from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.rollouts import Rollouts
-from moe_rl.tasks.prompt_ledger import PromptLedger
 from tests.rollout.in_flight import check_kept, forwarded, versions_of
-from tests.rollout.test_group_feed import TASK, Verifiers
+from tests.rollout.test_group_feed import TASK, Verifiers, with_keys
 from tests.rollout.test_in_flight import flight  # noqa: F401
 
 OVERRIDES = {
@@ -22,32 +21,32 @@ OVERRIDES = {
     "rollout.max_concurrent": 8,
     "rollout.max_completion_tokens": 120,
     "eval.prompts": 1,
+    "pipeline.mode": "async",
+    "pipeline.max_staleness": 2,
 }
 CONFIG = load_config("configs/tiny_moe_cpu.yaml", [f"{key}={value}" for key, value in OVERRIDES.items()])
 
 
-def feed_of(shared, folder, **settings):
+def feed_of(shared, folder, **pipeline):
     """A feed whose next step trains with the weights that the engine has."""
     folder.mkdir()
     facts = SimpleNamespace(eos_token_ids=(1,))
-    rollouts = Rollouts(CONFIG, facts, TASK, None, Verifiers(), folder, shared.store)
+    rollouts = Rollouts(with_keys(CONFIG, "pipeline", **pipeline), facts, TASK, None, Verifiers(), folder, shared.store)
     rollouts.batches.trace_root = shared.store._local()
     rollouts.batches.codec = SimpleNamespace(text=lambda one: "", decode=lambda ids: "")
-    rollouts.ledger = PromptLedger(rollouts.ledger.path, in_order=False)
     for step in range(shared.old):
         rollouts.ledger.record(step, [step], [rollouts.source.at(step, 1)[0].id], "")
     files = GroupFiles(folder / "groups", shared.store)
-    return GroupFeed(rollouts, shared.groups, files, step=shared.old + 1, version=shared.old,
-                     staleness=2, spare=0, patient=True, **settings)  # fmt: skip
+    return GroupFeed(rollouts, shared.groups, files, step=shared.old + 1, version=shared.old)
 
 
 async def two_steps(shared, feed):
     """New weights go in while the groups of the second step are sampled."""
-    async with feed:
-        await forwarded(shared.groups, 150)
-        await shared.send(SimpleNamespace(take_weights=feed.update))
-        batches = [await feed.take(shared.old + 1), await feed.take(shared.old + 2)]
-        kept = [feed.rollouts.kept.load(shared.old + n) for n in (1, 2)]
+    await feed.begin()
+    await forwarded(shared.groups, 150)
+    await shared.send(SimpleNamespace(take_weights=feed.update))
+    batches = [await feed.take(shared.old + 1), await feed.take(shared.old + 2)]
+    kept = [feed.rollouts.kept.load(shared.old + n) for n in (1, 2)]
     assert [len(batch.sequences) for batch in kept] == [len(batch.sequences) for batch in batches]
     return [one for batch in kept for one in batch.sequences], [batch.metrics for batch in batches]
 
@@ -55,7 +54,8 @@ async def two_steps(shared, feed):
 @pytest.mark.parametrize("way", ["keep", "first", "exact"])
 def test_what_a_step_gets(flight, tmp_path, way):  # noqa: F811
     async def run():
-        feed = feed_of(flight, tmp_path / "run", recompute=way != "keep", exact=way == "exact")
+        feed = feed_of(flight, tmp_path / "run", kv="keep" if way == "keep" else "recompute",
+                       segments="exact" if way == "exact" else "first")  # fmt: skip
         return await two_steps(flight, feed)
 
     sequences, metrics = asyncio.run(run())

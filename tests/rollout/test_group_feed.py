@@ -11,12 +11,12 @@ import pytest
 from moe_rl.config.load import load_config
 from moe_rl.errors import EngineError, PipelineError, RewardError, TraceError
 from moe_rl.report.registry import find
-from moe_rl.rollout.group_feed import GroupFeed, sample_beside
+from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.group_sampler import ServerLost
 from moe_rl.rollout.kept import shards_of
+from moe_rl.rollout.pool_groups import sample_beside
 from moe_rl.rollout.rollouts import Rollouts
-from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.types import Completion, RoutePart, RouteRef, Verdict, VersionSpan
 from moe_rl.weights.update import Received, WeightUpdate
 from tests.support.refusals import refused
@@ -32,6 +32,9 @@ OVERRIDES = {
     "rollout.max_concurrent": SLOTS,
     "rollout.max_completion_tokens": TOKENS,
     "eval.prompts": 1,
+    "pipeline.mode": "async",
+    "pipeline.max_staleness": 2,
+    "pipeline.segments": "first",
 }
 CONFIG = load_config("configs/tiny_moe_cpu.yaml", [f"{key}={value}" for key, value in OVERRIDES.items()])
 TASK = task_of(CONFIG)
@@ -157,23 +160,26 @@ class Verifiers:
         ]
 
 
+def with_keys(config, section, **keys):
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
+
+
 class Rig:
     """A run whose weights are version numbers. It may be begun again in the same folder."""
 
-    def __init__(self, folder, config=CONFIG, *, done=0, places=2, slowest=0, fails=(), **settings):
+    def __init__(self, folder, config=CONFIG, *, done=0, places=2, slowest=0, fails=(), **pipeline):
         folder.mkdir(exist_ok=True)
+        config = with_keys(config, "pipeline", **pipeline)
         self.folder, self.config, self.done = folder, config, done
         self.store = Store(folder / "trace")
         facts = SimpleNamespace(eos_token_ids=(1,))
         self.verifiers = Verifiers(fails)
         self.rollouts = Rollouts(config, facts, TASK, None, self.verifiers, folder, self.store)
-        self.rollouts.ledger = PromptLedger(self.rollouts.ledger.path, in_order=False)
         self.rollouts.ledger.rewind(done)
         self.servers = Servers(self.store, places, slowest)
         self.servers.version = done
-        settings = {"staleness": 2, "spare": 0, "patient": True, "recompute": False, "exact": False} | settings
         files = GroupFiles(folder / "groups", self.store)
-        self.feed = GroupFeed(self.rollouts, self.servers, files, step=done + 1, version=done, **settings)
+        self.feed = GroupFeed(self.rollouts, self.servers, files, step=done + 1, version=done)
         self.batches = {}
 
     async def train(self, until=STEPS, seconds=3.0):
@@ -208,8 +214,8 @@ def check_of_all_runs(rig, staleness):
 def test_a_run_goes_on_while_it_trains(tmp_path):
     async def main():
         rig = Rig(tmp_path)
-        async with rig.feed:
-            await rig.train()
+        await rig.feed.begin()
+        await rig.train()
         most = set(rig.servers.most.values())  # the last free slot may begin a group
         assert min(most) >= SLOTS and max(most) < SLOTS + SIZE, "servers are not kept full"
         return rig
@@ -229,18 +235,18 @@ def test_a_run_goes_on_while_it_trains(tmp_path):
     assert all(0 <= m["pipeline/sampler_idle_fraction"] <= 1 for m in metrics)
     assert sum(m["rollout/witnessed_rows"] for m in metrics) == 5 * len(keys)
     # shards stay as long as a kept step trained on them, and no longer
-    kept = {shard for step in (1, STEPS - 1, STEPS) for shard in shards_of(rig.rollouts.kept.load(step))}
+    kept = {shard for step in (1, STEPS - 1, STEPS) for shard in shards_of(rig.rollouts.kept.load(step).sequences)}
     assert set(rig.store.shards()) == kept and rig.rollouts.kept.steps() == [1, STEPS - 1, STEPS]
 
 
 @pytest.mark.parametrize(("exact", "budget"), [(False, 2048), (True, 2048), (True, 2 * (TOKENS + 24))])
 def test_recomputed_kv_is_never_older_than_the_token(tmp_path, exact, budget):
-    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"microbatch_tokens": budget})})
+    config = with_keys(CONFIG, "train", microbatch_tokens=budget)
 
     async def main():
-        rig = Rig(tmp_path, config, recompute=True, exact=exact)
-        async with rig.feed:
-            await rig.train()
+        rig = Rig(tmp_path, config, kv="recompute", segments="exact" if exact else "first")
+        await rig.feed.begin()
+        await rig.train()
         return rig
 
     rig = run(main())
@@ -280,12 +286,12 @@ def test_recomputed_kv_is_never_older_than_the_token(tmp_path, exact, budget):
 
 def test_groups_of_a_lost_server_go_on_elsewhere(tmp_path):
     async def main():
-        rig = Rig(tmp_path, recompute=True)
-        async with rig.feed:
-            training = asyncio.create_task(rig.train())
-            await asyncio.sleep(4.5)  # after the first update, so that some groups have a piece
-            rig.servers.fail(0)
-            await training
+        rig = Rig(tmp_path, kv="recompute")
+        await rig.feed.begin()
+        training = asyncio.create_task(rig.train())
+        await asyncio.sleep(4.5)  # after the first update, so that some groups have a piece
+        rig.servers.fail(0)
+        await training
         return rig
 
     rig = run(main())
@@ -299,17 +305,17 @@ def test_groups_of_a_lost_server_go_on_elsewhere(tmp_path):
 def test_a_stopped_pool_goes_on_where_it_was(tmp_path):
     async def first():
         rig = Rig(tmp_path)
-        async with rig.feed:
-            await rig.train(until=2, seconds=0.5)
-            await asyncio.sleep(1.2)
-            await rig.feed.stop()
+        await rig.feed.begin()
+        await rig.train(until=2, seconds=0.5)
+        await asyncio.sleep(1.2)
+        await rig.feed.stop()
         return rig
 
     async def second():
         rig = Rig(tmp_path, done=2)
         left = {group.cursor: group.state for group in rig.feed.groups}
-        async with rig.feed:
-            await rig.train()
+        await rig.feed.begin()
+        await rig.train()
         return rig, left
 
     before = run(first())
@@ -326,16 +332,16 @@ def test_a_stopped_pool_goes_on_where_it_was(tmp_path):
 def test_a_killed_pool_takes_over_what_is_on_disk(tmp_path, checkpoint):
     async def first():
         rig = Rig(tmp_path)
-        async with rig.feed:
-            await rig.train(until=2)
-            await asyncio.sleep(2.2)
+        await rig.feed.begin()
+        await rig.train(until=2)
+        await asyncio.sleep(2.2)
         return rig
 
     async def second():
         rig = Rig(tmp_path, done=checkpoint)
         ready = [group.cursor for group in rig.feed.groups]
-        async with rig.feed:
-            await rig.train()
+        await rig.feed.begin()
+        await rig.train()
         return rig, ready
 
     before = run(first())
@@ -349,14 +355,14 @@ def test_a_killed_pool_takes_over_what_is_on_disk(tmp_path, checkpoint):
 def test_a_damaged_group_is_sampled_again(tmp_path):
     async def first():
         rig = Rig(tmp_path)
-        async with rig.feed:
-            await rig.train(until=2)
-            await asyncio.sleep(2.2)
+        await rig.feed.begin()
+        await rig.train(until=2)
+        await asyncio.sleep(2.2)
 
     async def second():
         rig = Rig(tmp_path, done=2)
-        async with rig.feed:
-            await rig.train()
+        await rig.feed.begin()
+        await rig.train()
         return rig
 
     run(first())
@@ -375,8 +381,8 @@ def test_a_failed_group_is_replaced_and_a_run_of_them_ends_the_run(tmp_path):
     async def main(fails, *overrides):
         config = CONFIG if not overrides else load_config("configs/tiny_moe_cpu.yaml", list(overrides))
         rig = Rig(tmp_path / str(fails), config, fails=fails)
-        async with rig.feed:
-            await rig.train()
+        await rig.feed.begin()
+        await rig.train()
         return rig
 
     lenient = [*(f"{k}={v}" for k, v in OVERRIDES.items()), "task.max_failed_fraction=0.75"]
@@ -394,10 +400,11 @@ def test_a_failed_group_is_replaced_and_a_run_of_them_ends_the_run(tmp_path):
 
 def test_a_step_does_not_wait_for_a_spare_group(tmp_path):
     async def main(spare):
-        rig = Rig(tmp_path / str(spare), slowest=TOKENS, spare=spare, staleness=0)
-        async with rig.feed:
-            await rig.feed.take(1)
-            return asyncio.get_running_loop().time()
+        rig = Rig(tmp_path / str(spare), slowest=TOKENS, oversample=spare / PROMPTS, max_staleness=1)
+        await rig.feed.begin()
+        for step in (1, 2):  # no room is left for what began with version 0
+            await rig.feed.take(step)
+        return asyncio.get_running_loop().time()
 
     waited, spared = run(main(0)), run(main(2))
     assert spared < TOKENS <= waited
@@ -406,14 +413,14 @@ def test_a_step_does_not_wait_for_a_spare_group(tmp_path):
 def test_other_requests_are_sampled_beside_the_groups_also_when_a_server_is_lost(tmp_path):
     async def main():
         rig = Rig(tmp_path)
-        async with rig.feed:
-            training = asyncio.create_task(rig.train())
-            requests = [rig.rollouts.request(f"e{n}", (n % 3,), 1.0) for n in range(12)]
-            sampling = asyncio.create_task(sample_beside(rig.feed.sampler, requests, shard="eval"))
-            await asyncio.sleep(2.5)
-            rig.servers.fail(0)
-            completions = await sampling
-            await training
+        await rig.feed.begin()
+        training = asyncio.create_task(rig.train())
+        requests = [rig.rollouts.request(f"e{n}", (n % 3,), 1.0) for n in range(12)]
+        sampling = asyncio.create_task(sample_beside(rig.feed.sampler, requests, shard="eval"))
+        await asyncio.sleep(2.5)
+        rig.servers.fail(0)
+        completions = await sampling
+        await training
         return rig, [one.key for one in requests], [one.key for one in completions]
 
     rig, asked, got = run(main())
@@ -423,14 +430,14 @@ def test_other_requests_are_sampled_beside_the_groups_also_when_a_server_is_lost
 
 def test_a_long_completion_holds_no_slot_but_its_own(tmp_path):
     async def main():
-        rig = Rig(tmp_path, places=1, slowest=TOKENS, staleness=8)
-        async with rig.feed:
-            for _ in range(TOKENS - 2):
-                await asyncio.sleep(1.01)
-                assert rig.servers.load[0] >= SLOTS, "a slot waits for a group to end"
-                assert rig.feed.groups.busy == 1.0
-            (first,) = (group for group in rig.feed.groups if group.cursor == 0)
-            assert (first.state, first.requests) == ("sampling", 1)
+        rig = Rig(tmp_path, places=1, slowest=TOKENS, max_staleness=8)
+        await rig.feed.begin()
+        for _ in range(TOKENS - 2):
+            await asyncio.sleep(1.01)
+            assert rig.servers.load[0] >= SLOTS, "a slot waits for a group to end"
+            assert rig.feed.groups.busy == 1.0
+        (first,) = (group for group in rig.feed.groups if group.cursor == 0)
+        assert (first.state, first.requests) == ("sampling", 1)
 
     run(main())
 
@@ -439,8 +446,8 @@ def test_a_failure_of_the_sampler_ends_the_wait(tmp_path):
     async def main():
         rig = Rig(tmp_path)
         rig.servers.failure = EngineError("it refused")
-        async with rig.feed:
-            await rig.train()
+        await rig.feed.begin()
+        await rig.train()
 
     with pytest.raises(EngineError, match="it refused"):
         run(main())
@@ -450,8 +457,8 @@ def test_a_request_without_a_token_is_not_asked_again_for_ever(tmp_path):
     async def main():
         rig = Rig(tmp_path)
         rig.servers.sample = empty
-        async with rig.feed:
-            await rig.train()
+        await rig.feed.begin()
+        await rig.train()
 
     async def empty(request, shard, leave):
         return Completion(request.key, request.prompt_token_ids, (), np.empty(0, np.float32), "stop", (), None)
@@ -463,10 +470,10 @@ def test_a_request_without_a_token_is_not_asked_again_for_ever(tmp_path):
 def test_a_completion_that_is_older_than_its_group_is_refused(tmp_path):
     async def main():
         rig = Rig(tmp_path, done=0)
-        async with rig.feed:
-            await rig.train(until=3)
-            rig.servers.version = 0  # a server that lost its update
-            await rig.train()
+        await rig.feed.begin()
+        await rig.train(until=3)
+        rig.servers.version = 0  # a server that lost its update
+        await rig.train()
 
     with refused(PipelineError, got="weight version 0") as caught:
         run(main())
