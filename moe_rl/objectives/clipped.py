@@ -12,6 +12,8 @@ token has no gradient, and is a clip event too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,20 +45,18 @@ def grpo(
 
     The denominator is the number of non-empty sequences. The loss is the mean over sequences of means over tokens.
     """
-    broken = check_loss(
+    return _clipped(
         logprobs,
         old_logprobs,
         advantages,
         sequence_ids,
         denominator,
         weights,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
+        clip_low,
+        clip_high,
+        dual_clip,
+        scale=lambda: 1 / own_length(sequence_ids),
     )
-    of_token = token_advantages(advantages, sequence_ids, weights)
-    scale = 1 / own_length(sequence_ids)
-    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, dual_clip, denominator, broken)
 
 
 def dr_grpo(
@@ -79,20 +79,8 @@ def dr_grpo(
     keeps the weight of a token independent of the length of its sequence. The method uses the advantages R - mean,
     without the std.
     """
-    broken = check_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        sequence_ids,
-        denominator,
-        weights,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    of_token = token_advantages(advantages, sequence_ids, weights)
     return _clipped(
-        logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, dual_clip, denominator, broken
+        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low, clip_high, dual_clip
     )
 
 
@@ -115,20 +103,8 @@ def dapo(
     The denominator is the number of tokens, so every token of the batch weighs the same. The paper uses clip_low 0.2
     and clip_high 0.28. DAPO's dynamic sampling and its penalty for long completions are not part of the loss.
     """
-    broken = check_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        sequence_ids,
-        denominator,
-        weights,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    of_token = token_advantages(advantages, sequence_ids, weights)
     return _clipped(
-        logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, dual_clip, denominator, broken
+        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low, clip_high, dual_clip
     )
 
 
@@ -154,6 +130,42 @@ def decoupled(
     sampler. The denominator is the number of tokens, including those with a truncated weight. Clip events and ratio
     statistics use r_t, without w_t.
     """
+    return _clipped(
+        logprobs,
+        old_logprobs,
+        advantages,
+        sequence_ids,
+        denominator,
+        weights,
+        clip_low,
+        clip_high,
+        dual_clip,
+        scale=lambda: (old_logprobs.detach().double() - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap),
+        rollout_logprobs=rollout_logprobs,
+        weight_cap=weight_cap,
+    )
+
+
+def _clipped(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    scale: Callable[[], Tensor] | None = None,
+    rollout_logprobs: Tensor | None = None,
+    **parameters: float,
+) -> PolicyLoss:
+    """Check the arguments of a loss. Return -sum(scale * c) / denominator with its counts.
+
+    Args:
+        scale: returns [T] float64, the factor of each token's c_t. It is called after the checks. None: 1.
+        parameters: further parameters, which are only checked.
+    """
     broken = check_loss(
         logprobs,
         old_logprobs,
@@ -164,35 +176,14 @@ def decoupled(
         rollout_logprobs=rollout_logprobs,
         clip_low=clip_low,
         clip_high=clip_high,
-        weight_cap=weight_cap,
         dual_clip=dual_clip,
+        **parameters,
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
-    scale = (old_logprobs.detach().double() - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap)
-    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, dual_clip, denominator, broken)
-
-
-def _clipped(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    of_token: Tensor,
-    scale: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    denominator: int,
-    broken: Tensor,
-) -> PolicyLoss:
-    """Return the loss -sum(scale * c) / denominator with its counts.
-
-    Args:
-        of_token: [T], advantages from `token_advantages`.
-        scale: [T] float64, factor of each token's c_t before the division by the denominator.
-        broken: the result of `check_loss`.
-    """
     log_ratio = logprobs.double() - old_logprobs.detach().double()
     surrogate, ratio, clipped = clipped_surrogate(log_ratio, of_token, clip_low, clip_high, dual_clip)
-    loss = -(surrogate * scale).sum() / denominator
+    terms = surrogate if scale is None else surrogate * scale()
+    loss = -terms.sum() / denominator
     return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
 
 
