@@ -75,7 +75,7 @@ def of_run(folder: RunFolder, config: Config) -> tuple[int, list[Weights]]:
     steps = KeptRollouts(folder.rollouts, TraceStore(folder.trace)).steps() if folder.trace.is_dir() else []
     lag = config.pipeline.lag
     if config.pipeline.by_group:
-        steps = steps[:1] if steps[:1] == [1] else []  # the rollouts of later steps are of several versions
+        steps = [step for step in steps if step == 1]  # the rollouts of later steps are of several versions
     versions = {step: max(0, step - 1 - lag) for step in steps}
     scorable = [step for step, version in versions.items() if not version or version in saved]
     if not scorable:

@@ -124,13 +124,11 @@ class MismatchSums:
         def total(values: Tensor) -> Tensor:
             return torch.where(there, values, 0.0).sum()
 
-        estimate, counted = k3(d), torch.ones_like(d)
+        estimate, nothing = k3(d), d.new_zeros(len(LAGS))
         by_lag = {
             f"{name}_lag_{lag}": one
-            for name, values in (("tokens", counted), ("k3", estimate))
-            for lag, one in zip(
-                LAGS, sums_by_lag(values, lags) if lags is not None else d.new_zeros(len(LAGS)), strict=True
-            )
+            for name, values in (("tokens", torch.ones_like(d)), ("k3", estimate))
+            for lag, one in zip(LAGS, nothing if lags is None else sums_by_lag(values, lags), strict=True)
         }
         sums = {
             "tokens": d.new_full((), len(d)),
