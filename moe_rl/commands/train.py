@@ -41,7 +41,7 @@ from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problem
 from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.planning.peaks import render as render_peaks
 from moe_rl.planning.plan_table import render
-from moe_rl.planning.side_balance import side_balance
+from moe_rl.planning.side_balance import Speeds, side_balance
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
 from moe_rl.report.side_speeds import measured_speeds, read_speeds
@@ -267,9 +267,11 @@ def _typed() -> str:
 
 def _plan(config: Config, folder: RunFolder | None, world_size: int, options: argparse.Namespace) -> int:
     trace, file = options.trace, options.json
-    speeds = None if folder is None else measured_speeds(folder.path)
+    speeds: Speeds | None = None
     if options.speeds is not None:
         speeds = read_speeds(options.speeds)
+    elif folder is not None:
+        speeds = measured_speeds(folder.path)
     balance = None if speeds is None else side_balance(config, world_size, speeds)
     facts, found, absent = _model_to_plan(config, world_size, begins=folder is None)
     (absent if absent else found).extend(tracker_problems(config))

@@ -116,8 +116,8 @@ def windows(intervals: Sequence[Interval]) -> list[Window]:
         end = max((one.end for one in by_step[step] if one.what == WEIGHTS), default=begin)
         if end > begin:
             reached = end
-            busy = {side: _within(spans, begin, reached) for side, spans in merged.items()}
-            found.append(Window(step, begin, reached, busy))
+            busy = {side: _within(spans, begin, end) for side, spans in merged.items()}
+            found.append(Window(step, begin, end, busy))
     return found
 
 
