@@ -21,7 +21,8 @@ hypothesis.settings.load_profile("any machine")
 # Folders with whole runs, several ranks, real engines: the longest first.
 _FIRST = ("end_to_end", "distributed", "rollout")
 # Files whose tests share what is slow to start: a world of ranks, an engine.
-_SHARED = {"rollout/test_engine.py": "engine", "rollout/test_weight_update.py": "engine"}
+_ON_ENGINE = ("test_engine.py", "test_weight_update.py", "test_in_flight.py", "test_feed_on_engine.py")
+_SHARED = {f"rollout/{name}": "engine" for name in _ON_ENGINE}
 # Files whose tests take minutes each, and share nothing but a run on disk.
 _APART = ("test_run.py", "test_faults.py", "test_resume.py")
 

@@ -51,7 +51,7 @@ async def two_steps(shared, feed):
     return [one for batch in kept for one in batch.sequences], [batch.metrics for batch in batches]
 
 
-@pytest.mark.parametrize("way", ["keep", "first", "exact"])
+@pytest.mark.parametrize("way", ["keep", pytest.param("first", marks=pytest.mark.long), "exact"])
 def test_what_a_step_gets(flight, tmp_path, way):  # noqa: F811
     async def run():
         feed = feed_of(flight, tmp_path / "run", kv="keep" if way == "keep" else "recompute",
