@@ -4,8 +4,8 @@
 Every part (benchmarks/scale_parts/) takes the sizes of a model's step from its config, works through some fractions of
 them with random routes, fits a law to the processor seconds, and gives what the whole step takes by this law. It runs
 in a process of its own. Figures are medians over the rounds. Those of the first model are at the top of the file, those
-of all under "models". The sum of
-what nothing overlaps is `serial_seconds_before_step`, where all its parts were measured.
+of all under "models". The sum of what nothing overlaps is `serial_seconds_before_step`, where all its parts were
+measured.
 
 --before COMMIT: measure the moe_rl of this commit too, in turns. A key then also has a `before_<key>`, and a
     `ratio_<key>`, now : before.

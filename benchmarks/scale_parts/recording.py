@@ -32,7 +32,7 @@ RUNNING = 112
 
 def measured(target: Target) -> dict[str, float]:
     """Return milliseconds that the hook before a step takes above its median: the 99th percentile over steps in which
-    requests finish one by one, and the step in which several do."""
+    requests finish one by one, and the worst of the steps in which and after which several do."""
     with tempfile.TemporaryDirectory() as root:
         engine, seconds = Engine(root, target), []
         for number in range(FINISHES):
@@ -42,7 +42,7 @@ def measured(target: Target) -> dict[str, float]:
             seconds.append(engine.step(finished=[key]))
         keys = [f"many{number}" for number in range(TOGETHER)]
         engine.start(keys)
-        together = engine.step(finished=keys)
+        together = max(engine.step(finished=keys), *(engine.step() for _ in range(2 * TOGETHER)))
         assert len(engine.recorder.publish("shard", dict.fromkeys(keys, engine.token_ids))) == TOGETHER
     usual, high = np.percentile(seconds, [50, 99])
     return {

@@ -60,6 +60,19 @@ class _Allotted:
             slots.extend(table, blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Holds a finished request whose rows are still in their slots.
+
+    Several requests may finish in one step. Taking the rows of all would hold up the step, so a step takes those of
+    one, and of the others only if their blocks get new owners.
+    """
+
+    sink: str
+    blocks: frozenset[int]
+    take: Callable[[], None]
+
+
 class Recorder:
     """Records in one worker.
 
@@ -104,6 +117,7 @@ class Recorder:
         self._requests: dict[str, Recorded] = {}
         self._partial_hits: dict[int, int] = {}
         self._journal: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
+        self._leaving: deque[_Leaving] = deque()
         self._step_is_open = False
         self.weight_version = 0
         self.stats: Counter[str] = Counter(witnessed=0)
@@ -128,6 +142,17 @@ class Recorder:
         """
         self._work_off(wait=True)
         return self.sinks.publish(sink, sequences, aborted)
+
+    def open(self, sink: str, folder: str = "") -> None:
+        """Begin a shard, or begin it anew. `folder` is the store's, below the trace root. Raises TraceError."""
+        if any(one.sink == sink for one in self._leaving):  # begun anew: what was asked of it must not enter it later
+            self._work_off(wait=True)
+        self.sinks.open(sink, folder)
+
+    def abandon(self, sink: str) -> None:
+        """Drop an unpublished shard, if it exists."""
+        self._work_off(wait=True)
+        self.sinks.abandon(sink)
 
     def unfinished(self, sink: str) -> list[str]:
         """Return the keys of requests that may still add to a shard. vLLM reports a request's end one step later."""
@@ -171,7 +196,7 @@ class Recorder:
         for at, request_id in enumerate(cached.req_ids):
             blocks, computed = cached.new_block_ids[at], cached.num_computed_tokens[at]
             self._continue(request_id, blocks, computed, allotted, resumed=request_id in cached.resumed_req_ids)
-        self._submit(partial(allotted.apply, self._slots))
+        self._submit(partial(self._give, allotted))
         for source, target in scheduled.kv_cache_block_copies or ():
             if (rows := self._partial_hits.get(target)) is not None:
                 self._submit(partial(self._slots.copy, source, target, rows))
@@ -296,7 +321,10 @@ class Recorder:
                 if beside is not None:
                     beside.drop(request)
 
-        self._submit(take)
+        if request.ask is None:
+            self._submit(take)
+        else:
+            self._submit(partial(self._leaving.append, _Leaving(request.ask.sink, frozenset(table.blocks), take)))
 
     def _name_of_step(self, scheduled) -> str:
         """Return the seed for choosing witnessed rows: the first request of the step and its position."""
@@ -320,20 +348,35 @@ class Recorder:
 
     # The journal and its actions.
 
+    def _give(self, allotted: _Allotted) -> None:
+        """Give blocks away, after taking the rows that lie in them. Rows are taken in the order of leaving."""
+        lose = [at for at, one in enumerate(self._leaving) if not one.blocks.isdisjoint(allotted.fresh)]
+        self._take(lose[-1] + 1 if lose else 0)
+        allotted.apply(self._slots)
+
+    def _take(self, most: int) -> None:
+        """Take the rows of requests that left, in their order."""
+        for _ in range(min(most, len(self._leaving))):
+            self._leaving.popleft().take()
+
     def _submit(self, act: Callable[[], None], ready: torch.Event | None = None) -> None:
         self._journal.append((ready, act))
 
     def _work_off(self, *, wait: bool = False) -> None:
-        """Perform what is ready, in order. Wait for copies if `wait` is set or too many are in flight."""
+        """Perform what is ready, in order. Wait for copies if `wait` is set or too many are in flight.
+
+        Then take the rows of one request that left, or of all of them if `wait` is set.
+        """
         while self._journal:
             ready, act = self._journal[0]
             if ready is not None and not ready.query():
                 if not wait and sum(event is not None for event, _ in self._journal) <= _MAX_STEPS_IN_FLIGHT:
-                    return
+                    break
                 self.stats["waits"] += 1
                 ready.synchronize()
             self._journal.popleft()
             act()
+        self._take(len(self._leaving) if wait else 1)
 
     def _store(
         self,

@@ -48,7 +48,7 @@ class RecorderControl:
     def moe_rl_open(self, sink: str, folder: str = "") -> None:
         """Begin a shard. `folder` is the store's, below the trace root."""
         if self.moe_rl_recorder is not None:
-            self.moe_rl_recorder.sinks.open(sink, folder)
+            self.moe_rl_recorder.open(sink, folder)
 
     def moe_rl_publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
@@ -60,7 +60,7 @@ class RecorderControl:
 
     def moe_rl_abandon(self, sink: str) -> None:
         if self.moe_rl_recorder is not None:
-            self.moe_rl_recorder.sinks.abandon(sink)
+            self.moe_rl_recorder.abandon(sink)
 
     def moe_rl_update_weights(self, update: bytes) -> dict[str, object]:
         """Load one part of new weights, see `weights.update.encode`. Returns a `Holding` as plain values."""

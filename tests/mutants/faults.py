@@ -966,8 +966,8 @@ MUTANTS: list[Mutant] = [
         (
             "copies not waited for",
             "recorder.py",
-            "self._work_off(wait=True)",
-            "self._work_off()",
+            "self._work_off(wait=True)\n        return",
+            "self._work_off()\n        return",
             "A shard is published before the last rows have arrived from the device.",
             "tests/vllm/test_recorder.py",
         ),
@@ -1042,6 +1042,22 @@ MUTANTS: list[Mutant] = [
             "msgspec.structs.replace(self._holding, whole=True)",
             "A server whose update broke off goes on sampling.",
             "tests/vllm/test_gate.py",
+        ),
+        (
+            "publication that does not wait",
+            "sinks.py",
+            "is not None:\n            sink.wait()\n",
+            "is not None:\n            pass\n",
+            "A shard is published without the records that are still being written, or their requests are refused.",
+            "tests/vllm/test_sinks.py",
+        ),
+        (
+            "rows not taken before their blocks are given away",
+            "recorder.py",
+            "self._take(lose[-1] + 1 if lose else 0)",
+            "self._take(0)",
+            "Requests that finish in one step lose their rows to the next requests, and have no routes.",
+            "tests/vllm/test_recorder.py",
         ),
         (
             "a stale prefix cache",

@@ -318,6 +318,38 @@ def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
     fake.compare("b", refs["b"], b, fake.routes(b, range(4), 1))
 
 
+def test_a_step_takes_the_rows_of_one_finished_request(fake, monkeypatch):
+    """The other rows are taken in later steps, and at once where their blocks get new owners, always in order."""
+    added, tokens = [], {key: [number, 10 + number, 20 + number] for number, key in enumerate("abcde")}
+
+    def add(sinks, request, ask, rows, aux, real=module.Sinks.add):
+        added.append(ask.key)
+        real(sinks, request, ask, rows, aux)
+
+    monkeypatch.setattr(module.Sinks, "add", add)
+    fake.step(new=[(key, key, [number], 0, ids) for number, (key, ids) in enumerate(tokens.items())])
+    fake.step(finished=[*tokens])
+    assert added == ["a"]
+    fake.step(new=[("f", None, [2], 0, [1])])  # gets the block of c
+    assert added == ["a", "b", "c", "d"]  # d is the one of this step
+    refs = fake.recorder.publish("shard", tokens)
+    assert added == [*tokens] and [ref.key for ref in fake.store.records("shard")] == [*tokens]
+    for key, ids in tokens.items():
+        fake.compare(key, refs[key], ids, fake.routes(ids, range(3), 0))
+
+
+@pytest.mark.parametrize("call", ["open", "abandon"])
+def test_rows_that_are_still_to_be_taken_do_not_enter_a_shard_begun_anew(fake, call):
+    tokens = {"a": [1, 2], "b": [3, 4], "c": [5, 6]}
+    for _ in range(2):  # of the same keys, as after a call that failed
+        fake.step(new=[(key, key, [number], 0, ids) for number, (key, ids) in enumerate(tokens.items())])
+        fake.step(finished=[*tokens])
+        getattr(fake.recorder, call)("shard")
+    with refused(EngineError, fault="nothing" if call == "abandon" else "not recorded"):
+        fake.recorder.publish("shard", tokens)
+    assert not fake.store.shards()
+
+
 def test_copies_under_way_are_bounded(fake, monkeypatch):
     waits = []
     monkeypatch.setattr(module, "to_host", lambda tensors: ([t.clone() for t in tensors], LateEvent(waits)))
