@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
+from moe_rl.config.correction_keys import CorrectionConfig
 from moe_rl.config.section import NotNegative, Positive, Section, chosen_by, members
 from moe_rl.errors import About, Problem, describe
 
@@ -25,32 +26,6 @@ DualClip = Annotated[
     ),
 ]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
-
-# For each rule: the bounds that it needs, and those that it accepts in addition.
-_BOUNDS = {
-    "truncate": ({"high"}, set()),
-    "mask": ({"high"}, {"low"}),
-    "reject": (set(), {"low", "high"}),
-    "veto": ({"low"}, set()),
-}
-_WEIGH = ("truncate", "mask")  # rules whose weight is the ratio itself
-
-
-class CorrectionConfig(Section):
-    """Defines a weight that corrects the mismatch of sampler and trainer (moe_rl/objectives/corrections.py)."""
-
-    level: Literal["token", "sequence", "geometric"]
-    """Ratio of the trainer's old policy to the sampler that the rule uses. token: the ratio of the token. sequence: the
-    product of the ratios of all tokens of the sequence. geometric: their geometric mean."""
-    rule: Literal["truncate", "mask", "reject", "veto"]
-    """Weight that follows from the ratio. truncate: the ratio, but at most `high`. mask: the ratio inside the bounds,
-    and 0 outside. reject: 1 inside the bounds, and 0 outside. veto: 0 for the whole sequence if the ratio of any of its
-    tokens is below `low`."""
-    low: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Lower bound of the ratio. mask and reject may have it, and veto needs it. A ratio of 1 is always inside the
-    bounds."""
-    high: Annotated[float, Field(ge=1.0)] | None = None
-    """Upper bound of the ratio. truncate and mask need it, and reject may have it."""
 
 
 class ObjectiveConfig(Section):
@@ -128,11 +103,11 @@ class ObjectiveConfig(Section):
     def _correction_problems(self) -> Iterator[Problem]:
         for number, correction in enumerate(self.corrections):
             key = f"objective.corrections.{number}"
-            yield from _bound_problems(key, correction)
+            yield from correction.bound_problems(key)
             yield from self._loss_problems(key, correction)
         if self.second_moment_limit is not None:
             yield from self._second_moment_problems()
-        weighing = [one for one in self.corrections if one.rule in _WEIGH]
+        weighing = [one for one in self.corrections if one.weighs]
         if len(weighing) > 1:
             yield describe(
                 "more than one correction weighs by the ratio to the sampler; the ratio would count twice",
@@ -141,7 +116,7 @@ class ObjectiveConfig(Section):
                 expected="at most one truncate or mask",
                 do="use reject for the others, which is mask without the weight",
             )
-        seen = [(one.level, one.rule) for one in self.corrections if one.rule not in _WEIGH]
+        seen = [(one.level, one.rule) for one in self.corrections if not one.weighs]
         for level, rule in sorted({pair for pair in seen if seen.count(pair) > 1}):
             yield describe(
                 "the same level and rule twice",
@@ -161,7 +136,7 @@ class ObjectiveConfig(Section):
                 expected="objective.old_logprobs trainer, or no correction; objective.off_policy_delta works with both",
             )
             return
-        if self.weighs_by_sampler and rule in _WEIGH:
+        if self.weighs_by_sampler and correction.weighs:
             yield describe(
                 "the loss has the ratio to the sampler in it already, and it would count twice",
                 where={"key": f"{key}.rule", **where},
@@ -395,32 +370,3 @@ def without_nulls(objective: Any) -> Any:
         return objective
     parameters = {key for keys in LOSS_PARAMETERS.values() for key in keys}
     return {key: value for key, value in objective.items() if value is not None or key not in parameters}
-
-
-def _bound_problems(key: str, correction: CorrectionConfig) -> Iterator[Problem]:
-    rule = correction.rule
-    needed, allowed = _BOUNDS[rule]
-    given = {bound for bound in ("low", "high") if getattr(correction, bound) is not None}
-    for bound in sorted(needed - given):
-        yield describe(f"{rule} needs it", where={"key": f"{key}.{bound}"}, got="no value")
-    for bound in sorted(given - needed - allowed):
-        yield describe(
-            f"rule {rule} has no such bound",
-            where={"key": f"{key}.{bound}"},
-            got=getattr(correction, bound),
-            expected=f"only {' and '.join(sorted(needed))}",
-        )
-    if not needed and not given:
-        yield describe(f"{rule} without a bound keeps everything", where={"key": key}, got="neither low nor high")
-    if correction.low == correction.high == 1:
-        yield describe(
-            "the bounds leave a single ratio", where={"key": key}, got="low 1 and high 1", expected="low < high"
-        )
-    if rule == "veto" and correction.level != "token":
-        yield describe(
-            "a veto works on single tokens",
-            where={"key": f"{key}.level"},
-            got=correction.level,
-            expected="token",
-            do=f"take level {correction.level} with rule reject to drop a sequence by its own ratio",
-        )

@@ -192,9 +192,9 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a veto by sequence",
-            "objective.py",
-            'if rule == "veto" and correction.level != "token":',
-            'if rule == "veto" and correction.level == "token":',
+            "correction_keys.py",
+            'if rule == "veto" and self.level != "token":',
+            'if rule == "veto" and self.level == "token":',
             "A veto of single tokens is refused, one of whole sequences is not.",
             "tests/config/test_objective.py",
         ),
