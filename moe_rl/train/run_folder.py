@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from moe_rl import checkpoint_folder
 from moe_rl.config.load import dump_config, load_config
@@ -236,21 +236,17 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
     """
     with folder.lock.open("a+") as file:
         deadline = time.monotonic() + _STILL_ENDING
-        while first:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    raise ConfigError(
-                        describe(
-                            "the run is still going",
-                            where={"folder": folder.path},
-                            got=f"a locked run.lock; {file.read() or 'rank 0 has not written to it yet'}",
-                            do="wait until the run ends, or stop it",
-                        )
-                    ) from None
+        while first and not _locked(file):
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise ConfigError(
+                    describe(
+                        "the run is still going",
+                        where={"folder": folder.path},
+                        got=f"a locked run.lock; {file.read() or 'rank 0 has not written to it yet'}",
+                        do="wait until the run ends, or stop it",
+                    )
+                )
             time.sleep(0.1)
         if first:
             file.truncate(0)
@@ -263,11 +259,17 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
 def goes_on(folder: RunFolder) -> bool:
     """Tell whether a rank of the run still lives. Needs the right to write its run.lock, and changes nothing."""
     with suppress(FileNotFoundError, PermissionError), folder.lock.open("r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+        return not _locked(file)
     return False
+
+
+def _locked(file: TextIO) -> bool:
+    """Lock a file for this process alone; return whether that was possible."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def take_over(folder: RunFolder, config: Config) -> dict[str, tuple[Any, Any]]:
