@@ -44,6 +44,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
     """
     from vllm.platforms import current_platform
 
+    from moe_rl.vllm.scheduler import SCHEDULER
     from moe_rl.vllm.worker import CONTROL, WORKER
     from moe_rl.weights.receiver import BACKEND
 
@@ -55,6 +56,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
         # Log-probabilities of the distribution that the token was drawn from: after the temperature, not before.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": CONTROL,
+        "scheduler_cls": SCHEDULER,
         "weight_transfer_config": {"backend": BACKEND},
     }
     if current_platform.is_cpu() and patches.inspect().summary != "patched":

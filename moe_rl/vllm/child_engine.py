@@ -307,15 +307,6 @@ class ChildEngine:
             if self._source is not None:
                 self._source.set_weight_version(call.update.version)
             self._version = call.update.version
-            self._salt_anew()
-
-    def _salt_anew(self) -> None:
-        """Have requests that wait for their first token begin under the present weights, with prefixes of these."""
-        for request in self._core.scheduler.waiting:
-            if not request.num_computed_tokens and not request.num_preemptions:
-                request.cache_salt = str(self._version)
-                request.block_hashes.clear()
-                request.update_block_hashes()
 
     def _hear(self, answers: list[dict[str, object]]) -> None:
         """Store what the workers report that they hold."""

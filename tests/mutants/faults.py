@@ -1005,8 +1005,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a waiting request with an old salt",
-            "child_engine.py",
-            "            self._salt_anew()\n",
+            "scheduler.py",
+            '                    request.cache_salt = f"pause {self.pauses}"\n',
             "",
             "A request that waits over an update begins with the older prefix of its group.",
             "tests/rollout/test_in_flight.py",

@@ -170,6 +170,21 @@ async def keep(groups, send, store, change, *, old, new, name) -> list[Completio
     return [one for group in sampled for one in group]
 
 
+async def begin_late(groups, send, store, change, *, old, new, name, at_once: int) -> None:
+    """Send an update while two requests of a group wait, as the sampler runs only so many at once. They begin under the
+    new weights, although the prompt of their group is cached under the old ones."""
+    requests = make_requests(1, at_once + 2, prompt=PROMPT, max_tokens=60)
+    task = groups.sample_group(groups.places[0], requests, shard=f"{name}-late", leave=asyncio.Event())
+    task = asyncio.ensure_future(task)
+    await forwarded(groups, PROMPT + 20 * at_once)
+    await groups.pause()
+    await send(groups)
+    await groups.resume()
+    sampled = await task
+    both = [check_kept(one, store, change, old, new) for one in sampled]
+    assert sum(both) == at_once and [one.oldest_version for one in sampled].count(new) == 2
+
+
 async def recompute(groups, send, store, change, *, old, new, name) -> None:
     """Leave a group before an update, and continue its completions under the new weights: with the earlier record as
     parent, whose rows stay as they were, and without, where all rows are of the new weights."""

@@ -12,17 +12,19 @@ from moe_rl.errors import SamplerGone, WeightSyncError
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.fleet_groups import FleetGroups
 from tests.rollout.conftest import make_requests
-from tests.rollout.in_flight import Change, by_broadcast, forwarded, keep, recompute
+from tests.rollout.in_flight import Change, begin_late, by_broadcast, forwarded, keep, recompute
 from tests.rollout.serving import serving
 from tests.weights.sending import by_disk
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
+AT_ONCE = 12
+
 
 def test_a_server_samples_through_updates(checkpoint, weights, others, reference, other_reference, tmp_path):
     """One server, as it is slow to start: keys and values that are kept, by disk and by broadcast; a group that was
     left; and what a pause refuses."""
-    with serving(checkpoint, tmp_path) as server:
+    with serving(checkpoint, tmp_path, "--max-num-seqs", str(AT_ONCE)) as server:
         root = Path(server.ready["trace_root"])
         client = server.client(alone=True, timeout_seconds=60)
         asyncio.run(client.adopt())
@@ -42,24 +44,26 @@ def test_a_server_samples_through_updates(checkpoint, weights, others, reference
                               name="left"))  # fmt: skip
         asyncio.run(keep(groups, lambda to: by_broadcast(to, fleet.workers, others, version=4, replaces=3),
                          server.store, there, old=3, new=4, name="broadcast"))  # fmt: skip
+        asyncio.run(begin_late(groups, lambda to: to.take_weights(update(5, weights)), server.store, back, old=4, new=5,
+                               name="late", at_once=AT_ONCE))  # fmt: skip
 
         async def pauses():
             requests, leave = make_requests(1, 2, prompt=40, max_tokens=150), asyncio.Event()
             group = asyncio.ensure_future(groups.sample_group(0, requests, shard="a", leave=leave))
             await forwarded(groups, 100)
             with pytest.raises(WeightSyncError, match="pause"):
-                await groups.take_weights(update(5, weights))
+                await groups.take_weights(update(6, others))
             await groups.pause()
             waiting = asyncio.ensure_future(groups.sample_group(0, requests, shard="b", leave=leave))
             await asyncio.sleep(0.3)
             leave.set()
             assert [(one.finish_reason, one.versions, one.routes) for one in await waiting] == [("abort", (), None)] * 2
             assert all(one.routes.rows == len(one.prompt_token_ids + one.token_ids) - 1 for one in await group)
-            with pytest.raises(WeightSyncError, match="replaces version 5"):
-                await groups.take_weights(update(6, weights))
+            with pytest.raises(WeightSyncError, match="replaces version 6"):
+                await groups.take_weights(update(7, others))
             with pytest.raises(WeightSyncError, match="all have confirmed"):
                 await groups.resume()
-            await groups.take_weights(update(5, weights))
+            await groups.take_weights(update(6, others))
             await groups.resume()
             requests[0], told = replace(requests[0], max_tokens=5), []
             sampling = groups.sample_group(0, requests, shard="c", leave=asyncio.Event(), ended=told.append)

@@ -1,0 +1,36 @@
+"""Makes vLLM's scheduler. New weights come in a pause; what waits over one gets no prefix that was cached before it.
+
+vLLM looks for cached prefixes when a request begins. The salt that keeps prefixes of different weights apart comes with
+the request, which may begin much later, when others leave it a place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SCHEDULER = f"{__name__}.make"
+
+
+def make(*, vllm_config: Any, **rest: Any) -> Any:
+    """Return the scheduler that vLLM would make, with this duty. vLLM calls this as its `scheduler_cls`."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+
+    class Salting(base):
+        pauses = 0
+
+        def set_pause_state(self, pause_state: PauseState) -> None:
+            super().set_pause_state(pause_state)
+            if pause_state != PauseState.UNPAUSED:
+                return
+            self.pauses += 1
+            for request in self.waiting:
+                if not request.num_computed_tokens and not request.num_preemptions:
+                    request.cache_salt = f"pause {self.pauses}"
+                    request.block_hashes.clear()
+                    request.update_block_hashes()
+
+    return Salting(vllm_config=vllm_config, **rest)
