@@ -17,7 +17,7 @@ def make(*, vllm_config: Any, **rest: Any) -> Any:
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    base: Any = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
 
     class Salting(base):
         pauses = 0

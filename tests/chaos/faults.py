@@ -245,8 +245,10 @@ FLIGHT = (
         NOT_LOADED, "P6", "engine: behind the digests, before vLLM loads", "rank 0, by the canary", "WeightSyncError",
         ("an update has not reached a sampler", "--resume {run}"), "behind the update", ENDS_ONCE, "flight",
     ),
+    _flies("the engine", "killed", "is sampled"),
     _flies("a rank", "stopped", "is judged"),
     _flies("a verifier", "killed", "is judged"),
+    _flies("the pool", "stopped", "is ready"),
     _flies("the engine", "stopped", "is being consumed"),
 )  # fmt: skip
 

@@ -509,10 +509,13 @@ _in_state(ASKED, "is sampled", _ask_to_stop)
 
 @in_function(ASKED, "moe_rl.vllm.child_engine", "ChildEngine._advance")
 def _slow(advance):
-    """Not a fault: an engine so slow that a step of the trainer ends in the middle of a group."""
+    """Not a fault: once the run was asked to stop, the engine is slow behind a group's first tokens, so that the run
+    stops in the middle of a group."""
 
     def waiting(engine):
-        time.sleep(0.1)
+        begun = all(output.token_ids for call in engine.running.values() for output in call.outputs)
+        if begun and witnesses(Path(os.environ["CHAOS"]), ASKED):
+            time.sleep(1.0)
         return advance(engine)
 
     return waiting
