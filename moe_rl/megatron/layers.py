@@ -9,13 +9,15 @@ from functools import lru_cache
 import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from moe_rl.planning.token_layout import positions_of
+from moe_rl.planning.token_layout import positions_of, rows_of
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -59,6 +61,40 @@ class ExpertOutput(RowParallelLinear):
     def forward(self, input_):
         output, bias = super().forward(input_)
         return (output if bias is None else output.clone()), bias
+
+
+class PackedSelfAttention(SelfAttention):
+    """Extends SelfAttention: it rotates all sequences of a packed run at once.
+
+    In every layer Megatron would cut the angles sequence by sequence, and the host would wait for the device each time.
+    """
+
+    def forward(self, *args, rotary_pos_emb: torch.Tensor, packed_seq_params, **kwargs):
+        context = self.pg_collection.cp
+        self._angles = rotary_pos_emb
+        if context.size() > 1:
+            own = _own_rows(packed_seq_params.lengths, context.rank(), context.size(), rotary_pos_emb.device)
+            self._angles = rotary_pos_emb.index_select(0, own)
+        return super().forward(*args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
+
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        return self._rotated(query), self._rotated(key), *rest
+
+    def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rotate [T, 1, heads, d]. Without borders of sequences, row n gets angle n."""
+        scale, context = self._yarn_concentration_factor, self.pg_collection.cp
+        return apply_rotary_pos_emb(rows, self._angles, config=self.config, mscale=scale, cp_group=context)
+
+
+@lru_cache(maxsize=8)  # every layer of a microbatch asks for the same result
+def _own_rows(lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(rows_of(lengths, rank, ranks)).to(device)
+
+
+@lru_cache(maxsize=8)
+def _positions(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
 
 
 class PackedAttention(torch.nn.Module):
@@ -184,8 +220,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
     """Computes rotary angles for a packed run, with positions counted from 0 in every sequence.
 
     Megatron's own forward gives angles up to the longest sequence, and its unfused rope then rotates one sequence at a
-    time. If it receives angles of the full length instead, it rotates the whole run at once; where context-parallel
-    ranks share the run, it picks the angles of its rows. YaRN's angles come with a scaling factor, as in Megatron.
+    time. YaRN's angles come with a scaling factor, as in Megatron.
 
     Args:
         angles: Megatron's embedding.
@@ -205,7 +240,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, float]:
         found = self.angles.get_emb(max(lengths), offset)
         angles, *size = found if isinstance(found, tuple) else (found,)  # [longest, 1, 1, d]
-        packed = torch.cat([angles[:n] for n in lengths])
+        packed = angles.index_select(0, _positions(lengths, angles.device))
         return (packed, *size) if size else packed
 
 

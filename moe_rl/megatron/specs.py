@@ -28,7 +28,14 @@ from megatron.core.transformer.transformer_layer import (
 
 from moe_rl.errors import About, ConfigError, describe
 from moe_rl.megatron.bypasses import refuse_bypasses
-from moe_rl.megatron.layers import ExpertOutput, LatentAttention, PackedAttention, RMSNorm, TorchLatentAttention
+from moe_rl.megatron.layers import (
+    ExpertOutput,
+    LatentAttention,
+    PackedAttention,
+    PackedSelfAttention,
+    RMSNorm,
+    TorchLatentAttention,
+)
 from moe_rl.megatron.router import ReplayLayer, ReplayMoELayer, ReplayRouter
 
 
@@ -52,12 +59,16 @@ def replay_spec(config: TransformerConfig, vp_stage: int | None = None) -> Trans
     return dataclasses.replace(spec, layer_specs=[_with_replay(layer) for layer in spec.layer_specs])
 
 
+# Megatron's attention, and ours for packed sequences.
+_PACKED = {SelfAttention: PackedSelfAttention, MLASelfAttention: LatentAttention}
+
+
 def _with_replay(layer: ModuleSpec) -> ModuleSpec:
     """Return a new spec of a layer, with replay if its MLP has experts. New, because Megatron's layers may share a
     spec."""
     mlp, attention = layer.submodules.mlp, layer.submodules.self_attention
-    if attention.module is MLASelfAttention:
-        attention = dataclasses.replace(attention, module=LatentAttention)
+    if attention.module in _PACKED:
+        attention = dataclasses.replace(attention, module=_PACKED[attention.module])
     if not isinstance(mlp, functools.partial):
         raise TypeError(f"expected the builder of an MLP, got {mlp!r}")
     if mlp.func is MoELayer:

@@ -2,12 +2,14 @@
 must not be mistaken for it."""
 
 import dataclasses
+from itertools import accumulate
 
 import torch
 
 from moe_rl.config.training import ParallelConfig
 from moe_rl.replay.session import ReplaySession
 from tests.megatron.models import TRAIN, facts, table
+from tests.support.operations import Operations
 
 T = 12
 
@@ -15,7 +17,7 @@ T = 12
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def build(**recompute):
+def build(**changes):
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -27,7 +29,7 @@ def build(**recompute):
     style = facts()
     config = transformer_config(style, TRAIN, ParallelConfig())
     settings = {"mtp_num_layers": 1, "perform_initialization": True, "init_method_std": 0.3}
-    config = dataclasses.replace(config, **settings, **recompute)
+    config = dataclasses.replace(config, **settings | changes)
     spec = replay_spec(config)
     torch.manual_seed(0)
     model = GPTModel(
@@ -42,13 +44,13 @@ def build(**recompute):
     return model
 
 
-def run(model, routes, *, again=False):
-    """Run a training pass on random tokens; return the session that was open."""
+def run(model, routes, *, again=False, lengths=(T,)):
+    """Run a training pass on random tokens of sequences of these lengths; return the session that was open."""
     from moe_rl.megatron.router import ReplaySeqParams
 
     torch.manual_seed(1)
     tokens, positions = torch.randint(0, 96, (1, T)), torch.arange(T)[None]
-    bounds = torch.tensor([0, T], dtype=torch.int32)
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     layers = frozenset(routes) if again else frozenset()
     session = ReplaySession(
         [table(routes, 12)], tuple(routes), mode="replay", name="test", rank=0, recomputed_layers=layers
@@ -57,7 +59,7 @@ def run(model, routes, *, again=False):
         session.begin_forward(0, session.microbatches[0].fed.tokens)
         params = ReplaySeqParams(
             qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=T, max_seqlen_kv=T,
-            lengths=(T,), tokens=T, replay=session.handle(0),
+            lengths=lengths, tokens=T, replay=session.handle(0),
         )  # fmt: skip
         loss = model(tokens, positions, None, labels=tokens, loss_mask=torch.ones(1, T), packed_seq_params=params)
         loss.sum().backward()
@@ -75,6 +77,16 @@ def test_recomputation_over_packed_sequences_changes_no_gradient(one_rank):
     theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert ours.keys() == theirs.keys() and any("mtp" in name for name in ours)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_more_sequences_take_no_more_operations(one_rank):
+    routes, counts = {layer: torch.rand(T, 12).argsort(-1)[:, :4] for layer in (0, 1)}, []
+    model = build(mtp_num_layers=None)
+    for lengths in ((T // 2,) * 2, (T // 6,) * 6):
+        with Operations() as operations:
+            run(model, routes, lengths=lengths)
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
 
 
 def test_its_router_chooses_while_the_decoder_replays(one_rank):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_rl
 from moe_rl.errors import ReplayError, RouteValidationError, TraceError
@@ -25,6 +24,7 @@ from moe_rl.replay.routes import (
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.trace.source_sum import expert_salts, row_salts
 from moe_rl.types import Provenance, RoutePart, Sequence, Span, VersionSpan, sampled_by
+from tests.support.operations import Operations
 from tests.support.refusals import refused
 
 SPEC = TraceSpec("model", 16, 4, "mmm")
@@ -296,16 +296,6 @@ def test_a_checksum_is_that_of_the_map_and_of_no_other(data):
         swapped[[row, other]] = right[[other, row]]
         different = laid.fed.applied(layer, swapped) != laid.checksums[layer]
         assert set(different.nonzero()[:, 0].tolist()) == {owner, int(laid.fed.owner[other])}
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations of torch."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_more_sequences_and_layers_take_no_more_operations():
