@@ -15,9 +15,9 @@ def seen(on_ranks, checkpoint, tmp_path_factory):
 def test_a_step_on_halves_of_sequences_is_the_step_on_shares_of_the_batch(seen):
     for rank in seen:
         halves, shares = dict(rank["halves"]), dict(rank["shares"])
-        # 4 layers: of 2 microbatches on both ranks, of 1 on each; in the old-logprob pass and in the update
-        assert halves.pop("routing/consumed") == halves.pop("routing/expected") == 2 * 4 * (2 + 2)
-        assert shares.pop("routing/consumed") == shares.pop("routing/expected") == 2 * 4 * (1 + 1)
+        # 4 layers in one update: of 2 microbatches on both ranks, of 1 on each
+        assert halves.pop("routing/consumed") == halves.pop("routing/expected") == 4 * (2 + 2)
+        assert shares.pop("routing/consumed") == shares.pop("routing/expected") == 4 * (1 + 1)
         # what two rounds wait for is more than what one round of the same tokens does
         assert halves.pop("routing/load_excess") > shares.pop("routing/load_excess") > 0
         # each rank tests the alignment of its own rows
