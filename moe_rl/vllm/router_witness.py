@@ -164,8 +164,11 @@ class RouterWitness:
             self._rankings = (weight_version, made)
         kept = [
             at
-            for at, (request, _) in enumerate(whose)
-            if request.ask is not None and len(self._seen.get(request.number, ())) < _ROWS_OF_REQUEST
+            for at, (request, position) in enumerate(whose)
+            if request.ask is not None
+            and len(self._seen.get(request.number, ())) < _ROWS_OF_REQUEST
+            # What is computed again after a preemption, perhaps by newer weights, is not what is recorded.
+            and (request.kept is None or position >= len(request.kept))
         ]
         kept = [at for at in kept if np.isfinite(logits[at]).all()]
         if not kept:
@@ -178,8 +181,7 @@ class RouterWitness:
         must, may = (np.packbits(np.stack([one[side] for one in bounds], 1), -1) for side in (0, 1))
         for row, at in enumerate(kept):
             request, position = whose[at]
-            # A token may be computed again after a preemption: the first pass counts, as it does for routes.
-            self._seen.setdefault(request.number, {}).setdefault(position, (must[row], may[row]))
+            self._seen.setdefault(request.number, {})[position] = must[row], may[row]
 
     def check(self, request: Recorded, rows: Rows) -> int:
         """Compare a finished request with its witnessed rows, forget them, and return how many were compared.

@@ -11,7 +11,8 @@ spec is a JSON object:
   amx           tell vLLM that this CPU has AMX
   acts          a list of acts:
                 {"sample": [request, ...], "sink": name, "abort_after": steps}; a request has key, prompt, seed ...
-                the same with "fault": how the recorder's buffer is spoiled from then on, see _break
+                the same with "fault": what is wrong with the recorder from then on, see _break
+                the same with "update", a WeightUpdate, and "update_after": steps
                 the same with requests that have a "salt" for their cached prefixes
                 the same with "refused": true, when the publication must fail
                 {"update": a WeightUpdate, "lost": tensor that the model drops}
@@ -84,20 +85,19 @@ def play(given: str, result: str) -> NoReturn:
         arguments["worker_cls"] = WORKER
     llm = vllm.LLM(**arguments)
     engine = llm.llm_engine
+    llm.update_weight_version("0")
     if spec.get("asynchronous"):
         assert engine.vllm_config.scheduler_config.async_scheduling
         assert engine.engine_core.engine_core.batch_queue is not None
     results = []
     for act in spec["acts"]:
-        if "update" in act:
-            update = act["update"]
+        if "update" in act and "sample" not in act:
             if "lost" in act:
                 llm.collective_rpc(_lose, args=(act["lost"],))
-            (answer,) = llm.collective_rpc("moe_rl_update_weights", args=(json.dumps(update).encode(),))
+            answer = _update(llm, act["update"])
             if answer["refused"]:
                 results.append({"failed": answer["refused"], "whole": answer["whole"]})
                 break
-            llm.update_weight_version(str(update["version"]))
         else:
             if "fault" in act:
                 llm.collective_rpc(_break, args=(act["fault"],))
@@ -129,9 +129,23 @@ def _say_amx() -> None:
     torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_fp16_supported = lambda: True
 
 
+def _update(llm, update: dict) -> dict:
+    """Load new weights, and return what the worker then holds."""
+    (answer,) = llm.collective_rpc("moe_rl_update_weights", args=(json.dumps(update).encode(),))
+    if not answer["refused"]:
+        llm.update_weight_version(str(update["version"]))
+    return answer
+
+
 def _break(worker, fault: str) -> None:
-    """Make the capture write well-formed but wrong rows; "" repairs it."""
-    capture = worker.moe_rl_recorder._capture
+    """Make the capture write well-formed but wrong rows, or the recorder misunderstand preemptions; "" repairs it."""
+    recorder = worker.moe_rl_recorder
+    capture = recorder._capture
+    if not hasattr(recorder, "preempt"):
+        recorder.preempt, recorder.rows = recorder._preempt, recorder._rows
+    overwritten = lambda request, *rest: recorder.rows(dataclasses.replace(request, kept=None), *rest)  # noqa: E731
+    recorder._rows = overwritten if fault == "overwritten by the second pass" else recorder.rows
+    recorder._preempt = (lambda request: None) if fault == "preemption missed" else recorder.preempt
     if not hasattr(capture, "sound"):
         capture.sound = capture.capture
 
@@ -183,10 +197,12 @@ def _sample(llm, act: dict) -> dict:
             for one in output.outputs:
                 if one.logprobs is not None:
                     logprobs = [at[token].logprob for at, token in zip(one.logprobs, one.token_ids, strict=True)]
-                    request["samples"][one.index] = (list(one.token_ids), logprobs)
+                    request["samples"][one.index] = (list(one.token_ids), logprobs, _versions(one))
                 if one.finish_reason:
                     request.setdefault("finished", []).append(one.index)
         steps += 1
+        if steps == act.get("update_after"):
+            assert not _update(llm, act["update"])["refused"]
         if steps == act.get("abort_after"):
             left = [name for name, request in requests.items() if len(request.get("finished", ())) < request["n"]]
             engine.abort_request(left)
@@ -194,11 +210,11 @@ def _sample(llm, act: dict) -> dict:
     engine.step()
     completions = []
     for request in requests.values():
-        for index, (token_ids, logprobs) in sorted(request["samples"].items()):
+        for index, (token_ids, logprobs, versions) in sorted(request["samples"].items()):
             key = f"{request['key']}/{index}" if request["n"] > 1 else request["key"]
             completions.append(
                 {"key": key, "prompt": request["prompt"], "token_ids": token_ids, "logprobs": logprobs,
-                 "aborted": key in aborted}
+                 "versions": versions, "aborted": key in aborted}
             )  # fmt: skip
     sequences = {one["key"]: [*one["prompt"], *one["token_ids"][:-1]] for one in completions}
     answers = llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
@@ -207,6 +223,11 @@ def _sample(llm, act: dict) -> dict:
         one["rows"] = len(sequences[one["key"]])
         one["ref"] = dataclasses.asdict(refs[one["key"]])
     return {"completions": completions, "steps": steps}
+
+
+def _versions(output) -> list[tuple[int, int]]:
+    """Return how many tokens each version of the weights sampled; nothing before the end."""
+    return [(span.end - span.start, int(span.version)) for span in output.weight_versions or ()]
 
 
 def _cache_groups(engine) -> list:

@@ -23,8 +23,9 @@ import pytest
 import torch
 
 from moe_rl.trace import RouteRecord, TraceStore, signed, validate
-from moe_rl.types import Provenance, RouteRef
+from moe_rl.types import Provenance, RouteRef, VersionSpan
 from tests.rollout.conftest import LAYERS, TOP_K, VOCAB
+from tests.rollout.in_flight import trainer_reads
 from tests.weights.sending import by_disk
 
 # An engine takes 20 s to start and to be compiled for; on a busy machine a multiple.
@@ -291,6 +292,29 @@ def test_preemption_keeps_what_was_sampled_from(play, router, chunked):
     outcome = play([{"sample": requests(8, 2, prompt=40, max_tokens=80), "sink": "s"}], engine=engine)
     assert outcome.stats["preemptions"] > 3, "nothing was preempted"
     agree(outcome, router)
+
+
+@pytest.mark.long
+def test_rows_of_preempted_requests_are_those_that_sampled_over_an_update_too(play, weights, others, tmp_path):
+    """New weights come while some requests are preempted. Then the recorder takes the rows of the second pass, then it
+    does not hear of preemptions: it refuses both."""
+    acts = []
+    for version, (tensors, fault) in enumerate(
+        ((others, ""), (weights, "overwritten by the second pass"), (others, "preemption missed")), start=1
+    ):
+        update = by_disk(tmp_path, tensors, version=version, replaces=version - 1)
+        asked = requests(7, 2, prompt=40, max_tokens=80, seed=version)
+        acts.append({"sample": asked, "sink": f"s{version}", "update": msgspec.to_builtins(update), "update_after": 40})
+        acts[-1] |= {"fault": fault} if fault else {}
+    outcome = play(acts, engine={"num_gpu_blocks_override": 24, "max_num_seqs": 16})
+    for one in outcome.completions():
+        versions = [VersionSpan(*span) for span in one["versions"]]
+        assert [span.weight_version for span in versions] == [0, 1], "the update came in the middle"
+        trainer_reads(outcome.store, one["key"], one["prompt"], one["token_ids"], versions, outcome.ref(one), version=1)
+    assert outcome.stats["rewritten"] > 0, "no preempted request was computed again by newer weights"
+    overwritten, missed = (act["failed"] for act in outcome.result["acts"][1:])
+    assert re.search(r"request p\d/c\d, position \d+, layer \d.* of \d+ sets are wrong", overwritten), overwritten
+    assert re.search(r"request p\d/c\d, position \d+, block \d+", missed), missed
 
 
 @pytest.mark.long

@@ -123,6 +123,18 @@ def test_rows_of_another_layer_or_token_are_named(worker):
             witness.check(one, rows_of(wrong(routes)))
 
 
+def test_what_is_computed_again_after_a_preemption_is_no_witness_of_the_first_pass(worker):
+    """The first 8 of 12 rows were kept at the preemption, and nobody had seen their logits."""
+    routers, witness = made(worker)
+    first, again = torch.randn(2, 2, 12, 8, generator=torch.Generator().manual_seed(2))
+    kept = forward(routers, witness, [(request(4, 12), 12)], first)[:8]
+    one = request(5, 12)
+    one.kept = rows_of(kept)
+    routes = forward(routers, witness, [(one, 12)], again)
+    assert (routes[:8] != kept).any()
+    assert witness.check(one, rows_of(np.concatenate([kept, routes[8:]]))) == 4
+
+
 def test_a_router_that_was_not_called_and_a_part_of_a_step_say_nothing(worker):
     routers, witness = made(worker)
     one = request(0, 6)
