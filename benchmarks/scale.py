@@ -26,7 +26,16 @@ from pathlib import Path
 from output import tell
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("expert_counts", "checksums", "manifest", "recording", "packing_plans", "send_orders", "report_page")
+PARTS = (
+    "expert_counts",
+    "checksums",
+    "manifest",
+    "recording",
+    "packing_plans",
+    "send_orders",
+    "report_page",
+    "logits_memory",
+)
 """Modules with a function `measured(Target) -> dict[str, float]`; a size or count is the same in every round."""
 SERIAL = ("manifest_seconds_at_10000_steps", "packing_seconds", "tables_seconds", "send_orders_seconds")
 """What a rank does in turn before the first pass of a step, when the GPUs wait."""

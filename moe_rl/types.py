@@ -16,6 +16,9 @@ import numpy as np
 LARGEST_REWARD = 1e12
 # A sampler searches for every stop string behind every token.
 LONGEST_STOP_STRING, MOST_STOP_STRINGS = 200, 16
+LOGITS_AT_ONCE = 1 << 24
+"""Number of logits of a rank that exist at a time: 64 MiB in float32."""
+
 QUANTILES = (5, 25, 50, 75, 95)
 """Percentages for which a run logs quantiles, as members p05 to p95 of a family."""
 

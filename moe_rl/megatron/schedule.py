@@ -9,17 +9,19 @@ alone, which fill up the rounds of an interleaved schedule, have a handle too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch
-from moe_rl.objectives.logprobs import token_scores
+from moe_rl.objectives.logprobs import hidden_scores
 from moe_rl.replay.session import ReplaySession, require_open
 
 # (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator.
@@ -45,11 +47,14 @@ def logprobs(
     sizes = [len(microbatch.sequence_ids) for microbatch in microbatches]
     results = [torch.empty(1 + entropy, size, device=world.device()) for size in sizes]
 
-    def collect(number, microbatch, logits, non_loss_data=True):
-        results[number] = completion_logprobs(microbatch, logits, temperature, entropy=entropy)
+    def score(microbatch, output):
+        return completion_logprobs(microbatch, output, temperature, entropy=entropy)
+
+    def collect(number, microbatch, values, non_loss_data=True):
+        results[number] = values
 
     get_forward_backward_func()(
-        **_arguments(chunks, microbatches, session, collect), forward_only=True, collect_non_loss_data=True
+        **_arguments(chunks, microbatches, session, score, collect), forward_only=True, collect_non_loss_data=True
     )
     return list(world.share_from_last_stage(torch.cat(results, 1)).split(sizes, 1))
 
@@ -74,20 +79,23 @@ def training_pass(
         entropy: Also pass entropies to the loss.
     """
 
-    def loss_of(number, microbatch, logits):
-        values = completion_logprobs(microbatch, logits, temperature, entropy=entropy, head=True)
+    def score(microbatch, output):
+        return completion_logprobs(microbatch, output, temperature, entropy=entropy, head=True)
+
+    def loss_of(number, microbatch, values):
         others = {} if microbatch.head_ids is None else {"head": values[1 : len(values) - entropy]}
         value = loss(number, values[0], *values[len(values) - entropy :], **others)
         return value, torch.zeros([], dtype=torch.int), value.detach().isfinite()
 
-    return {**_arguments(chunks, microbatches, session, loss_of), "forward_only": False}
+    return {**_arguments(chunks, microbatches, session, score, loss_of), "forward_only": False}
 
 
-def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object]:
+def _arguments(chunks, microbatches, session, score, after_forward) -> dict[str, object]:
     """Return the arguments that every pass gives to Megatron's schedule.
 
     Args:
-        after_forward: Called with (number, microbatch, logits) on the last stage.
+        score: Called with (microbatch, output) on the last stage, instead of the output layer.
+        after_forward: Called with (number, microbatch, what `score` returned) on the last stage.
     """
     require_open(session)
     in_a_round = world.microbatches_in_a_round()
@@ -119,7 +127,13 @@ def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object
         # Combined 1F1B asks for the parts of the forward, and runs them before it asks for those of the next
         # microbatch.
         forward = model.build_schedule_plan if return_schedule_plan else model
-        output = forward(microbatch.tokens, microbatch.positions, None, packed_seq_params=params)
+        output = forward(
+            microbatch.tokens,
+            microbatch.positions,
+            None,
+            packed_seq_params=params,
+            output_processor=lambda **given: score(microbatch, Output.of(**given)),
+        )
         return output, partial(after_forward, number, microbatch)
 
     iterators = [enumerate(microbatches) for _ in chunks]
@@ -133,19 +147,43 @@ def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object
     }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """Holds what Megatron's output layer makes logits from: hidden states [T, H] and the matrix [V / TP, H]."""
+
+    hidden: torch.Tensor
+    matrix: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        hidden_states: torch.Tensor,
+        output_layer: ColumnParallelLinear,
+        output_weight: torch.Tensor | None,
+        **_: object,
+    ) -> Output:
+        """Gather the hidden states [T / TP, 1, H] of all tensor-parallel ranks, whose gradients it sums."""
+        if output_layer.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states)
+        return cls(hidden_states[:, 0], output_layer.weight if output_weight is None else output_weight)
+
+
 def completion_logprobs(
-    microbatch: Microbatch, logits: torch.Tensor, temperature: float, *, entropy: bool, head: bool = False
+    microbatch: Microbatch, output: Output, temperature: float, *, entropy: bool, head: bool = False
 ) -> torch.Tensor:
-    """Return the logprobs [1, N] float32 of the completion tokens, from this rank's logits [1, T, V / TP].
+    """Return the logprobs [1, N] float32 of the completion tokens, without making all logits.
 
     The result is equal on all tensor-parallel and context-parallel ranks. With `head` the logprobs [K, N] of the
     microbatch's head ids follow, if it has any. With `entropy` the last row is the entropy of each token's distribution
     in nats. All are computed over the token's sampling support, if the microbatch has one. If all ranks compute the
     same loss from the result, each rank gets the gradient for its own part of the vocabulary and its own tokens.
     """
-    given = logits[0].index_select(0, microbatch.predicts), microbatch.targets, temperature
-    values = token_scores(
-        *given,
+    values = hidden_scores(
+        output.hidden,
+        output.matrix,
+        microbatch.predicts,
+        microbatch.targets,
+        temperature,
         entropy=entropy,
         others=microbatch.head_ids if head else None,
         support=microbatch.support,

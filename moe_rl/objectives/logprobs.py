@@ -1,8 +1,10 @@
-"""Computes logprobs of given tokens, and entropies, from full logits or one rank's part of the vocabulary.
+"""Computes logprobs of given tokens, and entropies, from full logits or one rank's part of the vocabulary, or from the
+hidden states before the output matrix.
 
-No float32 copy of all logits is made.
+No float32 copy of all logits is made. From hidden states not even the logits are.
 
-Legend: T tokens, V vocabulary of this rank: all of it, or a part under tensor parallelism.
+Legend: T tokens, V vocabulary of this rank: all of it, or a part under tensor parallelism, R rows of hidden states, H
+their width.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_rl.errors import describe
+from moe_rl.types import LOGITS_AT_ONCE
 
-# Number of logits processed at a time: 64 MiB in float32. Rows are independent, so this changes no result.
-_CHUNK_ELEMENTS = 1 << 24
+# Number of logits processed at a time. Rows are independent, so this changes no logprob.
+_CHUNK_ELEMENTS = LOGITS_AT_ONCE
 
 
 def token_logprobs(
@@ -92,16 +96,49 @@ def token_scores(
         [1 + K + entropy, T]: the logprobs of the targets, those of the others, the entropies if asked for.
     """
     _check(logits, targets, temperature, support, others)
-    return _TokenScores.apply(logits, targets, temperature, support, _several(group), entropy, others)
+    return _TokenScores.apply(logits, None, None, targets, temperature, support, _several(group), entropy, others)
+
+
+def hidden_scores(
+    hidden: Tensor,
+    matrix: Tensor,
+    places: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    others: Tensor | None = None,
+    support: Support | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Compute `token_scores` of the logits hidden[places] matrix^T, of which only one chunk exists at a time.
+
+    The backward pass computes each chunk of logits again, and adds the gradients of the matrix in float32. Where the
+    logits of all R rows fit into one chunk, they are made at once and kept: there is nothing to save, and a product of
+    all rows rounds like Megatron's output layer.
+
+    Args:
+        hidden: [R, H]. Under tensor parallelism all ranks pass the same, and each gets the gradient of its part of the
+            vocabulary, to be summed over the ranks.
+        matrix: [V, H].
+        places: [T] int64, the row of each token.
+    """
+    if len(hidden) * len(matrix) <= _CHUNK_ELEMENTS:
+        logits = F.linear(hidden, matrix).index_select(0, places)
+        return token_scores(logits, targets, temperature, entropy=entropy, others=others, support=support, group=group)
+    _check(hidden, targets, temperature, support, others, rows=places)
+    return _TokenScores.apply(hidden, matrix, places, targets, temperature, support, _several(group), entropy, others)
 
 
 class _TokenScores(torch.autograd.Function):
-    """Saves the logits, which autograd keeps anyway, instead of the float32 softmax of every chunk."""
+    """Saves the logits, which autograd keeps anyway, or what they are made from, instead of each chunk's softmax."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
+        source: Tensor,
+        matrix: Tensor | None,
+        places: Tensor | None,
         targets: Tensor,
         temperature: float,
         support: Support | None,
@@ -110,12 +147,14 @@ class _TokenScores(torch.autograd.Function):
         others: Tensor | None,
     ) -> Tensor:
         ids = targets[:, None] if others is None else torch.cat((targets[:, None], others), 1)
-        own, local = _own(ids, logits.shape[1], group)
+        size = source.shape[1] if matrix is None else len(matrix)
+        own, local = _own(ids, size, group)
         # Per token, summed over the ranks: logprobs, then the entropy.
-        result = logits.new_zeros((ids.shape[1] + entropy, len(targets)), dtype=_working_dtype(logits))
+        result = source.new_zeros((ids.shape[1] + entropy, len(targets)), dtype=_working_dtype(source))
         # Per token: the largest logit; the log of the sum of exp(logit - largest).
         shift: Any = result.new_empty((2, len(targets))) if group is not None else None
-        for rows in _chunks(logits):
+        for rows in _chunks(len(targets), size):
+            _, logits = _logits(source, matrix, places, rows)
             scaled = _scaled(logits, rows, result.dtype, temperature, support, group)
             if shift is None:
                 logprobs = scaled.log_softmax(-1)
@@ -128,32 +167,52 @@ class _TokenScores(torch.autograd.Function):
         if group is not None:
             result[: ids.shape[1]].masked_fill_(~own.T, 0.0)
             dist.all_reduce(result, group=group)
-        ctx.save_for_backward(logits, ids, shift, result[-1] if entropy else None)
+        ctx.save_for_backward(source, matrix, places, ids, shift, result[-1] if entropy else None)
         ctx.temperature, ctx.support, ctx.group = temperature, support, group
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, ids, shift, entropies = ctx.saved_tensors
-        own, local = _own(ids, logits.shape[1], ctx.group)
+        source, matrix, places, ids, shift, entropies = ctx.saved_tensors
+        size = source.shape[1] if matrix is None else len(matrix)
+        own, local = _own(ids, size, ctx.group)
         scaled_grad = grad / ctx.temperature
         of_id = scaled_grad[: ids.shape[1]].T
         of_all = of_id.sum(1)
         if entropies is not None:
             of_all = of_all + scaled_grad[-1] * entropies
-        grad_logits = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        grad_source = torch.empty_like(source) if matrix is None else torch.zeros_like(source)
+        grad_matrix = None
+        for rows in _chunks(len(ids), size):
             # d logp_v / d logit_u = (1[u = v] - p_u) / temperature. `token_logprobs_and_entropies` gives the gradient
             # of H_t.
+            hidden, logits = _logits(source, matrix, places, rows)
             scaled = _scaled(logits, rows, of_all.dtype, ctx.temperature, ctx.support, ctx.group)
             p = scaled.softmax(-1) if shift is None else _shifted(scaled, shift[:, rows]).exp_()
             chunk = p * -of_all[rows, None]
             if entropies is not None:
                 chunk.addcmul_(torch.special.entr(p), scaled_grad[-1, rows, None])
             ours = torch.where(own[rows], of_id[rows], 0.0)
-            grad_logits[rows] = chunk.scatter_add_(1, local[rows], ours).to(logits.dtype)
-        return grad_logits, None, None, None, None, None, None
+            grad_logits = chunk.scatter_add_(1, local[rows], ours).to(logits.dtype)
+            if matrix is None:
+                grad_source[rows] = grad_logits
+                continue
+            grad_source.index_copy_(0, places[rows], grad_logits @ matrix)
+            if not ctx.needs_input_grad[1]:
+                continue
+            if grad_matrix is None:
+                grad_matrix = torch.zeros_like(matrix, dtype=of_all.dtype)
+            grad_matrix += grad_logits.t() @ hidden
+        return grad_source, None if grad_matrix is None else grad_matrix.to(matrix.dtype), *[None] * 7
+
+
+def _logits(source: Tensor, matrix: Tensor | None, places: Tensor | None, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return a chunk of the rows that logits are made from, and its logits."""
+    if matrix is None or places is None:
+        return source[rows], source[rows]
+    hidden = source.index_select(0, places[rows])
+    return hidden, F.linear(hidden, matrix)
 
 
 def _scaled(
@@ -164,8 +223,9 @@ def _scaled(
     support: Support | None,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return a chunk of logits in the working dtype, divided by the temperature, with -inf outside the support."""
-    scaled = logits[rows].to(dtype) / temperature
+    """Return the logits of some rows in the working dtype, divided by the temperature, with -inf outside the
+    support."""
+    scaled = logits.to(dtype) / temperature
     if support is not None:
         size = logits.shape[1]
         scaled.masked_fill_(support.removed(rows, size * _rank(group), size), -torch.inf)
@@ -207,7 +267,15 @@ def _rank(group: dist.ProcessGroup | None) -> int:
     return group.rank() if group is not None else 0
 
 
-def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support | None, others: Tensor | None) -> None:
+def _check(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    support: Support | None,
+    others: Tensor | None,
+    rows: Tensor | None = None,
+) -> None:
+    """Refuse arguments that do not fit. rows: the rows of logits of the targets; None means all."""
     if not logits.is_floating_point() or any(t is not None and t.dtype != torch.int64 for t in (targets, others)):
         raise TypeError(
             describe(
@@ -218,7 +286,7 @@ def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support
                 fault="dtype",
             )
         )
-    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
+    if logits.ndim != 2 or targets.shape != (logits.shape[:1] if rows is None else rows.shape):
         raise ValueError(
             describe(
                 "logits and targets do not belong together",
@@ -255,9 +323,9 @@ def _working_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    step = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1]))
-    for start in range(0, logits.shape[0], step):
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    step = max(1, _CHUNK_ELEMENTS // max(1, size))
+    for start in range(0, count, step):
         yield slice(start, start + step)
 
 

@@ -17,6 +17,7 @@ from moe_rl.config.layout import Layout
 from moe_rl.config.training import TrainConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.memory import DTYPE_BYTES
+from moe_rl.types import LOGITS_AT_ONCE
 
 FLOAT32 = 4
 INT64 = 8
@@ -182,16 +183,29 @@ def layer_bytes(facts: ModelFacts, layout: Layout, shape: Shape, *, has_experts:
 
 
 def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Return the bytes of the head: the last norm, plus vocabulary / tensor x max(20 predicted rows, 8 T + 4 predicted
-    rows).
+    """Return the bytes of the head: the last norm, logits, and what is computed from them.
 
-    20 per predicted row are five float32 of each logit between the softmax and its gradient. 8 T + 4 per predicted row
-    is the gradient when it is spread over all rows. Entropies (objective.entropy_coef) are not counted.
+    Where all rows have at most LOGITS_AT_ONCE logits, these are made at once: vocabulary / tensor x the larger of
+    b (2 T + predicted rows), for the gradient when it is spread over all rows, and predicted rows x (12 + 2 b, for
+    bfloat16 + b), for the logits, three float32 of each between the softmax and its gradient, and the gradient.
+
+    Else one chunk of LOGITS_AT_ONCE exists, beside the gradient of the output matrix, of M elements: the larger of
+    chunk x (20, for bfloat16 + 2 b) + 4 M, because the last chunk is alive while the next one is made, and
+    16 x chunk + (4 + b) M. To this come the hidden states of all rows with their gradient.
+
+    Entropies (objective.entropy_coef) are not counted.
     """
     norm = norm_bytes(facts.hidden_size, -(-shape.rows // layout.tensor), shape)
-    softmax = 5 * FLOAT32 * shape.predicted
-    spread = 2 * FLOAT32 * shape.rows + FLOAT32 * shape.predicted
-    return norm + facts.vocab // layout.tensor * max(softmax, spread)
+    size, each = facts.vocab // layout.tensor, shape.bytes_each
+    copies = each if each < FLOAT32 else 0
+    if shape.rows * size <= LOGITS_AT_ONCE:
+        softmax = (3 * FLOAT32 + 2 * each + copies) * shape.predicted
+        return norm + size * max(softmax, each * (2 * shape.rows + shape.predicted))
+    chunk = min(shape.predicted * size, LOGITS_AT_ONCE)
+    matrix, hidden = size * facts.hidden_size, shape.rows * facts.hidden_size
+    made = (5 * FLOAT32 + 2 * copies) * chunk + FLOAT32 * matrix
+    added = 4 * FLOAT32 * chunk + (FLOAT32 + each) * matrix
+    return norm + max(made, added) + 2 * each * hidden
 
 
 def passing_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:

@@ -17,7 +17,14 @@ from moe_rl.planning.packing import pack, split_groups
 from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.report.registry import METRICS, find
-from tests.distributed.jobs.step import one, scores_of, shared_logits, shared_vocabulary, supports_of
+from tests.distributed.jobs.step import (
+    one,
+    scores_of,
+    scores_of_hidden,
+    shared_logits,
+    shared_vocabulary,
+    supports_of,
+)
 
 pytestmark = pytest.mark.timeout(900)
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -471,6 +478,12 @@ def test_two_halves_of_the_vocabulary_are_one(on_ranks):
     for rank in ranks:
         for chunked, at_once in zip(rank["chunks"], rank["float32"], strict=True):
             assert all(torch.equal(*values) for values in zip(chunked, at_once, strict=True))
+    # In chunks on both ranks, against all logits at once on one.
+    (values, *ours), (same, *theirs) = (rank["hidden"] for rank in ranks)
+    assert torch.equal(values, same)
+    found = values, ours[0] + theirs[0], torch.cat([ours[1], theirs[1]])
+    for got, expected in zip(found, scores_of_hidden(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

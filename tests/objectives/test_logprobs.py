@@ -5,8 +5,15 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.live_bytes import LiveBytes
 from moe_rl.objectives import logprobs as module
-from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies, token_scores
+from moe_rl.objectives.logprobs import (
+    Support,
+    hidden_scores,
+    token_logprobs,
+    token_logprobs_and_entropies,
+    token_scores,
+)
 from tests.support.refusals import refused
 
 
@@ -260,3 +267,50 @@ def test_every_id_belongs_to_one_rank_of_those_that_share_the_vocabulary():
         assert local[own].tolist() == [0, 1, 2, 3] and ((local >= 0) & (local < 4)).all()
         owners.append(own)
     assert torch.stack(owners).sum(0).eq(1).all() and targets[owners[1]].tolist() == [4, 5, 6, 7]
+
+
+def of_logits(hidden, matrix, places, *given, **options):
+    """Compute `hidden_scores` through the logits of all rows."""
+    return token_scores((hidden @ matrix.t()).index_select(0, places), *given, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_of_hidden_states_are_those_of_their_logits(monkeypatch, dtype):
+    torch.manual_seed(8)
+    hidden, matrix = torch.randn(40, 16).to(dtype), torch.randn(53, 16).to(dtype)
+    places = torch.arange(40)[torch.rand(40) < 0.6]
+    targets, others = torch.randint(53, (len(places),)), torch.randint(53, (len(places), 3))
+    options = {"entropy": True, "others": others}
+    weights = torch.randn(5, len(places))
+
+    def run(scores):
+        leaves = [leaf.clone().requires_grad_() for leaf in (hidden, matrix)]
+        values = scores(*leaves, places, targets, 0.7, **options)
+        return values.detach(), *torch.autograd.grad((values * weights).sum(), leaves)
+
+    whole, direct = run(of_logits), run(hidden_scores)
+    assert all(map(torch.equal, whole, direct))  # the logits of all rows fit into a chunk
+    for rows in (3, 39):
+        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 53 * rows)
+        cut, close = run(hidden_scores), 0.05 if dtype is torch.bfloat16 else 1e-5
+        for got, expected in zip(cut, whole, strict=True):
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(got, expected, rtol=close, atol=close)
+    frozen = hidden_scores(hidden.clone().requires_grad_(), matrix, places, targets, 0.7)
+    frozen.sum().backward()
+
+
+def test_only_a_chunk_of_the_logits_of_hidden_states_exists(monkeypatch):
+    rows, width, vocabulary, chunk = 256, 8, 512, 16 * 512
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
+    hidden, matrix = torch.randn(rows, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
+    targets, places = torch.randint(vocabulary, (rows,)), torch.arange(rows)
+
+    def peak(scores):
+        with LiveBytes([hidden, matrix]) as counter:
+            scores(hidden, matrix, places, targets, 1.0).sum().backward()
+        return counter.peak
+
+    assert peak(of_logits) > 2 * 4 * rows * vocabulary  # logits and their gradient
+    gradients = 4 * width * (rows + 2 * vocabulary)
+    assert peak(hidden_scores) < 6 * 4 * chunk + 2 * gradients < 4 * rows * vocabulary

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moe_rl.config.training import OptimizerConfig, TrainConfig
 from moe_rl.models.facts import LatentAttentionSizes, ModelFacts
+from moe_rl.types import LOGITS_AT_ONCE
 
 EVEN = ((64, 64), (64, 64), (64, 64), (64, 65))
 LONG_PROMPTS = ((200, 56), (240, 16))
@@ -14,12 +15,13 @@ UNEVEN = ((200, 56), (10, 90))
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: (prompt, completion) of each sequence of the microbatch."""
+    """lengths: (prompt, completion) of each sequence of the microbatch. logits_at_once: of a rank."""
 
     name: str
     facts: ModelFacts
     train: TrainConfig
     lengths: tuple[tuple[int, int], ...]
+    logits_at_once: int = LOGITS_AT_ONCE
 
 
 def cases() -> list[Case]:
@@ -39,9 +41,9 @@ def cases() -> list[Case]:
         "sinks": True, "glu_clamp": 7.0, "window": 32, "windowed_layers": (0, 2),
     }  # fmt: skip
 
-    def case(name, model=(), lengths=EVEN, **train):
+    def case(name, model=(), lengths=EVEN, logits_at_once=LOGITS_AT_ONCE, **train):
         train = TrainConfig(microbatch_tokens=512, optimizer=OptimizerConfig(lr=1e-3), **train)
-        return Case(name, facts(**(plain | dict(model))), train, lengths)
+        return Case(name, facts(**(plain | dict(model))), train, lengths, logits_at_once)
 
     uniform, many = {"recompute": "uniform"}, {"num_experts": 32, "top_k": 8, "moe_intermediate_size": 24}
     return [
@@ -54,6 +56,8 @@ def cases() -> list[Case]:
         case("block", recompute="block", recompute_layers=2),
         case("moe", recompute="moe"),
         case("large vocabulary, long prompts", {"vocab": 4096}, LONG_PROMPTS, **uniform),
+        case("logits in chunks", {"vocab": 8192}, logits_at_once=1 << 18, **uniform),
+        case("logits in chunks, float32", {"vocab": 8192}, logits_at_once=1 << 18, dtype="float32", **uniform),
         case("many experts, uneven lengths", many, UNEVEN, **uniform),
         case("glm", glm),
         case("deepseek", deepseek),

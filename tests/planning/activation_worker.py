@@ -9,53 +9,24 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import weakref
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
+from benchmarks.live_bytes import LiveBytes
 from moe_rl.config.layout import chunk_layers, make_layout
 from moe_rl.config.training import ParallelConfig
 from moe_rl.megatron import model, schedule, world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy
+from moe_rl.objectives import logprobs
+from moe_rl.planning import activations
 from moe_rl.planning.activations import Shape, stage_activations
 from moe_rl.types import Sequence, sampled_by
 from tests.planning.activation_cases import Case, cases
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts storages made while the mode is on. peak: the largest number of bytes alive at once."""
-
-    def __init__(self, there_before):
-        super().__init__()
-        self.live = self.peak = 0
-        self.seen = WeakIdKeyDictionary()
-        self.there_before = {tensor.untyped_storage().data_ptr() for tensor in there_before}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._count, result)
-        return result
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage in self.seen or storage.data_ptr() in self.there_before:
-            return
-        size = storage.nbytes()
-        self.seen[storage] = size
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, size)
-
-    def _free(self, size: int) -> None:
-        self.live -= size
 
 
 def sequences(case: Case) -> list[Sequence]:
@@ -121,7 +92,11 @@ def main() -> None:
     for case in cases():
         chosen = sequences(case)
         microbatch = pack(chosen, range(len(chosen)), torch.device("cpu"))
-        found[case.name] = measured(case, microbatch), planned(case, microbatch)
+        with (
+            mock.patch.object(logprobs, "_CHUNK_ELEMENTS", case.logits_at_once),
+            mock.patch.object(activations, "LOGITS_AT_ONCE", case.logits_at_once),
+        ):
+            found[case.name] = measured(case, microbatch), planned(case, microbatch)
     world.stop()
     json.dump(found, sys.stdout)
 

@@ -1,5 +1,6 @@
 """Compares planned activations with measured peaks, and by hand where one rank cannot show them."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -55,6 +56,15 @@ def test_ranks_that_share_matrices_or_tokens_share_activations(facts):
     extra = 256 * 2 * 2 * 32 + 256 * 128
     assert context == whole // 2 + extra
     assert head_bytes(facts, *of(facts, tensor=2)) == pytest.approx(head_bytes(facts, *of(facts)) / 2, rel=1e-9)
+
+
+def test_beyond_a_chunk_of_logits_more_rows_add_only_hidden_states(facts):
+    facts = dataclasses.replace(facts, vocab=1 << 16)
+    few, more = (head_bytes(facts, *of(facts, rows=rows)) for rows in (512, 1024))
+    norm, hidden = 64 * (2 * 4 + 2) + 4, 2 * 2 * 64
+    assert more - few == 512 * (norm + hidden)
+    chunk, matrix = 1 << 24, 64 << 16
+    assert few == 512 * (norm + hidden) + max(24 * chunk + 4 * matrix, 16 * chunk + 6 * matrix)
 
 
 def test_dispatched_rows_by_hand(facts):

@@ -18,7 +18,13 @@ from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.models.hf import read_model
 from moe_rl.objectives import logprobs as logprobs_module
-from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies, token_scores
+from moe_rl.objectives.logprobs import (
+    Support,
+    hidden_scores,
+    token_logprobs,
+    token_logprobs_and_entropies,
+    token_scores,
+)
 from moe_rl.proof.batch import batch
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.step import TrainStep
@@ -84,6 +90,18 @@ def scores_of(logits, targets, support, group=None):
     return [*seen, (values.detach(), leaf.grad)]
 
 
+def scores_of_hidden(rank=0, ranks=1, group=None):
+    """Scores of hidden states, and the gradients of the states and of this rank's part of the output matrix."""
+    generator = torch.Generator().manual_seed(6)
+    hidden, matrix = (torch.randn(rows, 7, generator=generator) for rows in (12, 40))
+    leaves = [leaf.clone().requires_grad_() for leaf in (hidden, matrix.chunk(ranks)[rank])]
+    _, targets, support = shared_logits()
+    places = torch.tensor([0, 1, 3, 4, 5, 7, 8, 9, 11])
+    values = hidden_scores(*leaves, places, targets, 0.8, entropy=True, support=support, group=group)
+    (values * torch.arange(1.0, 3.0)[:, None]).sum().backward()
+    return values.detach(), *(leaf.grad for leaf in leaves)
+
+
 def shared_vocabulary():
     """What this rank makes of one half of the vocabulary."""
     rank, seen = dist.get_rank(), {}
@@ -92,6 +110,7 @@ def shared_vocabulary():
         seen[name] = scores_of(logits.chunk(2, 1)[rank], targets, support, dist.group.WORLD)
     logprobs_module._CHUNK_ELEMENTS, whole = 4 * 20, logprobs_module._CHUNK_ELEMENTS
     seen["chunks"] = scores_of(shared_logits()[0].chunk(2, 1)[rank], *shared_logits()[1:], dist.group.WORLD)
+    seen["hidden"] = scores_of_hidden(rank, 2, dist.group.WORLD)
     logprobs_module._CHUNK_ELEMENTS = whole
     return seen
 
