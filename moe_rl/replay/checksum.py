@@ -48,7 +48,7 @@ def expected(
         owners: Number of sequences.
     """
     table, (layer_count, top_k) = _salt_table(tuple(layers), experts, routes.device), routes.shape[1:]
-    # Of one type and over all inner axes: a CPU adds two types, or along a narrow axis, several times as slowly.
+    # One type, and all inner axes at once: a CPU adds two types, or along a narrow axis, several times as slowly.
     first = experts * torch.arange(layer_count, dtype=torch.int32, device=routes.device)
     at = routes.int() + first[:, None].expand(layer_count, top_k).contiguous()
     sums = table.index_select(0, at.flatten()).view(at.shape).sum(-1)

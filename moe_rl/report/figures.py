@@ -138,8 +138,8 @@ def band(axes: Axes, steps: ArrayLike, low: ArrayLike, high: ArrayLike, color: s
 def stacked_bars(axes: Axes, steps: ArrayLike, parts: Sequence[tuple[str, str, ArrayLike]]) -> int:
     """Stack parts on each other, one bar a step, and return the number of bars.
 
-    Of many steps, only those with the lowest and the highest bars are drawn (see `thinned`). A bar then reaches to the
-    next one. Each part is one path, so the cost of drawing does not grow with the steps.
+    Where there are many steps, only those with the lowest and the highest bars are drawn (see `thinned`). A bar then
+    reaches to the next one. Each part is one path, so the cost of drawing does not grow with the steps.
 
     Args:
         parts: label, colour and heights of each part, from the bottom up.
