@@ -78,6 +78,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.policy import Policy
     from moe_rl.models.hf import read_model
+    from moe_rl.replay.alignment import AlignmentTest
     from moe_rl.replay.routes import RowPolicy
     from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
     from moe_rl.types import Provenance, Sequence, Span, sampled_by
@@ -145,7 +146,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     for number in range(options.rounds + 1):
         replayed = timed("replay", update)
         native = timed("observe", update)
-        forward = timed("replay", lambda s: policy.logprobs(microbatches, s), compare_native=True, align=True)
+        test = AlignmentTest(policy.layers, [table.places for table in tables], world.device())
+        forward = timed("replay", lambda s: policy.logprobs(microbatches, s), compare_native=True, align=test)
         if number:  # the first warms up
             rows.append((replayed, native, forward))
     world.stop()

@@ -26,6 +26,7 @@ from moe_rl.megatron.layers import PackedRotaryEmbedding
 from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.specs import replay_spec
 from moe_rl.models.facts import ModelFacts, Yarn
+from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.session import Mode, ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
@@ -208,7 +209,8 @@ def replay_session(
     plans: Seq[dict[int, LayerPlan] | None] = (),
     training: bool = False,
     compare_native: bool = False,
-    align: bool = False,
+    align: AlignmentTest | None = None,
+    align_from: int = 0,
     compare_with: Seq[MicrobatchRoutes] | None = None,
     keep_router_logits: bool = False,
 ) -> ReplaySession:
@@ -229,6 +231,7 @@ def replay_session(
         rank=dist.get_rank(),
         compare_native=compare_native,
         align=align,
+        align_from=align_from,
         recomputed_layers=recomputed_layers(chunks) if training else frozenset(),
         any_stage=world.any_stage,
         sum_over_share=world.sum_over_share,

@@ -181,11 +181,11 @@ def misplaced_layers(
 
 
 class AlignmentTest:
-    """Collects what one pass shows on this rank, and judges it.
+    """Collects what passes on the same weights show on this rank, and judges it once all of them have run.
 
     Args:
         layers: [L], global layer numbers.
-        places: One per microbatch.
+        places: One per microbatch of the passes, which together have a number for each.
     """
 
     def __init__(self, layers: Seq[int], places: Seq[RowPlaces], device: torch.device):
@@ -196,6 +196,7 @@ class AlignmentTest:
         paired = [self._pairs.row[self._pairs.microbatch == number] for number in range(len(places))]
         self._rows = [_on(device, np.concatenate(both)) for both in zip(self._windows, paired, strict=True)]
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._compared: dict[int, tuple[Tensor, Seq[str]]] = {}
 
     def observe(self, microbatch: int, layer: int, routes: Tensor, native: Tensor) -> None:
         """Keep the sampled rows of a layer, on the device.
@@ -206,14 +207,21 @@ class AlignmentTest:
         rows = self._rows[microbatch]
         self._seen[microbatch, layer] = (routes.index_select(0, rows).long(), native.index_select(0, rows))
 
-    def verdict(self, shared: Seq[Tensor], names: Seq[Seq[str]], experts: int) -> Alignment:
-        """Judge the pass.
+    def compared(self, microbatch: int, shared: Tensor, names: Seq[str]) -> None:
+        """Keep what became of a microbatch that was observed in all layers.
 
         Args:
-            shared: For each microbatch, int64 [L, N], the number of experts in both the record and the router's choice,
-                for its rows with a record.
-            names: For each microbatch, the names of its sequences.
+            shared: int64 [L, N], the number of experts in both the record and the router's choice, for its rows with a
+                record.
+            names: The names of its sequences.
         """
+        self._compared[microbatch] = (shared, names)
+
+    def verdict(self, experts: int) -> Alignment | None:
+        """Judge the passes; None as long as some microbatch was not compared."""
+        if len(self._compared) < len(self._places):
+            return None
+        shared, names = zip(*(self._compared[number] for number in range(len(self._places))), strict=True)
         # Hundreds of small calls follow, and none names a device. The CPU back end's mode would double their time.
         with torch._C.DisableTorchFunction():
             return self._verdict(shared, names, experts)

@@ -61,8 +61,9 @@ class ReplaySession:
         name, rank: For error messages.
         compare_native: Also compare the router's own choice with the record. In replay mode this is the shadow
             comparison.
-        align: Test that the routes belong to their rows, with the router's own choice as the witness. Needs
-            compare_native.
+        align: Tests that the routes belong to their rows, with the router's own choice as the witness. Needs
+            compare_native. A test of several passes on the same weights gives its verdict in the last of them.
+        align_from: Number of this pass's first microbatch in that test.
         recomputed_layers: Layers that the pass runs a second time, with gradients. Their routes are taken twice.
         any_stage: ORs bool flags [tokens] over the ranks that hold the other layers of the same tokens. Called at most
             once, at exit.
@@ -89,7 +90,8 @@ class ReplaySession:
     name: str
     rank: int
     compare_native: bool = False
-    align: bool = False
+    align: AlignmentTest | None = None
+    align_from: int = 0
     recomputed_layers: frozenset[int] = frozenset()
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
     sum_over_share: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums
@@ -101,7 +103,6 @@ class ReplaySession:
     router_logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     alignment: Alignment | None = None
     _forwarding: int | None = None
-    _aligned: AlignmentTest | None = None
     _concluded: bool = False
     _strangers: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     _taken: Ledger = field(default_factory=lambda: Ledger("taken"))
@@ -244,11 +245,8 @@ class ReplaySession:
         self._check_whose(microbatch, layer)
         rows = self.microbatches[microbatch].recorded
         routes = self.routes(microbatch, layer)
-        if self.align:
-            if self._aligned is None:
-                places = [one.places for one in self.microbatches]
-                self._aligned = AlignmentTest(self.layers, places, native.device)
-            self._aligned.observe(microbatch, layer, routes, native)
+        if self.align is not None:
+            self.align.observe(self.align_from + microbatch, layer, routes, native)
         if self.compare_with is not None:
             routes = self.compare_with[microbatch].routes[layer]
         self._native[microbatch, layer] = Compared.of(
@@ -355,11 +353,13 @@ class ReplaySession:
             self.tally = replace(
                 self.tally, **totals(self.compared, [table.lags for table in tables], self.layers, self.any_stage)
             )
-            if self._aligned is not None:
+            if self.align is not None:
                 refuse_blind_witness(self.compared, self.tally.native_margin, self.layers, where)
-                shared, names = [one.shared for one in self.compared], [one.names for one in tables]
-                self.alignment = self._aligned.verdict(shared, names, tables[0].fed.experts)
-                refuse_misaligned(self.alignment, where)
+                for number, (one, table) in enumerate(zip(self.compared, tables, strict=True), self.align_from):
+                    self.align.compared(number, one.shared, table.names)
+                self.alignment = self.align.verdict(tables[0].fed.experts)
+                if self.alignment is not None:
+                    refuse_misaligned(self.alignment, where)
 
     def _check_ledger(self, ledger: Ledger, where: About) -> tuple[int, int]:
         return ledger.check(range(len(self.microbatches)), self.layers, self.recomputed_layers, where)

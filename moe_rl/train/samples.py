@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from moe_rl.megatron import world
-from moe_rl.replay.alignment import Alignment
 from moe_rl.replay.session import ReplaySession
-from moe_rl.replay.tables import Compared, Tally
+from moe_rl.replay.tables import Compared
 from moe_rl.report.sample_lines import SampleLine
 from moe_rl.rollout.kept import KeptSample
 from moe_rl.train.shares import MicrobatchWork
@@ -48,22 +47,18 @@ class PassSeen:
     Attributes:
         logprobs, entropies: [N] for each microbatch; none on ranks without the last pipeline stage.
         compared: the routers' own choice against the record, for each microbatch.
-        tally: what the session of the pass counted.
-        alignment: result of the alignment test, if it ran and this rank has MoE layers.
     """
 
     work: Seq[MicrobatchWork]
     logprobs: Seq[torch.Tensor]
     entropies: Seq[torch.Tensor]
     compared: Seq[Compared]
-    tally: Tally
-    alignment: Alignment | None
 
     @classmethod
     def of(cls, work: Seq[MicrobatchWork], scored: Seq[Seq[torch.Tensor]], session: ReplaySession) -> PassSeen:
         """Take what a closed session saw. scored: logprobs and entropies of each microbatch."""
         logprobs, entropies = [one for one, _ in scored], [one for _, one in scored]
-        return cls(work, logprobs, entropies, session.compared, session.tally, session.alignment)
+        return cls(work, logprobs, entropies, session.compared)
 
     @property
     def scored(self) -> list[tuple[MicrobatchWork, torch.Tensor]]:

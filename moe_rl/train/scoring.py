@@ -14,6 +14,7 @@ from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.objectives import second_moment
+from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.plans import peak_rows
 from moe_rl.replay.session import Mode, ReplaySession
 from moe_rl.train.samples import PassSeen
@@ -28,7 +29,8 @@ def session(
     name: str,
     *,
     compare_native: bool = True,
-    align: bool = False,
+    align: AlignmentTest | None = None,
+    align_from: int = 0,
     training: bool = False,
 ) -> ReplaySession:
     """Make the session of one pass over this work, with its routes and plans. For the options see `ReplaySession`."""
@@ -39,6 +41,7 @@ def session(
         plans=[one.plan for one in work] if mode == "replay" else (),
         compare_native=compare_native,
         align=align,
+        align_from=align_from,
         training=training,
     )
 
@@ -68,18 +71,28 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
         one.plan = plan
 
 
-def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int, shown: Shown, *, align: bool) -> None:
+def score_old(
+    policy: Policy,
+    work: list[MicrobatchWork],
+    replay: str,
+    step: int,
+    shown: Shown,
+    *,
+    align: AlignmentTest | None,
+    align_from: int,
+) -> None:
     """Compute the logprobs of the policy at the start of the step for the updates whose forward runs on later weights.
     Under r2, the routers' choice becomes the routes.
 
     Args:
-        align: Test the replayed routes against the routers' own choice.
+        align, align_from: As in `ReplaySession`.
     """
     modes: dict[str, Mode] = {"r3": "replay", "r2": "record", "off": "observe"}
     name = f"step {step} old logprobs"
-    with session(policy, work, modes[replay], name, align=align) as opened:
+    with session(policy, work, modes[replay], name, align=align, align_from=align_from) as opened:
         scored = policy.logprobs_and_entropies([one.microbatch for one in work], opened)
     shown.tallies.append(opened.tally)
+    shown.alignment = opened.alignment
     shown.passes.append(PassSeen.of(work, scored, opened))
     for one, (logprobs, _) in zip(work, scored, strict=True):
         one.old_logprobs = logprobs

@@ -11,6 +11,7 @@ from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.session import Mode
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import scoring
@@ -62,7 +63,6 @@ class TrainStep:
             The step's metrics, equal on every rank. `report/metrics.py` explains each key.
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
-        align = replay == "r3" and self.config.guards.alignment
         shown = Shown()
         # The first update's forward runs on the weights of the step's beginning. So it is the pass for old logprobs of
         # its own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
@@ -72,12 +72,16 @@ class TrainStep:
         with clock("routes"):
             shares, fallback = self.shares.of(sequences, group_ids, weight_version, policy.placement)
             work = [one for share in shares for one in share.work]
+            align = None
+            if replay == "r3" and self.config.guards.alignment:
+                tested = work if objective.old_logprobs == "trainer" else shares[0].work
+                align = AlignmentTest(policy.layers, [one.table.places for one in tested], world.device())
             if replay == "r3":
                 scoring.plan_dispatch(policy, work, self.config.replay, step, shown)
         with clock("logprobs"):
             if objective.old_logprobs == "trainer" and (later := shares[own:]):
-                work_of_later = [one for share in later for one in share.work]
-                scoring.score_old(policy, work_of_later, replay, step, shown, align=align)
+                asked = [one for share in later for one in share.work]
+                scoring.score_old(policy, asked, replay, step, shown, align=align, align_from=len(work) - len(asked))
                 if replay == "r2":
                     scoring.plan_dispatch(policy, work, self.config.replay, step, shown)
             if measure_native and replay == "r3":
@@ -99,7 +103,7 @@ class TrainStep:
                     mode,
                     name,
                     compare_native=observe_here,
-                    align=align and observe_here,
+                    align=align if observe_here else None,
                     training=True,
                 ) as session:
                     result = policy.update(
@@ -111,6 +115,7 @@ class TrainStep:
                 shown.tallies.append(session.tally)
                 shown.results.append(result)
                 if observe_here:
+                    shown.alignment = session.alignment
                     seen = [loss.seen[i] for i in range(len(share.work))] if world.is_last_stage() else []
                     shown.passes.insert(0, PassSeen.of(share.work, seen, session))
                 self.guards.after_update(result, step=step, update=number)

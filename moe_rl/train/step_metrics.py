@@ -58,6 +58,7 @@ class Shown:
         results: One per optimizer update.
         sums: Sums for the loss metrics.
         peak_rows: The largest result of `replay.plans.peak_rows` over all ranks; 0 without dispatch plans.
+        alignment: Result of the alignment test, if it ran.
     """
 
     passes: list[PassSeen] = field(default_factory=list)
@@ -66,6 +67,7 @@ class Shown:
     results: list[UpdateResult] = field(default_factory=list)
     sums: LossSums = field(default_factory=LossSums)
     peak_rows: float = 0.0
+    alignment: Alignment | None = None
 
 
 def mismatch_of(scored: Iterable[tuple[MicrobatchWork, torch.Tensor]]) -> MismatchSums:
@@ -85,7 +87,7 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
     if replay != "off":
         metrics |= _replay(shown)
     if replay == "r3" and config.guards.alignment:
-        metrics |= _alignment(shown.passes)
+        metrics |= _alignment(shown.alignment or Alignment(), shown.tallies)
     name = "shadow" if replay == "r3" else "native"
     metrics |= _compared(shown.tallies, name, spec.top_k)
     if by_layer:
@@ -159,13 +161,11 @@ def _replay(shown: Shown) -> dict[str, float]:
     }
 
 
-def _alignment(passes: list[PassSeen]) -> dict[str, float]:
+def _alignment(alignment: Alignment, tallies: list[Tally]) -> dict[str, float]:
     """Return the metrics of the alignment test: how certain it is that each row got its own routes."""
-    tested = [(one.alignment or Alignment(), one.tally.native_positions) for one in passes]
-    seen, total = world.all_reduce(
-        [sum(test.power * positions for test, positions in tested), sum(positions for _, positions in tested)]
-    )
-    (margin,) = world.all_reduce([min(test.margin for test, _ in tested)], dist.ReduceOp.MIN)
+    positions = sum(tally.native_positions for tally in tallies)
+    seen, total = world.all_reduce([alignment.power * positions, positions])
+    (margin,) = world.all_reduce([alignment.margin], dist.ReduceOp.MIN)
     return {"routing/alignment_power": seen / max(total, 1), "routing/alignment_margin": min(margin, 1.0)}
 
 

@@ -58,12 +58,13 @@ def verdict_of(record, witness, lengths, prompts=None, microbatches=1, families=
         mine, recorded = [tokens[i] for i in cut], np.ones(rows[-1].stop - rows[-1].start, bool)
         places.append(RowPlaces.of(mine, [prompts[i] for i in cut], recorded, slice(None)))
         names.append([f"s{i}" for i in cut])
-    test, shared = AlignmentTest(LAYERS, places, device), []
+    test = AlignmentTest(LAYERS, places, device)
     for number, here in enumerate(rows):
         for at, layer in enumerate(LAYERS):
             test.observe(number, layer, record[at, here], witness[at, here])
-        shared.append((record[:, here, :, None] == witness[:, here, None, :]).sum((2, 3)))
-    return test.verdict(shared, names, EXPERTS)
+        assert test.verdict(EXPERTS) is None  # a pass may bring some of the microbatches
+        test.compared(number, (record[:, here, :, None] == witness[:, here, None, :]).sum((2, 3)), names[number])
+    return test.verdict(EXPERTS)
 
 
 LENGTHS = [40] * 20
@@ -153,7 +154,8 @@ def test_nothing_recorded_is_nothing_seen():
     choice = torch.zeros(3, TOP_K, dtype=torch.int64)
     for layer in LAYERS:
         test.observe(0, layer, choice, choice)
-    found = test.verdict([torch.zeros(len(LAYERS), 0, dtype=torch.int64)], [["s0"]], EXPERTS)
+    test.compared(0, torch.zeros(len(LAYERS), 0, dtype=torch.int64), ["s0"])
+    found = test.verdict(EXPERTS)
     assert (found.faults, found.power, found.margin) == ([], 0.0, math.inf)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import NonFiniteError, ReplayError
+from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import ReplaySession, refuse_lost_key, require_open
 from moe_rl.trace import TraceSpec, signed
@@ -506,9 +507,10 @@ def test_logits_of_another_microbatch_are_refused():
 def test_routers_that_score_with_nan_are_named_and_not_the_routes(bad, align):
     """Their choice agrees with no record, but the record is not the reason."""
     tables = [table(0), table(1)]
+    test = AlignmentTest(LAYERS, [one.places for one in tables], torch.device("cpu")) if align else None
 
     def observe():
-        with session(tables, compare_native=True, align=align) as s:
+        with session(tables, compare_native=True, align=test) as s:
             for m, layer in product((0, 1), LAYERS):
                 scores = chosen(tables[m].routes[layer]).float()
                 if (m, layer) == (1, 2):

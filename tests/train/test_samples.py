@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moe_rl.replay.row_places import RowPlaces
-from moe_rl.replay.tables import Tally
 from moe_rl.rollout.kept import KeptSample
 from moe_rl.train import samples
 from moe_rl.types import Sequence, sampled_by
@@ -32,7 +31,7 @@ def seen(rows, differs, recorded=None):
     work = SimpleNamespace(table=table, microbatch=batch)
     logprobs = torch.tensor([-0.1, -0.2, -0.3, -math.inf, -0.5])
     compared = [SimpleNamespace(differs=torch.tensor(differs))]
-    return samples.PassSeen([work], [logprobs], [-logprobs], compared, Tally(), None)
+    return samples.PassSeen([work], [logprobs], [-logprobs], compared)
 
 
 def test_ranks_with_other_rows_and_layers_add_up(monkeypatch):
