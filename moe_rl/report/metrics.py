@@ -67,8 +67,7 @@ ALL = (
     Metric("rollout/write_waits", "count", "lower",
         "Engine steps of this step that waited because more than 1 GiB of recorded rows was still to be written to the "
         "trace.",
-        "Above 0: the folder of the trace is too slow for the engines.",
-        "when measured"),
+        "Above 0: the folder of the trace is too slow for the engines."),
     Metric("rollout/lost_servers", "servers", "lower",
         "Servers of rollout.servers that have failed since the run began. They are not used again.",
         "Above 0: the other servers sample more; stderr, or pool.log, says why. Above rollout.max_lost_servers the "

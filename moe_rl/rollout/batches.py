@@ -204,8 +204,7 @@ def discarded(sampled: int, chosen: int, lacking: int) -> dict[str, float]:
 def recorded(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float]:
     """Return the metrics of what the recorders counted in a step. Counts begin anew with an engine."""
     rows, waits = (max(0, now.get(name, 0) - before.get(name, 0)) for name in ("witnessed", "write_waits"))
-    found: dict[str, float] = {"rollout/witnessed_rows": rows}
-    return found | {"rollout/write_waits": waits} if waits else found
+    return {"rollout/witnessed_rows": rows, "rollout/write_waits": waits}
 
 
 def digest_of(completions: Seq[Completion]) -> str:

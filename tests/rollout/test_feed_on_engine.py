@@ -19,7 +19,7 @@ OVERRIDES = {
     "rollout.prompts_per_step": 2,
     "rollout.group_size": 2,
     "rollout.max_concurrent": 8,
-    "rollout.max_completion_tokens": 120,
+    "rollout.max_completion_tokens": 230,
     "eval.prompts": 1,
     "pipeline.mode": "async",
     "pipeline.max_staleness": 2,
@@ -43,7 +43,7 @@ def feed_of(shared, folder, **pipeline):
 async def two_steps(shared, feed):
     """New weights go in while the groups of the second step are sampled."""
     await feed.begin()
-    await forwarded(shared.groups, 150)
+    await forwarded(shared.groups, 60)
     await shared.send(SimpleNamespace(take_weights=feed.update))
     batches = [await feed.take(shared.old + 1), await feed.take(shared.old + 2)]
     kept = [feed.rollouts.kept.load(shared.old + n) for n in (1, 2)]

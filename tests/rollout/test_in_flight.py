@@ -25,12 +25,13 @@ def flight(engine, weights, others, reference, other_reference, settings, tmp_pa
     groups = EngineGroups(engine)
     (one,) = engine.generate(make_requests(1, 1, max_tokens=1), shard=next(NAMES))
     old = one.newest_version
+    written = by_disk(tmp_path, others, version=old + 1, replaces=old)
 
     async def send(to, way="disk"):
         if way == "broadcast":
             await by_broadcast(to, engine.workers, others, version=old + 1, replaces=old)
         else:
-            await to.take_weights(by_disk(tmp_path, others, version=old + 1, replaces=old))
+            await to.take_weights(written)
 
     yield SimpleNamespace(
         groups=groups, engine=engine, send=send, store=TraceStore(settings.trace_root), folder=tmp_path,

@@ -279,12 +279,13 @@ def test_the_digest_is_of_the_tokens_and_of_the_logprobs_of_every_completion():
     assert len({one, digest((2, 4), [-1.0, -2.0]), digest((2, 3), [-1.0, -2.0000002])}) == 3
 
 
-def test_a_step_shows_what_its_recorders_counted_and_waits_only_where_there_were_any():
+def test_a_step_shows_what_its_recorders_counted():
+    def shown(rows, waits):
+        return {"rollout/witnessed_rows": rows, "rollout/write_waits": waits}
+
     before = {"witnessed": 5, "write_waits": 2}
-    assert recorded(before, {"witnessed": 9, "write_waits": 2}) == {"rollout/witnessed_rows": 4}
-    waited = {"rollout/witnessed_rows": 0, "rollout/write_waits": 3}
-    assert recorded({}, {"write_waits": 3}) == waited
-    assert recorded(before, {}) == {"rollout/witnessed_rows": 0}  # a new engine
+    assert recorded(before, {"witnessed": 9, "write_waits": 3}) == shown(4, 1)
+    assert recorded(before, {}) == shown(0, 0)  # a new engine
 
 
 def test_an_evaluation_leaves_no_routes(tmp_path, monkeypatch):

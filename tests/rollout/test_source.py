@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from moe_rl.errors import EngineError, RouteValidationError
+from moe_rl.errors import EngineError
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.trace import TraceStore, signed
 from moe_rl.types import Provenance, Span
@@ -68,8 +68,6 @@ def test_arrays_of_finished_requests_become_records(source, tmp_path):
         (lambda routes: None, EngineError, {"request": "a", "got": "nothing", "expected": 7}),
         (lambda routes: routes[:-1], EngineError, {"request": "a", "got": ("6",), "expected": 7}),
         (lambda routes: routes.astype(np.int16), EngineError, {"request": "a", "got": "int16"}),
-        (lambda routes: routes * 0, RouteValidationError, {"request": "a"}),
-        (lambda routes: routes + 1, RouteValidationError, {"request": "a", "expert": 16}),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(source, change, error, facts):
@@ -77,6 +75,16 @@ def test_what_cannot_be_trained_on_is_refused(source, change, error, facts):
     with refused(error, **facts):
         source.finished(RecordingRequest("a", "shard"), (5, 6, 7, 8, 9), (10, 11, 12), wrong)
     assert source.stats() == {"requests": 1, "recorded": 0, "forwarded": 0, "refused": 1}
+
+
+@pytest.mark.parametrize(
+    "change, reason", [(lambda routes: routes * 0, "[0, 0, 0, 0]"), (lambda routes: routes + 1, "expert 16")]
+)
+def test_impossible_experts_are_refused_when_the_record_is_published(source, change, reason):
+    prompt, tokens = (5, 6, 7, 8, 9), (10, 11, 12)
+    source.finished(RecordingRequest("a", "shard"), prompt, tokens, result(change(captured(8))))
+    with refused(EngineError, reason, fault="not recorded", request="a"):
+        source.publish("shard", {"a": [*prompt, *tokens[:-1]]}, [])
 
 
 @pytest.mark.long

@@ -73,7 +73,7 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
         checkpoints=SimpleNamespace(pending=None),
         exports=SimpleNamespace(pending=None),
         _rest=lambda main, clock: None,
-        _retain_rollouts=lambda step: None,
+        _retain_rollouts=lambda main, step: None,
     )
     monkeypatch.setattr(trainer.world, "broadcast", lambda batch, kind: batch)
     batch = trainer.Trainer.sample(run, 1, Clock(lambda part: None))

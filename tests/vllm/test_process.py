@@ -3,6 +3,7 @@
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,19 +56,21 @@ def test_memory_that_workers_shared_goes_with_it(tmp_path, monkeypatch):
             path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("outlive", [True, False])
-def test_a_process_does_not_die_of_what_it_prints_on_a_full_disk(tmp_path, outlive):
+@pytest.mark.parametrize("child", [True, False])
+def test_a_child_does_not_die_of_what_it_prints_on_a_full_disk(tmp_path, child):
     """An engine that cannot write its log must still report the full disk to the trainer."""
     code = (
-        "import resource, sys, traceback; from moe_rl.vllm.process import outlive_a_full_log\n"
-        f"{'outlive_a_full_log()' if outlive else ''}\n"
+        "import resource, sys, traceback; from moe_rl.vllm.process import channel_to_parent\n"
+        f"{'channel = channel_to_parent(None)' if child else ''}\n"
         "print('before', flush=True)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
         "try:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc(); print('x' * 99)\n"
         "sys.exit(7)\n"
     )
-    with (tmp_path / "log").open("wb") as log:
-        done = subprocess.run([sys.executable, "-u", "-c", code], stdout=log, stderr=log, timeout=60)
-    assert (done.returncode == 7) == outlive
+    ours, theirs = socket.socketpair()
+    with (tmp_path / "log").open("wb") as log, ours, theirs:
+        command = [sys.executable, "-u", "-c", code, str(theirs.fileno()), str(os.getpid())]
+        done = subprocess.run(command, stdout=log, stderr=log, timeout=60, pass_fds=[theirs.fileno()])
+    assert (done.returncode == 7) == child
     text = (tmp_path / "log").read_text()
     assert text.startswith("before\n") and len(text) <= 20  # the witness: the limit struck
