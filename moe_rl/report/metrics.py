@@ -334,7 +334,7 @@ ALL = (
         "Time to sample the completions. 0 in a step that trains on completions sampled before a restart.",
         "Most of the step is usual. Growing: completions become longer.", "when measured"),
     Metric("time/reward", "s", "lower",
-        "Time to verify the completions.",
+        "Time that a step waits for verdicts after its last completion. Completions are judged as they end.",
         "A large share: raise task.verifier_workers.", "when measured"),
     Metric("time/wait", "s", "lower",
         "Time that the ranks waited for completions that are sampled while they train (pipeline.mode).",

@@ -73,21 +73,18 @@ class Batches:
     def __init__(self, config: Config, codec: TextCodec, trace_root: Path):
         self.config, self.codec, self.trace_root = config, codec, trace_root
 
-    def items(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[RewardItem]:
-        """Return what the verifiers need to judge completions, each of the prompt in the same place."""
-        return [
-            RewardItem(
-                prompt=p.text,
-                completion=self.codec.text(c),
-                columns=p.columns,
-                finish_reason=c.finish_reason,
-                stop_token_id=c.stop_token_id,
-                stop_string=c.stop_string,
-                completion_token_ids=c.text_token_ids,
-                messages=p.messages,
-            )
-            for p, c in zip(prompts, completions, strict=True)
-        ]
+    def item(self, prompt: Prompt, completion: Completion) -> RewardItem:
+        """Return what the verifiers need to judge a completion."""
+        return RewardItem(
+            prompt=prompt.text,
+            completion=self.codec.text(completion),
+            columns=prompt.columns,
+            finish_reason=completion.finish_reason,
+            stop_token_id=completion.stop_token_id,
+            stop_string=completion.stop_string,
+            completion_token_ids=completion.text_token_ids,
+            messages=prompt.messages,
+        )
 
     def passes(self, verdict: Verdict) -> bool | None:
         """Return whether a verdict is a pass; None if the verification failed."""

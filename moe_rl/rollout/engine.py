@@ -3,6 +3,7 @@
     parent (trainer rank 0)                        child (moe_rl.vllm.child)
     VllmEngine.generate(requests)  -- Generate -->  vLLM, in-process
                                    <-- Alive ----   after every step
+                                   <-- RequestsEnded -  completions, as they end
                                    <-- Generated -  tokens, logprobs, references to routes
                                                     routes ----> trace store
 
@@ -13,13 +14,14 @@ see `child_process`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import wait
+from queue import SimpleQueue
 from typing import Self
 
 from moe_rl.errors import EngineError, WeightSyncError
 from moe_rl.messages import Message
 from moe_rl.rollout.child_process import ChildProcess
 from moe_rl.rollout.numbered_calls import NumberedCalls
+from moe_rl.rollout.sampler import Hears, nobody
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm import wire
 from moe_rl.vllm.process import child_environment
@@ -56,7 +58,7 @@ class VllmEngine:
             raise
 
     def generate(
-        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
+        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None, ended: Hears = nobody
     ) -> list[Completion]:
         """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
@@ -67,13 +69,15 @@ class VllmEngine:
             shard: name of the new trace shard.
             enough: number of finished completions to wait for. The other requests are then aborted; they return the
                 tokens so far, with finish_reason "abort" and their routes marked.
+            ended: as in Sampler.generate. If it raises, the engine cannot be used any more.
 
         Raises:
             EngineError: a request exceeds the model's length, a key is repeated, or the shard exists.
         """
         if not requests:
             return []
-        return self._call(wire.Generate(list(requests), shard, enough, alone=True), wire.Generated).completions
+        call = wire.Generate(list(requests), shard, enough, alone=True)
+        return self._call(call, wire.Generated, ended).completions
 
     def name(self) -> str:
         """Return what messages call this engine."""
@@ -125,11 +129,15 @@ class VllmEngine:
             )
         return self._child.expect(reply, expected)
 
-    def _call[R: Message](self, message: wire.Call, expected: type[R]) -> R:
+    def _call[R: Message](self, message: wire.Call, expected: type[R], ended: Hears = nobody) -> R:
         """Send one call and wait for its reply."""
-        _, answer = self.calls.submit(message)
+        news: SimpleQueue[list[tuple[int, Completion]]] = SimpleQueue()
+        _, answer = self.calls.submit(message, news.put)
+        answer.add_done_callback(lambda _: news.put([]))
         try:
-            wait([answer])
+            while completions := news.get():
+                for at, completion in completions:
+                    ended(at, completion)
         except BaseException:
             self._child.desert()
             raise

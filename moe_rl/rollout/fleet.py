@@ -25,6 +25,7 @@ import msgspec
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.attach import folder_problem, servers_of
+from moe_rl.rollout.sampler import Hears, nobody
 from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.control import Served
@@ -134,7 +135,7 @@ class ServerFleet:
         return reached_by_all([(url.hostname, url.port) for url in urls if url.hostname and url.port])
 
     def generate(
-        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
+        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None, ended: Hears = nobody
     ) -> list[Completion]:
         """Sample one completion per request, in request order; server n publishes `shard`-server<n>.
 
@@ -144,11 +145,12 @@ class ServerFleet:
             requests: what to sample.
             shard: prefix of the shards' names.
             enough: number of finished completions to wait for, divided among the servers in proportion to their shares.
+            ended: as in Sampler.generate.
 
         Raises:
             SamplerGone: more servers are lost than allowed.
         """
-        return asyncio.run(self._generate(requests, shard, enough, self.confirmed()))
+        return asyncio.run(self._generate(requests, shard, enough, ended, self.confirmed()))
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         """Score token sequences, see Sampler.score. Returns one element per server; server n publishes
@@ -224,7 +226,12 @@ class ServerFleet:
         self._held = None
 
     async def _generate(
-        self, requests: Sequence[GenerateRequest], shard: str, enough: int | None, held: Mapping[int, _Held]
+        self,
+        requests: Sequence[GenerateRequest],
+        shard: str,
+        enough: int | None,
+        ended: Hears,
+        held: Mapping[int, _Held],
     ) -> list[Completion]:
         completions: dict[int, Completion] = {}
         attempt = 0
@@ -238,7 +245,8 @@ class ServerFleet:
                 mine = [requests[at] for at in places[number]]
                 wanted = None if enough is None else -(-enough * len(mine) // len(requests))
                 await self._check(number, held[number])
-                return await self.servers[number].sample(mine, f"{shard}-server{number}{again}", wanted)
+                hear: Hears = lambda at, completion: ended(places[number][at], completion)  # noqa: E731
+                return await self.servers[number].sample(mine, f"{shard}-server{number}{again}", wanted, hear)
 
             for number, sampled in (await self.each(sample, places)).items():
                 completions |= zip(places[number], sampled, strict=True)

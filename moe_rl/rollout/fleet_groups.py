@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from moe_rl.errors import EngineError, WeightSyncError, describe
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.rollout.group_sampler import ServerLost, nobody
+from moe_rl.rollout.group_sampler import ServerLost
+from moe_rl.rollout.sampler import nobody
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.sampling import Growing
 from moe_rl.weights.update import WeightUpdate

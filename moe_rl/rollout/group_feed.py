@@ -238,8 +238,7 @@ class GroupFeed:
                 return
             self.groups.sampled(work.group.cursor)
             self._pump()
-        completions = [joined(parts) for parts in work.pieces]
-        items = self.rollouts.batches.items([work.prompt] * len(completions), completions)
+        items = [self.rollouts.batches.item(work.prompt, joined(parts)) for parts in work.pieces]
         verdicts = await self.rollouts.verifiers.judge(items)
         if work.dropped is None:
             self._judge(work, verdicts)

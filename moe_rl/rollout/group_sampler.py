@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from moe_rl.errors import EngineError
 from moe_rl.messages import Message
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.sampler import nobody
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm import wire
 from moe_rl.weights.update import WeightUpdate
@@ -33,10 +34,6 @@ class ServerLost(EngineError):
     def __init__(self, problem: str, tokens: int = 0):
         super().__init__(problem)
         self.tokens = tokens
-
-
-def nobody(requests: int) -> None:
-    """Hear that requests have ended, and do nothing."""
 
 
 class GroupSampler(Protocol):
@@ -65,8 +62,7 @@ class GroupSampler(Protocol):
             leave: once it is set, what is unfinished is aborted. It comes back with the tokens so far, perhaps none,
                 and finish_reason "abort"; the rows of these tokens are published. A call during a pause may be left
                 too.
-            ended: called in the event loop with the number of requests that have ended since the last time, while
-                others go on.
+            ended: called in the event loop with the number of requests that have ended since the last time.
 
         Raises:
             ServerLost: the place is lost, with all that this call sampled.
@@ -120,9 +116,9 @@ class EngineGroups:
     ) -> list[Completion]:
         calls, loop = self._engine.calls, asyncio.get_running_loop()
 
-        def hear(count: int) -> None:
+        def hear(completions: list[tuple[int, Completion]]) -> None:
             with suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(ended, count)
+                loop.call_soon_threadsafe(ended, len(completions))
 
         number, answer = calls.submit(wire.Generate(list(requests), shard), hear)
         sampled = asyncio.wrap_future(answer)

@@ -10,7 +10,10 @@ from concurrent.futures import Future
 from moe_rl.errors import EngineError
 from moe_rl.messages import Message
 from moe_rl.rollout.child_process import ChildProcess
+from moe_rl.types import Completion
 from moe_rl.vllm import wire
+
+_Hears = Callable[[list[tuple[int, Completion]]], None]
 
 
 class NumberedCalls:
@@ -26,15 +29,13 @@ class NumberedCalls:
         # not read before a reply of its own was read.
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._waiting: dict[int, tuple[Future[Message], Callable[[int], None]]] = {}
+        self._waiting: dict[int, tuple[Future[Message], _Hears]] = {}
         self._receiver: threading.Thread | None = None
 
-    def submit(
-        self, call: wire.Call, hears: Callable[[int], None] = lambda requests: None
-    ) -> tuple[int, Future[Message]]:
+    def submit(self, call: wire.Call, hears: _Hears = lambda completions: None) -> tuple[int, Future[Message]]:
         """Send a call. Returns its number, and the future that gets its reply or SamplerGone.
 
-        hears: called on the receiving thread with the number of requests that have ended, see wire.RequestsEnded.
+        hears: called on the receiving thread with the completions that have ended, see wire.RequestsEnded.
         """
         answer: Future[Message] = Future()
         answer.set_running_or_notify_cancel()  # who waits for it can no longer cancel it
@@ -76,7 +77,7 @@ class NumberedCalls:
                 return
             answer, hears = call
             if isinstance(message, wire.RequestsEnded):
-                hears(message.requests)
+                hears(message.completions)
                 continue
             with self._lock:
                 del self._waiting[message.number]

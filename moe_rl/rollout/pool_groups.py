@@ -76,7 +76,8 @@ class GroupPool:
         for name, asked in zip(EVALUATED, rollouts.evaluation(), strict=True):
             places, requests = [place for place, _ in asked], [one for _, one in asked]
             completions = await sample_beside(self._sampler, requests, shard=f"{name}-step{step:06d}")
-            items = rollouts.batches.items([rollouts.heldout[place][1] for place in places], completions)
+            prompts = [rollouts.heldout[place][1] for place in places]
+            items = [rollouts.batches.item(*one) for one in zip(prompts, completions, strict=True)]
             answers.append((places, await rollouts.verifiers.judge(items)))
         return rollouts.rates(answers)
 

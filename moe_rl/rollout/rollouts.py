@@ -150,10 +150,8 @@ class Rollouts:
             for p, prompt in enumerate(prompts, start=done)
             for c in range(rollout.group_size)
         ]
-        with clock("sample"):
-            completions = self.engine.generate(requests, shard=shard)
-        with clock("reward"):
-            verdicts = self._judge([p for p in prompts for _ in range(rollout.group_size)], completions)
+        repeated = [prompt for prompt in prompts for _ in range(rollout.group_size)]
+        completions, verdicts = self._judged(repeated, requests, shard, clock)
         members = [slice(start, start + rollout.group_size) for start in range(0, len(requests), rollout.group_size)]
         return [
             self.batches.group(number, prompt, [[one] for one in completions[of]], verdicts[of])
@@ -172,9 +170,9 @@ class Rollouts:
         call."""
         answers = []
         for name, asked in zip(EVALUATED, self.evaluation(), strict=True):
-            completions = self.engine.generate([one for _, one in asked], shard=f"{name}-step{step:06d}")
-            places = [place for place, _ in asked]
-            answers.append((places, self._judge([self.heldout[place][1] for place in places], completions)))
+            places, requests = [place for place, _ in asked], [one for _, one in asked]
+            prompts = [self.heldout[place][1] for place in places]
+            answers.append((places, self._judged(prompts, requests, f"{name}-step{step:06d}", Clock())[1]))
         return self.rates(answers)
 
     def evaluation(self) -> list[list[Asked]]:
@@ -216,8 +214,23 @@ class Rollouts:
         """Return a request of the run, see `generate_request`."""
         return generate_request(self.config, key, prompt_token_ids, self.stop_tokens, temperature)
 
-    def _judge(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[Verdict]:
-        return self.verifiers.score(self.batches.items(prompts, completions))
+    def _judged(
+        self, prompts: Seq[Prompt], requests: Seq[GenerateRequest], shard: str, clock: Clock
+    ) -> tuple[list[Completion], list[Verdict]]:
+        """Sample completions, and have each judged while others are still sampled.
+
+        Args:
+            prompts: of each request.
+        """
+        with self.verifiers.judging() as judging:
+
+            def ended(at: int, completion: Completion) -> None:
+                judging.add(at, self.batches.item(prompts[at], completion))
+
+            with clock("sample"):
+                completions = self.engine.generate(requests, shard=shard, ended=ended)
+            with clock("reward"):
+                return completions, judging.verdicts()
 
 
 def canary_runs(config: Config, task: TaskPrompts) -> list[tuple[int, ...]]:

@@ -3,11 +3,18 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.weights.update import WeightUpdate
+
+Hears = Callable[[int, Completion], None]
+"""Hears of a completion that has ended: the place of its request in the call, and the completion without routes."""
+
+
+def nobody(*news: object) -> None:
+    """Hear what is told, and do nothing."""
 
 
 class WeightHolder(Protocol):
@@ -90,10 +97,16 @@ class Sampler(WeightHolder, Protocol):
     """Samples completions with the weights that it holds."""
 
     def generate(
-        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
+        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None, ended: Hears = nobody
     ) -> list[Completion]:
         """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
-        enough: number of finished completions to wait for; the other requests are aborted and return the tokens so far.
+        Args:
+            requests: what to sample.
+            shard: name of the new trace shard.
+            enough: number of finished completions to wait for; the other requests are aborted and return the tokens so
+                far.
+            ended: called in this thread with each completion as soon as it has ended, while others go on. Aborted
+                ones are not told. What a lost server had sampled is told again when it was sampled again.
         """
         ...

@@ -24,6 +24,7 @@ import numpy as np
 
 from moe_rl.errors import EngineError, describe
 from moe_rl.rollout.completion_stream import collect
+from moe_rl.rollout.sampler import Hears, nobody
 from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm import sampling
@@ -148,13 +149,13 @@ class VllmServer:
         return await self._transport.once("POST", "/moe_rl/challenge", Challenge(folder, name), _TEXT)
 
     async def sample(
-        self, requests: Sequence[GenerateRequest], shard: str, enough: int | None = None
+        self, requests: Sequence[GenerateRequest], shard: str, enough: int | None = None, ended: Hears = nobody
     ) -> list[Completion]:
-        """Sample completions, see `generate`."""
+        """Sample completions, see `generate`, and Sampler.generate for `ended`."""
         async with self._transport.client(2 + self._at_once(requests)) as client:
 
             async def sampled(served: Served) -> list[Growing]:
-                samples = await self._sample(client, requests, shard, enough)
+                samples = await self._sample(client, requests, shard, enough, ended)
                 now = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
                 if (now.start, now.updates) != (served.start, served.updates):
                     raise self._shared("Another client changed the vLLM server's weights during sampling", shard)
@@ -242,7 +243,12 @@ class VllmServer:
         )
 
     async def _sample(
-        self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], shard: str, enough: int | None
+        self,
+        client: httpx.AsyncClient,
+        requests: Sequence[GenerateRequest],
+        shard: str,
+        enough: int | None,
+        ended: Hears,
     ) -> list[Growing]:
         """Return the results so far of all requests; at most `connections` run at a time, or all at once when alone."""
         samples = [Growing() for _ in requests]
@@ -261,6 +267,9 @@ class VllmServer:
                     priority=at if self._alone else 0,
                     forever=self._alone,
                 )
+            _refuse_unfinished(requests[at], samples[at])
+            if not samples[at].aborted:
+                ended(at, samples[at].completion(requests[at], {}))
 
         wanted = len(requests) if enough is None else min(enough, len(requests))
         if self._alone:

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -117,14 +117,14 @@ class VerifierPool:
         functions = {name: one.function for name, one in rewards.items() if isinstance(one, FunctionReward)}
         problems = {name: dotted_path_problem(function) for name, function in functions.items()}
         refuse_rewards({name: problem for name, problem in problems.items() if problem}, functions)
-        self._rewards, self._timeout = dict(rewards), timeout_seconds
+        self.rewards, self.timeout = dict(rewards), timeout_seconds
         load = Load(
             sys_path=[os.path.abspath(folder) for folder in sys.path],
             functions={name: _function(reward, generators) for name, reward in rewards.items()},
             memory_limit_bytes=memory_limit_mib << 20,
         )
-        self._parameters: dict[str, RewardParameters] = {}
-        self._places = [VerifierPlace(load, self._parameters) for _ in range(workers)]
+        self.parameters: dict[str, RewardParameters] = {}
+        self._places = [VerifierPlace(load, self.parameters) for _ in range(workers)]
         # The threads live as long as the pool, because the kernel kills a worker when the thread that started it ends.
         # There are as many as places, so a thread always finds a free one.
         self._threads = ThreadPoolExecutor(workers)
@@ -177,7 +177,7 @@ class VerifierPool:
         Raises:
             ConfigError: naming each reward, argument and source.
         """
-        if problems := [*argument_problems(self._parameters, sources)]:
+        if problems := [*argument_problems(self.parameters, sources)]:
             raise ConfigError(problems)
 
     def try_out(self, prompts: SequenceOf[Prompt], limit: float) -> None:
@@ -196,14 +196,20 @@ class VerifierPool:
         Raises:
             RewardError: no worker can be started any more. The pool is then closed.
         """
-        results, calls = self._begin(items)
-        try:
-            for job, call in calls:
-                _add(results, job, call.result())
-        except BaseException:
-            self.close()
-            raise
-        return [self._verdict(result) for result in results]
+        with self.judging() as judging:
+            for number, item in enumerate(items):
+                judging.add(number, item)
+            return judging.verdicts()
+
+    def judging(self) -> Judging:
+        """Begin to score items that come one by one.
+
+        Raises:
+            RewardError: the pool is closed.
+        """
+        if self._closed:
+            raise self._refused()
+        return Judging(self)
 
     async def judge(self, items: SequenceOf[RewardItem]) -> list[Verdict]:
         """Return as `score` does, in an event loop, where other calls may wait at the same time.
@@ -213,25 +219,19 @@ class VerifierPool:
         Raises:
             RewardError: no worker can be started any more. Every other call then raises too.
         """
-        results, calls = self._begin(items)
-        try:
-            for job, call in calls:
-                _add(results, job, await asyncio.wrap_future(call))
-        finally:
-            for _, call in calls:
-                call.cancel()
-        return [self._verdict(result) for result in results]
-
-    def _begin(self, items: SequenceOf[RewardItem]) -> tuple[list[Scores], list[tuple[VerifierJob, _Call]]]:
-        """Hand the items to the workers. Return what is known of each by now, and the calls that tell the rest."""
-        if self._closed:
-            raise self._refused()
-        results: list[Scores] = [{} for _ in items]
-        jobs = list(self._jobs(items, results))
-        return results, [(job, self._threads.submit(self._run, job)) for job in jobs]
+        with self.judging() as judging:
+            for number, item in enumerate(items):
+                judging.add(number, item)
+            for call in judging.calls():
+                await asyncio.wrap_future(call)
+            return judging.verdicts()
 
     def _refused(self) -> RewardError:
         return RewardError(describe("the verifier pool is closed, or another call raised", fault="closed"))
+
+    def submit(self, job: VerifierJob) -> _Call:
+        """Hand a call to the workers."""
+        return self._threads.submit(self._run, job)
 
     def _run(self, job: VerifierJob) -> list[Scores]:
         place = self._free.get()
@@ -245,62 +245,120 @@ class VerifierPool:
         finally:
             self._free.put(place)
 
-    def _jobs(self, items: SequenceOf[RewardItem], results: list[Scores]) -> Iterator[VerifierJob]:
-        """Yield the calls that score the items. An item that cannot be sent gets its result here, and no call."""
-        rows: list[dict[str, _Row]] = []
-        for item, result in zip(items, results, strict=True):
+
+class Judging:
+    """Scores items that come one by one, in any order, while others are still made.
+
+    The call for one item begins as soon as the item is there. Batches are cut from the items in the order of their
+    numbers, so a batch waits for all items before its last one. As a context manager it takes back, at its end, the
+    calls that no worker has begun.
+    """
+
+    def __init__(self, pool: VerifierPool):
+        self._pool = pool
+        batched = {name: one for name, one in pool.rewards.items() if one.batch is not None}
+        self._single, self._batched = [name for name in pool.rewards if name not in batched], batched
+        self._results: list[Scores] = []  # of every item that came
+        self._places: dict[int, int] = {}  # by the number of an item: the place of its result
+        self._calls: list[tuple[VerifierJob, _Call]] = []
+        self._rows: dict[int, tuple[int, _Row]] = {}  # those that are in no batch yet, by number
+        self._next = 0  # the number of the next item for a batch
+        self._open: dict[tuple[str, tuple[str, ...]], list[tuple[int, bytes]]] = {}  # batches that are not full
+
+    def __enter__(self) -> Judging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _job, call in self._calls:
+            call.cancel()
+
+    def add(self, number: int, item: RewardItem) -> None:
+        """Take an item. The items are numbered from 0. If one comes again, the last one counts."""
+        at = self._places[number] = len(self._results)
+        result: Scores = {}
+        row: _Row = {}
+        self._results.append(result)
+        for name in self._pool.rewards:
+            try:
+                arguments = item.arguments(self._pool.parameters[name])
+                row[name] = tuple(arguments), _encoded(arguments)
+            except (ValueError, TypeError, RecursionError) as error:
+                result[name] = f"cannot be sent to a verifier: {error}"
+        if result:
             row = {}
-            for name in self._rewards:
-                try:
-                    arguments = item.arguments(self._parameters[name])
-                    row[name] = tuple(arguments), _encoded(arguments)
-                except (ValueError, TypeError, RecursionError) as error:
-                    result[name] = f"cannot be sent to a verifier: {error}"
-            rows.append({} if result else row)
-        single = [name for name, reward in self._rewards.items() if reward.batch is None]
-        for index, row in enumerate(rows):
-            if row and single:
-                yield VerifierJob([index], {name: [row[name][1]] for name in single}, self._timeout)
-        for name, reward in self._rewards.items():
-            if reward.batch is None:
-                continue
-            alike: dict[tuple[str, ...], list[int]] = {}  # rows of one call have the same arguments
-            for index, row in enumerate(rows):
-                if row:
-                    alike.setdefault(row[name][0], []).append(index)
-            for indices in alike.values():
-                limit = reward.limit_seconds or self._timeout
-                for start in range(0, len(indices), reward.batch):
-                    chunk = indices[start : start + reward.batch]
-                    yield VerifierJob(chunk, {name: [rows[at][name][1] for at in chunk]}, limit)
+        if row and self._single:
+            self._call([at], {name: [row[name][1]] for name in self._single}, self._pool.timeout)
+        if self._batched:
+            self._rows[number] = at, row
+            while self._next in self._rows:
+                self._fill(*self._rows.pop(self._next))
+                self._next += 1
+
+    def calls(self) -> list[_Call]:
+        """Return the calls that score the items. None comes after this."""
+        for number in sorted(self._rows):
+            self._fill(*self._rows.pop(number))
+        for name, arguments in list(self._open):
+            self._call_batch(name, arguments)
+        return [call for _, call in self._calls]
+
+    def verdicts(self) -> list[Verdict]:
+        """Return one verdict per item, in the order of their numbers, when all are scored.
+
+        Raises:
+            RewardError: no worker can be started any more. The pool is then closed.
+        """
+        self.calls()
+        try:
+            for job, call in self._calls:
+                for at, found in zip(job.items, call.result(), strict=True):
+                    self._results[at] |= found
+        except BaseException:
+            self._pool.close()
+            raise
+        return [self._verdict(self._results[self._places[number]]) for number in sorted(self._places)]
+
+    def _fill(self, at: int, row: _Row) -> None:
+        """Put an item into a batch of each reward that takes batches, and call those that are full."""
+        for name, reward in self._batched.items():
+            if name in row:
+                arguments, encoded = row[name]  # the items of a batch have the same arguments
+                batch = self._open.setdefault((name, arguments), [])
+                batch.append((at, encoded))
+                if len(batch) == reward.batch:
+                    self._call_batch(name, arguments)
+
+    def _call_batch(self, name: str, arguments: tuple[str, ...]) -> None:
+        batch = self._open.pop((name, arguments))
+        limit = self._batched[name].limit_seconds or self._pool.timeout
+        self._call([at for at, _ in batch], {name: [encoded for _, encoded in batch]}, limit)
+
+    def _call(self, items: list[int], calls: dict[str, list[bytes]], limit: float) -> None:
+        job = VerifierJob(items, calls, limit)
+        self._calls.append((job, self._pool.submit(job)))
 
     def _verdict(self, result: Scores) -> Verdict:
         """Combine what the reward functions gave for one item."""
         parts: dict[str, float] = {}
-        for name in self._rewards:
+        for name in self._pool.rewards:
             value = result.get(name)  # None: no function of an item is called when one of them cannot be
             if isinstance(value, str):
                 return Verdict("failed", None, detail=f"{name}: {value}")
             if value is not None:
                 parts[name] = value
-        reward = sum(one.weight * parts[name] for name, one in self._rewards.items())
+        reward = sum(one.weight * parts[name] for name, one in self._pool.rewards.items())
         if not abs(reward) <= LARGEST_REWARD:  # `not <=` also catches NaN
             detail = f"the weighted sum of the rewards is {reward}, expected {REWARD_RANGE}: {parts}"
             return Verdict("failed", None, detail=detail)
         return Verdict("scored", reward, parts)
 
 
-_Row = tuple[tuple[str, ...], bytes]
-"""The arguments of one call for one item: their names, and all of them as JSON."""
+_Row = dict[str, tuple[tuple[str, ...], bytes]]
+"""The arguments of an item for each reward: their names, and all of them as JSON."""
 
 
 _Call = Future[list[Scores]]
 """A worker's answer to a job."""
-
-
-def _add(results: list[Scores], job: VerifierJob, found: list[Scores]) -> None:
-    for index, result in zip(job.items, found, strict=True):
-        results[index] |= result
 
 
 def _encoded(arguments: Mapping[str, Any]) -> bytes:

@@ -9,13 +9,14 @@ pause         vLLM makes no forward pass; requests keep their KV cache; new weig
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.types import GenerateRequest, RouteRef
+from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import arguments, sampling, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.route_source import NativeSource, WorkerSource
@@ -62,7 +63,7 @@ class _Running:
         asks: what each request records.
         finish: makes the reply when all have ended, and publishes the shard.
         enough: as in wire.Generate.
-        told: how many have not ended, as far as the trainer knows; None if it does not ask.
+        tells: whether the trainer gets completions as they end.
         outputs: what came of each request.
         unfinished: how many requests have not ended.
     """
@@ -74,7 +75,7 @@ class _Running:
     asks: list[RecordingRequest | None]
     finish: Callable[[_Running], wire.Reply]
     enough: int | None = None
-    told: int | None = None
+    tells: bool = False
     outputs: list[_Output] = field(init=False)
     unfinished: int = field(init=False)
 
@@ -98,6 +99,8 @@ class ChildEngine:
         self._paused = False
         # By the numbers of the calls.
         self.running: dict[int, _Running] = {}
+        # The requests that have ended since `news` looked, with their places in their calls.
+        self._ended: list[tuple[_Running, int]] = []
         recording = None
         if settings.trace_root is not None:
             recording = Recording(
@@ -185,13 +188,14 @@ class ChildEngine:
         return [(call.number, self._end(call)) for call in ended]
 
     def news(self) -> list[wire.RequestsEnded]:
-        """Return which calls have requests that have ended since the last look, and others that have not."""
-        found = []
-        for call in self.running.values():
-            if call.told is not None and 0 < call.unfinished < call.told:
-                found.append(wire.RequestsEnded(call.number, call.told - call.unfinished))
-                call.told = call.unfinished
-        return found
+        """Return the completions that have ended since the last look."""
+        found: dict[int, list[tuple[int, Completion]]] = {}
+        for call, at in self._ended:
+            with suppress(EngineError):  # the reply to the call says what is wrong
+                completion = call.outputs[at].completion(call.requests[at], {})
+                found.setdefault(call.number, []).append((at, completion))
+        self._ended = []
+        return [wire.RequestsEnded(number, completions) for number, completions in found.items()]
 
     def leave(self, number: int) -> None:
         """Abort what is unfinished of a call, if the call is still running."""
@@ -217,8 +221,7 @@ class ChildEngine:
             (request.prompt_token_ids, _parameters(request, ask, grows))
             for request, ask in zip(call.requests, asks, strict=True)
         ]
-        running = _Running(number, source, call.shard, call.requests, asks, self._generated, enough=call.enough)
-        running.told = None if call.alone else running.unfinished
+        running = _Running(number, source, call.shard, call.requests, asks, self._generated, call.enough, tells=True)
         self._begin(running, prompts)
 
     def _score(self, number: int, runs: list[list[int]], shard: str | None) -> None:
@@ -249,7 +252,9 @@ class ChildEngine:
             number, _, at = result.request_id.partition("-")
             call = self.running[int(number)]
             call.outputs[int(at)].take(result, self._version)
-            call.unfinished -= result.finished
+            if result.finished:
+                call.unfinished -= 1
+                self._ended += [(call, int(at))] if call.tells else []
         for call in self.running.values():
             if call.enough is not None and call.unfinished and len(call.requests) - call.unfinished >= call.enough:
                 self._abort_rest(call)

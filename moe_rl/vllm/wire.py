@@ -2,6 +2,7 @@
 
 trainer -- Numbered(7, Generate) --> engine      several calls at once; each has a number of its own
         <-- Alive --------------              while any call is under way
+        <-- RequestsEnded(7) ---              completions, as they end
         -- Leave(7) ----------->              the call ends early, with the tokens so far
         <-- Answered(7, Generated) --
 """
@@ -197,10 +198,14 @@ class Answered(Message, frozen=True):
 
 
 class RequestsEnded(Message, frozen=True):
-    """Says how many further requests of a call beside others have ended, while the rest goes on."""
+    """Brings what requests of a Generate call gave that have ended, before the call is answered.
+
+    Attributes:
+        completions: with their places in the call, without routes. What is aborted is not among them.
+    """
 
     number: int
-    requests: int
+    completions: list[tuple[int, Completion]]
 
 
 CALLS: Decoder[Start | Numbered | Leave | Close] = decoder(Start | Numbered | Leave | Close)

@@ -3,6 +3,9 @@
 import sys
 import time
 
+import numpy as np
+
+from moe_rl.types import Completion, sampled_by
 from moe_rl.vllm import wire
 from moe_rl.vllm.process import channel_to_parent
 
@@ -14,7 +17,8 @@ channel.send(wire.Ready("0"))
 numbers = [channel.receive().number for _ in range(2)]
 time.sleep(0.5)
 for number in numbers:
-    channel.send(wire.RequestsEnded(number, 1))
+    completion = Completion("key", (1,), (2,), np.zeros(1, np.float32), "stop", sampled_by(0, 1), None)
+    channel.send(wire.RequestsEnded(number, [(0, completion)]))
 for number in numbers:
     channel.send(wire.Answered(number, wire.Counted(LONG)))
 last = channel.receive()

@@ -49,6 +49,20 @@ def test_routes_and_logprobs_equal_hugging_face(engine, settings, reference, req
     assert len(continued) == 6 * 3
 
 
+def test_each_completion_is_told_as_it_ends(engine, requests_of, monkeypatch):
+    requests = [replace(one, max_tokens=n) for one, n in zip(requests_of(1, 3), (2, 30, 5), strict=True)]
+    told, messages, submit = [], [], engine.calls.submit
+    monkeypatch.setattr(
+        engine.calls,
+        "submit",
+        lambda call, hears: submit(call, lambda news: messages.append(len(news)) or hears(news)),
+    )
+    completions = engine.generate(requests, shard="told", ended=lambda at, one: told.append((at, one)))
+    assert messages == [1, 1, 1] and [at for at, _ in told] == [0, 2, 1]
+    for at, one in told:
+        assert one.routes is None and (one.key, one.token_ids) == (completions[at].key, completions[at].token_ids)
+
+
 def test_same_requests_give_the_same_completions(engine, requests_of):
     requests = requests_of(5, 4)
     first = engine.generate(requests, shard="again-0")

@@ -20,6 +20,7 @@ from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
 from moe_rl.rollout.fleet import ServerFleet, assign
 from moe_rl.rollout.fleet_groups import FleetGroups
 from moe_rl.rollout.group_sampler import ServerLost
+from moe_rl.rollout.sampler import nobody
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import own_address, reached_by_all
@@ -56,21 +57,24 @@ class Server:
         self._may_fail("served")
         return self.served_
 
-    async def sample(self, requests, shard, enough=None):
+    async def sample(self, requests, shard, enough=None, ended=nobody):
         try:
             if self.slow:
                 await asyncio.sleep(30)
             self._may_fail("before")
             assert shard not in self.shards
             self.shards[shard] = [request.key for request in requests]
+            completions = []
+            for at, r in enumerate(requests):
+                logprobs, versions = np.zeros(1, np.float32), sampled_by(0, 1)
+                made = Completion(r.key, r.prompt_token_ids, (r.seed,), logprobs, "stop", versions, None)
+                completions.append(made)
+                ended(at, made)
             self._may_fail("after")  # published, and the answer is lost
         except asyncio.CancelledError:
             self.cancelled = True
             raise
-        return [
-            Completion(r.key, r.prompt_token_ids, (r.seed,), np.zeros(1, np.float32), "stop", sampled_by(0, 1), None)
-            for r in requests
-        ]
+        return completions
 
     async def update(self, update, seconds=None):
         self._may_fail("update")
@@ -193,8 +197,12 @@ def test_a_lost_server_ends_the_run_and_the_others_calls(fleet):
 def test_within_the_bound_the_others_sample_what_is_lacking_and_nothing_is_doubled(fleet, when):
     made, servers = fleet(3, max_lost=1)
     servers[1].fails.append(when)
-    completions = made.generate(REQUESTS, shard="step000001")
+    told = []
+    completions = made.generate(REQUESTS, shard="step000001", ended=lambda at, one: told.append((at, one)))
     assert [c.key for c in completions] == [r.key for r in REQUESTS]
+    assert all(one.key == REQUESTS[at].key for at, one in told)
+    assert all(dict(told)[at] is one for at, one in enumerate(completions)), "who hears has what is returned"
+    assert len(told) == len(REQUESTS) + (when == "after") * 3
     assert list(made.lost) == ["http://host:1"] and "planted" in made.lost["http://host:1"]
     used = [key for server in (servers[0], servers[2]) for keys in server.shards.values() for key in keys]
     assert sorted(used) == sorted(r.key for r in REQUESTS), "a request was sampled twice by those that are left"
@@ -351,6 +359,8 @@ def test_some_of_each_servers_share_may_be_enough(fleet):
     made, servers = fleet()
     seen = []
     for server in servers:
-        server.sample = lambda requests, shard, enough, f=server.sample: seen.append(enough) or f(requests, shard)
+        server.sample = lambda requests, shard, enough, ended, f=server.sample: (
+            seen.append(enough) or f(requests, shard)
+        )
     made.generate(REQUESTS, shard="step000001", enough=7)
     assert seen == [4, 4]

@@ -2,6 +2,7 @@
 every prompt is accounted for."""
 
 import json
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,27 +25,48 @@ CONFIG = "configs/tiny_moe_cpu.yaml"
 PROMPTS, SIZE = 2, 3
 
 
+class Verifiers:
+    """Judges each prompt and completion with a function, in place of the verifiers of rollouts."""
+
+    def __init__(self, rollouts, judge):
+        rollouts.verifiers, rollouts.batches.item = self, lambda *one: one
+        self.judge = judge
+
+    @contextmanager
+    def judging(self):
+        self.found = {}
+        yield self
+
+    def add(self, number, item):
+        self.found[number] = self.judge(*item)
+
+    def verdicts(self):
+        return [self.found[number] for number in range(len(self.found))]
+
+
 class Engine:
-    """Gives the completion with number n in its group n tokens, and remembers the requests."""
+    """Gives the completion with number n in its group n tokens, and remembers the requests and what it told."""
 
     def __init__(self, root):
-        self.root, self.asked = root, {}
+        self.root, self.asked, self.told = root, {}, []
 
     def counts(self):
         return {"witnessed": 5 * len(self.asked)}
 
-    def generate(self, requests, *, shard):
+    def generate(self, requests, *, shard, ended):
         assert shard not in self.asked
         self.asked[shard] = [r.key for r in requests]
         (self.root / f"{shard}.safetensors").write_bytes(b"x" * 10)
         routes = SimpleNamespace(rows=5, parts=(RoutePart(shard, ""),))
-        tokens = [(7,) * (1 + int(r.key.partition("/c")[2])) for r in requests]
-        return [
-            Completion(
-                r.key, r.prompt_token_ids, t, np.zeros(len(t), np.float32), "stop", sampled_by(0, len(t)), routes
-            )
-            for r, t in zip(requests, tokens, strict=True)
-        ]
+        tokens = [(7,) * (1 + int(r.key.partition("/c")[2] or 0)) for r in requests]
+        completions = []
+        for at, (r, t) in enumerate(zip(requests, tokens, strict=True)):
+            versions = sampled_by(0, len(t))
+            logprobs = np.zeros(len(t), np.float32)
+            completions.append(Completion(r.key, r.prompt_token_ids, t, logprobs, "stop", versions, routes))
+            self.told.append(r.key)
+            ended(at, completions[-1])
+        return completions
 
 
 class Rig:
@@ -72,17 +94,14 @@ class Rig:
         facts = SimpleNamespace(eos_token_ids=(1,))
         self.rollouts = Rollouts(self.config, facts, task_of(self.config), self.engine, None, folder, None)
         self.informative, self.failed = informative, failed
-        self.rollouts._judge = self.judge
+        Verifiers(self.rollouts, self.judge)
 
-    def judge(self, prompts, completions):
-        verdicts = []
-        for completion in completions:
-            group, _, number = completion.key.rpartition("/c")
-            group = int(group.rpartition("/p")[2])
-            parts = {"exact_match": 0.0, "format": 0.0}
-            reward = float(number) if group in self.informative else 0.5
-            verdicts.append(Verdict("failed", None) if group in self.failed else Verdict("scored", reward, parts))
-        return verdicts
+    def judge(self, prompt, completion):
+        group, _, number = completion.key.rpartition("/c")
+        group = int(group.rpartition("/p")[2])
+        parts = {"exact_match": 0.0, "format": 0.0}
+        reward = float(number) if group in self.informative else 0.5
+        return Verdict("failed", None) if group in self.failed else Verdict("scored", reward, parts)
 
     def collect(self, step=1):
         return self.rollouts.collect(step, Clock())
@@ -90,6 +109,19 @@ class Rig:
 
 def groups_of(batch):
     return list(dict.fromkeys(batch.group_ids))
+
+
+def test_a_completion_is_judged_before_the_next_one_has_ended(tmp_path):
+    rig, known = Rig(tmp_path, 1), []
+
+    def judge(prompt, completion):
+        known.append((prompt.id, completion.key, len(rig.engine.told)))
+        return Verdict("scored", 0.5, {"exact_match": 0.0, "format": 0.0})
+
+    Verifiers(rig.rollouts, judge)
+    rig.collect()
+    ids = [prompt.id for prompt in rig.rollouts.source.at(0, PROMPTS) for _ in range(SIZE)]
+    assert known == [(ids[at], key, at + 1) for at, key in enumerate(rig.engine.told)] and len(known) == 6
 
 
 def test_without_it_every_group_is_trained_on(tmp_path):
@@ -204,16 +236,14 @@ END, USER = 1, 0  # <|end|> of the shipped tokenizer, and a token that plays a s
 
 def judged(folder, override, tokens, finish, stop_reason=None):
     """Have a completion judged. Returns its request, what the verifiers get, the rollouts and the task's prompts."""
-    rig, scored = Rig(folder, 1, override), []
-    task = task_of(rig.config)
-    verifiers, facts = SimpleNamespace(score=scored.extend), SimpleNamespace(eos_token_ids=(END,))
-    rollouts = Rollouts(rig.config, facts, task, rig.engine, verifiers, folder / "other", None)
+    rig = Rig(folder, 1, override)
+    task, facts = task_of(rig.config), SimpleNamespace(eos_token_ids=(END,))
+    rollouts = Rollouts(rig.config, facts, task, rig.engine, None, folder / "other", None)
     _, prompt = rollouts.heldout[0]
     asked = rollouts.request("s1/p0/c0", prompt.token_ids, 1.0)
     sampled = Growing()
     sampled.add(tokens, [-1.0] * len(tokens), finish, [ReportedSpan("0", 0, len(tokens))], stop_reason)
-    rollouts._judge([prompt], [sampled.completion(asked, {})])
-    (item,) = scored
+    item = rollouts.batches.item(prompt, sampled.completion(asked, {}))
     return asked, item, rollouts, task
 
 
@@ -291,14 +321,13 @@ def test_a_step_shows_what_its_recorders_counted():
 def test_an_evaluation_leaves_no_routes(tmp_path, monkeypatch):
     rig, asked = Rig(tmp_path, 1), []
     generate = rig.engine.generate
-    monkeypatch.setattr(rig.engine, "generate", lambda requests, *, shard: asked.extend(requests) or [])
-    rig.rollouts._judge = lambda prompts, completions: [Verdict("scored", 1.0, {"exact_match": 1.0}) for _ in prompts]
+    monkeypatch.setattr(
+        rig.engine, "generate", lambda requests, **how: asked.extend(requests) or generate(requests, **how)
+    )
+    Verifiers(rig.rollouts, lambda prompt, completion: Verdict("scored", 1.0, {"exact_match": 1.0}))
     assert rig.rollouts.evaluate(1)["eval/pass_rate"] == 1.0
     assert [request.record for request in asked] == [False, False]
-    monkeypatch.setattr(
-        rig.engine, "generate", lambda requests, *, shard: asked.extend(requests) or generate(requests, shard=shard)
-    )
-    rig.rollouts._judge = rig.judge
+    Verifiers(rig.rollouts, rig.judge)
     rig.collect()
     assert all(request.record for request in asked[2:]) and len(asked) > 2
 
@@ -315,14 +344,16 @@ class Evaluating:
         )
         rollouts.stop_tokens, rollouts.heldout = (), heldout
         rollouts.batches = Batches(rollouts.config, None, None)
-        rollouts.engine = SimpleNamespace(generate=lambda requests, shard: self.asked.extend(requests) or requests)
-        rollouts._judge = lambda prompts, asked: [
-            Verdict("scored", 1.0, {"right": float(p.text[self.place(one.key)])})
-            for p, one in zip(prompts, asked, strict=True)
-        ]
+        rollouts.engine = SimpleNamespace(generate=self.generate)
+        Verifiers(rollouts, lambda p, one: Verdict("scored", 1.0, {"right": float(p.text[self.place(one.key)])}))
         self.asked, self.rates = [], None
         self.rates = rollouts.evaluate(3)
         check_eval(self.rates)
+
+    def generate(self, requests, *, shard, ended):
+        self.asked += requests
+        for at, one in enumerate(requests):
+            ended(at, one)
 
     @staticmethod
     def place(key):

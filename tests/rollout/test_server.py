@@ -222,8 +222,10 @@ def test_alone_the_same_requests_give_the_same_bytes(server, requests_of):
     requests = requests_of(3, 4, max_tokens=12)
     client = server.client(alone=True, timeout_seconds=60)
     seen = []
+    told = {}
     for at in range(3):
-        completions = client.generate(requests, shard=f"same{at}")
+        completions = asyncio.run(client.sample(requests, f"same{at}", ended=told.__setitem__))
+        assert [told.pop(n).token_ids for n in range(len(requests))] == [one.token_ids for one in completions]
         shard = Path(server.ready["trace_root"]) / f"same{at}.safetensors"
         body = shard.read_bytes()[8 + int.from_bytes(shard.read_bytes()[:8], "little") :]
         seen.append(([(one.token_ids, one.logprobs.tobytes()) for one in completions], body))

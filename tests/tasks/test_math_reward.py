@@ -28,9 +28,9 @@ def test_math_verify(make_pool):
 def test_an_endless_comparison_fails_and_is_no_wrong_answer(make_pool):
     endless = RewardItem("", "$\\boxed{99999999!}$", {"answer": "5"})
     with make_pool(kinds={"math": MathVerifyReward(kind="math_verify")}, timeout=60.0) as pool:
-        pool._timeout = 1.0  # the first call may import for longer
+        pool.timeout = 1.0  # the first call may import for longer
         [verdict] = pool.score([endless])
-        pool._timeout = 60.0
+        pool.timeout = 60.0
         [after] = pool.score([RewardItem("", "\\boxed{5}", {"answer": "5"})])
     assert (verdict.status, after.reward) == ("failed", 1.0)
     assert "no answer within 1 s" in verdict.detail

@@ -153,6 +153,41 @@ def test_rows_with_an_optional_column_are_batched_by_themselves(make_pool):
         assert [verdict.reward for verdict in pool.score(items)] == [3.0, 7.0] * 3
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 3, 0, 1, 4, 2], [1, 5, 4, 3, 2, 0]])
+def test_items_that_come_one_by_one_are_in_the_batches_of_their_numbers(make_pool, order, tmp_path):
+    """Item 3 fails its batch, the second of two."""
+    items = [faulty("raise", tmp_path / "raise") if at == 3 else HEALTHY for at in range(6)]
+    with make_pool("good", "batch_sizes", batch={"batch_sizes": 2}) as pool:
+        expected = [verdict.status for verdict in pool.score(items)]
+        assert expected == ["scored"] * 2 + ["failed"] * 2 + ["scored"] * 2
+        with pool.judging() as judging:
+            for at in order:
+                judging.add(at, items[at])
+            assert [verdict.status for verdict in judging.verdicts()] == expected
+
+
+def test_of_an_item_that_comes_again_the_last_one_counts(make_pool, tmp_path):
+    """The first text of item 1 fails, and that of item 2 cannot be sent."""
+    first = [HEALTHY, faulty("raise", tmp_path / "raise"), RewardItem("", "half a pair \ud800", {"answer": ""})]
+    with make_pool("misbehave", "batch_sizes", batch={"batch_sizes": 2}) as pool, pool.judging() as judging:
+        for at, item in [*enumerate(first), *enumerate([HEALTHY] * 3)]:
+            judging.add(at, item)
+        assert [verdict.parts["batch_sizes"] for verdict in judging.verdicts()] == [2.0, 2.0, 1.0]
+
+
+def test_an_item_is_scored_before_the_next_one_is_there(make_pool, tmp_path):
+    with make_pool("misbehave", "batch_sizes", batch={"batch_sizes": 2}) as pool, pool.judging() as judging:
+        for at in range(2):
+            judging.add(at, faulty("chatter", tmp_path / f"chatter{at}"))
+            for _ in range(1000):
+                if (tmp_path / f"chatter{at}").exists():
+                    break
+                time.sleep(0.01)
+            else:
+                pytest.fail("no verifier began")
+        assert len(judging.verdicts()) == 2
+
+
 def test_a_batch_that_fails_fails_its_own_items(make_pool, tmp_path):
     faults = ["raise", "exit", "os_exit", "segfault", "loop"]
     items = [item for fault in faults for item in (HEALTHY, HEALTHY, HEALTHY, faulty(fault, tmp_path / fault))]

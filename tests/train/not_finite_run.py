@@ -27,8 +27,8 @@ steps: list[dict[str, object]] = []
 
 
 class Sampler(RandomSampler):
-    def generate(self, requests, *, shard, enough=None):
-        completions = super().generate(requests, shard=shard, enough=enough)
+    def generate(self, requests, *, shard, ended):
+        completions = super().generate(requests, shard=shard, ended=ended)
         if shard.startswith(f"step{LOGPROB:06d}"):
             logprobs = completions[1].logprobs.copy()
             logprobs[2] = torch.nan

@@ -31,9 +31,12 @@ class RandomSampler:
             facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers
         )
 
-    def generate(self, requests, *, shard, enough=None):
+    def generate(self, requests, *, shard, ended):
         with ShardWriter(self.root, shard, self.spec) as writer:
-            return [self._completed(request, writer) for request in requests]
+            completions = [self._completed(request, writer) for request in requests]
+        for at, completion in enumerate(completions):
+            ended(at, completion)
+        return completions
 
     def _completed(self, request, writer):
         rng = np.random.default_rng([request.seed, self.version])
