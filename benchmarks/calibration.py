@@ -25,18 +25,21 @@ def micro_measurements(experts: int, top_k: int, hidden: int, rows: int) -> dict
     Two exchanges are between all ranks: that of the counts of experts, and the all-to-all of every row's hidden state.
     gemm multiplies all rows with a matrix as wide as two hidden sizes.
     """
-    rng = np.random.default_rng(dist.get_rank())
+    rng, device = np.random.default_rng(dist.get_rank()), world.device()
     routes = np.argsort(rng.random((rows, experts)), -1)[:, :top_k].astype(np.int16)
-    entries, chosen = torch.from_numpy(send_order(routes, np.arange(experts))), torch.from_numpy(routes)
-    scores, states = torch.rand(rows, experts), torch.randn(rows, hidden)
-    routing_map = torch.zeros(rows, experts, dtype=torch.bool).scatter_(1, chosen.long(), True)
-    weights, salts = scores * routing_map, torch.from_numpy(row_salts("micro", np.arange(rows)).view(np.int64))
-    fed = RowSalts(torch.arange(rows), salts, torch.zeros(rows, dtype=torch.int64), 1, experts)
+    entries = torch.from_numpy(send_order(routes, np.arange(experts))).to(device)
+    chosen = torch.from_numpy(routes).to(device)
+    scores, states = torch.rand(rows, experts, device=device), torch.randn(rows, hidden, device=device)
+    routing_map = torch.zeros(rows, experts, dtype=torch.bool, device=device).scatter_(1, chosen.long(), True)
+    weights = scores * routing_map
+    salts = torch.from_numpy(row_salts("micro", np.arange(rows)).view(np.int64)).to(device)
+    owner = torch.zeros(rows, dtype=torch.int64, device=device)
+    fed = RowSalts(torch.arange(rows, device=device), salts, owner, 1, experts)
     sums = fed.chosen(0, chosen)
     counts, ranks = routing_map.sum(0).long(), dist.get_world_size()
-    everyone = torch.empty(ranks * experts, dtype=torch.int64)
+    everyone = torch.empty(ranks * experts, dtype=torch.int64, device=device)
     sent = states.repeat_interleave(top_k, 0)[: rows * top_k // ranks * ranks].contiguous()
-    got, matrix = torch.empty_like(sent), torch.randn(hidden, 2 * hidden)
+    got, matrix = torch.empty_like(sent), torch.randn(hidden, 2 * hidden, device=device)
 
     def planned():
         order = torch.div(entries, experts, rounding_mode="floor").long()
@@ -60,6 +63,8 @@ def micro_measurements(experts: int, top_k: int, hidden: int, rows: int) -> dict
             dist.barrier()
             start = time.perf_counter()
             part()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
     medians = [statistics.median(values) for values in seconds.values()]
     return dict(zip(parts, world.all_reduce(medians, dist.ReduceOp.MAX), strict=True))

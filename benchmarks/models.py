@@ -18,6 +18,18 @@ SHAPES = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 32,
     },
+    # 4 of its 48 layers, with a small vocabulary: 2.5 billion parameters, 45 GB with gradients and Adam's moments
+    "qwen3_30b_a3b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
 }
 
 
@@ -28,19 +40,26 @@ def make_model(shape: str, folder: Path) -> Path:
 
     torch.manual_seed(1)
     sizes = SHAPES[shape]
+    unless_given = {
+        "intermediate_size": 2 * sizes["hidden_size"],
+        "moe_intermediate_size": sizes["hidden_size"] // 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
     config = Qwen3MoeConfig(
         vocab_size=8192,
-        intermediate_size=2 * sizes["hidden_size"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         initializer_range=0.1,
-        **{"moe_intermediate_size": sizes["hidden_size"] // 2, **sizes},
+        **unless_given | sizes,
     )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a host takes a minute for random numbers
+        model = Qwen3MoeForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
     return folder

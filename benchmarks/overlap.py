@@ -9,6 +9,8 @@ and how long the host only waited for them. The picture shows a forward and a ba
 
 On this machine the threads that send rows compete with those that compute. A network card or a GPU's copy engines would
 send rows beside the computation. The times therefore show what overlaps and what overlap costs, but not what it gains.
+A layer is not recorded on a GPU, where the host runs ahead of the device, nor on a single rank, which sends its rows to
+itself. There is no picture then, and the times of a single rank show only what the chunks cost.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="rounds over all cases")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG file")
     options, seen = measured(__file__, parser, run_rank, summary)
-    if options.picture:
+    if options.picture and seen["timelines"]:
         draw(seen["timelines"], options.picture)
     return 0
 
@@ -52,11 +54,11 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
             result[f"{clock} seconds of an update, {name(way)}"] = statistics.median(seconds[way])
         for way in seen["ways"][1:]:
             result |= ratio(seconds[way], seconds[0], f"{clock}, {name(way)} : planned")
-    for way in seen["ways"]:
-        under_way, waited, rest = (statistics.median(c) for c in zip(*seen["layers"][str(way)], strict=True))
-        result[f"rows of a layer in transit, ms, {name(way)}"] = 1e3 * under_way
-        result[f"host waits for them, ms, {name(way)}"] = 1e3 * waited
-        result[f"fraction overlapped by computation, {name(way)}"] = rest
+    for way, recorded in seen["layers"].items():
+        under_way, waited, rest = (statistics.median(c) for c in zip(*recorded, strict=True))
+        result[f"rows of a layer in transit, ms, {name(int(way))}"] = 1e3 * under_way
+        result[f"host waits for them, ms, {name(int(way))}"] = 1e3 * waited
+        result[f"fraction overlapped by computation, {name(int(way))}"] = rest
     return result
 
 
@@ -80,7 +82,7 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
             rounds.append(row)
     layer = unwrap(bench.policy.chunks[0]).decoder.layers[-2].mlp
     layers, timelines = {}, {}
-    for way in ways:
+    for way in ways if options.ranks > 1 and world.device().type == "cpu" else ():
         recorded, numbers = [], []
         for _ in range(RECORDED):
             plans = bench.plans(way)

@@ -1,9 +1,13 @@
-"""Measures what recording costs a rollout: `python benchmarks/recording.py [--model mid] [--pairs 15] [--json FILE]`.
+"""Measures what recording costs a rollout:
+`python benchmarks/recording.py [--model mid] [--pairs 15] [--graphs] [--json FILE]`.
 
 One engine samples the same requests with recording on and off in turn, so that a noisy machine disturbs both alike. On
 includes everything: capture, the mirror of the KV cache, validation, compression, writing and publishing the shard.
 Prints the ratio of throughputs (on : off) as median and quartiles over the pairs, and the ratio of processor times,
 which other processes disturb less.
+
+--graphs compiles the forward pass, and replays CUDA graphs on a GPU. A graph contains the kernels that record, so there
+the requests without recording go to a second engine that has no recorder.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +37,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64, help="tokens sampled per request")
+    parser.add_argument("--graphs", action="store_true", help="compiled, with CUDA graphs on a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +54,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
 
     process = psutil.Process()
     recording = {"trace_root": str(folder / "trace"), "model_fingerprint": options.model}
-    llm = vllm.LLM(
+    together = options.prompts * options.samples
+    how = {"compilation_config": {"cudagraph_capture_sizes": [together]}} if options.graphs else {"enforce_eager": True}
+    start_engine = partial(
+        vllm.LLM,
         model=str(make_model(options.model, folder / "model")),
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -56,21 +65,23 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         max_num_seqs=256,
         block_size=32,
         kv_cache_memory_bytes=512 << 20,
-        enforce_eager=True,
+        gpu_memory_utilization=0.01,  # decides nothing but the free memory that a second engine needs at its start
         logprobs_mode="processed_logprobs",
-        worker_extension_cls=CONTROL,
-        additional_config={"moe_rl": recording},
+        **how,
     )
+    llm = start_engine(worker_extension_cls=CONTROL, additional_config={"moe_rl": recording})
+    plain = start_engine() if options.graphs else llm
     switch = Switch(llm)
-    sample(llm, options, 0, None)  # warm up
+    sample(plain, options, 0, None)  # warm up
     before = process.memory_info().rss
     ratios, cpu_ratios, seconds, stored, rows, checks = [], [], {True: [], False: []}, 0, 0, []
     for pair in range(options.pairs + 1):
         took, worked = {}, {}
         for on in (pair % 2 == 0, pair % 2 == 1):
-            switch(on)
+            if plain is llm:
+                switch(on)
             start, start_cpu = time.perf_counter(), time.process_time()
-            sampled = sample(llm, options, pair, f"pair{pair}" if on else None)
+            sampled = sample(llm if on else plain, options, pair, f"pair{pair}" if on else None)
             if on:
                 sequences = sampled
                 (claims,) = llm.collective_rpc("moe_rl_publish", args=(f"pair{pair}", sequences))
@@ -101,6 +112,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         "memory of the mirror, MiB": switch.mirror_bytes / 2**20,
         "growth of the process, MiB": (process.memory_info().rss - before) / 2**20,
         "model": options.model,
+        "compiled, with CUDA graphs on a GPU": options.graphs,
         "device": str(llm.llm_engine.vllm_config.device_config.device),
         "cpus": len(os.sched_getaffinity(0)),
         "python": sys.version.split()[0],

@@ -35,6 +35,7 @@ PARTS = (
     "send_orders",
     "report_page",
     "logits_memory",
+    "verdicts",
 )
 """Modules with a function `measured(Target) -> dict[str, float]`; a size or count is the same in every round."""
 SERIAL = ("manifest_seconds_at_10000_steps", "packing_seconds", "tables_seconds", "send_orders_seconds")

@@ -29,6 +29,7 @@ def arguments(description: str, *, model: str, tokens: int) -> argparse.Argument
     parser.add_argument("--ranks", type=int, default=2, help="expert-parallel ranks")
     parser.add_argument("--microbatches", type=int, default=2, help="microbatches of each rank")
     parser.add_argument("--tokens", type=int, default=tokens, help="tokens of each microbatch")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the trainer")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument(
         "--rank-of", type=Path, metavar="FOLDER", help=argparse.SUPPRESS
@@ -70,6 +71,8 @@ def described(options: argparse.Namespace, seen: dict) -> dict[str, object]:
     """Return what was run, as the first lines of a result."""
     return {
         "model": seen["model"],
+        "device": seen["device"],
+        "dtype": options.dtype,
         "expert-parallel ranks": options.ranks,
         "microbatches of a rank": options.microbatches,
         "tokens of a microbatch": options.tokens,
@@ -97,8 +100,8 @@ class ReplayedUpdates:
         from moe_rl.megatron.microbatch import pack
         from moe_rl.models.hf import read_model
         from moe_rl.replay.routes import SequenceRoutes
-        from moe_rl.trace import TraceSpec
-        from moe_rl.types import Sequence, sampled_by
+        from moe_rl.trace import TraceSpec, signed
+        from moe_rl.types import RouteRef, Sequence, sampled_by
 
         self.options, self.parallel = options, ParallelConfig(expert=options.ranks)
         world.start(self.parallel, seed=1, timeout_seconds=120)
@@ -110,27 +113,28 @@ class ReplayedUpdates:
         rng = np.random.default_rng(dist.get_rank())
         self.microbatches, unrecorded = [], []
 
-        def made_up(sequence, fed, here):
-            routes = np.tile(np.arange(facts.top_k, dtype=np.uint8), (len(fed), len(self.policy.layers), 1))
-            return SequenceRoutes.complete(sequence.key, fed, routes)
+        made_up = np.tile(np.arange(facts.top_k, dtype=np.uint8), (options.tokens, len(facts.moe_layers), 1))
+
+        def read(sequence, fed, here):
+            return SequenceRoutes.complete(sequence.key, fed, made_up)
 
         for number in range(options.microbatches):
             tokens = rng.integers(0, facts.vocab, options.tokens + 1).tolist()
-            half = options.tokens // 2
+            half, key = options.tokens // 2, f"s{number}"
             nothing = np.zeros(len(tokens) - half, np.float32)
             one = Sequence(
-                f"s{number}",
+                key,
                 tuple(tokens[:half]),
                 tuple(tokens[half:]),
                 nothing,
                 1.0,
                 sampled_by(0, len(nothing)),
-                None,
+                signed(RouteRef(key, options.tokens, ()), made_up, facts.moe_layers, np.array(tokens[:-1])),
             )
             microbatch = pack([one], [0], world.device())
             self.microbatches.append(microbatch)
             unrecorded.append(
-                microbatch.routes([one], made_up, spec, layers=self.policy.layers, expert_parallel=options.ranks)
+                microbatch.routes([one], read, spec, layers=self.policy.layers, expert_parallel=options.ranks)
             )
         with self.policy.session(unrecorded, mode="record", name="bench") as own:
             self.policy.logprobs(self.microbatches, own)
@@ -142,7 +146,7 @@ class ReplayedUpdates:
         from moe_rl.megatron.policy import Policy
 
         optimizer = OptimizerConfig(lr=1e-12)
-        train = TrainConfig(dtype="float32", microbatch_tokens=self.options.tokens, optimizer=optimizer)
+        train = TrainConfig(dtype=self.options.dtype, microbatch_tokens=self.options.tokens, optimizer=optimizer)
         return Policy(self.facts, train, parallel, self.options.rank_of / "model", temperature=1.0)
 
     def plans(self, overlap_chunks: int = 0) -> list:
@@ -167,7 +171,8 @@ class ReplayedUpdates:
         from moe_rl.megatron import world
 
         if dist.get_rank() == 0:
-            (self.options.rank_of / "seen.json").write_text(json.dumps({"model": self.model, **seen}))
+            about = {"model": self.model, "device": world.device_name()}
+            (self.options.rank_of / "seen.json").write_text(json.dumps(about | seen))
         world.stop()
 
 

@@ -1,9 +1,11 @@
-"""Measures the transfer of weights from a trainer to a sampler, for each way that runs on a CPU.
+"""Measures the transfer of weights from a trainer to a sampler, by each way.
 
     python benchmarks/weight_sync.py [--rounds N] [--mib N] [--ways disk shared_memory broadcast] [--json FILE]
 
 `moe_rl.weights.sender.WeightSender` sends a random Qwen3-MoE in bfloat16 of about --mib from one rank, as a run does:
-the weights are exported from host memory, digested, moved, and digested again by the receiver. It prints GB/s:
+the weights are exported from the trainer's device, digested, moved, and digested again by the receiver. The way
+cuda_ipc needs a GPU; the broadcast needs a CPU, because NCCL cannot connect two processes on one GPU. Without a way
+(`--ways`) no sampler is started, and only the last three are measured. It prints GB/s:
 
     received    until everything is confirmed in the memory of a process that then drops it
     loaded      until a real vLLM engine has loaded the weights and could sample
@@ -40,7 +42,7 @@ from moe_rl.weights.sender import WeightSender
 from moe_rl.weights.stream import Round
 from moe_rl.weights.update import decode, encode
 
-WAYS = ("disk", "shared_memory", "broadcast")
+WAYS = ("disk", "shared_memory", "broadcast", "cuda_ipc")
 
 
 def main() -> int:
@@ -48,7 +50,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=float, default=400, help="size of the weights")
     parser.add_argument("--bucket-mib", type=float, default=64)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS[:3]))
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -59,20 +61,22 @@ def main() -> int:
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     model = make_checkpoint(folder / "model", options.mib)
-    tensors = {n: t for part in sorted(model.glob("*.safetensors")) for n, t in load_file(part).items()}
-    size = sum(tensor.nbytes for tensor in tensors.values())
     world.start(ParallelConfig(), seed=0, timeout_seconds=600)
-    engine = VllmEngine(settings(model, folder))
-    drain = Drain(model)
+    device = str(world.device())
+    tensors = {n: t for part in sorted(model.glob("*.safetensors")) for n, t in load_file(part, device).items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    samplers: dict[str, Drain | VllmEngine] = {}
+    if options.ways:
+        samplers = {"received": Drain(model, device), "loaded": VllmEngine(settings(model, folder))}
     seconds: dict[str, list[float]] = {}
     octets = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
     target = octets.clone()
     senders = {
         (to, way): WeightSender(Held(tensors), rollout(options), folder / f"{to}-{way}", world, way=way)
-        for to in ("received", "loaded")
+        for to in samplers
         for way in options.ways
     }
-    samplers, versions = {"received": drain, "loaded": engine}, dict.fromkeys(("received", "loaded"), 0)
+    versions = dict.fromkeys(samplers, 0)
     try:
         for _ in range(options.rounds + 1):
             clocked(seconds, "copy", lambda: target.copy_(octets))
@@ -83,15 +87,17 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
                 sender._held, versions[to] = versions[to], versions[to] + 1
                 clocked(seconds, f"{way} {to}", lambda s=sender, to=to: s.send(samplers[to], versions[to]))
     finally:
-        engine.close()
-        drain.close()
+        for sampler in samplers.values():
+            sampler.close()
         world.stop()
-    return result(seconds, size, len(tensors), options)
+    return {"device": device} | result(seconds, size, len(tensors), options)
 
 
 def clocked(seconds: dict[str, list[float]], name: str, act: Callable) -> None:
     start = time.perf_counter()
     act()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     seconds.setdefault(name, []).append(time.perf_counter() - start)
 
 
@@ -118,19 +124,20 @@ class Held:
         self._tensors, self.moves = tensors, 0
 
     def content(self, dtype: torch.dtype, **_) -> Content:
-        count = PartSums(parts_of({name: tensor.shape for name, tensor in self._tensors.items()}), torch.device("cpu"))
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        count = PartSums(parts_of(shapes), world.device())
         for name, tensor in self._tensors.items():
             for part, values in cut(name, tensor):
                 count.add(part, values, dtype)
         return count.content()
 
-    def export_rounds(self, dtype: torch.dtype, limit: float, **_) -> list[Round]:
+    def export_rounds(self, dtype: torch.dtype, limit: float, *, host: bool) -> list[Round]:
         runs, held = [{}], 0
         for name, tensor in self._tensors.items():
             if runs[-1] and held + tensor.nbytes > limit:
                 runs.append({})
                 held = 0
-            runs[-1][name] = tensor
+            runs[-1][name] = tensor.cpu() if host else tensor
             held += tensor.nbytes
         whole = [[(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in run.items()] for run in runs]
         return [Round(described, iter(run.items())) for described, run in zip(whole, runs, strict=True)]
@@ -141,10 +148,10 @@ class Drain:
 
     workers, address = 1, "127.0.0.1"
 
-    def __init__(self, model: Path):
+    def __init__(self, model: Path, device: str):
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_drain, args=(theirs, model), daemon=True)
+        self._process = context.Process(target=_drain, args=(theirs, model, device), daemon=True)
         self._process.start()
         self._pipe.recv_bytes()
 
@@ -161,14 +168,14 @@ class Drain:
         self._process.join()
 
 
-def _drain(pipe, model: Path) -> None:
+def _drain(pipe, model: Path, device: str) -> None:
     from moe_rl.weights.intake import Intake
     from moe_rl.weights.reader import Reader
     from moe_rl.weights.shared_disk import checkpoint_shapes
 
     torch.set_num_threads(1)
     intake = Intake(checkpoint_shapes(model))
-    reader = Reader(intake, lambda tensors: None, torch.device("cpu"))
+    reader = Reader(intake, lambda tensors: None, torch.device(device))
     pipe.send_bytes(b"ready")
     while True:
         update = decode(pipe.recv_bytes())
@@ -177,6 +184,7 @@ def _drain(pipe, model: Path) -> None:
             reader.take(update)
             if update.final:
                 intake.finish()
+                reader.release()
         except Exception as failure:
             error = str(failure).encode()
         pipe.send_bytes(error)

@@ -107,3 +107,9 @@ def test_the_sum_of_a_device_copies_no_tensor_that_it_can_read_in_place():
     assert len(made) > 10 and max(made) <= 8 << 20
     shifted = torch.cat((octets[:1], octets[4:-4]))[1:]
     assert shifted.storage_offset() % 4 and word_sum(shifted) == before
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_the_sum_of_the_host():
+    octets = torch.randint(0, 256, ((9 << 20) + 3,), dtype=torch.uint8)
+    assert word_sum(octets.cuda()) == word_sum(octets)

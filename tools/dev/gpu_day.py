@@ -1,0 +1,247 @@
+"""Runs everything that waits for a GPU, in 20 minutes on one:
+
+    tools/dev/gpu_day.sh [PART ...] [--out FOLDER] [--with FILE ...] [--page docs/measurements/gpu.md] [--dry]
+
+Every part is a command with a time limit of its own. One that fails, or that lacks a package, stops no other: its log
+stays in FOLDER, and FOLDER/gpu_day.json says why. The parts can be run a few at a time: `--with` takes the parts of
+earlier files too. Nothing is downloaded. --dry runs the same commands at small sizes, also without a GPU.
+Exit status: 0 if every part ran, 1 if one did not, 2 with one message where nothing was begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moe_rl.disk import write_json
+from moe_rl.doctor.machine import PARTS as REQUIREMENTS
+from moe_rl.doctor.machine import VLLM, found_version, look
+from tools.dev.runs import ROOT
+
+_REAL_WIDTH = ("--model", "qwen3_30b_a3b", "--ranks", "1", "--dtype", "bfloat16", "--tokens", "4096")
+_SMALL = ("--model", "tiny", "--ranks", "1", "--tokens", "64")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Describes one command.
+
+    Attributes:
+        what: it finds out.
+        seconds: its time limit.
+        command: what Python runs.
+        sizes: further arguments on a GPU.
+        small: further arguments of a dry run.
+        needs_vllm: whether it starts an engine.
+        writes: whether it takes `--json FILE`.
+    """
+
+    what: str
+    seconds: float
+    command: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    needs_vllm: bool = False
+    writes: bool = True
+
+
+PARTS = {
+    "tests": Part(
+        "the tests marked `gpu`", 240,
+        ("-m", "pytest", "-m", "gpu", "-q", "-rs"), small=("--collect-only",), writes=False,
+    ),
+    "proof": Part(
+        "`moe-rl prove`: replay is exact on one rank", 180, ("-m", "moe_rl.cli", "prove", "--ranks", "1"),
+        small=("train.recompute=moe",),
+    ),
+    "step_overhead": Part(
+        "updates that route natively, replay, or replay by plans, on 4 layers of Qwen3-30B-A3B", 150,
+        ("benchmarks/step_overhead.py",), (*_REAL_WIDTH, "--pairs", "10"), (*_SMALL, "--pairs", "1"),
+    ),
+    "overlap": Part(
+        "what chunks of rows cost, on the same layers", 150,
+        ("benchmarks/overlap.py",), (*_REAL_WIDTH, "--rounds", "10"), (*_SMALL, "--rounds", "1", "--chunks", "2"),
+    ),
+    "recording": Part(
+        "throughput with recording : without, compiled, with CUDA graphs", 210,
+        ("benchmarks/recording.py", "--graphs"), ("--prompts", "16", "--samples", "16", "--tokens", "256"),
+        ("--model", "tiny", "--pairs", "1", "--prompts", "2", "--samples", "2", "--tokens", "8"),
+        needs_vllm=True,
+    ),
+    "digest": Part(
+        "the device's digest of the weights, GB/s", 60,
+        ("benchmarks/weight_sync.py", "--ways"), ("--mib", "8000"), ("--mib", "8", "--rounds", "1"),
+    ),
+    "cuda_ipc": Part(
+        "weights from the trainer to an engine on the same GPU, GB/s", 120,
+        ("benchmarks/weight_sync.py",), ("--ways", "cuda_ipc", "--mib", "4000", "--rounds", "3"),
+        ("--ways", "shared_memory", "--mib", "8", "--rounds", "1"), needs_vllm=True,
+    ),
+    "sleep": Part(
+        "the memory that a sleeping engine gives back", 90,
+        ("benchmarks/sleeping.py",), (), ("--mib", "8", "--kv-cache-mib", "16"), needs_vllm=True,
+    ),
+}  # fmt: skip
+"""In the order in which they run. Their limits are 20 minutes together."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Says what came of a part.
+
+    Attributes:
+        command: what ran, in the repository's root.
+        device: the GPU's name; "CPU" for a dry run.
+        failed: why there is no result; "" if there is one.
+        result: what the command wrote.
+    """
+
+    command: str
+    device: str
+    dry: bool
+    seconds: float = 0.0
+    failed: str = ""
+    log: str = ""
+    result: Any = field(default=None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts, and write the file and the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them if none is named")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/gpu_day"), metavar="FOLDER", help="for the logs and files"
+    )
+    parser.add_argument(
+        "--with", type=Path, nargs="+", default=[], dest="earlier", metavar="FILE", help="earlier results"
+    )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page too")
+    parser.add_argument("--dry", action="store_true", help="small sizes, also without a GPU")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    machine = look(REQUIREMENTS)
+    if not machine.gpus and not options.dry:
+        parser.error("there is no GPU that nvidia-smi knows; --dry runs small sizes without one")
+    outcomes = {name: one for file in options.earlier for name, one in json.loads(file.read_text())["parts"].items()}
+    options.out.mkdir(parents=True, exist_ok=True)
+    device = machine.gpus[0].name if machine.gpus else "CPU"
+    ran = True
+    for name in options.parts or PARTS:
+        print(f"{name}: {PARTS[name].what}, at most {PARTS[name].seconds:g} s", flush=True)
+        outcome = run(name, PARTS[name], options.out, device, dry=options.dry)
+        print(f"  {outcome.failed or 'done'}, {outcome.seconds:.0f} s", flush=True)
+        ran = ran and not outcome.failed
+        outcomes[name] = asdict(outcome)
+        found = {
+            "when": datetime.now(UTC).isoformat(timespec="minutes"),
+            "versions": {one: version or "missing" for one, version in machine.found.items()},
+            "parts": {one: outcomes[one] for one in PARTS if one in outcomes},
+        }
+        write_json(options.out / "gpu_day.json", found)  # after every part, for the case that this process is ended
+    if options.page:
+        options.page.write_text(page(found))
+    return 0 if ran else 1
+
+
+def run(name: str, part: Part, out: Path, device: str, *, dry: bool) -> Outcome:
+    """Run one part. Its output goes to OUT/NAME.log."""
+    file, log = out.resolve() / f"{name}.json", out.resolve() / f"{name}.log"
+    file.unlink(missing_ok=True)
+    arguments = [*part.command, *(part.small if dry else part.sizes)]
+    outcome = Outcome(" ".join(["python", *arguments]), device, dry, log=log.name)
+    if part.needs_vllm and not found_version(VLLM):
+        outcome.failed = "vLLM is not installed"
+        return outcome
+    begin = time.monotonic()
+    status = ended(
+        [sys.executable, *arguments, *(["--json", str(file)] if part.writes else [])], log, seconds=part.seconds
+    )
+    outcome.seconds = round(time.monotonic() - begin, 1)
+    if status is None:
+        outcome.failed = f"it had not ended after {part.seconds:g} s"
+    elif status:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        outcome.failed = f"exit status {status}: {lines[-1][:300] if lines else 'no output'}"
+    elif part.writes:
+        outcome.result = json.loads(file.read_text())
+    else:
+        outcome.result = log.read_text(errors="replace").splitlines()[-1]
+    return outcome
+
+
+def ended(command: list[str], log: Path, *, seconds: float) -> int | None:
+    """Run a command in the repository's root. Returns its exit status; None if it had to be ended with all of its
+    session."""
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | offline, start_new_session=True
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """Return the page of docs/measurements about the parts that ran."""
+    parts: Mapping[str, Mapping[str, Any]] = found["parts"]
+    real = sorted({one["device"] for one in parts.values() if not one["dry"]})
+    begin = f"These parts ran on one {' and one '.join(real)}." if real else "**Never run on a GPU.**"
+    lines = [
+        "# On a GPU",
+        "",
+        f"{begin} `tools/dev/gpu_day.sh --page docs/measurements/gpu.md` runs all that waits for a",
+        "GPU, in 20 minutes on one, and writes this page. It needs no network. Some parts at a time:",
+        "",
+        "    tools/dev/gpu_day.sh tests proof step_overhead --out build/one",
+        "    tools/dev/gpu_day.sh overlap recording --out build/two --with build/one/gpu_day.json",
+        "",
+        "A dry part ran the same command at a small size. Its figures say that the command works, and nothing else, so",
+        "they are not on this page.",
+        "",
+        f"Written at {found['when']}. Versions: "
+        + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        + ".",
+        "",
+        "| part | what it finds out | ran on | seconds | result |",
+        "|---|---|---|---|---|",
+    ]
+    for name, part in PARTS.items():
+        one = parts.get(name)
+        where = "" if one is None else "CPU, dry" if one["dry"] and one["device"] == "CPU" else one["device"]
+        state = "not run" if one is None else one["failed"].replace("|", " ") or "done"
+        seconds = f"{one['seconds']:.0f}" if one else ""
+        lines.append(f"| {name} | {part.what} | {where} | {seconds} | {state} |")
+    for name, one in parts.items():
+        if not one["dry"] and not one["failed"]:
+            lines += ["", f"## {name}", "", f"`{one['command']}`", "", *_figures(one["result"])]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(result: object) -> Iterable[str]:
+    """Return what a part found, as a table of its numbers, or as its last line."""
+    if not isinstance(result, dict):
+        return [f"{len(result)} rows in the file" if isinstance(result, list) else str(result)]
+    plain = {key: value for key, value in result.items() if not isinstance(value, dict | list)}
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in plain.items()}
+    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in shown.items())]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

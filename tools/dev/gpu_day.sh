@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Runs everything that waits for a GPU, part by part, in 20 minutes: see gpu_day.py, or --help.
+set -eu
+cd "$(dirname "$0")/../.."
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+exec "$python" -m tools.dev.gpu_day "$@"
