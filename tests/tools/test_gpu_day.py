@@ -1,0 +1,64 @@
+"""Tests the day on a GPU without one: what becomes of parts that fail, and whether real commands run at small sizes."""
+
+import json
+
+import pytest
+
+from tools.dev import gpu_day
+from tools.dev.gpu_day import PARTS, Part, main, page
+
+WRITES = "import json, sys; json.dump({'GB/s': 2.5, 'all': [1]}, open(sys.argv[-1], 'w')); print('written')"
+STAND_INS = {
+    "good": Part("what is good", 30, ("-c", WRITES)),
+    "bad": Part("what raises", 30, ("-c", "raise SystemExit('planted | cause')")),
+    "slow": Part("what hangs", 0.3, ("-c", "import time; print('begun', flush=True); time.sleep(60)")),
+    "engine": Part("what needs vLLM", 30, ("-c", WRITES), needs_vllm=True),
+    "last": Part("what prints", 30, ("-c", "print('12 passed')"), writes=False),
+}
+
+
+def test_all_parts_together_take_twenty_minutes_and_none_more_than_ten():
+    assert sum(part.seconds for part in PARTS.values()) == 20 * 60
+    assert all(part.seconds <= 600 for part in PARTS.values())
+
+
+def test_a_part_that_fails_stops_no_other_and_says_why(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_day, "PARTS", STAND_INS)
+    monkeypatch.setattr(gpu_day, "found_version", lambda part: "")
+    first, second, written = tmp_path / "one", tmp_path / "two", tmp_path / "gpu.md"
+    assert main(["good", "bad", "--dry", "--out", str(first)]) == 1
+    file = first / "gpu_day.json"
+    assert (
+        main(["slow", "engine", "last", "--dry", "--out", str(second), "--with", str(file), "--page", str(written)])
+        == 1
+    )
+    found = json.loads((second / "gpu_day.json").read_text())
+    parts = found["parts"]
+    assert list(parts) == list(STAND_INS) and parts["good"]["result"] == {"GB/s": 2.5, "all": [1]}
+    assert parts["last"]["result"] == "12 passed" and not parts["good"]["failed"] + parts["last"]["failed"]
+    assert "status 1" in parts["bad"]["failed"] and "planted | cause" in parts["bad"]["failed"]
+    assert "0.3 s" in parts["slow"]["failed"] and (second / parts["slow"]["log"]).read_text() == "begun\n"
+    assert "vLLM" in parts["engine"]["failed"] and found["versions"]["transformer-engine"]
+    text = written.read_text()
+    assert "**Never run on a GPU.**" in text and "2.5" not in text and "planted   cause" in text
+    real = {name: one | {"dry": False, "device": "H100"} for name, one in parts.items()}
+    text = page(found | {"parts": real})
+    assert "ran on one H100" in text and "| GB/s | 2.5 |" in text and "12 passed" in text and "## bad" not in text
+    with pytest.raises(SystemExit) as ended:
+        main(["other"])
+    assert ended.value.code == 2
+
+
+def test_without_a_gpu_only_a_dry_run_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_rl.doctor.machine.gpus", lambda: ())
+    with pytest.raises(SystemExit) as ended:
+        main(["tests", "--out", str(tmp_path / "none")])
+    assert ended.value.code == 2 and not (tmp_path / "none").exists()
+
+
+@pytest.mark.long
+def test_the_cheapest_parts_run_dry(tmp_path):
+    assert main(["tests", "digest", "step_overhead", "--dry", "--out", str(tmp_path)]) == 0
+    parts = json.loads((tmp_path / "gpu_day.json").read_text())["parts"]
+    assert "test" in parts["tests"]["result"]
+    assert parts["digest"]["result"]["device"] == "cpu" and parts["step_overhead"]["result"]["device"] == "CPU"
