@@ -12,6 +12,7 @@ STAND_INS = {
     "good": Part("what is good", 30, ("-c", WRITES)),
     "bad": Part("what raises", 30, ("-c", "raise SystemExit('planted | cause')")),
     "slow": Part("what hangs", 0.3, ("-c", "import time; print('begun', flush=True); time.sleep(60)")),
+    "silent": Part("what writes nothing", 30, ("-c", "pass")),
     "engine": Part("what needs vLLM", 30, ("-c", WRITES), needs_vllm=True),
     "last": Part("what prints", 30, ("-c", "print('12 passed')"), writes=False),
 }
@@ -29,7 +30,21 @@ def test_a_part_that_fails_stops_no_other_and_says_why(tmp_path, monkeypatch, ca
     assert main(["good", "bad", "--dry", "--out", str(first)]) == 1
     file = first / "gpu_day.json"
     assert (
-        main(["slow", "engine", "last", "--dry", "--out", str(second), "--with", str(file), "--page", str(written)])
+        main(
+            [
+                "slow",
+                "silent",
+                "engine",
+                "last",
+                "--dry",
+                "--out",
+                str(second),
+                "--with",
+                str(file),
+                "--page",
+                str(written),
+            ]
+        )
         == 1
     )
     found = json.loads((second / "gpu_day.json").read_text())
@@ -38,6 +53,7 @@ def test_a_part_that_fails_stops_no_other_and_says_why(tmp_path, monkeypatch, ca
     assert parts["last"]["result"] == "12 passed" and not parts["good"]["failed"] + parts["last"]["failed"]
     assert "status 1" in parts["bad"]["failed"] and "planted | cause" in parts["bad"]["failed"]
     assert "0.3 s" in parts["slow"]["failed"] and (second / parts["slow"]["log"]).read_text() == "begun\n"
+    assert parts["silent"]["failed"] and parts["silent"]["result"] is None
     assert "vLLM" in parts["engine"]["failed"] and found["versions"]["transformer-engine"]
     text = written.read_text()
     assert "**Never run on a GPU.**" in text and "2.5" not in text and "planted   cause" in text

@@ -61,7 +61,7 @@ PARTS = {
         ("-m", "pytest", "-m", "gpu", "-q", "-rs"), small=("--collect-only",), writes=False,
     ),
     "proof": Part(
-        "`moe-rl prove`: replay is exact on one rank", 180, ("-m", "moe_rl.cli", "prove", "--ranks", "1"),
+        "`moe-rl prove`: replay is exact on one rank", 180, ("-m", "moe_rl", "prove", "--ranks", "1"),
         small=("train.recompute=moe",),
     ),
     "step_overhead": Part(
@@ -173,6 +173,8 @@ def run(name: str, part: Part, out: Path, device: str, *, dry: bool) -> Outcome:
     elif status:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         outcome.failed = f"exit status {status}: {lines[-1][:300] if lines else 'no output'}"
+    elif part.writes and not file.is_file():
+        outcome.failed = "it wrote no result"
     elif part.writes:
         outcome.result = json.loads(file.read_text())
     else:
