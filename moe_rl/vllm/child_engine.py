@@ -254,7 +254,8 @@ class ChildEngine:
             call.outputs[int(at)].take(result, self._version)
             if result.finished:
                 call.unfinished -= 1
-                self._ended += [(call, int(at))] if call.tells else []
+                if call.tells:
+                    self._ended.append((call, int(at)))
         for call in self.running.values():
             if call.enough is not None and call.unfinished and len(call.requests) - call.unfinished >= call.enough:
                 self._abort_rest(call)
