@@ -16,10 +16,12 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from moe_rl.disk import write_json
 from moe_rl.doctor.machine import PARTS as REQUIREMENTS
 from moe_rl.doctor.machine import VLLM, found_version, look
 from tools.dev.runs import ROOT
+
+fill = partial(textwrap.fill, width=120, break_on_hyphens=False, break_long_words=False)
 
 _REAL_WIDTH = ("--model", "qwen3_30b_a3b", "--ranks", "1", "--dtype", "bfloat16", "--tokens", "4096")
 _SMALL = ("--model", "tiny", "--ranks", "1", "--tokens", "64")
@@ -205,21 +209,24 @@ def page(found: Mapping[str, Any]) -> str:
     parts: Mapping[str, Mapping[str, Any]] = found["parts"]
     real = sorted({one["device"] for one in parts.values() if not one["dry"]})
     begin = f"These parts ran on one {' and one '.join(real)}." if real else "**Never run on a GPU.**"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [
         "# On a GPU",
         "",
-        f"{begin} `tools/dev/gpu_day.sh --page docs/measurements/gpu.md` runs all that waits for a",
-        "GPU, in 20 minutes on one, and writes this page. It needs no network. Some parts at a time:",
+        fill(
+            f"{begin} `tools/dev/gpu_day.sh --page docs/measurements/gpu.md` runs all that waits for a GPU, in 20 "
+            "minutes on one, and writes this page. It needs no network. Some parts at a time:"
+        ),
         "",
         "    tools/dev/gpu_day.sh tests proof step_overhead --out build/one",
         "    tools/dev/gpu_day.sh overlap recording --out build/two --with build/one/gpu_day.json",
         "",
-        "A dry part ran the same command at a small size. Its figures say that the command works, and nothing else, so",
-        "they are not on this page.",
+        fill(
+            "A dry part ran the same command at a small size. Its figures say that the command works, and nothing "
+            "else, so they are not on this page."
+        ),
         "",
-        f"Written at {found['when']}. Versions: "
-        + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        + ".",
+        fill(f"Written at {found['when']}. Versions: {versions}."),
         "",
         "| part | what it finds out | ran on | seconds | result |",
         "|---|---|---|---|---|",
