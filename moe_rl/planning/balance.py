@@ -26,8 +26,8 @@ _AT_ONCE = 1 << 16
 _ATTEMPT = 20_000
 # Number of exchanges between two rounds before the next pair of rounds is tried.
 _IN_A_ROW = 8
-# The search goes on as long as reading this many elements, some tenths of a second, lowers the excess by this much.
-_STAGE, _WORTH = 500_000_000, 0.0025
+# The search goes on as long as reading this many elements, about a tenth of a second, lowers the excess by this much.
+_STAGE, _WORTH = 125_000_000, 0.0025
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +195,7 @@ class _Search:
         limits: [N, 2], the limit of every bin in a round.
         load: [N, R, L].
         cost: [N], the sum over layers of the maximum of `load` over ranks.
+        slopes: of each round's cost, where it was computed since the round last changed.
         floor, mean: the least that the sum of `cost` can be, and what it would be if all loads were even.
     """
 
@@ -219,6 +220,7 @@ class _Search:
         self.cost = self._cost(self.load)
         whole = self.load.sum(axis=0, dtype=np.float64)
         self.floor, self.mean = self._cost(whole), whole.sum() / len(whole)
+        self.slopes: list[np.ndarray | None] = [None] * len(self.members)
         self.swaps = 0
         numbers = self.load[0].size
         self.window, self.tried = max(32, 2 * _AT_ONCE // numbers), max(16, _AT_ONCE // numbers)
@@ -270,21 +272,21 @@ class _Search:
     def _improve(self, one: int, two: int, start: int) -> bool:
         """Make the best exchange between two rounds, if one improves them.
 
-        In large rounds only a window of sequences, beginning at number `start`, is searched. The candidates with the
-        largest predicted gain (from the slope of the maxima) are evaluated exactly.
+        In large rounds only a window of sequences, beginning at number `start`, is searched. A cost is convex, so the
+        slope of the maxima predicts too large a gain, and exchanges without a predicted gain are left out. Where many
+        remain, those with the largest gain predicted from smooth weights are evaluated exactly.
         """
         places, ours = self._some(one, start)
         others, theirs = self._some(two, start)
-        slope = (self._weights(one) - self._weights(two)).ravel()
-        falls = (self._rows(theirs) @ slope)[None] - (self._rows(ours) @ slope)[:, None]
-        falls[~self._fits(ours, theirs, one, two)] = np.inf
-        falls = falls.ravel()
-        count = min(len(falls), self.tried)
-        chosen = np.sort(np.argpartition(falls, count - 1)[:count]) if count else np.arange(0)
-        chosen = chosen[np.isfinite(falls[chosen])]
-        if not len(chosen):
+        at, to = np.nonzero(self._predicted(ours, theirs, self._slope(one) - self._slope(two)) < 0)
+        fitting = self._fits(ours[at], theirs[to], one, two)
+        at, to = at[fitting], to[fitting]
+        if len(at) > self.tried:
+            falls = self._predicted(ours, theirs, self._weights(one) - self._weights(two))[at, to]
+            chosen = np.sort(np.argpartition(falls, self.tried - 1)[: self.tried])
+            at, to = at[chosen], to[chosen]
+        if not len(at):
             return False
-        at, to = np.divmod(chosen, len(theirs))
         change = self.loads[theirs[to]] - self.loads[ours[at]]
         cost = self._cost(self.load[one] + change), self._cost(self.load[two] - change)
         best = int(np.argmin(cost[0] + cost[1]))
@@ -295,6 +297,7 @@ class _Search:
         self.load[one] += change[best]
         self.load[two] -= change[best]
         self.cost[one], self.cost[two] = cost[0][best], cost[1][best]
+        self.slopes[one] = self.slopes[two] = None
         difference = self.sizes[b] - self.sizes[a]
         self.filled[self.bins[a]] += difference
         self.filled[self.bins[b]] -= difference
@@ -308,12 +311,25 @@ class _Search:
         places = np.arange(start, start + min(count, self.window)) % max(1, count)
         return places, self.members[number][places]
 
-    def _rows(self, sequences: np.ndarray) -> np.ndarray:
-        return self.loads[sequences].reshape(-1, self.load[0].size)
+    def _predicted(self, ours: np.ndarray, theirs: np.ndarray, slope_RL: np.ndarray) -> np.ndarray:
+        """Return [ours, theirs]: how much an exchange of two sequences changes the cost along a slope."""
+        gains, losses = (
+            self.loads[some].reshape(len(some), slope_RL.size) @ slope_RL.ravel() for some in (theirs, ours)
+        )
+        return gains[None] - losses[:, None]
 
     def _cost(self, load: np.ndarray) -> np.ndarray:
         """Return float64 [...]: the sum over layers of the maximum over ranks of loads [..., R, L]."""
         return load.max(axis=-2).sum(axis=-1, dtype=np.float64)
+
+    def _slope(self, number: int) -> np.ndarray:
+        """Return [R, L]: a subgradient of the round's cost, 1 at the fullest rank of each layer."""
+        slope = self.slopes[number]
+        if slope is None:
+            load = self.load[number]
+            slope = self.slopes[number] = np.zeros_like(load)
+            slope[load.argmax(axis=0), np.arange(load.shape[1])] = 1
+        return slope
 
     def _weights(self, number: int) -> np.ndarray:
         """Return [R, L]: a smooth gradient of each layer's maximum with respect to each rank's load. Each layer sums to
@@ -324,10 +340,9 @@ class _Search:
         return weights / weights.sum(axis=0)
 
     def _fits(self, ours: np.ndarray, theirs: np.ndarray, one: int, two: int) -> np.ndarray:
-        """Return bool [ours, theirs]: whether both bins stay within their limits after an exchange of the two
-        sequences.
-        """
-        more = self.sizes[theirs][None] - self.sizes[ours][:, None]
-        room = (self.limits[one] - self.filled[self.bins[ours]])[:, None]
-        other = (self.limits[two] - self.filled[self.bins[theirs]])[None]
-        return ((more <= room) & (-more <= other)).all(axis=2)
+        """Return bool [pairs]: whether both bins stay within their limits after an exchange of the two sequences."""
+        more = self.sizes[theirs] - self.sizes[ours]
+        room, other = (
+            self.limits[number] - self.filled[self.bins[some]] for number, some in ((one, ours), (two, theirs))
+        )
+        return ((more <= room) & (-more <= other)).all(axis=1)
