@@ -40,6 +40,14 @@ def slots() -> SlotTable:
     return SlotTable(8, BLOCK, (2, 2), np.dtype("u1"))
 
 
+def test_rows_are_copied_to_memory_that_was_written_before(slots):
+    table, memory = table_of(slots, [5]), np.frombuffer(slots._copies._memory, np.uint8)
+    write(slots, table, 0, [10, 11, 12])
+    one, two = (slots.read(table, 0, 3, {}).routes for _ in range(2))
+    assert np.shares_memory(memory, one) and np.shares_memory(memory, two) and not np.shares_memory(one, two)
+    assert one.tolist() == two.tolist() == [[[0, 10]] * 2, [[1, 11]] * 2, [[2, 12]] * 2]
+
+
 def test_rows_come_back_in_the_order_of_positions(slots):
     table = table_of(slots, [5, 2])
     write(slots, table, 0, [10, 11, 12, 13, 14], version=3)
