@@ -22,7 +22,10 @@ class Operations(TorchDispatchMode):
 
 
 def measured(target: Target) -> dict[str, float]:
-    """Return seconds and operations of the tables of a step on one rank of the first stage."""
+    """Return seconds and operations of the tables of a step on one rank of the first stage.
+
+    The device is `meta`, whose tensors have no values: the host starts the operations, and their work is not done.
+    """
     config, spec = target.config, target.spec
     layers = spec.moe_layers[: len(spec.moe_layers) // config.parallel.pipeline]
     rng = np.random.default_rng(0)
@@ -46,7 +49,7 @@ def measured(target: Target) -> dict[str, float]:
                 padded_tokens=tokens,
                 rows=np.arange(0, tokens, config.parallel.tensor),  # as many as a rank has, of every sequence
                 expert_parallel=config.parallel.expert,
-                device=torch.device("cpu"),
+                device=torch.device("meta"),
             )
 
         tables()

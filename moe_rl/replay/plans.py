@@ -1,5 +1,9 @@
 """Dispatch plans of microbatches with known routes: made once, used by the dispatcher of every layer in every pass.
 
+A pass can start when the first microbatch is planned. The numbers of all microbatches are known before, because ranks
+exchange them. The orders of rows take most of the time and need no other rank, so a thread makes one microbatch's after
+the other while passes run. NumPy sorts without the interpreter's lock.
+
 Legend: M microbatches, C chunks of a microbatch, L layers, R rows of this rank in a microbatch, K top-k, E experts. For
 the groups of ranks of `planning.dispatch`: P expert-parallel ranks, T ranks that share an expert's matrices, G = P x T,
 n experts on a rank.
@@ -8,6 +12,7 @@ n experts on a rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,17 +47,24 @@ class LayerPlan:
     """Says how one microbatch passes through one layer's dispatcher: at once, or in chunks of rows one after the other.
 
     Attributes:
-        entries: int32 [R * K] on the device. For each chunk in turn the result of `send_order`, counted from the first
-            row of the microbatch.
+        made: int32 [L, R * K] on the device, the entries of all layers of the microbatch, when they are made.
+        at: Index of the layer in `made`.
         order: int64 [E], the expert that the plan expects in each slot.
         overlapped: Whether the first rows are sent before the router has run, and the layer computes while rows are
             exchanged. Otherwise there is one chunk.
     """
 
-    entries: torch.Tensor
+    made: Future[torch.Tensor]
+    at: int
     order: np.ndarray
     chunks: tuple[ChunkPlan, ...]
     overlapped: bool
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """Return int32 [R * K] on the device: for each chunk in turn the result of `send_order`, counted from the first
+        row of the microbatch. Waits until they are made."""
+        return self.made.result()[self.at]
 
 
 def plan_dispatch(
@@ -67,9 +79,11 @@ def plan_dispatch(
     """Make the dispatch plans {layer: plan} of each microbatch.
 
     All ranks of a dispatch group call this together, with the same number of microbatches. The routes are copied to the
-    host once, and the plans back to the device once per microbatch.
+    host once, and the plans back to the device once per microbatch. The entries are made after the return, those of the
+    first microbatch first.
 
     Args:
+        tables: In the order in which passes run them.
         exchange: Gathers int64 [M, C, L, E] of this rank into [G, M, C, L, E] of all ranks of the group, in their
             order. Called once; not called if there are no microbatches.
         order: int64 [L, E], the expert in each slot.
@@ -89,19 +103,18 @@ def plan_dispatch(
     by_slot = np.take_along_axis(everyone, order.reshape(*[1] * (everyone.ndim - 2), *order.shape), -1)
     numbers, slots = splits(by_slot, group), np.argsort(order, -1)
     plans: list[dict[int, LayerPlan] | None] = []
+    thread = ThreadPoolExecutor(1, "send-orders")
     for m, table in enumerate(tables):
         if everyone[:, m].min() < 0:
             plans.append(None)
             continue
         rows = [piece.shape[1] for piece in pieces[m]]
-        entries = [
-            send_order(piece, slots, first) for piece, first in zip(pieces[m], np.cumsum([0, *rows[:-1]]), strict=True)
-        ]
-        entries = torch.from_numpy(np.concatenate(entries, -1)).to(table.routes[layers[0]].device)
+        made = thread.submit(_entries, pieces[m], slots, table.routes[layers[0]].device)
         plans.append(
             {
                 layer: LayerPlan(
-                    entries=entries[at],
+                    made=made,
+                    at=at,
                     order=order[at],
                     chunks=tuple(
                         ChunkPlan(
@@ -119,7 +132,15 @@ def plan_dispatch(
                 for at, layer in enumerate(layers)
             }
         )
+    thread.shutdown(wait=False)  # it ends after its work
     return plans
+
+
+def _entries(pieces: list[np.ndarray], slots: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the entries int32 [L, R * K] of a microbatch, whose chunks are `pieces`."""
+    firsts = np.cumsum([0, *(piece.shape[1] for piece in pieces[:-1])])
+    orders = [send_order(piece, slots, first) for piece, first in zip(pieces, firsts, strict=True)]
+    return torch.from_numpy(np.concatenate(orders, -1)).to(device)
 
 
 def _cut(routes: np.ndarray, chunks: int) -> list[np.ndarray]:

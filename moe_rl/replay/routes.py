@@ -295,7 +295,7 @@ def microbatch_routes(
             spec.num_experts,
         ),
         places=RowPlaces.of(fed, [part.prompt for part in parts], recorded, rows),
-        routes=dict(zip(layers, on_device(ids[rows].transpose(1, 0, 2)), strict=True)),
+        routes=dict(zip(layers, on_device(ids[rows]).transpose(0, 1).contiguous(), strict=True)),
         checksums=dict(zip(layers, sums.T.contiguous(), strict=True)),
         unreplayed=unreplayed,
         source=None if source is None else tuple(source),

@@ -49,6 +49,9 @@ def session(
 def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayConfig, step: int, shown: Shown) -> None:
     """Make dispatch plans from the microbatches' routes, with one exchange between ranks for all of them.
 
+    `work` is in the order in which passes run it, so that the first pass waits for the plans of its first microbatch
+    only.
+
     Raises:
         ReplayError: A rank would get more rows than `replay.max_rows`. Raised on all ranks.
     """

@@ -77,7 +77,8 @@ class TrainStep:
                 tested = work if objective.old_logprobs == "trainer" else shares[0].work
                 align = AlignmentTest(policy.layers, [one.table.places for one in tested], world.device())
             if replay == "r3":
-                scoring.plan_dispatch(policy, work, self.config.replay, step, shown)
+                in_turn = [one for share in (*shares[own:], *shares[:own]) for one in share.work]
+                scoring.plan_dispatch(policy, in_turn, self.config.replay, step, shown)
         with clock("logprobs"):
             if objective.old_logprobs == "trainer" and (later := shares[own:]):
                 asked = [one for share in later for one in share.work]

@@ -867,8 +867,8 @@ MUTANTS: list[Mutant] = [
         (
             "rows of another rank",
             "routes.py",
-            "on_device(ids[rows].transpose(1, 0, 2))",
-            "on_device(ids[: len(ids[rows])].transpose(1, 0, 2))",
+            "on_device(ids[rows]).transpose(0, 1)",
+            "on_device(ids[: len(ids[rows])]).transpose(0, 1)",
             "Every rank replays the first rows of the microbatch.",
             "tests/replay/test_routes.py",
         ),

@@ -1,5 +1,6 @@
 """Tests the dispatch plans of a rank's microbatches, and the session that hands them out and checks them."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from moe_rl.errors import ReplayError
-from moe_rl.planning.dispatch import DispatchGroup, count
+from moe_rl.planning.dispatch import DispatchGroup, count, send_order
+from moe_rl.replay import plans as replay_plans
 from moe_rl.replay.plans import plan_dispatch
 from tests.replay.test_session import EXPERTS, LAYERS, TOKENS, TOP_K, begin, chosen, run, session, table
 from tests.support.refusals import refused
@@ -49,6 +51,25 @@ def test_every_layer_of_every_microbatch_is_planned_by_one_exchange():
             assert plan.received.tolist() == received and plan.got == [sum(received[0]), sum(received[1])]
             assert plan.per_expert.tolist() == [a + b for a, b in zip(*received, strict=True)]
             assert plan.gathered.tolist() == [sum(plan.got)]
+
+
+def test_a_microbatch_can_start_while_the_rows_of_later_ones_are_sorted(monkeypatch):
+    first, tables, may_go_on = table(0), [table(0), table(1)], threading.Event()
+
+    def sort(routes, *others):
+        if not np.array_equal(routes[0], first.routes[LAYERS[0]].numpy()):
+            assert may_go_on.wait(60)
+        return send_order(routes, *others)
+
+    monkeypatch.setattr(replay_plans, "send_order", sort)
+    begun = plans_of(tables)
+    (alone,) = plans_of([first])
+    assert all(torch.equal(begun[0][layer].entries, alone[layer].entries) for layer in LAYERS)
+    assert not any(plan.made.done() for plan in begun[1].values())
+    may_go_on.set()
+    with session(tables, plans=begun) as s:
+        run(s)
+    assert s.tally.planned == 2 * len(LAYERS)
 
 
 def test_no_microbatches_ask_nobody():
