@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +54,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     with engine:
         before = timed("first scores", lambda: engine.score([tokens])[0].logprobs[0])
         for level in (1, 2):
-            result[f"level {level} gives memory back"] = timed(f"sleep {level}", lambda: engine.sleep(level))  # noqa: B023
+            result[f"level {level} gives memory back"] = timed(f"sleep {level}", partial(engine.sleep, level))
             for part in SLEEPING_PARTS:
-                timed(f"wake {part} after {level}", lambda: engine.wake(part))  # noqa: B023
+                timed(f"wake {part} after {level}", partial(engine.wake, part))
             if level == 1:
                 after = timed("scores after level 1", lambda: engine.score([tokens])[0].logprobs[0])
                 result["same scores after level 1"] = bool(np.array_equal(before, after))
