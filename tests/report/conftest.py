@@ -111,6 +111,7 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
         "trace/bytes_per_token": 33.4,
         "trace/bytes": 33.4 * 256 * (length + 11),
         "rollout/witnessed_rows": 352,
+        "rollout/write_waits": 0,
         "sync/canary_abs_diff": 0.006 + 0.002 * rng.random(),
         "sync/canary_recorded": 1.0,
         "sync/bytes": 7_340_032,
