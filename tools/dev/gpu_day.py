@@ -222,8 +222,8 @@ def page(found: Mapping[str, Any]) -> str:
         "    tools/dev/gpu_day.sh overlap recording --out build/two --with build/one/gpu_day.json",
         "",
         fill(
-            "A dry part ran the same command at a small size. Its figures say that the command works, and nothing "
-            "else, so they are not on this page."
+            "A dry part ran the same command at a small size; the tests were only collected. Its figures "
+            "say that the command works, and nothing else, so they are not on this page."
         ),
         "",
         fill(f"Written at {found['when']}. Versions: {versions}."),
