@@ -106,7 +106,7 @@ def _resumed(bench: ReplayedUpdates, done: int, last: Path) -> dict[str, object]
     from moe_rl.megatron.saving import Checkpoints
 
     result = {}
-    for name, parallel in (("same", bench.parallel), ("another", ParallelConfig(pipeline=bench.options.ranks))):
+    for name, parallel in (("same", bench.parallel), ("another", ParallelConfig(pipeline=bench.parallel.expert))):
         bench.policy.release()
         bench.policy = None
         world.lay_out(parallel, seed=2)

@@ -1,5 +1,4 @@
-"""Runs updates of a random model on expert-parallel ranks of this machine, for benchmarks that time training steps in
-turns.
+"""Runs updates of a model on expert-parallel ranks of this machine, for benchmarks that time training steps in turns.
 
 The replayed routes are those that the model's own routers choose, so native and replayed updates do the same work on
 the same tokens.
@@ -16,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from models import SHAPES, make_model
@@ -50,7 +50,12 @@ def measured(
     """
     options = parser.parse_args()
     if options.rank_of:
-        bench = ReplayedUpdates(options)
+        bench = ReplayedUpdates(
+            options.rank_of,
+            options.ranks,
+            lambda rank, vocab: random_microbatches(options, rank, vocab),
+            options.dtype,
+        )
         bench.leave(run_rank(options, bench))
         sys.exit()
     with tempfile.TemporaryDirectory() as folder:
@@ -87,55 +92,65 @@ def ratio(above: list[float], below: list[float], name: str) -> dict[str, object
     return {name: middle, f"{name}, quartiles": [round(low, 3), round(high, 3)]}
 
 
-class ReplayedUpdates:
-    """Holds on one rank the process group, the policy, microbatches of random tokens, and the model's own routes for
-    them.
-    """
+def random_microbatches(options: argparse.Namespace, rank: int, vocab: int) -> list[list[tuple[list[int], list[int]]]]:
+    """Make microbatches of one sequence each, half prompt and half completion, different on every rank."""
+    rng, half = np.random.default_rng(rank), options.tokens // 2
+    runs = [rng.integers(0, vocab, options.tokens + 1).tolist() for _ in range(options.microbatches)]
+    return [[(run[:half], run[half:])] for run in runs]
 
-    def __init__(self, options: argparse.Namespace):
+
+class ReplayedUpdates:
+    """Holds on one rank the process group, the policy, microbatches, and the model's own routes for them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        microbatches: Callable[[int, int], list[list[tuple[list[int], list[int]]]]],
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ):
+        """Load the model in `folder`/model on all ranks.
+
+        Args:
+            microbatches: Called with (rank, size of the vocabulary); returns the tokens (prompt, completion) of each
+                sequence of each microbatch.
+        """
         import torch.distributed as dist
 
         from moe_rl.config.training import ParallelConfig
         from moe_rl.megatron import world
         from moe_rl.megatron.microbatch import pack
         from moe_rl.models.hf import read_model
-        from moe_rl.replay.routes import SequenceRoutes
-        from moe_rl.trace import TraceSpec, signed
-        from moe_rl.types import RouteRef, Sequence, sampled_by
+        from moe_rl.replay.routes import RowPolicy
+        from moe_rl.trace import TraceSpec
+        from moe_rl.types import Sequence, sampled_by
 
-        self.options, self.parallel = options, ParallelConfig(expert=options.ranks)
+        self.folder, self.dtype, self.parallel = folder, dtype, ParallelConfig(expert=ranks)
         world.start(self.parallel, seed=1, timeout_seconds=120)
-        self.facts = facts = read_model(options.rank_of / "model")
+        self.facts = facts = read_model(folder / "model")
         self.policy = self.new_policy(self.parallel)
         self.model = f"{facts.layers} layers, {facts.top_k} of {facts.num_experts} experts, hidden {facts.hidden_size}"
         self.model += f", experts {facts.moe_intermediate_size} wide"
         spec = TraceSpec.from_layers("bench", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
-        rng = np.random.default_rng(dist.get_rank())
         self.microbatches, unrecorded = [], []
 
-        made_up = np.tile(np.arange(facts.top_k, dtype=np.uint8), (options.tokens, len(facts.moe_layers), 1))
-
-        def read(sequence, fed, here):
-            return SequenceRoutes.complete(sequence.key, fed, made_up)
-
-        for number in range(options.microbatches):
-            tokens = rng.integers(0, facts.vocab, options.tokens + 1).tolist()
-            half, key = options.tokens // 2, f"s{number}"
-            nothing = np.zeros(len(tokens) - half, np.float32)
-            one = Sequence(
-                key,
-                tuple(tokens[:half]),
-                tuple(tokens[half:]),
-                nothing,
-                1.0,
-                sampled_by(0, len(nothing)),
-                signed(RouteRef(key, options.tokens, ()), made_up, facts.moe_layers, np.array(tokens[:-1])),
-            )
-            microbatch = pack([one], [0], world.device())
+        for number, chosen in enumerate(microbatches(dist.get_rank(), facts.vocab)):
+            sequences = [
+                Sequence(
+                    f"s{number}.{at}",
+                    tuple(prompt),
+                    tuple(completion),
+                    np.zeros(len(completion), np.float32),
+                    1.0,
+                    sampled_by(0, len(completion)),
+                    None,
+                )
+                for at, (prompt, completion) in enumerate(chosen)
+            ]
+            microbatch = pack(sequences, device=world.device())
             self.microbatches.append(microbatch)
-            unrecorded.append(
-                microbatch.routes([one], read, spec, layers=self.policy.layers, expert_parallel=options.ranks)
-            )
+            policy = RowPolicy(missing="native")  # nothing was recorded, so nothing is read from a store
+            unrecorded.append(microbatch.read_routes(None, sequences, spec, weight_version=0, policy=policy))
         with self.policy.session(unrecorded, mode="record", name="bench") as own:
             self.policy.logprobs(self.microbatches, own)
         self.tables = own.recorded_routes()
@@ -146,8 +161,8 @@ class ReplayedUpdates:
         from moe_rl.megatron.policy import Policy
 
         optimizer = OptimizerConfig(lr=1e-12)
-        train = TrainConfig(dtype=self.options.dtype, microbatch_tokens=self.options.tokens, optimizer=optimizer)
-        return Policy(self.facts, train, parallel, self.options.rank_of / "model", temperature=1.0)
+        train = TrainConfig(dtype=self.dtype, microbatch_tokens=1024, optimizer=optimizer)
+        return Policy(self.facts, train, parallel, self.folder / "model", temperature=1.0)
 
     def plans(self, overlap_chunks: int = 0) -> list:
         """Return dispatch plans of the microbatches. All ranks call it together."""
@@ -172,7 +187,7 @@ class ReplayedUpdates:
 
         if dist.get_rank() == 0:
             about = {"model": self.model, "device": world.device_name()}
-            (self.options.rank_of / "seen.json").write_text(json.dumps(about | seen))
+            (self.folder / "seen.json").write_text(json.dumps(about | seen))
         world.stop()
 
 
