@@ -30,6 +30,7 @@ from moe_rl.errors import About, ConfigError, describe
 from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.layers import (
     ExpertOutput,
+    GroupedExperts,
     LatentAttention,
     PackedAttention,
     PackedSelfAttention,
@@ -99,13 +100,16 @@ def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transf
 
 
 class _TorchProvider(LocalSpecProvider):
+    def __init__(self, *, expert_biases: bool):
+        self.experts = SequentialMLP if expert_biases else GroupedExperts
+
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> functools.partial[SequentialMLP]:
         submodules = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=ExpertOutput)
-        return functools.partial(SequentialMLP, submodules=submodules)
+        return functools.partial(self.experts, submodules=submodules)
 
 
 def _torch_layer_spec(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
-    provider = _TorchProvider()
+    provider = _TorchProvider(expert_biases=config.add_bias_linear)
     attention, saved_as = (_torch_latent if config.multi_latent_attention else _torch_grouped_query)(config, provider)
     if not has_experts:
         saved_as["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
