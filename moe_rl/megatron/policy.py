@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.training import ParallelConfig, TrainConfig
@@ -188,7 +189,8 @@ class Policy:
         self.updates += 1
         lr = self.schedule.get_lr({})
         self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
+        norm = self.optimizer.get_grad_norm()
+        grad_norm = float(norm)
         # Megatron's step would scale by a non-finite norm and so write it into every weight.
         nonfinite = self._nonfinite(finite_losses, grad_norm)
         if nonfinite:
@@ -197,9 +199,20 @@ class Policy:
             rng.set_state(generators)
             self.updates -= 1
         else:
-            self.optimizer.step()
+            self._step(norm)
             self.moves += grad_norm > 0
         return UpdateResult(grad_norm=grad_norm, lr=lr, nonfinite=nonfinite, aux_loss=self._finish_aux_loss())
+
+    def _step(self, norm: float | torch.Tensor) -> None:
+        """Clip the gradients, whose norm Megatron has given, and move the weights.
+
+        Megatron's step would prepare all gradients and measure their norm a second time.
+        """
+        for optimizer in self.optimizers:
+            parameters, limit = optimizer.get_parameters(), optimizer.config.clip_grad
+            if parameters and limit > 0:
+                clip_grad_by_total_norm_fp32(parameters, limit, norm)
+        self.optimizer.step_with_ready_grads()
 
     def _nonfinite(self, finite_losses: list[torch.Tensor], grad_norm: float) -> str:
         """Return what is not finite and on which ranks, in the same words on all ranks; "" if everything is finite.
