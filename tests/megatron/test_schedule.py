@@ -111,6 +111,16 @@ def assert_the_next_step_is_exact(run, recompute):
     assert not any(torch.equal(ours[name], before[name]) for name in before if "gate.weight" in name)
 
 
+def test_an_update_clips_and_steps_as_megatron_would(one_rank):
+    run = Run()
+    run.policy._step = lambda norm: run.policy.optimizer.step()
+    (updated, _), _, ours = undisturbed("none")
+    assert run.update()[0] == updated and updated.grad_norm > 2.0  # the limit is 1
+    assert float(run.policy.optimizer.get_grad_norm()) == pytest.approx(1.0, rel=1e-4)
+    theirs = run.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_model_that_was_built_twice(one_rank):
     """Routers of a model that nobody runs take no routes and block nothing, because there is no global list."""
     orphan, run = Run(), Run()
