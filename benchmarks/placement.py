@@ -11,8 +11,8 @@ for a batch as a whole. `benchmarks/packing.py` calls it the floor of packing. T
     floor      lower bound for any placement
     quarter    as earlier, with at most a quarter of each layer's experts moved
     moved      experts that changed their rank, for earlier
-    + 1, + 2   computed only: as earlier, with this many more slots on each rank for second copies within nodes of 8
-               ranks, chosen by the batch itself
+    + 1, + 2   as earlier, with placement.copies of this many. The batch stands for a single microbatch here; a run
+               chooses copies for each one
     seconds    of one core, to plan from the batches before
 
 Recorded batches are the last steps of a trace store. Synthetic ones come from the generator of `benchmarks/packing.py`.
@@ -29,9 +29,10 @@ import numpy as np
 from packing import EXPERT_PARALLEL, batch_arguments, recorded, synthetic
 
 from moe_rl.planning.balance import excess
-from moe_rl.planning.expert_placement import place, rank_loads, replicated_excess
+from moe_rl.planning.expert_copies import choose_copies, with_copies
+from moe_rl.planning.expert_placement import place, rank_loads
 
-_NODE, _WINDOW = 8, 4
+_WINDOW = 4
 
 
 def main() -> int:
@@ -68,7 +69,6 @@ def judged(name: str, counts: np.ndarray, earlier: np.ndarray) -> Iterator[dict[
         seconds = time.process_time() - start
         quarter, _ = place(earlier, parts, max_moved=0.25)
         window, _ = place(np.concatenate([earlier[1 - _WINDOW :], batch]), parts)
-        node = min(_NODE, parts)
         yield {
             "batch": name,
             "expert_parallel": parts,
@@ -80,14 +80,21 @@ def judged(name: str, counts: np.ndarray, earlier: np.ndarray) -> Iterator[dict[
             "quarter": excess(rank_loads(batch, quarter, parts))[0],
             "floor": itself.floor,
             "moved": report.moved,
-            "replicated": [replicated_excess(batch, order, parts, spare=spare, node=node) for spare in (1, 2)],
+            "copied": [copied_excess(batch, order, parts, copies) for copies in (1, 2)],
             "seconds": seconds,
         }
 
 
+def copied_excess(batch: np.ndarray, order: np.ndarray, parts: int, copies: int) -> float:
+    """Return the excess of counts [1, L, E] placed by `order`, where each rank may take so many copies."""
+    by_slot = np.take_along_axis(batch, order[None], -1)
+    rows = with_copies(by_slot, choose_copies(by_slot[0], parts, copies, 1))
+    return excess(rows.reshape(*rows.shape[:2], parts, -1).sum(-1))[0]
+
+
 def line(row: dict[str, object]) -> str:
     percent = (f"{100 * row[key]:.2f}%" for key in ("natural", "earlier", "window", "itself", "floor", "quarter"))
-    copies = (f"{100 * value:.2f}%" for value in row["replicated"])
+    copies = (f"{100 * value:.2f}%" for value in row["copied"])
     cells = row["batch"], row["expert_parallel"], *percent, f"{row['moved'] / row['experts']:.0%}", *copies
     return "| " + " | ".join(map(str, cells)) + f" | {row['seconds']:.2f} |"
 

@@ -22,11 +22,14 @@ gradient reduction, pipeline, loading, the cost of moving placed experts; kernel
     plan           no exchange of counts, no wait
     load           packing by load (moe_rl/planning/balance.py)
     placement      experts placed by the batches before (moe_rl/planning/expert_placement.py), then packed by load
+    copies         of popular experts, up to COPIES a rank for each layer and microbatch
+                   (moe_rl/planning/expert_copies.py); their weights travel in the forward, gradients in the backward.
+                   Packed by length: copies even out experts, and packing by load makes tokens less even
     overlap        dispatch, experts and combine in chunks, two at once (of exchange and computation, the longer one)
     ideal          tokens and rows even on all ranks in all layers, with plan and overlap and nothing to check
 
 Batches: recorded (the last shard; those before it place the experts; one recorded token stands for --weight tokens),
-and those of benchmarks/packing.py (the first half places the experts, the second half is the step).
+and those of benchmarks/packing.py.
 
 Planning is of the host, before the step, and not in the ratios: its seconds on one core stand beside them.
 
@@ -47,10 +50,12 @@ import packing as batches
 import yaml
 
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
+from moe_rl.planning.expert_copies import choose_copies, with_copies
 from moe_rl.planning.expert_placement import natural_order, place
 from moe_rl.planning.packing import pack
 
-VARIANTS = ("native", "replay", "plan", "load", "placement", "overlap", "ideal")
+VARIANTS = ("native", "replay", "plan", "load", "placement", "copies", "overlap", "ideal")
+COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +145,13 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 def batches_of(options: argparse.Namespace) -> Iterator[tuple[str, int, np.ndarray, list[int], np.ndarray]]:
     """Yield name, top-k, counts of the batches before [N, L, E], lengths and counts [S, L, E] of the step."""
     if options.store:
-        shards = list(batches.recorded(options.store, 4))
-        past = np.stack([counts.sum(axis=0) for _, _, counts in shards[:-1]])
-        name, lengths, counts = shards[-1]
+        ((name, lengths, counts, past),) = batches.recorded(options.store, 1)
         top_k = int(counts[0].sum()) // (lengths[0] * counts.shape[1])
         weighted = [length * options.weight for length in lengths]
         yield f"{name} x {options.weight}", top_k, past, weighted, counts * options.weight
     for kind in options.synthetic:
-        lengths, counts = batches.synthetic(kind, 2 * options.sequences, options.layers, seed=options.seed)
-        half = options.sequences
-        past = counts[:half].sum(axis=0, dtype=np.int64)[None]
-        yield kind, 8, past, lengths[half:], counts[half:]
+        lengths, counts, past = batches.synthetic(kind, options.sequences, options.layers, seed=options.seed)
+        yield kind, 8, past, lengths, counts
 
 
 def variants(
@@ -175,18 +176,20 @@ def variants(
         "plan": step(by_length, natural, dispatch=costs.check),
         "load": step(by_load, natural, dispatch=costs.check),
         "placement": step(loaded, placed_rows, dispatch=costs.check),
-        "overlap": step(loaded, placed_rows, dispatch=costs.check, overlap=True),
-        "ideal": step(loaded, placed_rows, dispatch=0.0, overlap=True, even=True),
+        "copies": step(by_length, placed_rows, dispatch=costs.check, copied=placed),
+        "overlap": step(by_length, placed_rows, dispatch=costs.check, copied=placed, overlap=True),
+        "ideal": step(by_length, placed_rows, dispatch=0.0, overlap=True, even=True),
     }
 
 
 def _step(
     costs: Costs, plan: Plan, lengths: list[int], loads_SLP: np.ndarray, *, dispatch: float, overlap: bool = False,
-    even: bool = False,
+    even: bool = False, copied: np.ndarray | None = None,
 ) -> float:  # fmt: skip
     """Return the seconds of the slowest group.
 
-    dispatch: seconds added to every dispatch. even: whether tokens and rows are the same on all ranks.
+    dispatch: seconds added to every dispatch. even: whether tokens and rows are the same on all ranks. copied: counts
+    [S, L, E] by slot, where experts are copied.
     """
     parts = loads_SLP.shape[2]
     sizes = np.array(lengths, np.float64)
@@ -198,20 +201,28 @@ def _step(
             tokens = np.array([sizes[one].sum() for one in members])
             squares = np.array([(sizes[one] ** 2).sum() for one in members])
             sent_PLP = np.stack([loads_SLP[one].sum(axis=0, dtype=np.int64) for one in members]).astype(np.float64)
+            moved_PLP = np.zeros_like(sent_PLP)
+            if copied is not None:
+                counts = np.stack([copied[one].sum(axis=0, dtype=np.int64) for one in members])
+                chosen = choose_copies(counts.sum(0), parts, COPIES, -(-3 * SHAPE.width // 2))
+                sent_PLP = with_copies(counts, chosen).reshape(*sent_PLP.shape, -1).sum(-1).astype(np.float64)
+                owner = np.where(chosen.slot >= 0, chosen.slot // (counts.shape[2] // parts), -1)
+                moved_PLP = (owner[None] == np.arange(parts)[:, None, None, None]).sum(-1).astype(np.float64)
             if even:
                 tokens, squares = np.full(parts, tokens.mean()), np.full(parts, squares.mean())
                 sent_PLP = np.broadcast_to(sent_PLP.mean(axis=(0, 2), keepdims=True), sent_PLP.shape)
-            seconds += _microbatch(costs, tokens, squares, sent_PLP, dispatch, overlap)
+            seconds += _microbatch(costs, tokens, squares, sent_PLP, moved_PLP, dispatch, overlap)
         slowest = max(slowest, seconds)
     return slowest
 
 
 def _microbatch(
-    costs: Costs, tokens: np.ndarray, squares: np.ndarray, sent_PLP: np.ndarray, dispatch: float, overlap: bool
-) -> float:
+    costs: Costs, tokens: np.ndarray, squares: np.ndarray, sent_PLP: np.ndarray, moved_PLP: np.ndarray,
+    dispatch: float, overlap: bool,
+) -> float:  # fmt: skip
     """Return the seconds of forward and backward of one round of a group.
 
-    tokens, squares: of each rank. sent: rows from rank to rank.
+    tokens, squares: of each rank. sent: rows from rank to rank. moved: copies of experts from rank to rank.
     """
     hidden, layers = SHAPE.hidden, sent_PLP.shape[1]
     dense = hidden * SHAPE.head * (2 * SHAPE.heads + 2 * SHAPE.groups)
@@ -221,11 +232,13 @@ def _microbatch(
     rows_LP = sent_PLP.sum(axis=0)
     experts_L = rows_LP.max(axis=1) * 6 * hidden * SHAPE.width / costs.gemm_rate
     exchange_L = _exchange(costs, sent_PLP * hidden * 2)
+    copies_L = _exchange(costs, moved_PLP * 3 * hidden * SHAPE.width * 2)
     latency = _latency(costs, len(sent_PLP))
+    copies_L += latency * (moved_PLP.sum((0, 2)) > 0)
     total = 3 * vocabulary
     for compute in (1, 2):  # forward, backward
         inner = _inner(experts_L * compute, exchange_L, latency, int(costs.overlap_chunks) if overlap else 1)
-        total += layers * (costs.layer_overhead + compute * attention) + inner.sum()
+        total += layers * (costs.layer_overhead + compute * attention) + inner.sum() + copies_L.sum()
     return float(total + layers * dispatch)
 
 

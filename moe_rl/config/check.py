@@ -277,3 +277,31 @@ def _share_problems(config: Config, world_size: int) -> Iterator[Problem]:
             got="traced",
             expected="natural",
         )
+    if config.placement.copies:
+        yield from _copies_problems(config)
+
+
+def _copies_problems(config: Config) -> Iterator[Problem]:
+    given: About = {"given": f"placement.copies is {config.placement.copies}"}
+    reasons = (
+        (
+            "parallel.expert",
+            config.parallel.expert == 1,
+            1,
+            "at least 2",
+            "no other rank can take a copy",
+        ),
+        ("replay.mode", config.replay.mode == "off", "off", "r3 or r2", "only known routes say which experts to copy"),
+        ("replay.plan", config.replay.plan is False, False, "true or null", "copies are part of dispatch plans"),
+        (
+            "train.overlap_expert_parallel_comm",
+            config.train.overlap_expert_parallel_comm,
+            True,
+            "false",
+            "Megatron's overlap of microbatches does not exchange copies",
+        ),
+    )
+    for key, wrong, got, expected, what in reasons:
+        if wrong:
+            do = "change it, or set placement.copies to 0"
+            yield describe(what, where={"key": key, **given}, got=got, expected=expected, do=do)

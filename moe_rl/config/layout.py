@@ -58,7 +58,7 @@ def on_one_rank(config: Config) -> Config:
     changes: dict[str, dict[str, object]] = {
         "train": {"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False, "packing": "length"},
         "replay": {"overlap_chunks": 0},
-        "placement": {"experts": "natural"},
+        "placement": {"experts": "natural", "copies": 0},
     }
     alone = {section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
     return config.model_copy(update={"parallel": ParallelConfig(), **alone})

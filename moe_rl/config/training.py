@@ -80,6 +80,13 @@ class PlacementConfig(Section):
     layers, falls."""
     max_moved: Share = 1.0
     """Largest share of a layer's experts that one plan may move to other ranks."""
+    copies: Annotated[int, Field(ge=0, le=2**10)] = 0
+    """Number of other ranks' experts that a rank may compute in addition, in each layer of a microbatch. An expert with
+    more rows than a rank's share is copied to ranks with fewer rows, just for this layer and microbatch. Gradients of
+    copies are added to those of the expert. Needs dispatch plans, and experts without TransformerEngine. 0: none."""
+    least_copied_rows: Count | None = None
+    """Fewest rows for which an expert is copied. A row is a (token, expert) pair. null: as many as take about as long
+    to exchange as the expert's weights and gradients: 1.5 times the width of an expert."""
 
 
 class OptimizerConfig(Section):

@@ -23,11 +23,18 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
 
     Only the dispatcher knows which slot an expert is in, see `place`. Routing maps and their weights have one column
     per expert number, whatever its slot.
+
+    Attributes:
+        copies: The copies of experts, see `ChunkPlan`, to which the next rows go. None if there are none.
     """
+
+    num_local_experts: int
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._plan: LayerPlan | None = None
+        self._own_experts = self.num_local_experts
+        self.copies: np.ndarray | None = None
         self.place(np.arange(self.num_experts))
 
     @property
@@ -48,6 +55,7 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
                 )
             )
         self._plan = plan
+        self._hold(None)
 
     def place(self, order: np.ndarray) -> None:
         """Set which expert is in each slot.
@@ -84,6 +92,18 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         self.routing_map, self.probs = routing_map, probs
         self.input_splits, self.output_splits, self.output_splits_tp = chunk.sent, chunk.got, chunk.gathered
         self.num_global_tokens_per_local_expert, self.tokens_per_expert = chunk.received, chunk.per_expert
+        self._hold(chunk.copies)
+
+    def _hold(self, copies: np.ndarray | None) -> None:
+        """Expect rows for this rank's experts and for the given copies on all ranks, see `ChunkPlan`."""
+        here = self._own_experts + (0 if copies is None else copies.shape[1])
+        if here != self.num_local_experts:
+            # Megatron's two orders of the runs of rows: by rank, then expert, and by expert, then rank.
+            runs = torch.arange(here * self.ep_size * self.tp_size, device=self.permute_idx_device)
+            self.sort_input_by_local_experts = runs.view(-1, here).T.ravel()
+            self.restore_output_by_local_experts = runs.view(here, -1).T.ravel()
+            self.num_local_experts = here
+        self.copies = copies
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert=None):
         # A plan's sizes are on the host already: there is nothing to copy or to wait for.

@@ -21,6 +21,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.autograd.function import once_differentiable
 
+from moe_rl.megatron.copied_experts import receive_copies
+from moe_rl.megatron.dispatcher import PlannedDispatcher
 from moe_rl.planning.token_layout import positions_of, rows_of
 
 
@@ -73,19 +75,30 @@ class GroupedExperts(SequentialMLP):
     Megatron runs one expert after the other. Its host then works longer for an expert than the product of a few rows
     takes. All values are the same bit for bit: each product has the same rows, and all else is computed element by
     element or row by row.
+
+    Attributes:
+        dispatcher: The layer's, which says in `copies` which experts of other ranks this rank computes too.
     """
+
+    dispatcher: PlannedDispatcher
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        counts, experts = tokens_per_expert.tolist(), self.local_experts
+        rows, counts, experts = permuted_local_hidden_states, tokens_per_expert.tolist(), self.local_experts
+        matrices = [[expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]]
+        if (copies := self.dispatcher.copies) is not None:
+            rows, received = receive_copies(rows, copies, matrices, self.ep_group)
+            matrices = [own + others for own, others in zip(matrices, received, strict=True)]
+            held = np.flatnonzero(copies[self.ep_group.rank()] >= 0)
+            counts = counts[: len(experts)] + [counts[len(experts) + slot] for slot in held]
         everyone = SimpleNamespace(
             config=self.config,
             activation_func=experts[0].activation_func,
-            linear_fc1=_ExpertProducts(counts, [expert.linear_fc1.weight for expert in experts]),
-            linear_fc2=_ExpertProducts(counts, [expert.linear_fc2.weight for expert in experts]),
+            linear_fc1=_ExpertProducts(counts, matrices[0]),
+            linear_fc2=_ExpertProducts(counts, matrices[1]),
         )
-        return MLP.forward(everyone, permuted_local_hidden_states, permuted_probs)
+        return MLP.forward(everyone, rows, permuted_probs)
 
 
 class _ExpertProducts(torch.nn.Module):

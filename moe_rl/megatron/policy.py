@@ -18,9 +18,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.training import ParallelConfig, TrainConfig
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import ConfigError, ReplayError, describe
 from moe_rl.megatron import hf_map, rng, schedule, world
 from moe_rl.megatron.expert_order import checksum, move
+from moe_rl.megatron.layers import GroupedExperts
 from moe_rl.megatron.live_weights import LiveWeights
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import (
@@ -111,16 +112,47 @@ class Policy:
         return recomputed_layers(self.chunks)
 
     def plan_dispatch(
-        self, tables: list[MicrobatchRoutes], *, overlap_chunks: int = 0
+        self,
+        tables: list[MicrobatchRoutes],
+        *,
+        overlap_chunks: int = 0,
+        copies: int = 0,
+        least_copied_rows: int | None = None,
     ) -> list[dict[int, LayerPlan] | None]:
         """Plan how the dispatchers send the rows of these microbatches, see `replay.plans.plan_dispatch`.
 
         The ranks exchange their counts once for all tables.
+
+        Args:
+            copies, least_copied_rows: See `PlacementConfig`.
         """
         group = world.dispatch_group(self.facts.num_experts)
         return plan_dispatch(
-            tables, self.layers, group, world.gather_over_dispatch, self.order, overlap_chunks=overlap_chunks
+            tables,
+            self.layers,
+            group,
+            world.gather_over_dispatch,
+            self.order,
+            overlap_chunks=overlap_chunks,
+            copies=copies,
+            # An expert has three matrices of its width, sent once forward, and once backward as gradients. A row goes
+            # there and back, twice.
+            least=least_copied_rows or -(-3 * self.facts.moe_intermediate_size // 2),
         )
+
+    def check_copies(self) -> None:
+        """Raise ConfigError if the model's experts are of a kind that cannot be copied (`placement.copies`)."""
+        for moe in self._moe_layers():
+            if not isinstance(moe.experts, GroupedExperts):
+                raise ConfigError(
+                    describe(
+                        "experts of this kind cannot be copied",
+                        where={"key": "placement.copies", "layer": moe.layer_number - 1},
+                        got=type(moe.experts).__name__,
+                        expected=f"{GroupedExperts.__name__}: no TransformerEngine, and no biases of experts",
+                        do="set placement.copies to 0",
+                    )
+                )
 
     def session(self, tables: Seq[MicrobatchRoutes], *, mode: Mode, name: str, **options: Any) -> ReplaySession:
         """Make the session of one pass of this policy. For `options` see `replay_session`."""

@@ -27,6 +27,7 @@ from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import overlap, world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
 from moe_rl.megatron.expert_order import relocated
+from moe_rl.megatron.layers import GroupedExperts
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
 
@@ -158,6 +159,8 @@ class ReplayMoELayer(MoELayer):
         )
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
+        if isinstance(self.experts, GroupedExperts):
+            self.experts.dispatcher = self.token_dispatcher
         # This class checkpoints the whole forward itself, instead of Megatron's checkpoint inside it.
         self.recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
 

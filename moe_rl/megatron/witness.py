@@ -31,7 +31,8 @@ class Dispatch:
     Attributes:
         with_grad: Whether gradients were enabled. In the first pass of a recomputed layer they are not.
         routing_map: bool [R, E], rows of this rank to experts.
-        received: int64 [E of this rank], rows that its experts got from all ranks.
+        received: int64 [E], rows that this rank got from all ranks for the expert in each slot, as its owner or for a
+            copy.
     """
 
     microbatch: int
@@ -90,10 +91,16 @@ class DispatchWitness:
                 begin(routing_map, len(dispatcher.plan.chunks))
             return follow(chunk, routing_map, probs)
 
+        def by_slot(received):
+            copies, rank, own = dispatcher.copies, moe.ep_group.rank(), moe.num_local_experts
+            slots = [*range(rank * own, (rank + 1) * own), *(() if copies is None else copies[rank].clip(0))]
+            rows = received.new_zeros(dispatcher.num_experts)
+            return rows.index_add_(0, torch.tensor(slots, device=rows.device), received)
+
         def dispatch_postprocess(*args, **kwargs):
             hidden_states, received, probs = postprocess(*args, **kwargs)
             begun = before[0]
-            begun.received = begun.received + torch.as_tensor(received).detach().long()
+            begun.received = begun.received + by_slot(torch.as_tensor(received).detach().long())
             begun.chunks -= 1
             if not begun.chunks:
                 del before[0]

@@ -34,6 +34,7 @@ class Shape:
         longest: rows of the longest sequence, on all its ranks together.
         predicted: rows whose logits are used.
         dtype: the value of train.dtype.
+        copies: other ranks' experts that the rank computes in each layer.
     """
 
     rows: int
@@ -41,6 +42,7 @@ class Shape:
     longest: int
     predicted: int
     dtype: str
+    copies: int = 0
 
     @property
     def bytes_each(self) -> int:
@@ -144,9 +146,16 @@ def expert_row_bytes(facts: ModelFacts, expert_tensor: int, bytes_each: int) -> 
     return bytes_each * (facts.hidden_size + times * (facts.moe_intermediate_size // expert_tensor))
 
 
+def copies_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
+    """Return the bytes of the copies of experts in a layer: copies x 3 matrices x b."""
+    width = facts.moe_intermediate_size // layout.expert_tensor
+    return shape.copies * 3 * facts.hidden_size * width * shape.bytes_each
+
+
 def experts_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Return the bytes that the experts keep of all rows dispatched to a rank."""
-    return dispatched_rows(facts, layout, shape) * expert_row_bytes(facts, layout.expert_tensor, shape.bytes_each)
+    """Return the bytes that the experts keep of all rows dispatched to a rank, and those of copied experts."""
+    rows = dispatched_rows(facts, layout, shape) * expert_row_bytes(facts, layout.expert_tensor, shape.bytes_each)
+    return rows + copies_bytes(facts, layout, shape)
 
 
 def router_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
@@ -209,12 +218,13 @@ def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def passing_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Return the bytes in flight inside a layer with experts: b x hidden x (3 x dispatched rows + 4 S).
+    """Return the bytes in flight inside a layer with experts: b x hidden x (3 x dispatched rows + 4 S), and the
+    gradients of copied experts.
 
-    The three copies of dispatched rows are those before the experts, after them, and sorted back.
+    Dispatched rows exist three times: before the experts, after them, and sorted back.
     """
     rows = 3 * dispatched_rows(facts, layout, shape) + 4 * -(-shape.rows // layout.tensor)
-    return rows * facts.hidden_size * shape.bytes_each
+    return rows * facts.hidden_size * shape.bytes_each + copies_bytes(facts, layout, shape)
 
 
 def in_flight(layout: Layout, stage: int, microbatches: int) -> float:

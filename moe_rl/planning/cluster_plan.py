@@ -113,7 +113,7 @@ def _stages(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> 
     rows = batch.microbatch_rows // layout.context
     # Every token counts as a completion token, and every sequence as one of full length.
     longest = batch.max_sequence_tokens
-    shape = Shape(rows=rows, padded_rows=rows, longest=longest, predicted=rows, dtype=config.train.dtype)
+    shape = Shape(rows, rows, longest, predicted=rows, dtype=config.train.dtype, copies=config.placement.copies)
     runs, memory = chunk_layers(facts, config.parallel), stage_memory(config, facts, layout)
     return tuple(
         Stage(

@@ -157,45 +157,6 @@ def place(
     return result, PlacementReport(of_natural, before, after, floor, moved, placement, why)
 
 
-def replicated_excess(
-    counts_NLE: np.ndarray, order_LE: np.ndarray, expert_parallel: int, *, spare: int, node: int
-) -> float:
-    """Compute the excess that would be left if every rank had `spare` more slots for copies of experts. Nothing is
-    copied.
-
-    Copies stay on the `node` neighbouring ranks of the expert's node and share its pairs equally. In each node and
-    layer the expert with the most pairs per copy gets the next copy, until the slots are full. All copies are then
-    assigned to the ranks of the node greedily, largest first, with no two copies of an expert on one rank, as EPLB does
-    (DeepSeek-V3, arXiv 2412.19437, section 3.4). Where this gives no gain, the node keeps the order of that layer.
-
-    Args:
-        order_LE: the expert in each slot.
-        node: the number of ranks of a node, a divisor of all ranks.
-    """
-    counts_NLE = np.asarray(counts_NLE)
-    _check(counts_NLE, expert_parallel, 1.0, 0.0, 0.0)
-    if spare < 0 or node < 1 or expert_parallel % node:
-        raise ValueError(
-            describe(
-                "cannot replicate experts",
-                got=f"spare {spare}, node {node}",
-                expected=f"spare >= 0 and a node that divides {expert_parallel} ranks",
-                do="mend the caller",
-                fault="arguments",
-            )
-        )
-    loads = rank_loads(counts_NLE, order_LE, expert_parallel).astype(np.float64)
-    run = counts_NLE.shape[2] // expert_parallel * node
-    for layer in range(counts_NLE.shape[1]):
-        for first in range(0, expert_parallel, node):
-            inside = order_LE[layer, first // node * run :][:run]
-            replicated = _replicated(counts_NLE[:, layer, inside].astype(np.float64), node, spare)
-            ours = loads[:, layer, first : first + node]
-            if replicated.max(axis=1).sum() < ours.max(axis=1).sum():
-                ours[:] = replicated
-    return excess(loads)[0]
-
-
 def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_gain: float, price: float) -> None:
     shaped = counts_NLE.ndim == 3 and counts_NLE.size > 0 and counts_NLE.dtype.kind in "iu"
     if not shaped or counts_NLE.min() < 0 or expert_parallel < 1 or counts_NLE.shape[2] % expert_parallel:
@@ -375,25 +336,3 @@ class _Exchange:
         self.loads[:, theirs] -= difference
         self.rank_of[a], self.rank_of[b] = theirs, ours
         self.cost = float(self.loads.max(axis=1).sum())
-
-
-def _replicated(counts_NE: np.ndarray, ranks: int, spare: int) -> np.ndarray:
-    """Return loads [N, R] of a node's ranks when each has `spare` more slots for copies of its experts."""
-    experts = counts_NE.shape[1]
-    slots, copies, total = experts // ranks + spare, np.ones(experts), counts_NE.sum(axis=0)
-    for _ in range(ranks * spare):
-        # A second copy on the same rank would share no load.
-        copies[np.where(copies < ranks, total / copies, -1.0).argmax()] += 1
-    copies = np.minimum(copies, ranks)
-    loads, room = np.zeros((len(counts_NE), ranks)), np.full(ranks, slots)
-    each = counts_NE / copies
-    for expert in np.argsort(-each.sum(axis=0), kind="stable").tolist():
-        holds = np.zeros(ranks, bool)
-        for _ in range(int(copies[expert])):
-            sums = np.where((room > 0) & ~holds, loads.sum(axis=0), np.inf)
-            rank = int(sums.argmin())
-            if sums[rank] < np.inf:
-                loads[:, rank] += each[:, expert]
-                room[rank] -= 1
-                holds[rank] = True
-    return loads

@@ -168,4 +168,6 @@ def render(found: Peaks, config: Config, experts: int) -> str:
     lines = [f"the trace: {found.sequences:,} sequences in {found.batches:,} batches, packed by {config.train.packing}"]
     if config.placement.experts != "natural":
         lines[0] += ", experts in the order of their numbers"  # the run decides the placement
+    if config.placement.copies:
+        lines[0] += ", without copies of experts"
     return "\n".join(lines + [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in shown])

@@ -29,6 +29,7 @@ class Case:
             routes freely, and compares with the recorded routes.
         plan: Whether dispatch follows plans of the replayed routes.
         overlap_chunks: In how many chunks to compute while rows are exchanged; 0 turns this off.
+        expert_copies: How many copies of other ranks' experts a rank may take; every copy that evens out rows is made.
         after_failure: Whether an update that fails in the middle of its schedule comes first.
     """
 
@@ -38,6 +39,7 @@ class Case:
     mode: Mode = "r3"
     plan: bool = True
     overlap_chunks: int = 0
+    expert_copies: int = 0
     after_failure: bool = False
 
     @property
@@ -48,6 +50,7 @@ class Case:
         words += [self.mode] if self.mode != "r3" else []
         words += ["unplanned"] if not self.plan else []
         words += [f"overlap_chunks={self.overlap_chunks}"] if self.overlap_chunks else []
+        words += [f"expert_copies={self.expert_copies}"] if self.expert_copies else []
         words += ["after a failure"] if self.after_failure else []
         return " ".join(words)
 

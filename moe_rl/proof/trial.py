@@ -61,7 +61,8 @@ class Trial:
     def session(self, tables: list[MicrobatchRoutes], mode: Mode, name: str, **options) -> ReplaySession:
         """Make the session of one pass, with plans if the case uses them. For `options` see `Policy.session`."""
         planned = self.case.plan and mode == "replay"
-        plans = self.policy.plan_dispatch(tables, overlap_chunks=self.case.overlap_chunks) if planned else []
+        how = {"overlap_chunks": self.case.overlap_chunks, "copies": self.case.expert_copies, "least_copied_rows": 1}
+        plans = self.policy.plan_dispatch(tables, **how) if planned else []
         return self.policy.session(tables, mode=mode, name=name, plans=plans, **options)
 
     def first_pass(self) -> tuple[list[torch.Tensor], ReplaySession, list[MicrobatchRoutes]]:
@@ -135,8 +136,8 @@ class Trial:
     def judge(self, witness: DispatchWitness) -> dict[str, int]:
         """Compare every routing map and every count of received rows with the forced routes, bit for bit.
 
-        Also returns the largest numbers of rows that arrived for this rank's experts, and for one expert, in a layer of
-        a microbatch.
+        Also returns the largest numbers of rows that arrived on this rank, and for one expert, in a layer of a
+        microbatch, and how many rows copies of other ranks' experts computed.
         """
         counts = torch.zeros(len(self.tables), len(self.layers), self.facts.num_experts, dtype=torch.int64)
         for m, table in enumerate(self.tables):
@@ -145,10 +146,16 @@ class Trial:
                 counts[m, column] = torch.bincount(ids, minlength=self.facts.num_experts)
         received = world.sum_over_dispatch(counts.to(world.device())).cpu()
         by_slot = torch.from_numpy(self.policy.order).expand_as(received)
-        received = received.gather(2, by_slot)[..., world.own_slots(self.facts.num_experts)]
+        received = received.gather(2, by_slot)
+        own = torch.zeros_like(received[0, 0], dtype=torch.bool)
+        own[world.own_slots(self.facts.num_experts)] = True
+        everywhere = world.sum_over_dispatch(torch.stack([one.received for one in witness.seen])).cpu()
+        everywhere //= (
+            self.case.parallel_config.expert_tensor
+        )  # ranks that share an expert's matrices get the same rows
         totals = {"maps": 0, "wrong_maps": 0, "wrong_received": 0, "first": 0, "with_grad": 0}
-        totals |= {"most_rows": 0, "most_of_an_expert": 0}
-        for dispatch in witness.seen:
+        totals |= {"most_rows": 0, "most_of_an_expert": 0, "copied": 0}
+        for dispatch, by_all in zip(witness.seen, everywhere, strict=True):
             column = self.layers.index(dispatch.layer)
             wanted = torch.zeros_like(dispatch.routing_map, device="cpu")
             made_up = self.tables[dispatch.microbatch].routes[dispatch.layer].long().cpu()
@@ -162,7 +169,10 @@ class Trial:
             totals["maps"] += 1
             totals["with_grad" if dispatch.with_grad else "first"] += 1
             totals["wrong_maps"] += not torch.equal(wanted, dispatch.routing_map.cpu())
-            totals["wrong_received"] += not torch.equal(received[dispatch.microbatch, column], dispatch.received.cpu())
+            here, due = dispatch.received.cpu(), received[dispatch.microbatch, column]
+            without_copies = bool(self.case.expert_copies) or torch.equal(here, due * own)
+            totals["wrong_received"] += not (torch.equal(by_all, due) and without_copies)
+            totals["copied"] += int(here[~own].sum())
             totals["most_rows"] = max(totals["most_rows"], int(dispatch.received.sum()))
             totals["most_of_an_expert"] = max(totals["most_of_an_expert"], int(dispatch.received.max()))
         return totals

@@ -6,19 +6,20 @@ the other while passes run. NumPy sorts without the interpreter's lock.
 
 Legend: M microbatches, C chunks of a microbatch, L layers, R rows of this rank in a microbatch, K top-k, E experts. For
 the groups of ranks of `planning.dispatch`: P expert-parallel ranks, T ranks that share an expert's matrices, G = P x T,
-n experts on a rank.
+n experts on a rank. Where experts are copied (`planning.expert_copies`), each rank has c slots for copies in addition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from moe_rl.planning.dispatch import DispatchGroup, chunk_rows, count, send_order, splits
+from moe_rl.planning.expert_copies import ExpertCopies, choose_copies, send_to_copies, with_copies
 from moe_rl.replay.tables import MicrobatchRoutes
 
 
@@ -32,6 +33,8 @@ class ChunkPlan:
         gathered: int64 [T].
         received: int64 [G, n].
         per_expert: int64 [n], on the device where Megatron's experts expect it. See `Splits` for all of these.
+        copies: int64 [P, c], the slot of the expert that is copied into each slot for copies, or -1. `received` and
+            `per_expert` then have n + c instead of n. None if no expert is copied.
     """
 
     rows: int
@@ -40,6 +43,7 @@ class ChunkPlan:
     gathered: np.ndarray
     received: np.ndarray
     per_expert: torch.Tensor
+    copies: np.ndarray | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +54,7 @@ class LayerPlan:
         made: int32 [L, R * K] on the device, the entries of all layers of the microbatch, when they are made.
         at: Index of the layer in `made`.
         order: int64 [E], the expert that the plan expects in each slot.
+        fullest, rows: Rows of the fullest of the P ranks, and of all of them together; of every chunk, summed.
         overlapped: Whether the first rows are sent before the router has run, and the layer computes while rows are
             exchanged. Otherwise there is one chunk.
     """
@@ -58,6 +63,8 @@ class LayerPlan:
     at: int
     order: np.ndarray
     chunks: tuple[ChunkPlan, ...]
+    fullest: int
+    rows: int
     overlapped: bool
 
     @property
@@ -75,6 +82,8 @@ def plan_dispatch(
     order: np.ndarray,
     *,
     overlap_chunks: int = 0,
+    copies: int = 0,
+    least: int = 1,
 ) -> list[dict[int, LayerPlan] | None]:
     """Make the dispatch plans {layer: plan} of each microbatch.
 
@@ -88,6 +97,8 @@ def plan_dispatch(
             order. Called once; not called if there are no microbatches.
         order: int64 [L, E], the expert in each slot.
         overlap_chunks: C, for an overlapped plan. 0 makes a plan that is not overlapped, with C = 1.
+        copies: c, 0 for no copies of experts.
+        least: The fewest rows of a chunk for which an expert is copied.
 
     Returns:
         One entry per microbatch. It is None if on any rank of the group a router must choose for rows without a route:
@@ -101,32 +112,41 @@ def plan_dispatch(
     counts[[table.native is not None for table in tables]] = -1
     everyone = exchange(counts)
     by_slot = np.take_along_axis(everyone, order.reshape(*[1] * (everyone.ndim - 2), *order.shape), -1)
-    numbers, slots = splits(by_slot, group), np.argsort(order, -1)
+    slots, local = np.argsort(order, -1), group.experts // group.expert_parallel
+    chosen = choose_copies(by_slot.clip(0).sum(0), group.expert_parallel, copies, least)
+    copied, sent = chosen.used, with_copies(by_slot.clip(0), chosen)
+    numbers = splits(sent, replace(group, experts=group.expert_parallel * (local + copies)))
+    loads = sent.sum(0).reshape(*copied.shape, group.expert_parallel, -1).sum(-1)
+
+    def chunk_plan(m: int, c: int, at: int) -> ChunkPlan:
+        held = local + copies * int(copied[m, c, at])
+        return ChunkPlan(
+            rows=pieces[m][c].shape[1],
+            sent=numbers.sent[m, c, at].tolist(),
+            got=numbers.got[m, c, at].tolist(),
+            gathered=numbers.gathered[m, c, at],
+            received=numbers.received[m, c, at, :, :held],
+            per_expert=torch.from_numpy(numbers.per_expert[m, c, at, :held]),
+            copies=chosen.slot[m, c, at] if copied[m, c, at] else None,
+        )
+
     plans: list[dict[int, LayerPlan] | None] = []
     thread = ThreadPoolExecutor(1, "send-orders")
     for m, table in enumerate(tables):
         if everyone[:, m].min() < 0:
             plans.append(None)
             continue
-        rows = [piece.shape[1] for piece in pieces[m]]
-        made = thread.submit(_entries, pieces[m], slots, table.routes[layers[0]].device)
+        device = table.routes[layers[0]].device
+        made = thread.submit(_entries, pieces[m], slots, by_slot[:, m], group.rank, chosen.at(m), device)
         plans.append(
             {
                 layer: LayerPlan(
                     made=made,
                     at=at,
                     order=order[at],
-                    chunks=tuple(
-                        ChunkPlan(
-                            rows=rows[c],
-                            sent=numbers.sent[m, c, at].tolist(),
-                            got=numbers.got[m, c, at].tolist(),
-                            gathered=numbers.gathered[m, c, at],
-                            received=numbers.received[m, c, at],
-                            per_expert=torch.from_numpy(numbers.per_expert[m, c, at]),
-                        )
-                        for c in range(chunks)
-                    ),
+                    chunks=tuple(chunk_plan(m, c, at) for c in range(chunks)),
+                    fullest=int(loads[m, :, at].max(-1).sum()),
+                    rows=int(loads[m, :, at].sum()),
                     overlapped=overlap_chunks > 0,
                 )
                 for at, layer in enumerate(layers)
@@ -136,10 +156,25 @@ def plan_dispatch(
     return plans
 
 
-def _entries(pieces: list[np.ndarray], slots: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the entries int32 [L, R * K] of a microbatch, whose chunks are `pieces`."""
+def _entries(
+    pieces: list[np.ndarray],
+    slots: np.ndarray,
+    counts: np.ndarray,
+    rank: int,
+    chosen: ExpertCopies,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the entries int32 [L, R * K] of a microbatch, whose chunks are `pieces`.
+
+    Args:
+        counts: int64 [G, C, L, E] by slot, of all ranks of the group.
+        rank: Of these ranks.
+        chosen: The copies, [C, L, P, c].
+    """
     firsts = np.cumsum([0, *(piece.shape[1] for piece in pieces[:-1])])
     orders = [send_order(piece, slots, first) for piece, first in zip(pieces, firsts, strict=True)]
+    for c in np.flatnonzero(chosen.used.any(-1)):
+        orders[c] = send_to_copies(orders[c], counts[:, c], rank, chosen.at(c))
     return torch.from_numpy(np.concatenate(orders, -1)).to(device)
 
 
@@ -152,6 +187,12 @@ def peak_rows(plans: list[dict[int, LayerPlan] | None]) -> int:
     """Return the largest number of rows that the experts of this rank get in a layer of a planned microbatch."""
     layers = (plan for planned in plans if planned is not None for plan in planned.values())
     return max((int(sum(chunk.per_expert.sum() for chunk in plan.chunks)) for plan in layers), default=0)
+
+
+def load_sums(plans: list[dict[int, LayerPlan] | None]) -> tuple[int, int]:
+    """Return the sums over layers and planned microbatches of `LayerPlan.fullest` and `LayerPlan.rows`."""
+    layers = [plan for planned in plans if planned is not None for plan in planned.values()]
+    return sum(plan.fullest for plan in layers), sum(plan.rows for plan in layers)
 
 
 def _on_host(tables: list[MicrobatchRoutes], layers: tuple[int, ...]) -> list[np.ndarray]:

@@ -147,6 +147,11 @@ ROUTES = (
         "Not below placement/excess_before: no move gained enough, or a single expert has more "
         "than a rank's share.",
         "when measured"),
+    Metric("placement/excess_copied", "fraction", "lower",
+        "routing/load_excess with the copies of experts that the dispatch plans make. Padding counts. Logged only with "
+        "placement.copies.",
+        "Not below routing/load_excess: raise placement.copies, or lower placement.least_copied_rows.",
+        "when measured"),
     Metric("placement/experts_moved", "count", "neutral",
         "Number of experts, over all layers, that the plan moved to another rank.",
         "Many in every plan for a small gain: raise placement.min_gain or lower placement.max_moved.",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.sampling_keys import ReplayConfig
+from moe_rl.config.schema import Config
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.objectives import second_moment
 from moe_rl.replay.alignment import AlignmentTest
-from moe_rl.replay.plans import peak_rows
+from moe_rl.replay.plans import load_sums, peak_rows
 from moe_rl.replay.session import Mode, ReplaySession
 from moe_rl.train.samples import PassSeen
 from moe_rl.train.shares import MicrobatchWork, UpdateShare
@@ -46,7 +46,7 @@ def session(
     )
 
 
-def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayConfig, step: int, shown: Shown) -> None:
+def plan_dispatch(policy: Policy, work: list[MicrobatchWork], config: Config, step: int, shown: Shown) -> None:
     """Make dispatch plans from the microbatches' routes, with one exchange between ranks for all of them.
 
     `work` is in the order in which passes run it, so that the first pass waits for the plans of its first microbatch
@@ -55,9 +55,16 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
     Raises:
         ReplayError: A rank would get more rows than `replay.max_rows`. Raised on all ranks.
     """
+    settings = config.replay
     if settings.plan is False:
         return
-    plans = policy.plan_dispatch([one.table for one in work], overlap_chunks=settings.overlap_chunks)
+    tables = [one.table for one in work]
+    plans = policy.plan_dispatch(
+        tables,
+        overlap_chunks=settings.overlap_chunks,
+        copies=config.placement.copies,
+        least_copied_rows=config.placement.least_copied_rows,
+    )
     limit, (peak,) = settings.max_rows, world.all_reduce([peak_rows(plans)], dist.ReduceOp.MAX)
     if limit is not None and peak > limit:
         raise ReplayError(
@@ -70,6 +77,9 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
             )
         )
     shown.peak_rows = peak
+    if config.placement.copies:
+        fullest, rows = world.all_reduce(list(load_sums(plans)))
+        shown.copied_excess = fullest * config.parallel.expert / rows - 1 if rows else 0.0
     for one, plan in zip(work, plans, strict=True):
         one.plan = plan
 

@@ -34,6 +34,8 @@ class TrainStep:
         self.config, self.policy, self.reference, self.spec = config, policy, reference, spec
         self.shares = Shares(config, policy.layers, store, spec, vocabulary=policy.facts.vocab)
         self.placement = ExpertPlacement(config, policy, store, spec)
+        if config.placement.copies:
+            policy.check_copies()
         self.guards = Guards(config.guards, exact=computes_alike(config))
         self.views: dict[str, list[View]] = {}  # what the ranks saw of the last step's samples
 
@@ -78,13 +80,13 @@ class TrainStep:
                 align = AlignmentTest(policy.layers, [one.table.places for one in tested], world.device())
             if replay == "r3":
                 in_turn = [one for share in (*shares[own:], *shares[:own]) for one in share.work]
-                scoring.plan_dispatch(policy, in_turn, self.config.replay, step, shown)
+                scoring.plan_dispatch(policy, in_turn, self.config, step, shown)
         with clock("logprobs"):
             if objective.old_logprobs == "trainer" and (later := shares[own:]):
                 asked = [one for share in later for one in share.work]
                 scoring.score_old(policy, asked, replay, step, shown, align=align, align_from=len(work) - len(asked))
                 if replay == "r2":
-                    scoring.plan_dispatch(policy, work, self.config.replay, step, shown)
+                    scoring.plan_dispatch(policy, work, self.config, step, shown)
             if measure_native and replay == "r3":
                 scoring.score_natively(policy, work, step, shown)
             if self.reference is not None:

@@ -58,6 +58,8 @@ class Shown:
         results: One per optimizer update.
         sums: Sums for the loss metrics.
         peak_rows: The largest result of `replay.plans.peak_rows` over all ranks; 0 without dispatch plans.
+        copied_excess: How much fuller the fullest rank is than the mean, minus 1, in the dispatch plans; None unless
+            experts may be copied.
         alignment: Result of the alignment test, if it ran.
     """
 
@@ -67,6 +69,7 @@ class Shown:
     results: list[UpdateResult] = field(default_factory=list)
     sums: LossSums = field(default_factory=LossSums)
     peak_rows: float = 0.0
+    copied_excess: float | None = None
     alignment: Alignment | None = None
 
 
@@ -152,7 +155,8 @@ def _replay(shown: Shown) -> dict[str, float]:
             sum(t.dispatched for t in tallies),
         ]
     )
-    return {
+    copied = {} if shown.copied_excess is None else {"placement/excess_copied": shown.copied_excess}
+    return copied | {
         "routing/applied_mismatch": applied,
         "routing/consumed": consumed,
         "routing/expected": expected,

@@ -112,6 +112,15 @@ def test_two_segments_of_a_completion_fit_into_a_microbatch(found):
             ["replay.overlap_chunks=1", "train.overlap_expert_parallel_comm=true"],
             ["train.overlap_expert_parallel_comm", "replay.overlap_chunks is 1", "got True"],
         ),
+        *(
+            (["placement.copies=2", f"{key}={value}"], [key, "placement.copies is 2", told])
+            for key, value, told in (
+                ("parallel.expert", 1, "at least 2"),
+                ("replay.mode", "off", "r3 or r2"),
+                ("replay.plan", "false", "got False"),
+                ("train.overlap_expert_parallel_comm", "true", "got True"),
+            )
+        ),
         (["train.updates_per_step=3"], ["train.updates_per_step", "got 3", "= 4"]),
         (["train.updates_per_step=8"], ["train.updates_per_step", "got 8", "= 4"]),
         (["rollout.prompts_per_step=10"], ["rollout.prompts_per_step", "at most 8"]),

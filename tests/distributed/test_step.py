@@ -68,6 +68,7 @@ CASES = {
     "placed": {"overrides": [*SMALL, "placement.experts=traced"]},
     "placed-by-load": {"overrides": [*SMALL, "placement.experts=traced", "train.packing=load"]},
     "placed-off": {"overrides": [*SMALL, "placement.experts=traced", "replay.mode=off"]},
+    "copied": {"overrides": [*SMALL, "placement.copies=1", "placement.least_copied_rows=1"]},
     "too-many-rows": {"overrides": [*SMALL, "replay.max_rows=40"]},
     "r2-too-many-rows": {"overrides": ["replay.mode=r2", "replay.max_rows=40"]},
     "missing-refused": {"missing": [3]},
@@ -232,6 +233,15 @@ def test_the_peak_of_a_step_is_what_plan_says_of_its_trace(steps, checkpoint, ca
     assert found.rows.even < found.rows.rank < found.rows.worst
     limited = [load_config(CONFIG, [*overrides, f"replay.max_rows={found.rows.rank - less}"]) for less in (0, 1)]
     assert limit_problem(found, limited[0]) is None and f"got {found.rows.rank}" in limit_problem(found, limited[1])
+
+
+def test_copies_of_experts_even_out_a_step_and_change_nothing_else(steps):
+    (copied, _), (plain, _) = steps["copied"], steps["by-length"]
+    assert 0 <= copied.pop("placement/excess_copied") < copied["routing/load_excess"] == plain["routing/load_excess"]
+    assert copied["routing/peak_rows"] < plain["routing/peak_rows"]
+    rest = {key: value for key, value in plain.items() if key not in ("routing/peak_rows", "routing/alignment_margin")}
+    assert {key: copied[key] for key in rest} == pytest.approx(rest, rel=1e-5, abs=1e-7)
+    assert copied["routing/planned_fraction"] == 1 and copied["routing/applied_mismatch"] == 0
 
 
 def test_more_rows_than_allowed_are_refused_on_all_ranks_before_a_pass_under_them(steps):

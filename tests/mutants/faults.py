@@ -635,6 +635,14 @@ MUTANTS: list[Mutant] = [
     *_room(
         "planning",
         (
+            "rows of two copies overlap",
+            "expert_copies.py",
+            "left[go, giver, expert] -= amount",
+            "left[go, giver, expert] -= amount // 2",
+            "Two copies of an expert compute the same rows, and others are computed nowhere.",
+            "tests/planning/test_expert_copies.py",
+        ),
+        (
             "a token without itself",
             "model_flops.py",
             "full * (full + 1) // 2",
@@ -1348,6 +1356,14 @@ MUTANTS: list[Mutant] = [
     ),
     *_room(
         "megatron",
+        (
+            "gradients of copies lost",
+            "copied_experts.py",
+            "return gradient, None, *sums",
+            "return gradient, None, *[None for _ in sums]",
+            "An expert learns nothing from the rows that its copies computed.",
+            "tests/distributed/test_proof.py",
+        ),
         (
             "weights exported as they change",
             "hf_files.py",

@@ -10,7 +10,6 @@ from moe_rl.planning.expert_placement import (
     natural_order,
     place,
     rank_loads,
-    replicated_excess,
     slots_of,
 )
 from tests.support.refusals import refused
@@ -149,30 +148,6 @@ def test_where_each_expert_lies():
     assert rank_loads(counts, order, 2).tolist() == [[[5, 10], [192, 48]]]
 
 
-def test_copies_on_paper():
-    # One expert has half of all pairs. Both ranks get a copy of it and of one other: 30 + 10 + 20 on each.
-    counts = np.array([[[60, 20, 20, 20]]])
-    order = natural_order(1, 4)
-    assert replicated_excess(counts, order, 2, spare=0, node=2) == pytest.approx(80 / 60 - 1)
-    assert replicated_excess(counts, order, 2, spare=1, node=2) == pytest.approx(0.0)
-    # Copies do not leave their node, and a rank of its own node has nobody to share with.
-    assert replicated_excess(counts, order, 2, spare=1, node=1) == pytest.approx(80 / 60 - 1)
-    # Three ranks, and an expert with all pairs: a copy on each.
-    alone = np.array([[[90, 0, 0]]])
-    assert [replicated_excess(alone, natural_order(1, 3), 3, spare=n, node=3) for n in (0, 1)] == [2.0, 0.0]
-
-
-@settings(max_examples=60, deadline=None)
-@given(problems(), st.integers(0, 3))
-def test_copies_are_never_worse(problem, spare):
-    counts, ranks, current = problem
-    order = natural_order(*counts.shape[1:]) if current is None else current
-    without = replicated_excess(counts, order, ranks, spare=0, node=1)
-    assert replicated_excess(counts, order, ranks, spare=spare, node=ranks) <= without + 1e-9
-    full = replicated_excess(counts, order, ranks, spare=counts.shape[2], node=ranks)
-    assert full == pytest.approx(0.0, abs=1e-9)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -194,5 +169,3 @@ def test_bad_input_is_refused(change):
     place(**good)
     with refused(ValueError, fault={"arguments", "placement"}):
         place(**(good | change))
-    with refused(ValueError, fault="arguments"):
-        replicated_excess(good["counts_NLE"], natural_order(2, 6), 3, spare=1, node=2)

@@ -49,7 +49,8 @@ def test_a_layer_waits_for_the_fullest_rank(model, costs):
     sent[0, 0, 0], sent[1, 0, 1] = 40, 160  # rows stay where they are: there is no exchange
     free = replace(costs, intra_latency=0.0, layer_overhead=0.0, attention_rate=1e30)
     one, eleven = (
-        model._microbatch(free, tokens, 0 * tokens, np.repeat(sent, layers, 1), 7.0, False) for layers in (1, 11)
+        model._microbatch(free, tokens, 0 * tokens, np.repeat(sent, layers, 1), np.zeros((2, layers, 2)), 7.0, False)
+        for layers in (1, 11)
     )
     dense = 2 * (2048 * 128 * (2 * 32 + 2 * 4)) * 300 / costs.gemm_rate
     experts = 6 * 2048 * 768 * 160 / costs.gemm_rate
@@ -63,3 +64,10 @@ def test_what_must_not_cost_more_does_not(model, costs):
     seconds = model.variants(costs, counts.sum(axis=0)[None], lengths, counts, 4, 4, 2_000)
     assert seconds["plan"] < seconds["native"] < seconds["replay"]
     assert seconds["placement"] < seconds["load"] and seconds["ideal"] < seconds["overlap"] < seconds["placement"]
+
+
+def test_copies_of_a_popular_expert_shorten_a_step_by_more_than_their_weights_cost(model, costs):
+    lengths, counts = [4_000] * 16, np.full((16, 2, 16), 1_000)
+    counts[:, :, 3] = 17_000
+    seconds = model.variants(costs, counts.sum(axis=0)[None], lengths, counts, 4, 4, 16_000)
+    assert seconds["ideal"] < seconds["copies"] < 0.9 * seconds["placement"]
