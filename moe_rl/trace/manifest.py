@@ -14,9 +14,11 @@ of removed shards, the file is replaced by one without them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,10 @@ from moe_rl.trace.files import File, create_locked, sync_directory, write_all
 MANIFEST = "manifest.jsonl"
 # Lines of removed shards that a manifest may have beside as many lines as it needs.
 _SPARE_LINES = 64
+# A writer holds the lock for the time of a few disk writes. One that hangs meanwhile must not hold up all others for
+# ever.
+_LOCK_SECONDS = 20.0
+_LOCK_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ class ManifestFile:
 
 @contextlib.contextmanager
 def locked_manifest(root: Path) -> Iterator[ManifestFile]:
-    """Open and lock the manifest. Raises OSError."""
+    """Open and lock the manifest. Raises OSError, also if another process holds the lock for too long."""
     path = root / MANIFEST
     while True:
         new = not path.exists()
@@ -115,13 +121,26 @@ def locked_manifest(root: Path) -> Iterator[ManifestFile]:
         try:
             if new:
                 sync_directory(root)
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock(fd)
             # Another writer may have replaced the file between the two calls above.
             if os.fstat(fd).st_nlink:
                 yield ManifestFile(root, fd)
                 return
         finally:
             os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                held = f"another process has held the lock of {MANIFEST} for {_LOCK_SECONDS:g} s: it may hang"
+                raise OSError(errno.ETIMEDOUT, held) from None
+            time.sleep(_LOCK_POLL_SECONDS)
 
 
 class ManifestReader:

@@ -1,11 +1,13 @@
 """An asynchronous run on two real servers. One is struck while it samples, and the other one goes on alone."""
 
+import fcntl
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
+from moe_rl.trace.manifest import MANIFEST
 from tests.end_to_end.conftest import Launch, config, rows
 from tests.end_to_end.test_pipeline import ASYNC, batches, proven
 from tests.rollout.serving import Running, serving_run
@@ -30,13 +32,18 @@ def served(tmp_path_factory):
 
 
 def stop_while_it_samples(run: Launch, server: Running, number: int) -> None:
-    """Stop a server, all its processes, when it has begun to fill the shard of a group and has not published it."""
+    """Stop a server, all its processes, when it has begun to fill the shard of a group and has not published it.
+
+    Not while it holds the lock of the manifest: then no server could publish, and both would be lost.
+    """
 
     def caught() -> bool:
         for one in server.processes():
             one.suspend()
         if any((run.folder / "trace").glob(f".group*-server{number}*")):
-            return True
+            with open(run.folder / "trace" / MANIFEST, "rb") as manifest, suppress(BlockingIOError):
+                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
         for one in server.processes():
             one.resume()
         return False

@@ -116,6 +116,21 @@ with ShardWriter(Path({str(tmp_path)!r}), "b", TraceSpec("m", 4, 2, "m")):
     assert list(TraceStore(tmp_path).manifest().published) == ["a", "b"] and TraceStore(tmp_path).shards() == ["a", "b"]
 
 
+def test_a_process_that_hangs_with_the_lock_is_told_and_holds_nobody_up_for_ever(
+    tmp_path, spec, write_shard, monkeypatch
+):
+    write_shard(tmp_path, "a", spec)
+    monkeypatch.setattr("moe_rl.trace.manifest._LOCK_SECONDS", 0.05)
+    with open(tmp_path / MANIFEST, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with refused(TraceError, MANIFEST, "0.05 s", shard="b"):
+            write_shard(tmp_path, "b", spec)
+        with refused(TraceError, MANIFEST, "0.05 s", shard="a"):
+            TraceStore(tmp_path).remove("a")
+    write_shard(tmp_path, "b", spec)
+    assert TraceStore(tmp_path).shards() == ["a", "b"]
+
+
 def test_many_writers_of_one_store(tmp_path, spec):
     script = f"""
 import sys
