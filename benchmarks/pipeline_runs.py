@@ -34,7 +34,7 @@ CONDITIONS = {
     "": [],
     "_latency": [
         "task.rewards.exact_match.function=slow_verifier.exact_match",
-        "task.verifier_workers=256",
+        "task.verifier_workers=64",
         "task.verifier_timeout_seconds=60",
     ],
 }
