@@ -163,7 +163,7 @@ class ServerFleet:
         async def one(number: int) -> ScoredTokens:
             await self._check(number, held[number])
             own = None if shard is None else f"{shard}-server{number}"
-            return await self.servers[number].score(runs, shard=own)
+            return await self.server(number).score(runs, shard=own)
 
         held = self.confirmed()
         return list((await self.each(one)).values())
@@ -177,7 +177,7 @@ class ServerFleet:
         """Return the summed counts, see `counts`."""
 
         async def one(number: int) -> Counter[str]:
-            return sum(map(Counter, await self.servers[number].counts()), Counter())
+            return sum(map(Counter, await self.server(number).counts()), Counter())
 
         return dict(sum((await self.each(one)).values(), Counter()))
 
@@ -195,7 +195,7 @@ class ServerFleet:
         sources = self._sources(update.source)
 
         async def one(number: int) -> _Held:
-            server, sent = self.servers[number], msgspec.structs.replace(update, source=sources[number])
+            server, sent = self.server(number), msgspec.structs.replace(update, source=sources[number])
             holding = await server.update(sent, seconds=self._load_seconds)
             if holding.refused:
                 raise _UpdateRefused(f"{server.url}: {refusal(holding)}")
@@ -246,7 +246,7 @@ class ServerFleet:
                 wanted = None if enough is None else -(-enough * len(mine) // len(requests))
                 await self._check(number, held[number])
                 hear: Hears = lambda at, completion: ended(places[number][at], completion)  # noqa: E731
-                return await self.servers[number].sample(mine, f"{shard}-server{number}{again}", wanted, hear)
+                return await self.server(number).sample(mine, f"{shard}-server{number}{again}", wanted, hear)
 
             for number, sampled in (await self.each(sample, places)).items():
                 completions |= zip(places[number], sampled, strict=True)
@@ -254,14 +254,15 @@ class ServerFleet:
 
     async def _check(self, number: int, expected: _Held) -> None:
         """Raise WeightSyncError if a server does not hold the weights that it confirmed last."""
-        served = await self.servers[number].served()
+        server = self.server(number)
+        served = await server.served()
         now = _held(served)
         if now != expected or not served.weights_whole:
             restarted = "; it was started again" if now.start != expected.start else ""
             raise WeightSyncError(
                 describe(
                     "A server does not hold the weights that it was sent",
-                    where={"server": number, "url": self.servers[number].url},
+                    where={"server": number, "url": server.url},
                     got=f"{now}, {now.updates} updates{restarted}",
                     expected=f"{expected}, {expected.updates} updates",
                     do="see that no other run uses it",
@@ -297,7 +298,7 @@ class ServerFleet:
     def _agree(self, version: int, held: dict[int, _Held]) -> None:
         kinds = {(one.version, one.digest) for one in held.values()}
         if len(kinds) > 1 or {one.version for one in held.values()} != {version}:
-            got = "; ".join(f"{self.servers[number].url} {one}" for number, one in held.items())
+            got = "; ".join(f"{self.server(number).url} {one}" for number, one in held.items())
             raise WeightSyncError(
                 describe("The servers hold different weights after the update", got=got, expected=version)
             )
@@ -340,11 +341,21 @@ class ServerFleet:
             await asyncio.gather(*tasks, return_exceptions=True)
         return dict(sorted(results.items()))
 
+    def server(self, number: int) -> VllmServer:
+        """Return a server that is not lost. Raises EngineError for a lost one."""
+        if number not in self.servers:
+            raise EngineError(describe("A server is not used any more", where={"server": number}))
+        return self.servers[number]
+
     def lose(self, number: int, error: EngineError, *, spares: bool = True) -> None:
-        """Stop using a server. Raises SamplerGone if more servers are then lost than may be; without `spares`, none
-        may."""
+        """Stop using a server; do nothing if it is lost already.
+
+        Raises SamplerGone if more servers are then lost than may be; without `spares`, none may.
+        """
         bound = self._max_lost if spares else 0
-        server = self.servers.pop(number)
+        server = self.servers.pop(number, None)
+        if server is None:
+            return
         self.lost[server.url] = str(error)
         if not bound or len(self.lost) > bound:
             raise SamplerGone(

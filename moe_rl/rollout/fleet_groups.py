@@ -46,13 +46,12 @@ class FleetGroups:
                 requests, f"{shard}-server{place}", leave, ended, started=held.start, samples=samples
             )
         except EngineError as error:
-            if place in self._fleet.servers:
-                self._fleet.lose(place, error)
+            self._fleet.lose(place, error)
             message = describe("A server is lost", where={"server": place, "url": server.url}, got=error)
             raise ServerLost(message, sum(len(sample.token_ids) for sample in samples)) from error
 
     async def pause(self) -> None:
-        await self._fleet.each(lambda place: self._fleet.servers[place].pause())
+        await self._fleet.each(lambda place: self._fleet.server(place).pause())
 
     async def take_weights(self, update: WeightUpdate) -> None:
         running = [server.url for server in self._fleet.servers.values() if not server.paused]
@@ -62,7 +61,7 @@ class FleetGroups:
 
     async def resume(self) -> None:
         self._fleet.confirmed()
-        await self._fleet.each(lambda place: self._fleet.servers[place].resume())
+        await self._fleet.each(lambda place: self._fleet.server(place).resume())
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         return await self._fleet.scored(runs, shard)

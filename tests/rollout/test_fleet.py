@@ -59,8 +59,7 @@ class Server:
 
     async def sample(self, requests, shard, enough=None, ended=nobody):
         try:
-            if self.slow:
-                await asyncio.sleep(30)
+            await asyncio.sleep(30 if self.slow else 0)
             self._may_fail("before")
             assert shard not in self.shards
             self.shards[shard] = [request.key for request in requests]
@@ -314,6 +313,23 @@ def test_a_group_of_a_lost_server_is_lost_and_the_other_places_go_on(fleet):
             await groups.pause()
 
     asyncio.run(run())
+
+
+def test_a_server_that_two_calls_lose_is_lost_once(fleet):
+    made, servers = fleet(3, max_lost=1)
+    groups, never = FleetGroups(made), asyncio.Event()
+    servers[1].fails += ["before", "pause"]
+
+    async def run():
+        group = groups.sample_group(1, REQUESTS, shard="g1", leave=never)
+        lost, paused = await asyncio.gather(group, groups.pause(), return_exceptions=True)
+        assert isinstance(lost, ServerLost) and paused is None
+        assert not servers[1].fails, "both calls were meant to fail"
+        assert list(groups.places) == [0, 2]
+
+    asyncio.run(run())
+    with refused(EngineError, server=1):
+        made.server(1)
 
 
 def test_a_broadcast_has_ranks_for_the_workers_of_every_server_that_is_left(fleet, tmp_path):
