@@ -51,6 +51,8 @@ Fact = Literal[
     "sequence",  # number in a list
     "completion",  # number in a step
     "group",  # number of its prompt
+    "session",  # its name
+    "turn",  # of the session, from 0
     "set",  # of experts, number in a list
     "token",  # position in the sequence, the step or the chunk
     "tokens",  # range of positions
@@ -219,6 +221,11 @@ class ReplayError(MoeRLError):
 
 class EngineError(_Problems):
     """The sampler refused a request, answered wrongly or died. The message names the process and its log."""
+
+
+class SessionError(MoeRLError):
+    """A session has reached a limit, or its turns and their records do not fit together. The message names the session,
+    and the turn."""
 
 
 class PipelineError(MoeRLError):

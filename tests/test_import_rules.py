@@ -22,6 +22,7 @@ LEVELS = (
     ("trace", "objectives", "planning", "tasks"),
     ("replay", "vllm", "weights"),
     ("rollout", "megatron"),
+    ("gateway",),
     ("train", "report"),
     ("proof", "comparison", "doctor"),
     ("cli", "commands", "tools", "__main__"),

@@ -1,0 +1,90 @@
+"""Opens sessions and finds them by their keys."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+
+from moe_rl.errors import SessionError, describe
+from moe_rl.gateway.sessions import Session, SessionLimits
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSession:
+    """Holds a new session and its key, which nobody can guess and which is kept nowhere else."""
+
+    session: Session
+    key: str
+
+
+class SessionBook:
+    """Holds the open sessions. A key belongs to one session, and so to one group.
+
+    Args:
+        most: how many sessions may be open at once.
+        limits: of a session for which the caller sets none.
+    """
+
+    def __init__(self, most: int, limits: SessionLimits):
+        self.limits = limits
+        self._most = most
+        self._opened = 0
+        self._open: dict[str, tuple[bytes, Session]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def all(self) -> list[Session]:
+        """Return the open sessions, oldest first."""
+        return [session for _, session in self._open.values()]
+
+    def open(self, group: str, *, now: float, limits: SessionLimits | None = None) -> OpenedSession:
+        """Open a session of a group.
+
+        Raises:
+            SessionError: too many are open.
+        """
+        if len(self._open) >= self._most:
+            raise SessionError(
+                describe(
+                    "Too many sessions are open",
+                    got=len(self._open),
+                    expected=f"at most gateway.max_sessions = {self._most}",
+                    do="finish some, or raise the key",
+                    fault="limit",
+                )
+            )
+        name, key = f"s{self._opened:06d}", secrets.token_urlsafe(32)
+        self._opened += 1
+        session = Session(name, group, limits or self.limits, now)
+        self._open[name] = (_hash(f"{name}.{key}"), session)
+        # The name finds the session, and the secret behind it is compared in constant time.
+        return OpenedSession(session, f"{name}.{key}")
+
+    def find(self, key: str) -> Session | None:
+        """Return the open session of a key; None if there is none."""
+        name, _, _ = key.partition(".")
+        told, session = self._open.get(name, (b"", None))
+        return session if hmac.compare_digest(told, _hash(key)) else None
+
+    def named(self, name: str) -> Session | None:
+        """Return an open session by its name."""
+        return self._open[name][1] if name in self._open else None
+
+    def close(self, session: Session) -> None:
+        """Forget a session. Its key is worth nothing from now on.
+
+        Raises:
+            SessionError: a request of it is still being sampled.
+        """
+        if session.busy:
+            raise SessionError(
+                describe("A session is still busy", where={"session": session.name}, do="wait for its requests")
+            )
+        self._open.pop(session.name, None)
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

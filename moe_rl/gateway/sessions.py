@@ -1,0 +1,317 @@
+"""Keeps what one agent said and heard as a prefix tree of token ids. Has no I/O and no clock.
+
+    turn      one request: the tokens of its prompt behind its parent's tokens, and the completion
+    parent    the deepest turn whose tokens, prompt and completion, all begin the prompt of the next
+    branch    a path from the root to a turn that no other continues
+
+                                         kind of the turn, by where its prompt leaves the tree
+    first turn of the session            first
+    continues a turn that none did       continued
+    leaves it between completions        forked: another input behind the same history, or the same prompt again
+    leaves it inside a completion        rewritten: what the model had said was changed, dropped or written anew
+
+What the model said is never tokenised again: a prompt that continues a turn begins with that turn's own ids. Each turn
+has a digest over its parent's digest, its tokens, log-probabilities, versions and record, so that none can be changed,
+exchanged or moved to another branch without notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from moe_rl.errors import About, SessionError, describe
+from moe_rl.types import Completion, RouteRef, VersionSpan
+
+TurnKind = Literal["first", "continued", "forked", "rewritten"]
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Bounds a session.
+
+    Attributes:
+        tokens: each turn counts the tokens of its prompt behind its parent's, and its completion.
+        seconds: after which the session takes no new turn.
+    """
+
+    tokens: int
+    turns: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Holds one request of a session and what the model said.
+
+    Attributes:
+        number: in the session, in the order in which turns ended.
+        parent: number of the turn that it continues; None: it begins at the root.
+        input_ids: the tokens of the prompt behind those of the parent.
+        token_ids, logprobs, versions, finish_reason, routes: as in types.Completion.
+        kind: where the prompt left the tree.
+        shared: how many tokens of its prompt the session already had, from the first token on.
+        digest: of the turn and all turns before it on its branch, 64 hex digits.
+    """
+
+    number: int
+    parent: int | None
+    input_ids: Ids
+    token_ids: Ids
+    logprobs: np.ndarray
+    versions: tuple[VersionSpan, ...]
+    finish_reason: str
+    routes: RouteRef | None
+    kind: TurnKind
+    shared: int
+    digest: str = ""
+
+    @property
+    def ids(self) -> Ids:
+        """Return its tokens behind those of the parent."""
+        return self.input_ids + self.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTurns:
+    """Holds the place of requests that are being sampled, and what they may use of the session's limits.
+
+    Attributes:
+        parent: the turn that they continue.
+        prompt: all its token ids.
+        samples: completions of the prompt, each a turn.
+        max_tokens: that each may have.
+    """
+
+    parent: int | None
+    prompt: Ids
+    samples: int
+    max_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSession:
+    """Holds a session that takes no more turns. digest: over all turns and the names."""
+
+    name: str
+    group: str
+    turns: list[Turn]
+    digest: str
+
+
+class Session:
+    """Holds the turns of one agent.
+
+    Attributes:
+        name: of the session, in record keys and messages. It is no secret.
+        group: the sessions whose rewards are compared; the caller's choice.
+        turns: in the order in which they ended.
+
+    Args:
+        opened: when the session began, on the caller's clock in seconds.
+    """
+
+    def __init__(self, name: str, group: str, limits: SessionLimits, opened: float):
+        self.name, self.group, self.limits = name, group, limits
+        self.turns: list[Turn] = []
+        self._opened = opened
+        self._children: dict[int | None, list[int]] = {None: []}
+        self._pending: list[PendingTurns] = []
+        self._tokens = 0
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a request of the session is being sampled."""
+        return bool(self._pending)
+
+    @property
+    def kinds(self) -> Counter[TurnKind]:
+        """Return how many turns there are of each kind."""
+        return Counter(turn.kind for turn in self.turns)
+
+    def begin(self, prompt: Sequence[int], *, samples: int, max_tokens: int, now: float) -> PendingTurns:
+        """Find the place of a prompt in the tree, and set aside what its turns may use.
+
+        Args:
+            samples: completions of the prompt.
+            max_tokens: most tokens of each; fewer are granted if the session's limit is near.
+
+        Raises:
+            SessionError: a limit of the session leaves no room.
+        """
+        ids = tuple(prompt)
+        parent, shared = self._deepest(ids)
+        fed = (len(ids) - shared) * samples
+        pending = sum(one.samples for one in self._pending)
+        tokens_left = self.limits.tokens - self._tokens - sum(one.tokens for one in self._pending) - fed
+        for what, got, most in (
+            ("turns", len(self.turns) + pending + samples, self.limits.turns),
+            ("seconds", int(now - self._opened), self.limits.seconds),
+            ("tokens", self.limits.tokens - tokens_left + samples, self.limits.tokens),
+        ):
+            if got > most:
+                raise SessionError(
+                    describe(
+                        f"The session's limit of {what} is reached",
+                        where={"session": self.name},
+                        got=f"{got} {what} with this request",
+                        expected=f"at most {most:g}",
+                        fault="limit",
+                    )
+                )
+        granted = min(max_tokens, tokens_left // samples)
+        place = PendingTurns(parent, ids, samples, granted, fed + granted * samples)
+        self._pending.append(place)
+        return place
+
+    def drop(self, place: PendingTurns) -> None:
+        """Give back what was set aside for requests that have ended."""
+        self._pending = [one for one in self._pending if one is not place]
+
+    def add(self, place: PendingTurns, completion: Completion) -> Turn:
+        """Add a turn, one of those that `place` was set aside for. Returns it with its number and digest."""
+        start = 0 if place.parent is None else len(self.ids(place.parent))
+        kind, shared = self._leaves(place.parent, place.prompt[start:])
+        turn = Turn(
+            number=len(self.turns),
+            parent=place.parent,
+            input_ids=place.prompt[start:],
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+            routes=completion.routes,
+            kind=kind,
+            shared=start + shared,
+        )
+        turn = replace(turn, digest=self._digest(turn))
+        self.turns.append(turn)
+        self._children[place.parent].append(turn.number)
+        self._children[turn.number] = []
+        self._tokens += len(turn.ids)
+        return turn
+
+    def path(self, number: int) -> list[Turn]:
+        """Return the turns of a branch from the root to a turn."""
+        found: list[Turn] = []
+        at: int | None = number
+        while at is not None:
+            found.append(self.turns[at])
+            at = found[-1].parent
+        return found[::-1]
+
+    def ids(self, number: int) -> Ids:
+        """Return all tokens up to the end of a turn: those of its prompt and its completion."""
+        return sum((turn.ids for turn in self.path(number)), ())
+
+    def prompt(self, number: int) -> Ids:
+        """Return the tokens of a turn's prompt."""
+        turn = self.turns[number]
+        return (() if turn.parent is None else self.ids(turn.parent)) + turn.input_ids
+
+    def branches(self) -> list[list[Turn]]:
+        """Return the branches, in the order in which their last turns ended."""
+        return [self.path(turn.number) for turn in self.turns if not self._children[turn.number]]
+
+    def finish(self) -> FinishedSession:
+        """Return the session as it is."""
+        return FinishedSession(self.name, self.group, list(self.turns), _whole_digest(self))
+
+    @classmethod
+    def of(cls, finished: FinishedSession) -> Session:
+        """Make the session again from what `finish` returned.
+
+        Raises:
+            SessionError: a turn is not where it was, or is not what it was. The message names the turn.
+        """
+        session = cls(finished.name, finished.group, SessionLimits(0, 0, 0.0), 0.0)
+        for number, turn in enumerate(finished.turns):
+            known = turn.parent is None or 0 <= turn.parent < number
+            if turn.number != number or not known:
+                raise session._fault(number, "is not where it was", f"turn {turn.number} behind turn {turn.parent}")
+            kind, shared = session._leaves(turn.parent, turn.input_ids)
+            shared += 0 if turn.parent is None else len(session.ids(turn.parent))
+            if (kind, shared) != (turn.kind, turn.shared):
+                raise session._fault(number, "is not where it was", f"{turn.kind}, {turn.shared}", f"{kind}, {shared}")
+            if (digest := session._digest(turn)) != turn.digest:
+                raise session._fault(number, "is not what it was", f"digest {digest}", turn.digest)
+            session.turns.append(turn)
+            session._children[turn.parent].append(number)
+            session._children[number] = []
+        if (whole := _whole_digest(session)) != finished.digest:
+            raise SessionError(
+                describe(
+                    "A session lacks turns or has another name",
+                    where={"session": finished.name},
+                    got=f"{len(finished.turns)} turns, digest {whole}",
+                    expected=finished.digest,
+                    fault="chain",
+                )
+            )
+        return session
+
+    def _fault(self, number: int, what: str, got: str, expected: str | None = None) -> SessionError:
+        where: About = {"session": self.name, "turn": number}
+        return SessionError(
+            describe(f"A turn of a session {what}", where=where, got=got, expected=expected, fault="chain")
+        )
+
+    def _deepest(self, ids: Ids) -> tuple[int | None, int]:
+        """Return the parent of a prompt, and how many tokens the two share. With equal turns it is the newest."""
+        best: tuple[int, int] = (0, -1)
+        left: list[tuple[int | None, int]] = [(None, 0)]
+        while left:
+            at, start = left.pop()
+            best = max(best, (start, -1 if at is None else at))
+            for child in self._children[at]:
+                theirs = self.turns[child].ids
+                if ids[start : start + len(theirs)] == theirs:
+                    left.append((child, start + len(theirs)))
+        shared, number = best
+        return (None if number < 0 else number), shared
+
+    def _leaves(self, parent: int | None, ids: Ids) -> tuple[TurnKind, int]:
+        """Say where a prompt leaves the tree behind its parent, and how many of these tokens the tree has."""
+        siblings = [self.turns[number] for number in self._children[parent]]
+        if not siblings:
+            return ("first" if parent is None else "continued"), 0
+        alike = [(_common(ids, one.ids), one) for one in siblings]
+        shared, nearest = max(alike, key=lambda pair: pair[0])
+        return ("forked" if shared <= len(nearest.input_ids) else "rewritten"), shared
+
+    def _digest(self, turn: Turn) -> str:
+        before = "" if turn.parent is None else self.turns[turn.parent].digest
+        told = (
+            before,
+            _packed(turn.input_ids),
+            _packed(turn.token_ids),
+            np.ascontiguousarray(turn.logprobs, "<f4").tobytes(),
+            turn.versions,
+            turn.finish_reason,
+            turn.routes,
+        )
+        return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()
+
+
+def _whole_digest(session: Session) -> str:
+    told = (session.name, session.group, [turn.digest for turn in session.turns])
+    return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()
+
+
+def _packed(ids: Ids) -> bytes:
+    return np.asarray(ids, "<i4").tobytes()
+
+
+def _common(one: Ids, other: Ids) -> int:
+    """Return how many first tokens are equal."""
+    most = min(len(one), len(other))
+    differ = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
+    return int(differ[0]) if len(differ) else most
