@@ -35,6 +35,7 @@ from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
 from moe_rl.megatron import rng, unpickling, world
 from moe_rl.megatron.model import unwrap
+from moe_rl.megatron.optimizer_slices import set_slices, sharded_slices
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 
 STATE = "state.json"
@@ -107,7 +108,8 @@ def _restore(path: Path, policy: Policy, optimizer_step: int) -> None:
     loaded = _read_tensors(path, sharded(policy, loading=True), StrictHandling.RAISE_ALL)
     _set_weights(policy, loaded)
     for number, optimizer in enumerate(policy.optimizers):
-        _set_state(optimizer, loaded["optimizer"][str(number)], optimizer_step)
+        # Megatron leaves out what is empty: a rank may have no slice of any parameter.
+        _set_state(optimizer, loaded.get("optimizer", {}).get(str(number), {}), optimizer_step)
 
 
 def _restore_weights(path: Path, policy: Policy | ReferencePolicy) -> None:
@@ -283,8 +285,11 @@ def sharded(policy: Policy, *, loading: bool) -> dict:
     for number, optimizer in enumerate(policy.optimizers):
         # Adam has no moments before its first step, but a checkpoint always contains them.
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-        whole = optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(CONTENT))
-        optimizers[str(number)], _ = extract_sharded_base(whole)
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizers[str(number)] = sharded_slices(optimizer, model, loading=loading)
+        else:
+            whole = optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(CONTENT))
+            optimizers[str(number)], _ = extract_sharded_base(whole)
     return {**model, "optimizer": optimizers}
 
 
@@ -294,14 +299,13 @@ def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
     of_torch = state.get("optimizer", state)
     for group in of_torch["param_groups"]:
         group["step"] = step
-    if isinstance(optimizer, DistributedOptimizer):
-        sharding = CONTENT["distrib_optim_sharding_type"]
-        state |= {"param_state": loaded["param_state"], "param_state_sharding_type": sharding}
-    else:
+    if not isinstance(optimizer, DistributedOptimizer):
         of_torch["state"] = loaded.get("optimizer", loaded)["state"]
         if "fp32_from_fp16_params" in state:
             state["fp32_from_fp16_params"] = loaded["fp32_from_fp16_params"]
     optimizer.load_state_dict(state)
+    if isinstance(optimizer, DistributedOptimizer):
+        set_slices(optimizer, loaded)
 
 
 def optimizer_step(policy: Policy) -> int:

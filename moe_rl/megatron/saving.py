@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -95,14 +96,13 @@ class Checkpoints(StepFolders):
             request = dist_checkpointing.save(
                 sharded,
                 str(hidden),
-                strategy,
+                FullyParallelSaveStrategyWrapper(strategy),  # replicas share the writing of what they all hold
                 content_metadata=dict(checkpoint.CONTENT),
                 async_sharded_save=True,
                 async_strategy="mcore",
             )
         finally:
             gc.unfreeze()
-        del sharded  # free what was gathered for planning before the write
         own = {f"rng-rank{rank}.safetensors": rng.state()}
         if rank == 0 and tensors:
             own[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -199,7 +199,7 @@ class _RankPart:
         """Args: `own` are files that are not Megatron's; `in_use` are addresses of storages that the run keeps writing
         to."""
         self.hidden, self.own = hidden, own
-        # Megatron gives nothing to write to a rank that holds no first replica of any tensor.
+        # Megatron gives nothing to a rank that writes no tensor.
         buckets = request.async_fn_args[1] if request.async_fn_args else []
         self.transforms = request.async_fn.args[0] if buckets else []
         self.buckets = [(path, key, (blobs, _on_host(tensors, in_use))) for path, key, (blobs, tensors) in buckets]

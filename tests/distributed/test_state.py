@@ -6,6 +6,7 @@ saves it again must write the same names and bits, main weights and Adam's momen
 
 import functools
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.distributed.jobs import state
 from tests.distributed.jobs.state import AGAIN, BUCKET, DAMAGES, FILES, LAYOUTS, ONE, SAVER, STEP, UPDATES
 
 OTHERS = [name for name in LAYOUTS if name != SAVER]
-USUAL = [SAVER, "begins", "EP2", "TP2-EP2 shared_memory", "EP2 from two"]
+USUAL = [SAVER, "begins", "EP2", "TP2-EP2 shared_memory", "EP2 from two", "DP3 from gathered"]
 WAYS = ["disk", "shared_memory", "broadcast"]
 # {what is seen: (its action in jobs/state.py, layout, precision, arguments)}
 ACTIONS = {
@@ -33,6 +34,12 @@ ACTIONS = {
     "started by weights": ("started", "EP2", "bfloat16", "two-bfloat16", False),
     "exported": ("exported", SAVER, "float32", "two"),
     "without moments": ("without_moments", "EP2", "float32", "two"),
+    # three ranks with the whole model each, and a third of the optimizer's state
+    "DP3": ("resume", "DP3", "float32", "two", "DP3 from two"),
+    "DP3 seeded": ("seeded", "DP3", "float32"),
+    "DP3 gathered": ("gathered", "DP3", "float32", "two", "gathered"),
+    "DP3 from gathered": ("resume", "DP3", "float32", "gathered", "DP3 from gathered"),
+    "copied to write": ("copied_to_write", "DP3", "bfloat16", "two-bfloat16"),
     # on one rank
     "one begins": ("begin", "one", "float32", "one"),
     "one": ("resume", "one", "float32", "two"),
@@ -43,6 +50,7 @@ ACTIONS = {
 }
 # {checkpoint: whose action writes it}
 WRITES = {"two": "begins", "two-bfloat16": "bfloat16 begins", "one": "one begins", "EP2 from one": "EP2 from one"}
+WRITES |= {"DP3 from two": "DP3", "gathered": "DP3 gathered", "DP3 from gathered": "DP3 from gathered"}
 for one in LAYOUTS:
     ACTIONS |= {
         one: ("resume", one, "float32", "two", f"{one} from two"),
@@ -70,7 +78,7 @@ class Seen:
             action, layout, dtype, *arguments = ACTIONS[key]
             if arguments and arguments[0] in WRITES and action != "begin":
                 self.written(arguments[0])
-            number, parallel = (1, ONE) if layout == "one" else (2, LAYOUTS[layout])
+            number, parallel = {"one": (1, ONE), "DP3": (3, ONE)}.get(layout) or (2, LAYOUTS[layout])
             told = self.on_ranks(number, state.run, action, self.source, self.folder, parallel, dtype, *arguments)
             self.found[key] = [found for found, _ in told]
             self.unpickled.update(name for _, names in told for name in names)
@@ -239,7 +247,7 @@ def test_metadata_that_cannot_be_written_is_told_and_the_folder_gets_no_name(see
     assert "begin the run again in its folder with --resume" in told and "--step 0" in told
 
 
-CROSSINGS = [("begins", name) for name in OTHERS] + [("begins", "one"), ("one begins", "EP2 from one")]
+CROSSINGS = [("begins", name) for name in (*OTHERS, "DP3", "one")] + [("one begins", "EP2 from one")]
 
 
 @pytest.mark.parametrize("saved, case", CROSSINGS)
@@ -300,7 +308,7 @@ def test_lost_moments_would_be_noticed(seen):
     "saved, case",
     [("two", f"{name} from two") for name in OTHERS]
     + [("two-bfloat16", f"{name} from two-bfloat16") for name in OTHERS]
-    + [("one", "EP2 from one")],
+    + [("one", "EP2 from one"), ("two", "DP3 from two"), ("gathered", "DP3 from gathered")],
 )
 def test_a_layout_writes_the_checkpoint_it_read(whole, saved, case):
     before, after = whole(saved), whole(case)
@@ -310,6 +318,36 @@ def test_a_layout_writes_the_checkpoint_it_read(whole, saved, case):
     assert all(tensor.dtype is torch.float32 for name, tensor in before.items() if name.startswith("optimizer"))
     weights = {tensor.dtype for name, tensor in before.items() if not name.startswith("optimizer")}
     assert (torch.bfloat16 in weights) == ("bfloat16" in saved)
+
+
+def chunks(folder):
+    """{(tensor of the optimizer, offset): (its file, size of the box)} of a checkpoint."""
+    metadata = dcp.FileSystemReader(folder / f"step-{STEP:06d}").read_metadata()
+    return {
+        (index.fqn, index.offset): (place.relative_path, chunk.sizes)
+        for index, place in metadata.storage_data.items()
+        if index.fqn.startswith("optimizer")
+        for chunk in metadata.state_dict_metadata[index.fqn].chunks
+        if chunk.offsets == index.offset
+    }
+
+
+def test_each_rank_writes_its_slice_which_together_are_what_megatron_gathers(seen, whole):
+    """Megatron's own gathering over the data-parallel group is the reference, and how older checkpoints were made."""
+    assert equal(whole("gathered"), whole("DP3 from two"))
+    sliced, gathered = (chunks(seen.written(name)) for name in ("DP3 from two", "gathered"))
+    wrote = Counter({f"__{rank}_0.distcp": 0 for rank in range(3)})
+    for file, size in sliced.values():
+        wrote[file] += math.prod(size)
+    assert min(wrote.values()) > 0.9 * max(wrote.values())
+    assert gathered.keys() < sliced.keys()  # the witness: tensors are cut where Megatron does not cut them
+
+
+@pytest.mark.long
+def test_a_rank_copies_little_more_than_its_own_state(seen):
+    """The ranks share float32 weights and two moments, 12 bytes of a parameter, and its bfloat16 weight, 2 bytes."""
+    for copied, own in seen("copied to write"):
+        assert 1.0 <= copied / own < 1.3
 
 
 def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):

@@ -296,6 +296,36 @@ def resume(new, saved, name=""):
     return {**seen, **case.next_two()}
 
 
+def gathered(new, saved, name):
+    """Load the checkpoint `saved` and save it as `name`, with the optimizer's state as Megatron itself gathers it."""
+
+    def megatrons(optimizer, model, loading):
+        state = optimizer.sharded_state_dict(model, metadata=dict(checkpoint.CONTENT))
+        return checkpoint.extract_sharded_base({"param_state": state["param_state"]})[0]
+
+    case = new()
+    case.load(saved)
+    with patch.object(checkpoint, "sharded_slices", megatrons):
+        case.save(name)
+
+
+def copied_to_write(new, saved):
+    """The bytes that a rank copies to write a checkpoint, and those of its own optimizer state."""
+    case = new()
+    case.load(saved)
+    writes = case.saving("copied")
+    with held_writers() as release:
+        writes.save(STEP, case.policy, {"cursor": 5})
+        part = writes._pending.writer._write
+        copies = [tensor for _, _, (_, tensors) in part.buckets for _, tensor in tensors]
+        release()
+    writes.finish()
+    state = [
+        tensor for name, tensor in held(case.policy).items() if name.startswith("adam") and torch.is_tensor(tensor)
+    ]
+    return sum(copy.untyped_storage().nbytes() for copy in copies), sum(tensor.nbytes for tensor in state)
+
+
 def scored(new, saved):
     """The weights of `saved` alone, in a policy that will not be trained, and their digest."""
     case = new()

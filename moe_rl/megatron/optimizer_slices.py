@@ -1,0 +1,124 @@
+"""Describes a rank's slice of the distributed optimizer's state, so that it is saved and loaded without other ranks.
+
+The distributed optimizer cuts flat buffers into one slice per data-parallel rank. So a slice begins and ends anywhere
+in a tensor. Successive elements of a tensor are a few boxes: the rest of a row, whole rows, the beginning of a row.
+torch's format stores a tensor as boxes of any size. So each rank writes and reads only its own boxes of whole tensors,
+which have the same names and shapes in every layout.
+
+Megatron's own formats do one of two things: they gather all data-parallel slices on a rank (`fully_reshardable`, whose
+names these are), or they can be loaded only by the layout that wrote them, apart from its data-parallel size
+(`dp_reshardable`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import DistributedOptimizer
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size of a box in a tensor, along each axis."""
+
+
+@torch.no_grad()
+def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: bool) -> dict:
+    """Return the boxes of this rank's state: {number of the parameter: {"param", "exp_avg", ...: [box, ...]}}.
+
+    Args:
+        model: The sharded state dict of the model, with the parameters themselves. It says where each is stored.
+        loading: Leave the boxes without data, to be filled in. Otherwise they share memory with the optimizer's state.
+    """
+    kinds = ShardedTensor | ShardedTensorFactory
+    stored = {entry.data: entry for entry in nested_values(model) if isinstance(entry, kinds)}
+    found: dict[int, dict[str, list[ShardedTensor]]] = {}
+    for number, parameter in enumerate(optimizer.model_param_gbuf_map):
+        own = optimizer._get_model_param_range_map(parameter)["param"]
+        boxes = list(_stored_boxes(stored[parameter], parameter, own.start, own.end))
+        found[number] = {}
+        for kind, state in optimizer._get_main_param_and_optimizer_states(parameter).items():
+            values = state.detach().split([math.prod(box.local_shape) for box in boxes])
+            found[number][kind] = [
+                replace(
+                    box,
+                    key=f"optimizer.state.{kind}.{box.key}",
+                    data=None if loading else value.view(box.local_shape),
+                    dtype=state.dtype,
+                    replica_id=(*box.replica_id[:2], optimizer.distributed_optimizer_instance_id),
+                )
+                for box, value in zip(boxes, values, strict=True)
+            ]
+    return found
+
+
+@torch.no_grad()
+def set_slices(optimizer: DistributedOptimizer, loaded: dict) -> None:
+    """Copy into the optimizer what was loaded for `sharded_slices`: the same dict, with tensors as boxes."""
+    for number, parameter in enumerate(optimizer.model_param_gbuf_map):
+        state = {kind: torch.cat([box.flatten() for box in boxes]) for kind, boxes in loaded[number].items()}
+        optimizer._set_main_param_and_optimizer_states(parameter, state)
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+    """Yield the boxes that elements `start` to `end` of a row-major tensor make up, in the order of the elements."""
+    if start >= end:
+        return
+    if len(shape) == 1:
+        yield (start,), (end - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row  # the whole rows
+    if first > last:  # both ends are in one row
+        parts = [(last, start - last * row, end - last * row)]
+    else:
+        parts = [(first - 1, row - (first * row - start), row), (last, 0, end - last * row)]
+    for number, low, high in parts[:1]:
+        yield from (((number, *offset), (1, *size)) for offset, size in boxes(shape[1:], low, high))
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    for number, low, high in parts[1:]:
+        yield from (((number, *offset), (1, *size)) for offset, size in boxes(shape[1:], low, high))
+
+
+def _stored_boxes(
+    entry: ShardedTensor | ShardedTensorFactory, parameter: torch.Tensor, start: int, end: int
+) -> Iterator[ShardedTensor]:
+    """Yield the boxes of stored tensors that elements `start` to `end` of a parameter make up, without data."""
+    for tensor, first in _stored_tensors(entry, parameter):
+        low, high = max(start - first, 0), min(end - first, tensor.data.numel())
+        ahead = (0,) * tensor.prepend_axis_num
+        for offset, size in boxes(tuple(tensor.local_shape), low, high):
+            yield replace(
+                tensor,
+                data=None,
+                local_shape=(*(1 for _ in ahead), *size),
+                global_offset=tuple(map(sum, zip(tensor.global_offset, (*ahead, *offset), strict=True))),
+                axis_fragmentations=None,
+                prepend_axis_num=0,
+            )
+
+
+def _stored_tensors(
+    entry: ShardedTensor | ShardedTensorFactory, parameter: torch.Tensor
+) -> list[tuple[ShardedTensor, int]]:
+    """Return (stored tensor, its first element in the parameter), in the order of the elements.
+
+    A factory stores a parameter as several tensors. For each must be a run of the parameter's elements.
+    """
+    tensors = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
+    begin, storage = parameter.data_ptr(), parameter.untyped_storage().data_ptr()
+    placed = sorted(
+        ((tensor, (tensor.data.data_ptr() - begin) // parameter.element_size()) for tensor in tensors),
+        key=lambda pair: pair[1],
+    )
+    at = 0
+    for tensor, first in placed:
+        own = tensor.data.untyped_storage().data_ptr() == storage and tensor.data.is_contiguous()
+        if not own or first != at:
+            raise TypeError(f"{tensor.key} is not stored in the order of its parameter's elements")
+        at += tensor.data.numel()
+    return placed
