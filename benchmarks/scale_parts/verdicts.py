@@ -76,5 +76,6 @@ def _waited(target: Target, reward: str) -> float:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, VerifierPool.of(config.task) as verifiers:
         engine = SimpleNamespace(generate=generate)
-        Rollouts(config, facts, task, engine, verifiers, Path(folder), None)._sample(1, 0, 0, "shard", clock)
+        rollouts = Rollouts(config, facts, task, engine, verifiers, Path(folder), None)
+        rollouts._groups([rollouts._round(1, 0, 0, "shard", clock)], clock)
     return clock.seconds["reward"]

@@ -1,6 +1,6 @@
-"""Writes and reads `timeline.jsonl`: what samplers and trainers did in a run and when, one interval a line.
+"""Writes and reads `timeline.jsonl`: what samplers, verifiers and trainers did in a run and when, one interval a line.
 
-A side that does nothing has no interval: it waits. In a synchronous run each side waits while the other one works.
+A side that does nothing has no interval: it waits. In a synchronous run each side waits while another one works.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from moe_rl.report.json_lines import StepFile, read_lines
 
 FILE = "timeline.jsonl"
-Side = Literal["sampler", "trainer"]
-WEIGHTS = "sync"  # new weights travel: both sides take part
+Side = Literal["sampler", "verifier", "trainer"]
+WEIGHTS = "sync"  # new weights travel: samplers and trainers take part
 _SHORTEST = 1e-3  # seconds
 
 SIDES: dict[str, tuple[Side, ...]] = {
     "sample": ("sampler",),
-    "reward": ("sampler",),
+    "reward": ("verifier",),
     "sleep": ("sampler",),
     "eval": ("sampler",),
     "placement": ("trainer",),
@@ -33,7 +33,8 @@ SIDES: dict[str, tuple[Side, ...]] = {
     "export": ("trainer",),
     WEIGHTS: ("sampler", "trainer"),
 }
-"""The sides of each part of a step. The names are those of the metrics time/<name>."""
+"""The sides of each part of a step. The names are those of the metrics time/<name>. Where a batch is sampled at once,
+"reward" begins when its last completion has ended, and earlier verdicts are part of "sample"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def windows(intervals: Sequence[Interval]) -> list[Window]:
     by_step: dict[int, list[Interval]] = {}
     for one in intervals:
         by_step.setdefault(one.step, []).append(one)
-    sides: tuple[Side, ...] = ("sampler", "trainer")
+    sides: tuple[Side, ...] = get_args(Side)
     merged = {side: _merged(one for one in intervals if one.side == side) for side in sides}
     found, reached = [], float("-inf")
     for step in sorted(by_step):

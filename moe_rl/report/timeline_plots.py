@@ -1,4 +1,4 @@
-"""Draws what samplers and trainers did and when, with a sentence that says how long each side waited."""
+"""Draws what samplers, verifiers and trainers did and when, with a sentence that says how long each side waited."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from moe_rl.report.timeline import WEIGHTS, Interval, Side, Window, idle_share, 
 
 _SHOWN = 8  # steps
 _COLORS = (*PHASES, ("placement", "#c46aa8"), ("sleep", "#5b6b8c"))
-_ROWS: dict[Side, tuple[str, float]] = {"sampler": ("samplers", 1.0), "trainer": ("trainers", 0.0)}
+_ROWS: dict[Side, tuple[str, float]] = {
+    "sampler": ("samplers", 2.0),
+    "verifier": ("verifiers", 1.0),
+    "trainer": ("trainers", 0.0),
+}
+_WAITING: tuple[Side, ...] = ("sampler", "trainer")  # whose idle time is told: verifiers cost little
 
 
 def panels(intervals: Sequence[Interval]) -> list[Panel]:
@@ -31,7 +36,7 @@ def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> Panel:
     last = steps[-_SHOWN:]
     begin, end = last[0].begin, last[-1].end
     shown = [one for one in intervals if one.begin < end and one.end > begin]
-    figure, axes = figure_of(wide=True, height=2.1, xlabel="seconds")
+    figure, axes = figure_of(wide=True, height=2.6, xlabel="seconds")
     for what, color in _COLORS:
         label: str | None = "weights" if what == WEIGHTS else what
         for side, (_, row) in _ROWS.items():
@@ -45,11 +50,11 @@ def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> Panel:
                 label = None
     _steps(axes, last, begin)
     axes.set_yticks([row for _, row in _ROWS.values()], [label for label, _ in _ROWS.values()])
-    axes.set_ylim(-0.5, 1.75)
+    axes.set_ylim(-0.5, 2.75)
     axes.set_xlim(0, end - begin)
     axes.grid(visible=False)
     waited = "; ".join(
-        f"{label} waited {percent(idle_share(steps, side), 0)} of the time" for side, (label, _) in _ROWS.items()
+        f"{_ROWS[side][0]} waited {percent(idle_share(steps, side), 0)} of the time" for side in _WAITING
     )
     reading = f"Over all {len(steps)} steps, {duration(sum(one.end - one.begin for one in steps))}: {waited}."
     if len(last) < len(steps):
@@ -61,7 +66,7 @@ def _steps(axes: Axes, steps: Sequence[Window], begin: float) -> None:
     """Number the steps above the rows, and part them by lines."""
     for one in steps:
         axes.axvline(one.end - begin, color=INK, alpha=0.3, linewidth=0.7)
-        axes.text((one.begin + one.end) / 2 - begin, 1.55, f"{one.step}", ha="center", va="center", fontsize=8.5)
+        axes.text((one.begin + one.end) / 2 - begin, 2.55, f"{one.step}", ha="center", va="center", fontsize=8.5)
 
 
 def _idle(steps: Sequence[Window]) -> Panel:
@@ -71,10 +76,10 @@ def _idle(steps: Sequence[Window]) -> Panel:
         return missing(name, title, direction, "No time line was written.")
     figure, axes = figure_of()
     colors: dict[Side, str] = {"sampler": BLUE, "trainer": GREEN}
-    for side, (label, _) in _ROWS.items():
-        line(axes, [one.step for one in steps], [one.idle(side) for one in steps], colors[side], label)
+    for side, color in colors.items():
+        line(axes, [one.step for one in steps], [one.idle(side) for one in steps], color, _ROWS[side][0])
     axes.set_ylim(0, 1)
     in_percent(axes)
-    shares = {label: percent(median(one.idle(side) for one in steps), 0) for side, (label, _) in _ROWS.items()}
+    shares = {_ROWS[side][0]: percent(median(one.idle(side) for one in steps), 0) for side in _WAITING}
     reading = f"In a median step {' and '.join(f'{label} {share}' for label, share in shares.items())}."
     return panel_of(name, title, direction, reading, figure)

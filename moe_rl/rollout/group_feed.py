@@ -156,8 +156,8 @@ class GroupFeed:
         return batch
 
     def worked(self) -> list[tuple[str, float, float]]:
-        """Return when the servers sampled, since the last call, for the time line of the run."""
-        return [("sample", begin, end) for begin, end in self._usage.worked()]
+        """Return when servers sampled and verifiers judged, since the last call, for the time line of the run."""
+        return self._usage.worked()
 
     async def update(self, update: WeightUpdate) -> None:
         """Load one part of new weights. All requests stand still from the first part to the last.
@@ -167,7 +167,7 @@ class GroupFeed:
         """
         if self._open.is_set():
             self._open.clear()
-            self._usage.busy(0.0)
+            self._usage.slots.set(0.0)
             if self._recompute:
                 await self._abort()
             await self.sampler.pause()
@@ -206,7 +206,7 @@ class GroupFeed:
         if self._open.is_set() and not self._stopping:
             for group in self.groups.start():
                 self._spawn(group)
-            self._usage.busy(self.groups.busy)
+            self._usage.slots.set(self.groups.busy)
         self._changed.set()
 
     def _spawn(self, group: Group) -> None:
@@ -239,7 +239,8 @@ class GroupFeed:
             self.groups.sampled(work.group.cursor)
             self._pump()
         items = [self.rollouts.batches.item(work.prompt, joined(parts)) for parts in work.pieces]
-        verdicts = await self.rollouts.verifiers.judge(items)
+        with self._usage.judging.one_more():
+            verdicts = await self.rollouts.verifiers.judge(items)
         if work.dropped is None:
             self._judge(work, verdicts)
 

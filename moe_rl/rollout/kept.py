@@ -4,12 +4,16 @@
 shards: keys, tokens, sampler logprobs, rewards, weight versions and route references. The file starts with the line
 `moe_rl rollout 1 <xxh3-128 of the rest>`, followed by the batch in the encoding that was sent to the ranks
 (`messages.py`).
+
+`rollouts/step000012.sampled` holds the completions of a step that are not all judged yet, where their weights will be
+gone by then. It is deleted when the other file is there.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +29,8 @@ _SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?(?:-server\d+(?:-again\d+)?)?(?:
 _GROUP_SHARD = re.compile(r"group(\d{6,})-(\d+)(?:-server\d+)?(?:\.pp\d+of\d+)?")
 _SUFFIX = ".rollout"
 _HEAD, _WHAT = "moe_rl rollout 1", "a step's rollouts"
+_SAMPLED_SUFFIX = ".sampled"
+_SAMPLED_HEAD, _SAMPLED_WHAT = "moe_rl sampled 1", "the completions of a step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,28 @@ class RolloutBatch:
     metrics: dict[str, float]
     digest: str
     samples: list[KeptSample] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """Holds the completions of a step, of which not all are judged.
+
+    Attributes:
+        first: Cursor of the first prompt; the others follow it.
+        completions: Of each prompt.
+        metrics: Measured during sampling.
+        digest: As in RolloutBatch.
+    """
+
+    first: int
+    completions: list[list[Completion]]
+    metrics: dict[str, float]
+    digest: str
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Return a sequence of each completion. Its reward is not known: NaN."""
+        return [Sequence.of(one, math.nan) for group in self.completions for one in group]
 
 
 def shards_of(recorded: Iterable[Sequence | Completion]) -> list[str]:
@@ -112,6 +140,22 @@ class KeptRollouts:
     def save(self, step: int, batch: RolloutBatch) -> None:
         """Write a step's file. It appears complete or not at all."""
         sealed.save(self._path(step), _HEAD, batch, _WHAT)
+        self._sampled_path(step).unlink(missing_ok=True)
+
+    def save_sampled(self, step: int, sampled: SampledStep) -> None:
+        """Write the completions of a step, until `save` has its batch."""
+        sealed.save(self._sampled_path(step), _SAMPLED_HEAD, sampled, _SAMPLED_WHAT)
+
+    def sampled(self, step: int) -> SampledStep | None:
+        """Return what `save_sampled` wrote for a step that has no batch; None if there is nothing.
+
+        Raises:
+            DataError: The file is cut short or changed.
+        """
+        path = self._sampled_path(step)
+        if self._path(step).exists() or not path.exists():
+            return None
+        return sealed.load(path, _SAMPLED_HEAD, SampledStep, _SAMPLED_WHAT, "delete it, to sample the step again")
 
     def load(self, step: int) -> RolloutBatch:
         """Read the batch that `save` wrote.
@@ -127,12 +171,23 @@ class KeptRollouts:
         Raises:
             MoeRLError: Something is missing or damaged, or belongs to other prompts or completions.
         """
+        return self._entered(step, ledger, source, self.load)
+
+    def left_behind(
+        self, step: int, ledger: PromptLedger, source: PromptSource
+    ) -> tuple[StepPrompts, RolloutBatch | SampledStep]:
+        """Read and check as `entered` does. Where a step has no batch yet, return its completions."""
+        return self._entered(step, ledger, source, lambda step: self.sampled(step) or self.load(step))
+
+    def _entered[B: (RolloutBatch, RolloutBatch | SampledStep)](
+        self, step: int, ledger: PromptLedger, source: PromptSource, read: Callable[[int], B]
+    ) -> tuple[StepPrompts, B]:
         entry = ledger.find(step - 1)
         if entry is None:
             raise DataError(describe("its rollouts were not finished", got="no line for the step in the prompt ledger"))
         if entry.prompts != (prompts := entry.ids_in(source)):
             raise of_others("prompts", f"{entry.prompts[:1]} from cursor {entry.cursors[0][0]}", f"{prompts[:1]}")
-        batch = self.load(step)
+        batch = read(step)
         if batch.digest != entry.completions:
             raise of_others("completions", f"digest {batch.digest}", f"{entry.completions} as in the prompt ledger")
         self.store.check_published(shards_of(batch.sequences))
@@ -160,15 +215,18 @@ class KeptRollouts:
         for path in self.folder.glob("*.tmp"):
             if not _is_of(path.name.partition(".")[0], steps):  # the pool may be writing the file of the next step
                 path.unlink(missing_ok=True)
-        for path in self._files():
+        for path in [*self._files(), *self._files(_SAMPLED_SUFFIX)]:
             if not _is_of(path.stem, steps):
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{shard_name(step)}{_SUFFIX}"
 
-    def _files(self) -> list[Path]:
-        return [path for path in self.folder.glob(f"*{_SUFFIX}") if shard_step(path.stem) is not None]
+    def _sampled_path(self, step: int) -> Path:
+        return self._path(step).with_suffix(_SAMPLED_SUFFIX)
+
+    def _files(self, suffix: str = _SUFFIX) -> list[Path]:
+        return [path for path in self.folder.glob(f"*{suffix}") if shard_step(path.stem) is not None]
 
 
 def _is_of(name: str, steps: Container[int]) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -37,10 +38,55 @@ def of_consumed(step: int, groups: Sequence[KeptGroup]) -> dict[str, float]:
     }
 
 
-class Usage:
-    """Measures the time between two steps: how busy the servers are, what they sample, and what of it in vain.
+class WorkingTime:
+    """Measures when something works, and how much.
 
     Attributes:
+        working: how much works now.
+        busy: seconds, each times what worked in it.
+
+    Args:
+        clock: tells the seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock, self._since = clock, clock()
+        self.working = self.busy = 0.0
+        self._spans: list[tuple[float, float]] = []
+
+    def set(self, working: float) -> None:
+        """Note how much works from now on. 0: nothing."""
+        now = self._clock()
+        self.busy += (now - self._since) * self.working
+        if self.working and now > self._since:
+            if self._spans and self._spans[-1][1] == self._since:
+                self._spans[-1] = self._spans[-1][0], now
+            else:
+                self._spans.append((self._since, now))
+        self._since, self.working = now, working
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count one more that works, while the context is open."""
+        self.set(self.working + 1)
+        try:
+            yield
+        finally:
+            self.set(self.working - 1)
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Return when anything worked, since the last call: begins and ends, of the clock."""
+        self.set(self.working)
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class Usage:
+    """Measures the time between two steps: how busy servers and verifiers are, what is sampled, and what in vain.
+
+    Attributes:
+        slots: the share of the servers' slots that has a request.
+        judging: the number of groups that are judged.
         sampled: tokens of requests that have ended since the last step.
 
     Args:
@@ -49,36 +95,24 @@ class Usage:
 
     def __init__(self, clock: Callable[[], float]):
         self._clock, self._began = clock, clock()
-        self._since, self._share, self._busy = self._began, 0.0, 0.0
+        self.slots, self.judging = WorkingTime(clock), WorkingTime(clock)
         self.sampled, self._wasted = 0, Counter[str]()
-        self._spans: list[tuple[float, float]] = []
-
-    def busy(self, share: float) -> None:
-        """Note which share of the slots has a request from now on."""
-        now = self._clock()
-        self._busy += (now - self._since) * self._share
-        if self._share and now > self._since:
-            if self._spans and self._spans[-1][1] == self._since:
-                self._spans[-1] = self._spans[-1][0], now
-            else:
-                self._spans.append((self._since, now))
-        self._since, self._share = now, share
 
     def waste(self, reason: str, tokens: int) -> None:
         """Note tokens that no step will train on."""
         self._wasted[reason] += tokens
 
-    def worked(self) -> list[tuple[float, float]]:
-        """Return when any slot had a request, since the last call: begins and ends, of the clock."""
-        self.busy(self._share)
-        spans, self._spans = self._spans, []
-        return spans
+    def worked(self) -> list[tuple[str, float, float]]:
+        """Return the parts of a step that were under way since the last call, with begins and ends, of the clock."""
+        parts = {"sample": self.slots, "reward": self.judging}
+        return [(name, begin, end) for name, one in parts.items() for begin, end in one.spans()]
 
     def next(self) -> dict[str, float]:
         """Return the metrics since the last step, and begin anew."""
-        self.busy(self._share)
-        seconds, busy, sampled, wasted = self._since - self._began, self._busy, self.sampled, self._wasted
-        self._began, self._busy, self.sampled, self._wasted = self._since, 0.0, 0, Counter()
+        self.slots.set(self.slots.working)
+        now, busy, sampled, wasted = self._clock(), self.slots.busy, self.sampled, self._wasted
+        seconds = now - self._began
+        self._began, self.slots.busy, self.sampled, self._wasted = now, 0.0, 0, Counter()
         return {
             "throughput/sampled_tokens_per_second": sampled / seconds if seconds else 0.0,
             "pipeline/sampler_idle_fraction": 1.0 - busy / seconds if seconds else 0.0,

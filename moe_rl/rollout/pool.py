@@ -2,14 +2,16 @@
 train.
 
     rank 0 (pool_client.PooledRollouts)            pool
-    TakeBatch(step n + 1)  ---------------------->  samples, verifies, keeps the batch of step n + 1
+    TakeBatch(step n + 1)  ---------------------->  samples the batch of step n + 1
     ... trains step n ...                                 |
-                       <-------------- BatchTaken -  the batch is on disk
-    Update(n)  ---------------------------------->  loads the weights into the sampler
+                       <------------ BatchSampled -  the completions are on disk
+    Update(n)  ---------------------------------->  loads the weights into the sampler, while completions are judged
+    TakeBatch(step n + 2)  ---------------------->  samples the batch of step n + 2
+                       <-------------- BatchTaken -  the batch of step n + 1 is on disk
 
 It owns the sampler, the verifiers, the prompts, their ledger and the kept rollouts. Calls are answered in the order in
-which they come, so weights never change while a batch is sampled. In mode async it samples groups one by one instead,
-without a break, and weights go in beside (pool_groups.py).
+which they come, so weights never change while a batch is sampled. A thread waits for the verdicts. In mode async it
+samples groups one by one instead, without a break, and weights go in beside (pool_groups.py).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -33,7 +36,7 @@ from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.fleet_groups import FleetGroups
 from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.rollout.pool_groups import GroupPool
-from moe_rl.rollout.rollouts import Rollouts, start_sampler
+from moe_rl.rollout.rollouts import Rollouts, Unjudged, start_sampler
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.tasks.verifiers import VerifierPool
@@ -67,15 +70,38 @@ def main() -> None:
 
 
 def _by_batch(line: _PoolLine, rollouts: Rollouts) -> None:
-    """Answer calls one by one until rank 0 closes."""
+    """Answer calls one by one until rank 0 closes. Batches are judged in a thread, in their order."""
+    judging = ThreadPoolExecutor(1)
     with line.beating():
         while not isinstance(call := line.receive(), Close):
             assert not isinstance(call, wire.OpenPool)
             try:
+                if isinstance(call, wire.TakeBatch):
+                    parts: list[tuple[str, float, float]] = []
+                    unjudged = rollouts.sample(call.step, _clock(parts))
+                    line.send(wire.BatchSampled(call.step, parts))
+                    judging.submit(_judge, line, rollouts, unjudged)
+                    continue
                 reply: Message = _reply(rollouts, call)
             except Exception as error:
                 reply = _failed(error)
             line.answer(reply)
+
+
+def _judge(line: _PoolLine, rollouts: Rollouts, unjudged: Unjudged) -> None:
+    """Answer a call for a batch when all of it is judged."""
+    parts: list[tuple[str, float, float]] = []
+    try:
+        rollouts.keep(unjudged.step, rollouts.judge(unjudged, _clock(parts)))
+        reply: Message = wire.BatchTaken(unjudged.step, parts)
+    except Exception as error:
+        reply = _failed(error)
+    line.answer(reply)
+
+
+def _clock(parts: list[tuple[str, float, float]]) -> Clock:
+    """Return a clock that adds each part to `parts` as it ends."""
+    return Clock(ended=lambda *part: parts.append(part))
 
 
 async def _by_group(line: _PoolLine, pool: GroupPool) -> None:
@@ -110,10 +136,6 @@ def _open(run_dir: Path, config_file: Path, stack: ExitStack) -> Rollouts:
 def _reply(rollouts: Rollouts, call: wire.Call) -> wire.Reply:
     engine = rollouts.engine
     match call:
-        case wire.TakeBatch(step):
-            parts: list[tuple[str, float, float]] = []
-            rollouts.take(step, Clock(ended=lambda *part: parts.append(part)))
-            return wire.BatchTaken(step, parts)
         case wire.RetainSteps(steps):
             rollouts.retain(steps)
             return wire.StepsRetained()
@@ -126,8 +148,8 @@ def _reply(rollouts: Rollouts, call: wire.Call) -> wire.Reply:
         case Update(update):
             engine.update_weights(update)
             return wire.SamplerUpdated(engine.workers)
-        case wire.BeginGroups():
-            raise ValueError("only a pool of groups can begin groups")
+        case wire.TakeBatch() | wire.BeginGroups():
+            raise ValueError("not answered here: batches are taken in two parts, and only a pool of groups begins them")
 
 
 def _failed(error: Exception) -> wire.PoolFailed:
@@ -143,25 +165,32 @@ class _PoolLine:
 
     def __init__(self, channel: Channel):
         self._channel, self._sending = channel, threading.Lock()
-        self._asked = False  # a call waits for its answer
+        self._unanswered = 0  # calls
 
     def receive(self) -> wire.OpenPool | wire.Call | Close:
         try:
             call = self._channel.receive()
         except (EOFError, OSError):
             return Close()
-        self._asked = True
+        with self._sending:
+            self._unanswered += 1
         return call
 
     def answer(self, reply: Message) -> None:
+        """Answer a call."""
         with self._sending:
-            self._asked = False
+            self._unanswered -= 1
             self._channel.send(reply)
+
+    def send(self, news: Message) -> None:
+        """Send what does not answer a call yet."""
+        with self._sending:
+            self._channel.send(news)
 
     def beat(self) -> None:
         """Send a sign of life if a call waits for its answer."""
         with self._sending:
-            if self._asked:
+            if self._unanswered:
                 self._channel.send(Alive())
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_rl import errors
@@ -23,10 +23,7 @@ from moe_rl.weights.update import WeightUpdate
 
 
 class PooledSampler:
-    """Serves as the sampler of rank 0: it receives weights and scores tokens through the pool, see Sampler.
-
-    The pool answers in order. So each call first waits for the batch that was asked for before it.
-    """
+    """Serves as the sampler of rank 0: it receives weights and scores tokens through the pool, see Sampler."""
 
     def __init__(self, config: Config, run_dir: Path, config_file: Path):
         """Start the pool with its sampler and verifiers. Raises EngineError if they cannot start."""
@@ -39,8 +36,9 @@ class PooledSampler:
             alive=Alive,
             silence_seconds=config.run.peer_timeout_seconds,
         )
-        self._asked = 0  # the step whose batch the pool samples; 0: none
-        self._taken = 0  # the step whose batch came last
+        # The last step whose batch was asked for, whose completions are sampled, and whose batch is on disk.
+        self._asked = self._sampled = self._taken = 0
+        self._parts: list[tuple[str, float, float]] = []  # what the pool did for batches and nobody has been told
         self._begun = False  # whether the pool samples groups
         try:
             seconds = 2 * config.rollout.startup_timeout_seconds  # the sampler has that time of its own
@@ -53,21 +51,25 @@ class PooledSampler:
 
     def begin(self, step: int) -> None:
         """Let the pool sample the batch of a step, unless it does or did already."""
-        if step > self._taken and not self._asked:
+        if step > self._asked:
             self._child.send(wire.TakeBatch(step))
             self._asked = step
 
     def settle(self) -> list[tuple[str, float, float]]:
-        """Wait until the pool has sampled the batch that it was asked for, if any, and kept it on disk.
+        """Wait until the completions of all batches that were asked for are sampled.
 
         Returns:
-            What the pool did for it: names of parts, each with its begin and end on time.perf_counter.
+            What the pool did since the last time: names of parts, each with its begin and end on time.perf_counter.
         """
-        if not self._asked:
-            return []
-        taken = self._checked(self._child.receive(), wire.BatchTaken)
-        self._taken, self._asked = taken.step, 0
-        return taken.parts
+        while self._sampled < self._asked:
+            self._hear(wire.BatchSampled)
+        return self._told()
+
+    def taken(self, step: int) -> list[tuple[str, float, float]]:
+        """Wait until the batch of a step is on disk. Returns as `settle` does."""
+        while self._taken < step:
+            self._hear(wire.BatchTaken)
+        return self._told()
 
     def begin_groups(self, step: int, version: int) -> list[str]:
         """Let the pool sample groups without a break, unless it does.
@@ -115,9 +117,26 @@ class PooledSampler:
         self._child.close(Close())
 
     def _call[R: Message](self, call: Message, expected: type[R]) -> R:
-        self.settle()
         self._child.send(call)
-        return self._checked(self._child.receive(), expected)
+        while not isinstance(reply := self._hear(expected), expected):
+            pass
+        return reply
+
+    def _hear(self, expected: type[Message]) -> Message:
+        """Receive the next message: the expected one, or news of a batch, which are taken down."""
+        reply = self._child.receive()
+        if isinstance(reply, wire.BatchSampled | wire.BatchTaken):
+            self._sampled = max(self._sampled, reply.step)
+            if isinstance(reply, wire.BatchTaken):
+                self._taken = reply.step
+            self._parts += reply.parts
+        else:
+            self._checked(reply, expected)
+        return reply
+
+    def _told(self) -> list[tuple[str, float, float]]:
+        parts, self._parts = self._parts, []
+        return parts
 
     def _checked[R: Message](self, reply: Message, expected: type[R]) -> R:
         if isinstance(reply, wire.PoolFailed):
@@ -145,22 +164,27 @@ class PooledRollouts:
         self.unusable: list[str] = []
 
     def take(self, step: int, clock: Clock) -> RolloutBatch:
-        """Return the batch of a step when the pool has it, and let the pool go on with the next one."""
+        """Let the pool sample the batch of a step, and the next one beside training. Return the first when the pool has
+        it."""
         batch, self.left_behind = self.left_behind, None
         if self.pipeline.by_group:
             self.unusable += self.engine.begin_groups(step + (batch is not None), version=step - 1)
         if batch is None:
             self.engine.begin(step)
-            self.settle(clock)
-            batch = self.kept.load(step)
         if self.pipeline.ahead and step < self.steps:
             self.engine.begin(step + 1)
+        if batch is None:
+            self._wait(lambda: self.engine.taken(step), clock)
+            batch = self.kept.load(step)
         return batch
 
     def settle(self, clock: Clock) -> None:
         """Wait until the pool has nothing more to sample with the present weights."""
+        self._wait(self.engine.settle, clock)
+
+    def _wait(self, awaited: Callable[[], list[tuple[str, float, float]]], clock: Clock) -> None:
         with clock("wait"):
-            parts = self.engine.settle()
+            parts = awaited()
         for part in parts:
             clock.ended(*part)
 

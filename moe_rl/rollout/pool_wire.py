@@ -1,7 +1,8 @@
 """Defines the messages between rank 0 and the pool's process, in frames of `messages.Channel`.
 
-The pool answers calls one by one, in the order in which they came. While it works it sends signs of life. What rank 0
-would ask of an engine, it asks of the pool with the same messages.
+The pool answers calls one by one, in the order in which they came; only BatchTaken may come later, between the answers
+to other calls. While it works it sends signs of life. What rank 0 would ask of an engine, it asks of the pool with the
+same messages.
 """
 
 from __future__ import annotations
@@ -63,10 +64,21 @@ class StepsRetained(Message, frozen=True):
     pass
 
 
+class BatchSampled(Message, frozen=True):
+    """Says that the completions of a batch are sampled. Its BatchTaken follows when they are judged. Groups that are
+    sampled one by one have no such moment.
+
+    parts: what was done for it, each with its begin and end on time.perf_counter.
+    """
+
+    step: int
+    parts: list[tuple[str, float, float]]
+
+
 class BatchTaken(Message, frozen=True):
     """Says that the batch of a step is on disk.
 
-    parts: what was done for it, each with its begin and end on time.perf_counter.
+    parts: as in BatchSampled, what has been done since.
     """
 
     step: int
@@ -99,4 +111,6 @@ class PoolFailed(Message, frozen=True):
 Call = BeginGroups | TakeBatch | RetainSteps | EvaluatePolicy | Score | AskCounts | Update
 Reply = GroupsBegun | BatchTaken | StepsRetained | PolicyEvaluated | RunsScored | Counted | SamplerUpdated
 CALLS: Decoder[OpenPool | Call | Close] = decoder(OpenPool | Call | Close)
-REPLIES: Decoder[PoolOpened | Alive | Reply | PoolFailed] = decoder(PoolOpened | Alive | Reply | PoolFailed)
+REPLIES: Decoder[PoolOpened | Alive | BatchSampled | Reply | PoolFailed] = decoder(
+    PoolOpened | Alive | BatchSampled | Reply | PoolFailed
+)

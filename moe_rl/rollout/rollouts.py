@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Container
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import xxhash
@@ -16,13 +18,13 @@ from moe_rl.models.hf import ModelFacts
 from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of, discarded, recorded
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name, shards_of
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name, shards_of
 from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.tasks.tokenizer import stop_tokens
-from moe_rl.tasks.verifiers import VerifierPool
+from moe_rl.tasks.verifiers import Judging, VerifierPool
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
 from moe_rl.vllm.wire import EngineSettings
@@ -68,6 +70,24 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Holds prompts, the completions of each, and the judging of these, which has begun."""
+
+    prompts: Seq[Prompt]
+    completions: list[list[Completion]]
+    judging: Judging
+
+
+@dataclass(frozen=True, slots=True)
+class Unjudged:
+    """Holds a step whose completions are sampled and perhaps not all judged."""
+
+    step: int
+    sampled: SampledStep
+    rounds: list[Round]
+
+
 class Rollouts:
     """Owns the prompts and the verifiers, and calls the sampler. One process of a run has it.
 
@@ -102,61 +122,114 @@ class Rollouts:
         if batch is not None:
             clock.seconds |= {"sample": 0.0, "reward": 0.0}
             return batch
-        batch = self.collect(step, clock)
-        self.store.check_published(shards_of(batch.sequences))
-        self.kept.save(step, batch)
+        batch = self.judge(self.sample(step, clock), clock)
+        self.keep(step, batch)
         return batch
 
-    def collect(self, step: int, clock: Clock) -> RolloutBatch:
-        """Sample and verify the groups of one step, record them in the prompt ledger, and choose those to train on."""
-        rollout, before = self.config.rollout, self.engine.counts()
-        first = self.ledger.ended(step - 1).floor
-        groups: list[PromptGroup] = []
-        shards: list[str] = []
-        lacking = rollout.prompts_per_step
-        while lacking > 0 and len(shards) < rollout.dynamic_sampling_rounds:
-            shards.append(shard_name(step, len(shards)))
-            groups += self._sample(step, first, len(groups), shards[-1], clock)
-            lacking = rollout.prompts_per_step - sum(group.informative for group in groups)
-        digest = digest_of([c for group in groups for c in group.completions])
-        ids = [group.prompt.id for group in groups]
-        self.ledger.record(step - 1, range(first, first + len(groups)), ids, digest)
+    def sample(self, step: int, clock: Clock) -> Unjudged:
+        """Sample the completions of a step, and record its prompts in the prompt ledger.
+
+        Judging has begun on return. Rounds of which it depends whether another one follows are judged.
+        """
+        if (before := self.kept.sampled(step)) is not None:
+            unjudged = self._judged_again(step, before)
+        else:
+            unjudged = self._sampled(step, clock)
+        sampled = unjudged.sampled
+        prompts = range(sampled.first, sampled.first + len(sampled.completions))
+        ids = [prompt.id for one in unjudged.rounds for prompt in one.prompts]
+        self.ledger.record(step - 1, prompts, ids, sampled.digest)
+        return unjudged
+
+    def judge(self, unjudged: Unjudged, clock: Clock) -> RolloutBatch:
+        """Wait for the verdicts of a step that was sampled, and choose the groups to train on.
+
+        Another thread may sample the next step meanwhile.
+        """
+        rollout = self.config.rollout
+        groups = self._groups(unjudged.rounds, clock)
         discards = rollout.dynamic_sampling_rounds > 1
         chosen = choose(groups, rollout.prompts_per_step) if discards else groups
-        batch = self.batches.make(step, groups, chosen)
-        tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
-        batch.metrics["throughput/sampled_tokens_per_second"] = tokens / clock.seconds["sample"]
+        batch = self.batches.make(unjudged.step, groups, chosen)
+        batch.metrics.update(unjudged.sampled.metrics)
         if discards:
+            lacking = rollout.prompts_per_step - sum(group.informative for group in groups)
             batch.metrics.update(discarded(len(groups), len(chosen), max(0, lacking)))
-        batch.metrics.update(recorded(before, self.engine.counts()))
-        batch.metrics.update(self.lost_servers())
         return batch
+
+    def keep(self, step: int, batch: RolloutBatch) -> None:
+        """Keep the batch of a step on disk with its routes."""
+        self.store.check_published(shards_of(batch.sequences))
+        self.kept.save(step, batch)
+
+    def _sampled(self, step: int, clock: Clock) -> Unjudged:
+        """Sample the groups of a step in rounds. Keep them on disk if the weights may be gone when they are judged."""
+        rollout, before = self.config.rollout, self.engine.counts()
+        first = self.ledger.ended(step - 1).floor
+        rounds: list[Round] = []
+        while True:
+            done = len(rounds) * rollout.prompts_per_step
+            rounds.append(self._round(step, first, done, shard_name(step, len(rounds)), clock))
+            if len(rounds) == rollout.dynamic_sampling_rounds:
+                break  # whatever the verdicts, no round follows
+            if sum(group.informative for group in self._groups(rounds, clock)) >= rollout.prompts_per_step:
+                break
+        completions = [group for one in rounds for group in one.completions]
+        flat = [completion for group in completions for completion in group]
+        metrics = {
+            "throughput/sampled_tokens_per_second": sum(len(c.token_ids) for c in flat) / clock.seconds["sample"],
+            **recorded(before, self.engine.counts()),
+            **self.lost_servers(),
+        }
+        sampled = SampledStep(first, completions, metrics, digest_of(flat))
+        if self.config.pipeline.ahead:
+            self.store.check_published(shards_of(flat))
+            self.kept.save_sampled(step, sampled)
+        return Unjudged(step, sampled, rounds)
+
+    def _judged_again(self, step: int, sampled: SampledStep) -> Unjudged:
+        """Begin to judge what an earlier process of this run has sampled for a step."""
+        prompts = self.source.at(sampled.first, len(sampled.completions))
+        judging = self.verifiers.judging()
+        repeated = [(prompt, c) for prompt, group in zip(prompts, sampled.completions, strict=True) for c in group]
+        for at, (prompt, completion) in enumerate(repeated):
+            judging.add(at, self.batches.item(prompt, completion))
+        return Unjudged(step, sampled, [Round(prompts, sampled.completions, judging)])
 
     def lost_servers(self) -> dict[str, int]:
         """Return how many servers are lost, as a metric; nothing for an engine."""
         return {"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}
 
-    def _sample(self, step: int, cursor: int, done: int, shard: str, clock: Clock) -> list[PromptGroup]:
-        """Sample and verify one round of prompts of a step.
+    def _round(self, step: int, first: int, done: int, shard: str, clock: Clock) -> Round:
+        """Sample one round of prompts of a step, and begin to judge the completions.
 
         Args:
-            cursor: the place of the step's first prompt in the order of all prompts.
-            done: how many groups the earlier rounds gave.
+            first: the cursor of the step's first prompt.
+            done: how many prompts the earlier rounds had.
         """
         rollout = self.config.rollout
-        prompts = self.source.at(cursor + done, rollout.prompts_per_step)
+        prompts = self.source.at(first + done, rollout.prompts_per_step)
         requests = [
             self.request(f"s{step}/p{p}/c{c}", prompt.token_ids, rollout.temperature)
             for p, prompt in enumerate(prompts, start=done)
             for c in range(rollout.group_size)
         ]
         repeated = [prompt for prompt in prompts for _ in range(rollout.group_size)]
-        completions, verdicts = self._judged(repeated, requests, shard, clock)
-        members = [slice(start, start + rollout.group_size) for start in range(0, len(requests), rollout.group_size)]
-        return [
-            self.batches.group(number, prompt, [[one] for one in completions[of]], verdicts[of])
-            for number, (prompt, of) in enumerate(zip(prompts, members, strict=True), start=done)
-        ]
+        completions, judging = self._answered(repeated, requests, shard, clock)
+        members = range(0, len(requests), rollout.group_size)
+        return Round(prompts, [completions[at : at + rollout.group_size] for at in members], judging)
+
+    def _groups(self, rounds: Seq[Round], clock: Clock) -> list[PromptGroup]:
+        """Return the groups of a step with their verdicts, when all are there."""
+        groups: list[PromptGroup] = []
+        with clock("reward"):
+            for one in rounds:
+                with one.judging:
+                    verdicts = iter(one.judging.verdicts())
+                for prompt, completions in zip(one.prompts, one.completions, strict=True):
+                    own = list(islice(verdicts, len(completions)))
+                    groups.append(self.batches.group(len(groups), prompt, [[c] for c in completions], own))
+        return groups
 
     def settle(self, clock: Clock) -> None:
         """Do nothing: nothing is sampled beside training."""
@@ -172,7 +245,9 @@ class Rollouts:
         for name, asked in zip(EVALUATED, self.evaluation(), strict=True):
             places, requests = [place for place, _ in asked], [one for _, one in asked]
             prompts = [self.heldout[place][1] for place in places]
-            answers.append((places, self._judged(prompts, requests, f"{name}-step{step:06d}", Clock())[1]))
+            _, judging = self._answered(prompts, requests, f"{name}-step{step:06d}", Clock())
+            with judging:
+                answers.append((places, judging.verdicts()))
         return self.rates(answers)
 
     def evaluation(self) -> list[list[Asked]]:
@@ -214,23 +289,25 @@ class Rollouts:
         """Return a request of the run, see `generate_request`."""
         return generate_request(self.config, key, prompt_token_ids, self.stop_tokens, temperature)
 
-    def _judged(
+    def _answered(
         self, prompts: Seq[Prompt], requests: Seq[GenerateRequest], shard: str, clock: Clock
-    ) -> tuple[list[Completion], list[Verdict]]:
-        """Sample completions, and have each judged while others are still sampled.
+    ) -> tuple[list[Completion], Judging]:
+        """Sample completions, and begin to judge each while others are still sampled.
 
         Args:
             prompts: of each request.
         """
-        with self.verifiers.judging() as judging:
+        with ExitStack() as stack:
+            judging = stack.enter_context(self.verifiers.judging())
 
             def ended(at: int, completion: Completion) -> None:
                 judging.add(at, self.batches.item(prompts[at], completion))
 
             with clock("sample"):
                 completions = self.engine.generate(requests, shard=shard, ended=ended)
-            with clock("reward"):
-                return completions, judging.verdicts()
+            judging.calls()
+            stack.pop_all()
+        return completions, judging
 
 
 def canary_runs(config: Config, task: TaskPrompts) -> list[tuple[int, ...]]:

@@ -92,8 +92,8 @@ def check_failed_fraction(
 class VerifierPool:
     """Scores completions with the configured reward functions in worker processes. Use as a context manager.
 
-    Construction starts the workers. Workers end with the pool and with this process. One thread uses the pool. In an
-    event loop, several calls of `judge` share the workers: their calls are made first in, first out.
+    Construction starts the workers. Workers end with the pool and with this process. What is judged at the same time,
+    in threads or in an event loop, shares the workers: calls are made first in, first out.
 
     Args:
         timeout_seconds: the time limit, by the monotonic clock, for all functions of one item together that take one

@@ -3,8 +3,9 @@
 Rollouts of the step after the checkpoint were sampled with the checkpoint's weights, or with older ones where sampling
 runs ahead. If they are complete, the step trains on them instead of sampling again: where sampling is not
 deterministic, or its weights are gone, this is the only way to repeat the step as the first process would have made it.
-Rollouts that cannot be proven complete are sampled again, with the checkpoint's weights. Rollouts of later steps are
-deleted, because the weights that sampled them may be lost.
+Where only their completions are there, these are judged again. Rollouts that cannot be proven complete are sampled
+again, with the checkpoint's weights. Rollouts of later steps are deleted, because the weights that sampled them may be
+lost.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moe_rl.errors import CheckpointError, ConfigError, MoeRLError, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.report import history
-from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, of_others
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, of_others
 from moe_rl.rollout.pool_client import PooledRollouts
 from moe_rl.rollout.replayed import ReplayedRollouts
 from moe_rl.rollout.rollouts import Rollouts
@@ -155,10 +156,11 @@ def _restore_rollouts(trainer: Trainer, main: RankZero, done: int) -> None:
     if isinstance(rollouts, ReplayedRollouts):  # the kept rollouts are another run's
         rollouts.ledger.rewind(done)
         return
-    rollouts.left_behind = _take_left_behind(trainer, main, rollouts, done)
+    found = _take_left_behind(trainer, main, rollouts, done)
+    rollouts.left_behind = None if isinstance(found, SampledStep) else found
     entered = done + (rollouts.left_behind is not None)
     rollouts.ledger.verify(rollouts.source, steps=entered, whole=not trainer.config.pipeline.by_group)
-    rollouts.kept.retain(range(entered + 1))
+    rollouts.kept.retain(range(done + 1 + (found is not None)))
     trainer.store.collect_garbage()
     for shard in trainer.store.unpublished():
         main.log.note(f"shard {shard} is not in the trace manifest; it is not used for training")
@@ -188,14 +190,16 @@ def check_of_this_run(path: Path, expected: str, got: str) -> None:
 
 def _take_left_behind(
     trainer: Trainer, main: RankZero, rollouts: Rollouts | PooledRollouts, done: int
-) -> RolloutBatch | None:
-    """Return the rollouts of the next step if they are complete, else None. Later lines are cut from the prompt
-    ledger."""
+) -> RolloutBatch | SampledStep | None:
+    """Return the rollouts of the next step if they are complete, or its completions if these are, else None.
+
+    Later lines are cut from the prompt ledger. What is judged again gets its line anew.
+    """
     step = done + 1
     begun = f"resumed after step {done}" if done else "restarted from the beginning"
     config, vocabulary = trainer.config, trainer.facts.vocab
     try:
-        entry, batch = left_behind(
+        entry, found = left_behind(
             step,
             rollouts.ledger,
             rollouts.source,
@@ -209,10 +213,12 @@ def _take_left_behind(
         dropped = rollouts.ledger.rewind(done)
         main.log.note(f"{begun}; {dropped} steps are repeated. Step {step} is sampled again: {error}")
         return None
-    dropped = rollouts.ledger.rewind(step)
-    found = f"{len(batch.sequences)} sequences that were sampled for it before"
-    main.log.note(f"{begun}; {dropped + 1} steps are repeated. Step {step} is trained on the {found}")
-    return batch
+    judged = isinstance(found, RolloutBatch)
+    dropped = rollouts.ledger.rewind(step if judged else done)
+    what = f"{len(found.sequences)} sequences that were sampled for it before"
+    then = f"is trained on the {what}" if judged else f"judges the {what} again"
+    main.log.note(f"{begun}; {dropped + judged} steps are repeated. Step {step} {then}")
+    return found
 
 
 def left_behind(
@@ -225,7 +231,7 @@ def left_behind(
     lag: int,
     support: int | None = None,
     head: tuple[int, int] | None = None,
-) -> tuple[StepPrompts, RolloutBatch]:
+) -> tuple[StepPrompts, RolloutBatch | SampledStep]:
     """Read and check the rollouts of `step`, the step after the checkpoint that the run continues from.
 
     Args:
@@ -234,12 +240,12 @@ def left_behind(
         head: Vocabulary size and number of tokens, if sampler heads are needed; else None.
 
     Returns:
-        The step's line of the prompt ledger, and its rollouts.
+        The step's line of the prompt ledger, and its rollouts, or its completions if it has no batch.
 
     Raises:
         MoeRLError: Something is missing or damaged, or belongs to other prompts, tokens, weights or another model.
     """
-    entry, batch = kept.entered(step, ledger, source)
+    entry, batch = kept.left_behind(step, ledger, source)
     ledger.check(step)
     # Missing routes are accepted here; the step decides what to do about them when it trains.
     rows = RowPolicy(missing="native", max_staleness=lag)

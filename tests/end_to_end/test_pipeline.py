@@ -110,6 +110,56 @@ def test_a_killed_run_goes_on_bit_for_bit(ahead, tmp_path, victim):
     assert (folder / "prompts.jsonl").read_bytes() == (ahead.folder / "prompts.jsonl").read_bytes()
 
 
+ONE_ROUND = [*AHEAD, "rollout.dynamic_sampling_rounds=1", "checkpoint.asynchronous=false"]
+HELD_VERIFIER = """
+import pathlib, time
+from moe_rl.tasks import rewards
+
+def exact_match(completion, answer):
+    while pathlib.Path({hold!r}).exists():
+        time.sleep(0.05)
+    return rewards.exact_match(completion, answer)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_batch_that_was_not_judged_yet_is_judged_again_and_the_run_goes_on_bit_for_bit(
+    tmp_path_factory, tmp_path, end
+):
+    whole = finished(tmp_path_factory, "one_round", *ONE_ROUND, "run.steps=4").folder
+    hold, kept = tmp_path / "hold", tmp_path / "verifier"
+    kept.mkdir()
+    (kept / "held_verifier.py").write_text(HELD_VERIFIER.format(hold=str(hold)))
+    environment = {"PYTHONPATH": os.pathsep.join([str(kept), os.environ.get("PYTHONPATH", "")])}
+    reward = "task.rewards.exact_match.function=held_verifier.exact_match"
+    run = Launch(
+        tmp_path,
+        *config(f"run.runs_dir={tmp_path}", *ONE_ROUND, "run.steps=4", reward),
+        environment=environment,
+    )
+    run.until(lambda: "\n 1/4" in run.text())  # the batch of step 2 is judged, or is about to be
+    hold.touch()
+    folder = run.folder
+    run.until(lambda: (folder / "rollouts/step000004.sampled").exists())  # with the weights of step 2, as step 3 waits
+    assert not (folder / "rollouts/step000003.rollout").exists()
+    assert (folder / "rollouts/step000003.sampled").exists()
+    if end == "killed":
+        run.kill()
+    else:
+        for rank in (0, 1):
+            os.kill(run.rank_pid(rank), signal.SIGTERM)
+        assert run.wait() != 0 and "the run was asked to stop" in run.text()
+    hold.unlink()
+    again = Launch(tmp_path, "--resume", folder, environment=environment)
+    assert again.wait() == 0, again.text()[-4000:]
+    assert re.search(r"resumed after step 2; 2 steps are repeated. Step 3 judges the \d+ seq", again.text())
+    assert [versions(folder, step) for step in (3, 4)] == [{1}, {2}]
+    assert rows(folder) == rows(whole) != []
+    assert tensors(folder, 4) == tensors(whole, 4) != {}
+    assert (folder / "prompts.jsonl").read_bytes() == (whole / "prompts.jsonl").read_bytes()
+    assert not list((folder / "rollouts").glob("*.sampled"))
+
+
 def test_a_batch_that_is_lost_is_sampled_again_and_told(ahead, tmp_path):
     """Its old weights are gone, so it is sampled with those of the checkpoint."""
     folder = tmp_path / ahead.folder.name

@@ -44,8 +44,9 @@ def test_parts_become_intervals_of_their_sides_and_a_resume_leaves_none_twice(tm
 def test_shares_are_of_the_time_of_the_steps_alone():
     found = [
         at("sampler", "sample", 100, 106, 1),
-        at("sampler", "reward", 101, 102, 1),
-        at("sampler", "reward", 105, 107, 1),  # judged while others are sampled: an overlap counts once
+        at("verifier", "reward", 101, 102, 1),
+        at("verifier", "reward", 105, 107, 1),
+        at("verifier", "reward", 106, 108, 1),  # the next batch: an overlap counts once
         at("trainer", "train", 107, 109, 1),
         *both(109, 110, 1),
         at("sampler", "sample", 1000, 1004, 2),  # a restart: the time before it belongs to no step
@@ -59,12 +60,12 @@ def test_shares_are_of_the_time_of_the_steps_alone():
     steps = windows(found)
     assert [(one.step, one.begin, one.end) for one in steps] == [(1, 100, 110), (2, 1000, 1010), (3, 1010, 1015)]
     assert [one.busy for one in steps] == [
-        {"sampler": 8, "trainer": 3},
-        {"sampler": 10, "trainer": 3},
-        {"sampler": 1, "trainer": 5},
+        {"sampler": 7, "verifier": 4, "trainer": 3},
+        {"sampler": 10, "verifier": 0, "trainer": 3},
+        {"sampler": 1, "verifier": 0, "trainer": 5},
     ]
     assert [round(one.idle("trainer"), 6) for one in steps] == [0.7, 0.7, 0.0]
-    assert idle_share(steps, "sampler") == pytest.approx(6 / 25)
+    assert idle_share(steps, "sampler") == pytest.approx(7 / 25)
     assert idle_share(steps, "trainer") == pytest.approx(14 / 25)
 
 

@@ -2,7 +2,6 @@
 every prompt is accounted for."""
 
 import json
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,7 @@ from moe_rl.rollout.batches import Batches, digest_of, recorded
 from moe_rl.rollout.kept import shard_name, shard_step
 from moe_rl.rollout.rollouts import Rollouts, generate_request
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.types import Completion, Prompt, RoutePart, Verdict, sampled_by
+from moe_rl.types import Completion, Prompt, RoutePart, RouteRef, Verdict, sampled_by
 from moe_rl.vllm.sampling import Growing, ReportedSpan
 from tests.support.task import task_of
 
@@ -32,13 +31,25 @@ class Verifiers:
         rollouts.verifiers, rollouts.batches.item = self, lambda *one: one
         self.judge = judge
 
-    @contextmanager
     def judging(self):
-        self.found = {}
-        yield self
+        return Judging(self.judge)
+
+
+class Judging:
+    def __init__(self, judge):
+        self.judge, self.found = judge, {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
 
     def add(self, number, item):
         self.found[number] = self.judge(*item)
+
+    def calls(self):
+        return []
 
     def verdicts(self):
         return [self.found[number] for number in range(len(self.found))]
@@ -57,7 +68,7 @@ class Engine:
         assert shard not in self.asked
         self.asked[shard] = [r.key for r in requests]
         (self.root / f"{shard}.safetensors").write_bytes(b"x" * 10)
-        routes = SimpleNamespace(rows=5, parts=(RoutePart(shard, ""),))
+        routes = RouteRef("key", 5, (RoutePart(shard, ""),))
         tokens = [(7,) * (1 + int(r.key.partition("/c")[2] or 0)) for r in requests]
         completions = []
         for at, (r, t) in enumerate(zip(requests, tokens, strict=True)):
@@ -78,7 +89,7 @@ class Rig:
     """
 
     def __init__(self, folder, rounds, *overrides, informative=(), failed=()):
-        (folder / "trace").mkdir(parents=True)
+        (folder / "trace").mkdir(parents=True, exist_ok=True)
         self.config = load_config(
             CONFIG,
             [
@@ -92,7 +103,8 @@ class Rig:
         )
         self.engine = Engine(folder / "trace")
         facts = SimpleNamespace(eos_token_ids=(1,))
-        self.rollouts = Rollouts(self.config, facts, task_of(self.config), self.engine, None, folder, None)
+        store = SimpleNamespace(check_published=lambda shards: None)
+        self.rollouts = Rollouts(self.config, facts, task_of(self.config), self.engine, None, folder, store)
         self.informative, self.failed = informative, failed
         Verifiers(self.rollouts, self.judge)
 
@@ -104,7 +116,7 @@ class Rig:
         return Verdict("failed", None) if group in self.failed else Verdict("scored", reward, parts)
 
     def collect(self, step=1):
-        return self.rollouts.collect(step, Clock())
+        return self.rollouts.judge(self.rollouts.sample(step, Clock()), Clock())
 
 
 def groups_of(batch):
@@ -187,6 +199,38 @@ def test_the_ledger_holds_what_was_discarded_too_and_a_resumed_run_goes_on_from_
     assert [s.prompt_token_ids for s in again[1].sequences] == [
         p.token_ids for p in straight.rollouts.source.at(8, 4)[1::2] for _ in range(SIZE)
     ]
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_killed_process_leaves_the_completions_of_a_step_and_the_next_one_judges_them(tmp_path, rounds):
+    """The step was sampled ahead, so its weights are gone."""
+    ahead = ["pipeline.mode=one_step_off", "rollout.sleep_level=0"]
+    first = Rig(tmp_path, rounds, *ahead, informative=[1])
+    unjudged = first.rollouts.sample(1, Clock())
+    whole = first.rollouts.judge(unjudged, Clock())
+    line = first.rollouts.ledger.path.read_bytes()
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step000001.sampled"]
+
+    second = Rig(tmp_path, rounds, *ahead, informative=[1])
+    assert second.rollouts.ledger.rewind(0) == 1
+    batch = second.rollouts.take(1, Clock())
+    assert not second.engine.asked, "it sampled again"
+    assert batch.metrics == whole.metrics and batch.digest == whole.digest and batch.group_ids == whole.group_ids
+    assert [(s.key, s.token_ids, s.reward) for s in batch.sequences] == [
+        (s.key, s.token_ids, s.reward) for s in whole.sequences
+    ]
+    assert second.rollouts.ledger.path.read_bytes() == line
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step000001.rollout"]
+
+
+def test_a_step_is_judged_while_the_next_one_is_sampled(tmp_path):
+    rig = Rig(tmp_path, 1, "pipeline.mode=one_step_off", "rollout.sleep_level=0")
+    first = rig.rollouts.sample(1, Clock())
+    second = rig.rollouts.sample(2, Clock())
+    batches = [rig.rollouts.judge(one, Clock()) for one in (first, second)]
+    assert [batch.sequences[0].key for batch in batches] == ["s1/p0/c0", "s2/p0/c0"]
+    assert list(rig.engine.asked) == ["step000001", "step000002"]
+    rig.rollouts.ledger.verify(rig.rollouts.source, steps=2)
 
 
 def test_nothing_verified_ends_the_run_after_the_last_round(tmp_path):

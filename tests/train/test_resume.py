@@ -11,12 +11,12 @@ from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, MoeRLError, SupportError
 from moe_rl.megatron import checkpoint, world
-from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSet, PromptSource
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.resume import check_of_this_run, left_behind, restore
-from moe_rl.types import Prompt, Provenance, Sequence, Span, sampled_by
+from moe_rl.types import Completion, Prompt, Provenance, Sequence, Span, sampled_by
 
 SPEC = TraceSpec("model", 8, 2, "mm")
 DONE, STEP = 1, 2
@@ -66,6 +66,38 @@ def test_what_is_whole_is_taken(left):
     entry, batch = left.find()
     assert entry.cursors == [[2, 2]]
     assert [s.token_ids for s in batch.sequences] == [(3, 4)] and batch.metrics == {"reward/mean": 0.5}
+
+
+def test_completions_without_a_batch_are_taken_if_they_are_whole(left):
+    one = left.batch.sequences[0]
+    made = Completion(
+        one.key, one.prompt_token_ids, one.token_ids, one.rollout_logprobs, "stop", one.versions, one.routes
+    )
+    sampled = SampledStep(2, [[made]], {"rollout/witnessed_rows": 3.0}, "second")
+    left.kept.save_sampled(STEP, sampled)
+    assert isinstance(left.find()[1], RolloutBatch), "a batch is more than its completions"
+    path = left.kept.folder / "step000002.rollout"
+    path.unlink()
+    found = left.find()[1]
+    assert isinstance(found, SampledStep) and found.metrics == sampled.metrics and found.first == 2
+    assert [c.token_ids for group in found.completions for c in group] == [(3, 4)]
+    left.kept.save_sampled(STEP, dataclasses.replace(sampled, digest="other"))
+    assert "other completions" in refused(left)
+    older = dataclasses.replace(made, versions=sampled_by(0, 2))
+    left.kept.save_sampled(STEP, dataclasses.replace(sampled, completions=[[older]]))
+    assert "belong to other weights" in refused(left)
+    left.kept.save_sampled(STEP, sampled)
+    path = path.with_suffix(".sampled")
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert "the completions of a step are damaged" in refused(left)
+    path.write_bytes(whole)
+    left.kept.save(STEP, left.batch)
+    assert not path.exists(), "nobody needs it any more"
+    left.kept.save_sampled(STEP + 1, sampled)
+    left.kept.retain({STEP})
+    assert [one.name for one in left.kept.folder.iterdir()] == ["step000002.rollout"]
 
 
 def test_a_step_that_was_not_entered_is_not_taken(left):
