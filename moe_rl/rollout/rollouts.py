@@ -71,7 +71,7 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class SampledRound:
     """Holds prompts, the completions of each, and the judging of these, which has begun."""
 
     prompts: Seq[Prompt]
@@ -85,7 +85,7 @@ class Unjudged:
 
     step: int
     sampled: SampledStep
-    rounds: list[Round]
+    rounds: list[SampledRound]
 
 
 class Rollouts:
@@ -166,7 +166,7 @@ class Rollouts:
         """Sample the groups of a step in rounds. Keep them on disk if the weights may be gone when they are judged."""
         rollout, before = self.config.rollout, self.engine.counts()
         first = self.ledger.ended(step - 1).floor
-        rounds: list[Round] = []
+        rounds: list[SampledRound] = []
         while True:
             done = len(rounds) * rollout.prompts_per_step
             rounds.append(self._round(step, first, done, shard_name(step, len(rounds)), clock))
@@ -194,13 +194,13 @@ class Rollouts:
         repeated = [(prompt, c) for prompt, group in zip(prompts, sampled.completions, strict=True) for c in group]
         for at, (prompt, completion) in enumerate(repeated):
             judging.add(at, self.batches.item(prompt, completion))
-        return Unjudged(step, sampled, [Round(prompts, sampled.completions, judging)])
+        return Unjudged(step, sampled, [SampledRound(prompts, sampled.completions, judging)])
 
     def lost_servers(self) -> dict[str, int]:
         """Return how many servers are lost, as a metric; nothing for an engine."""
         return {"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}
 
-    def _round(self, step: int, first: int, done: int, shard: str, clock: Clock) -> Round:
+    def _round(self, step: int, first: int, done: int, shard: str, clock: Clock) -> SampledRound:
         """Sample one round of prompts of a step, and begin to judge the completions.
 
         Args:
@@ -217,9 +217,9 @@ class Rollouts:
         repeated = [prompt for prompt in prompts for _ in range(rollout.group_size)]
         completions, judging = self._answered(repeated, requests, shard, clock)
         members = range(0, len(requests), rollout.group_size)
-        return Round(prompts, [completions[at : at + rollout.group_size] for at in members], judging)
+        return SampledRound(prompts, [completions[at : at + rollout.group_size] for at in members], judging)
 
-    def _groups(self, rounds: Seq[Round], clock: Clock) -> list[PromptGroup]:
+    def _groups(self, rounds: Seq[SampledRound], clock: Clock) -> list[PromptGroup]:
         """Return the groups of a step with their verdicts, when all are there."""
         groups: list[PromptGroup] = []
         with clock("reward"):
