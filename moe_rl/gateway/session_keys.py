@@ -74,15 +74,7 @@ class SessionBook:
         return self._open[name][1] if name in self._open else None
 
     def close(self, session: Session) -> None:
-        """Forget a session. Its key is worth nothing from now on.
-
-        Raises:
-            SessionError: a request of it is still being sampled.
-        """
-        if session.busy:
-            raise SessionError(
-                describe("A session is still busy", where={"session": session.name}, do="wait for its requests")
-            )
+        """Forget a session. Its key is worth nothing from now on."""
         self._open.pop(session.name, None)
 
 

@@ -7,7 +7,7 @@
                                          kind of the turn, by where its prompt leaves the tree
     first turn of the session            first
     continues a turn that none did       continued
-    leaves it between completions        forked: another input behind the same history, or the same prompt again
+    leaves it inside a prompt            forked: another input behind the same history, or the same prompt again
     leaves it inside a completion        rewritten: what the model had said was changed, dropped or written anew
 
 What the model said is never tokenised again: a prompt that continues a turn begins with that turn's own ids. Each turn
@@ -57,6 +57,7 @@ class Turn:
         input_ids: the tokens of the prompt behind those of the parent.
         token_ids, logprobs, versions, finish_reason, routes: as in types.Completion.
         kind: where the prompt left the tree.
+        continues: whether its record continues that of the parent. If not, it has the rows of the whole prompt.
         shared: how many tokens of its prompt the session already had, from the first token on.
         digest: of the turn and all turns before it on its branch, 64 hex digits.
     """
@@ -69,6 +70,7 @@ class Turn:
     versions: tuple[VersionSpan, ...]
     finish_reason: str
     routes: RouteRef | None
+    continues: bool
     kind: TurnKind
     shared: int
     digest: str = ""
@@ -114,6 +116,7 @@ class Session:
         name: of the session, in record keys and messages. It is no secret.
         group: the sessions whose rewards are compared; the caller's choice.
         turns: in the order in which they ended.
+        ended: whether it takes no more turns. The caller sets it.
 
     Args:
         opened: when the session began, on the caller's clock in seconds.
@@ -122,6 +125,7 @@ class Session:
     def __init__(self, name: str, group: str, limits: SessionLimits, opened: float):
         self.name, self.group, self.limits = name, group, limits
         self.turns: list[Turn] = []
+        self.ended = False
         self._opened = opened
         self._children: dict[int | None, list[int]] = {None: []}
         self._pending: list[PendingTurns] = []
@@ -145,8 +149,10 @@ class Session:
             max_tokens: most tokens of each; fewer are granted if the session's limit is near.
 
         Raises:
-            SessionError: a limit of the session leaves no room.
+            SessionError: a limit of the session leaves no room, or it has ended.
         """
+        if self.ended:
+            raise SessionError(describe("The session has ended", where={"session": self.name}, fault="ended"))
         ids = tuple(prompt)
         parent, shared = self._deepest(ids)
         fed = (len(ids) - shared) * samples
@@ -176,7 +182,7 @@ class Session:
         """Give back what was set aside for requests that have ended."""
         self._pending = [one for one in self._pending if one is not place]
 
-    def add(self, place: PendingTurns, completion: Completion) -> Turn:
+    def add(self, place: PendingTurns, completion: Completion, *, continues: bool) -> Turn:
         """Add a turn, one of those that `place` was set aside for. Returns it with its number and digest."""
         start = 0 if place.parent is None else len(self.ids(place.parent))
         kind, shared = self._leaves(place.parent, place.prompt[start:])
@@ -189,6 +195,7 @@ class Session:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             routes=completion.routes,
+            continues=continues,
             kind=kind,
             shared=start + shared,
         )
@@ -216,6 +223,15 @@ class Session:
         """Return the tokens of a turn's prompt."""
         turn = self.turns[number]
         return (() if turn.parent is None else self.ids(turn.parent)) + turn.input_ids
+
+    def rows_version(self, number: int) -> int | None:
+        """Return the version of the weights of all rows of a turn's record; None if there are several."""
+        found = set()
+        for turn in reversed(self.path(number)):
+            found |= {span.weight_version for span in turn.versions}
+            if not turn.continues:
+                break
+        return found.pop() if len(found) == 1 else None
 
     def branches(self) -> list[list[Turn]]:
         """Return the branches, in the order in which their last turns ended."""
@@ -285,7 +301,8 @@ class Session:
             return ("first" if parent is None else "continued"), 0
         alike = [(_common(ids, one.ids), one) for one in siblings]
         shared, nearest = max(alike, key=lambda pair: pair[0])
-        return ("forked" if shared <= len(nearest.input_ids) else "rewritten"), shared
+        said = shared >= len(nearest.input_ids) and shared < len(ids)
+        return ("rewritten" if said else "forked"), shared
 
     def _digest(self, turn: Turn) -> str:
         before = "" if turn.parent is None else self.turns[turn.parent].digest
@@ -297,6 +314,7 @@ class Session:
             turn.versions,
             turn.finish_reason,
             turn.routes,
+            turn.continues,
         )
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()
 

@@ -76,7 +76,7 @@ class Gate:
             self._control.refuse_former_run(request.method, request.url.path, request.headers.get(RUN_HEADER))
             message = None
             if route.message is not None:
-                message = msgspec.json.decode(await _body(request, route.longest), type=route.message)
+                message = msgspec.json.decode(await read_body(request, route.longest), type=route.message)
             value = await route.answer(engine, message)
             if isinstance(value, SaltedGeneration):
                 return Admitted(msgspec.json.encode(value))
@@ -131,7 +131,8 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message[:_LONGEST_ERROR]}, status, headers)
 
 
-async def _body(request: Request, longest: int) -> bytearray:
+async def read_body(request: Request, longest: int) -> bytearray:
+    """Return the body of a request in JSON. Raises RefusedCall for one of another kind, too long or too slow."""
     kind = request.headers.get("content-type", "application/json")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise RefusedCall(415, f"a body of {kind[:100]!r}, expected application/json")

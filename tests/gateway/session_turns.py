@@ -27,6 +27,6 @@ def said(prompt, token_ids, *, key="k", version=0, versions: tuple[VersionSpan, 
 def take(session: Session, prompt, token_ids, **more) -> Turn:
     """Let a session say `token_ids` to a prompt."""
     place = session.begin(prompt, samples=1, max_tokens=len(token_ids), now=0.0)
-    turn = session.add(place, said(prompt, token_ids, **more))
+    turn = session.add(place, said(prompt, token_ids, **more), continues=place.parent is not None)
     session.drop(place)
     return turn

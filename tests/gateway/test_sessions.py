@@ -57,7 +57,7 @@ def test_a_turn_continues_the_longest_history_that_its_prompt_begins_with(dialog
             assert turn.kind == ("continued" if whole else "first")
         else:
             inside = [at for at in children if common(prompt, earlier[at]) == near]
-            within_prompt = {near <= len(dialogue[at][0]) for at in inside}
+            within_prompt = {near < len(dialogue[at][0]) or near == len(prompt) for at in inside}
             assert turn.kind in {"forked" if within else "rewritten" for within in within_prompt}
     for number, (prompt, completion) in enumerate(dialogue):
         assert (list(session.prompt(number)), list(session.ids(number))) == (prompt, prompt + completion)
@@ -107,6 +107,7 @@ CHANGES = {
     "the end": lambda turn: replace(turn, finish_reason="length"),
     "another record": lambda turn: replace(turn, routes=replace(turn.routes, key="z")),
     "fewer rows": lambda turn: replace(turn, routes=replace(turn.routes, rows=turn.routes.rows - 1)),
+    "a record of its own": lambda turn: replace(turn, continues=not turn.continues),
     "no record": lambda turn: replace(turn, routes=None),
     "another branch": lambda turn: replace(turn, parent=None if turn.parent is not None else 0),
     "another kind": lambda turn: replace(turn, kind="first" if turn.kind != "first" else "forked"),
@@ -148,7 +149,8 @@ def test_no_turn_goes_beyond_a_limit(asks):
         if len(places) == 2:  # two requests are under way at once
             for place, used in places:
                 for _ in range(place.samples):
-                    session.add(place, said(place.prompt, [1] * max(1, min(used, place.max_tokens))))
+                    sampled = said(place.prompt, [1] * max(1, min(used, place.max_tokens)))
+                    session.add(place, sampled, continues=False)
                 session.drop(place)
             places = []
     assert sum(len(turn.ids) for turn in session.turns) <= 60 and len(session.turns) <= 7
@@ -192,9 +194,5 @@ def test_a_session_answers_to_its_own_key_alone():
         assert book.find(key) is None
     with refused(SessionError, fault="limit"):
         book.open("three", now=0.0)
-    place = first.session.begin([1], samples=1, max_tokens=1, now=0.0)
-    with refused(SessionError, session=first.session.name):
-        book.close(first.session)
-    first.session.drop(place)
     book.close(first.session)
     assert book.find(first.key) is None and book.open("three", now=0.0).session.name != first.session.name

@@ -39,7 +39,10 @@ def asked(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize(
     ("files", "extras"),
-    [(("cpu", "reasoning_gym"), ("cpu", "analysis", "tasks", "dev")), (("gpu", "gpu_built"), ("gpu", "dev"))],
+    [
+        (("cpu", "reasoning_gym"), ("cpu", "analysis", "gateway", "tasks", "dev")),
+        (("gpu", "gpu_built"), ("gpu", "gateway", "dev")),
+    ],
 )
 def test_an_environment_has_what_the_package_asks_for(files, extras):
     have = pinned(*files)

@@ -1,0 +1,27 @@
+"""Defines the section `gateway`: how agents reach the model, `moe-rl serve --gateway`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_rl.config.section import Count, Few, Seconds, Section
+
+
+class GatewayConfig(Section):
+    """Says how messages become tokens, and what a session of an agent may use."""
+
+    renderer: dict[str, Any] = {"name": "default"}
+    """Turns messages into tokens and completions into messages: a renderer of the package `renderers` by its name, such
+    as qwen3, and its settings, such as enable_thinking. default: the model's own chat template, with the settings
+    tool_parser and reasoning_parser. It renders a whole dialogue anew for each turn, so a turn continues the one before
+    only where the template writes what the model said with the same tokens."""
+    max_sessions: Few = 1024
+    """Most sessions that are open at once."""
+    session_tokens: Count = 131072
+    """Most tokens of a session: those of its prompts that are new to it, and those of its completions."""
+    session_turns: Count = 256
+    """Most turns of a session. Each completion is a turn."""
+    session_seconds: Seconds = 3600.0
+    """Seconds after its beginning at which a session takes no more turns."""
+    max_body_mib: Few = 16
+    """Largest body of a request in MiB."""

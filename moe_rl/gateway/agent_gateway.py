@@ -1,0 +1,193 @@
+"""Answers what agents ask: messages or text in, a turn of their session sampled and recorded, a reply out.
+
+    messages --- Dialogues ----> the turn that they continue
+             --- ChatRenderer -> token ids: those of that turn, and the new messages behind them
+    token ids -- Session ------> place in the tree, limits
+              -- TurnSampler --> completion, record in the trace store
+    completion - ChatRenderer -> text, reasoning, tool calls
+
+Routes never come here: a turn has a reference to its record, and a reply has not even that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from moe_rl.errors import EngineError, SessionError, describe
+from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingWish, TextWish
+from moe_rl.gateway.dialogues import Dialogues
+from moe_rl.gateway.rendering import ChatRenderer, ParsedAnswer
+from moe_rl.gateway.session_keys import OpenedSession, SessionBook
+from moe_rl.gateway.sessions import FinishedSession, Session, SessionLimits, Turn
+from moe_rl.gateway.turn_sampler import TurnSampler
+from moe_rl.tasks.tokenizer import TextCodec
+from moe_rl.types import Completion
+
+_NOTHING_SAID = ParsedAnswer("", "", (), 0)
+
+
+class AgentGateway:
+    """Serves the sessions of one model.
+
+    Attributes:
+        model: the name that replies give it.
+        book: the open sessions.
+        counts: `unstable`: turns whose messages continue a turn while their tokens do not, because the chat template
+            writes what was said otherwise now; `unreadable` tool calls; `left`: requests whose client went away.
+
+    Args:
+        stop_token_ids: tokens that end a completion besides those of the renderer.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        renderer: ChatRenderer,
+        codec: TextCodec,
+        turns: TurnSampler,
+        book: SessionBook,
+        stop_token_ids: Sequence[int],
+    ):
+        self.model, self.book, self.turns = model, book, turns
+        self.counts: Counter[str] = Counter(unstable=0, unreadable=0, left=0)
+        self._renderer, self._codec = renderer, codec
+        self._text_stops = tuple(stop_token_ids)
+        self._chat_stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *stop_token_ids)))
+        self._dialogues: dict[str, Dialogues] = {}
+
+    def open(self, group: str, limits: SessionLimits | None = None) -> OpenedSession:
+        """Open a session of a group. Raises SessionError if too many are open."""
+        return self.book.open(group, now=_now(), limits=limits)
+
+    def end(self, session: Session) -> FinishedSession:
+        """Let a session take no more turns, and return it.
+
+        Raises:
+            SessionError: a request of it is still being sampled.
+        """
+        if session.busy:
+            raise SessionError(
+                describe("A session is still busy", where={"session": session.name}, do="wait for its requests")
+            )
+        session.ended = True
+        return session.finish()
+
+    def forget(self, session: Session) -> None:
+        """Forget a session that has ended. Its key is worth nothing from now on."""
+        self.book.close(session)
+        self.turns.forget(session)
+        self._dialogues.pop(session.name, None)
+
+    async def chat(self, session: Session, wish: ChatWish, leave: asyncio.Event) -> list[AgentReply]:
+        """Sample the next message of a chat. Returns one reply for each sample, and fewer if the client left.
+
+        Raises:
+            BadRequest: the messages or the wish cannot be served, or a limit of the session is reached.
+            EngineError: the sampler failed.
+        """
+        if wish.tools and not self._renderer.reads_tools:
+            raise BadRequest(
+                "this gateway's renderer finds no tool calls: set gateway.renderer to one of the model's family",
+                "tools",
+                code="unsupported_parameter",
+            )
+        dialogues = self._dialogues.setdefault(session.name, Dialogues())
+        prompt, continued = self._prompt(session, dialogues, wish)
+        turns = await self._turns(session, prompt, wish.sampling, self._chat_stops, leave)
+        replies = []
+        for turn, completion in turns:
+            self.counts["unstable"] += int(continued is not None and turn.parent != continued)
+            answer = self._renderer.parse(prompt, completion.token_ids, wish.tools)
+            if (stop := completion.stop_string) is not None:
+                answer = replace(answer, content=answer.content.partition(stop)[0])
+            self.counts["unreadable"] += answer.unreadable
+            use_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in answer.uses)
+            if completion.finish_reason != "abort":
+                dialogues.add(wish.messages, wish.tools, message_of(answer, use_ids), turn.number)
+                tokens = self._tokens(completion)
+                replies.append(AgentReply(turn, len(prompt), answer, use_ids, "", tokens, stop))
+        return replies
+
+    async def complete(self, session: Session, wish: TextWish, leave: asyncio.Event) -> list[AgentReply]:
+        """Sample what follows a text or token ids, see `chat`."""
+        prompt = self._codec.encode(wish.prompt) if isinstance(wish.prompt, str) else wish.prompt
+        replies = []
+        for turn, completion in await self._turns(session, prompt, wish.sampling, self._text_stops, leave):
+            if completion.finish_reason != "abort":
+                text = self._codec.text(completion)
+                text = (self._codec.decode(prompt) if wish.echo else "") + text
+                tokens, stop = self._tokens(completion), completion.stop_string
+                replies.append(AgentReply(turn, len(prompt), _NOTHING_SAID, (), text, tokens, stop))
+        return replies
+
+    def _prompt(self, session: Session, dialogues: Dialogues, wish: ChatWish) -> tuple[tuple[int, ...], int | None]:
+        """Return the token ids of a chat, and the turn that its messages continue."""
+        messages, tools = wish.messages, wish.tools
+        try:
+            if (found := dialogues.find(messages, tools)) is None:
+                return self._renderer.render(messages, tools), None
+            number, known = found
+            said = session.turns[number].token_ids
+            extended = self._renderer.extend(session.prompt(number), said, messages[known:], tools)
+            return extended or self._renderer.render(messages, tools), number
+        except ValueError as error:
+            raise BadRequest(str(error), "messages") from None
+
+    async def _turns(
+        self,
+        session: Session,
+        prompt: tuple[int, ...],
+        wish: SamplingWish,
+        stop_token_ids: Sequence[int],
+        leave: asyncio.Event,
+    ) -> list[tuple[Turn, Completion]]:
+        """Sample a prompt, and add what came of it to the session."""
+        room = self.turns.room(prompt)
+        if room < 1:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens, and the model takes {self.turns.bounds.max_model_len} in all",
+                code="context_length_exceeded",
+            )
+        wish = replace(wish, stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *wish.stop_token_ids))))
+        most = room if wish.max_tokens is None else min(room, wish.max_tokens)
+        try:
+            place = session.begin(prompt, samples=wish.samples, max_tokens=most, now=_now())
+        except SessionError as error:
+            raise BadRequest(str(error), code="session_limit") from None
+        try:
+            try:
+                self.turns.check(place, wish)
+            except EngineError as error:
+                raise BadRequest(str(error)) from None
+            sampled, continues = await self.turns.sample(session, place, wish, leave)
+            self.counts["left"] += int(leave.is_set())
+            # What was aborted before its first token is nothing.
+            return [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
+        finally:
+            session.drop(place)
+
+    def _tokens(self, completion: Completion) -> list[SaidToken]:
+        pairs = zip(completion.text_token_ids, completion.logprobs.tolist(), strict=False)
+        return [SaidToken(self._codec.decode([token]), logprob) for token, logprob in pairs]
+
+
+def message_of(answer: ParsedAnswer, use_ids: Sequence[str]) -> dict[str, Any]:
+    """Return the assistant's message in OpenAI's form."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.uses:
+        message["tool_calls"] = [
+            {"id": name, "type": "function", "function": {"name": use.name, "arguments": use.arguments}}
+            for name, use in zip(use_ids, answer.uses, strict=True)
+        ]
+    return message
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

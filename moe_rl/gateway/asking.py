@@ -1,0 +1,114 @@
+"""Defines what a client asks the gateway for, and what it gets, whatever dialect it speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_rl.gateway.rendering import Message, ParsedAnswer
+from moe_rl.gateway.sessions import Turn
+
+
+class BadRequest(Exception):
+    """A request that the gateway does not answer. The text is for the client.
+
+    Attributes:
+        field: of the body; "" for the whole of it.
+        status: of HTTP.
+        code: names the fault for programs.
+    """
+
+    def __init__(self, text: str, field: str = "", *, status: int = 400, code: str = "invalid_value"):
+        super().__init__(text)
+        self.field, self.status, self.code = field, status, code
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWish:
+    """Says how a client wants completions sampled, as in types.GenerateRequest.
+
+    Attributes:
+        max_tokens: None: as many as there is room for.
+        seed: None: one that follows from the session and the number of its turn.
+        samples: completions of the prompt.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    samples: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWish:
+    """Asks for the next message of a chat.
+
+    Attributes:
+        model: the name that the client used. Any is accepted, as there is one model.
+        tools: in OpenAI's form.
+        logprobs: whether the reply says them.
+        stream, usage: whether the reply comes as a stream, and whether its end says the number of tokens.
+    """
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    sampling: SamplingWish
+    logprobs: bool = False
+    stream: bool = False
+    usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TextWish:
+    """Asks for what follows a text, or token ids."""
+
+    model: str
+    prompt: str | tuple[int, ...]
+    sampling: SamplingWish
+    logprobs: bool = False
+    echo: bool = False
+    stream: bool = False
+    usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaidToken:
+    """Holds one sampled token for a reply. text: what it stands for, perhaps a part of a character."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReply:
+    """Holds one completion for a client.
+
+    Attributes:
+        turn: of the session.
+        prompt_tokens: number of tokens of the whole prompt.
+        answer: the message, for a chat.
+        use_ids: ids of its tool calls.
+        text: the text, otherwise.
+        tokens: what was sampled, without the token that ended it.
+        stop: the stop string that ended it.
+    """
+
+    turn: Turn
+    prompt_tokens: int
+    answer: ParsedAnswer
+    use_ids: tuple[str, ...]
+    text: str
+    tokens: Sequence[SaidToken]
+    stop: str | None
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether it ended for lack of room."""
+        return self.turn.finish_reason == "length"

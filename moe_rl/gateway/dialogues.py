@@ -1,0 +1,64 @@
+"""Finds the turn that a chat continues by its messages, before any is turned into tokens.
+
+A chat continues a turn if its first messages are those of the turn's request and the reply, as the client got it. A
+client need not send the reasoning back. The number of a message in the list counts, and so do the tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from moe_rl.gateway.rendering import Message, read_arguments
+
+
+class Dialogues:
+    """Knows the dialogues of one session: for each history that ends with a reply, its turn."""
+
+    def __init__(self) -> None:
+        self._turns: dict[bytes, int] = {}
+
+    def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
+        """Return the newest turn whose dialogue begins the messages, and how many messages that has; None without one.
+
+        The longest dialogue counts.
+        """
+        found = None
+        for count, history in enumerate(_histories(messages, tools)):
+            if history in self._turns:
+                found = self._turns[history], count
+        return found
+
+    def add(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], reply: Message, number: int) -> None:
+        """Remember that a turn answered these messages with `reply`."""
+        *_, asked = _histories(messages, tools)
+        without = {name: value for name, value in reply.items() if name != "reasoning_content"}
+        for said in (reply, without):
+            self._turns[_after(asked, said)] = number
+
+
+def _histories(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterable[bytes]:
+    """Yield a digest of the first 0, 1, 2, ... messages."""
+    at = hashlib.sha256(msgspec.json.encode(tools, order="deterministic")).digest()
+    yield at
+    for message in messages:
+        at = _after(at, message)
+        yield at
+
+
+def _after(history: bytes, message: Message) -> bytes:
+    """Return the digest of a history with one more message.
+
+    What clients leave out or write in another way without a change of meaning does not count: no content and "", and
+    the layout of the arguments of a tool call.
+    """
+    told = {name: value for name, value in message.items() if value not in (None, "", [])}
+    if "tool_calls" in told:
+        told["tool_calls"] = [
+            (call.get("id"), call["function"]["name"], read_arguments(call["function"]["arguments"]))
+            for call in told["tool_calls"]
+        ]
+    return hashlib.sha256(history + msgspec.json.encode(told, order="deterministic")).digest()

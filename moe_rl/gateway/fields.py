@@ -1,0 +1,75 @@
+"""Reads the fields of request bodies. What is refused names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from moe_rl.errors import did_you_mean
+from moe_rl.gateway.asking import BadRequest, SamplingWish
+from moe_rl.types import LONGEST_STOP_STRING, MOST_STOP_STRINGS
+
+_MOST_SAMPLES = 128
+
+
+def checked[T](body: bytes, known: Collection[str], only: Mapping[str, Sequence[Any]], kind: type[T]) -> T:
+    """Return a JSON body as `kind`.
+
+    Args:
+        known: the fields that are served.
+        only: fields that are accepted with these values alone, which change nothing.
+
+    Raises:
+        BadRequest: it is no JSON object, or a field is not served or has a wrong value.
+    """
+    try:
+        given = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not a JSON object: {error}", code="invalid_json") from None
+    for name, value in given.items():
+        if name in only:
+            if value not in only[name]:
+                raise BadRequest(f"this value is not served: {str(value)[:100]}", name, code="unsupported_value")
+        elif name not in known:
+            hint = did_you_mean(name, known)
+            raise BadRequest(f"this field is not served. {hint}".strip(), name[:100], code="unsupported_parameter")
+    try:
+        return msgspec.convert({name: value for name, value in given.items() if name not in only}, kind)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).partition(" - at `$")
+        raise BadRequest(text, place.strip("`.").replace("[...]", "")) from None
+
+
+def plain_text(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> str:
+    """Return the text of a message's content. Raises BadRequest for content of another kind."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for at, part in enumerate(content):
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            got = f"got {str(part.get('type'))[:40]!r}, expected text"
+            raise BadRequest(got, f"{field}.{at}", code="unsupported_value")
+    return "".join(part["text"] for part in content)
+
+
+def strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return one text or several as a tuple, without empty ones."""
+    return tuple(text for text in ([value] if isinstance(value, str) else value or ()) if text)
+
+
+def within_bounds(wish: SamplingWish) -> SamplingWish:
+    """Return a wish unless its counts are out of range; the sampler checks the rest. Raises BadRequest."""
+    longest = max(map(len, wish.stop), default=0)
+    for field, got, most in (
+        ("n", wish.samples, _MOST_SAMPLES),
+        ("stop", len(wish.stop), MOST_STOP_STRINGS),
+        ("stop", longest, LONGEST_STOP_STRING),
+    ):
+        if got > most:
+            raise BadRequest(f"got {got}, expected at most {most}", field)
+    if wish.samples < 1:
+        raise BadRequest(f"got {wish.samples}, expected at least 1", "n")
+    if wish.max_tokens is not None and wish.max_tokens < 1:
+        raise BadRequest(f"got {wish.max_tokens}, expected at least 1", "max_tokens")
+    return wish

@@ -1,0 +1,106 @@
+"""Checks finished sessions against the trace store, and keeps them.
+
+`sessions/s000012.session` holds the turns of a session: tokens, log-probabilities, weight versions, references to
+records, digests. The routes are in the trace store.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from moe_rl.errors import About, SessionError, TraceError, describe
+from moe_rl.gateway.sessions import FinishedSession, Session, Turn
+from moe_rl.rollout import sealed
+from moe_rl.trace import TraceStore
+from moe_rl.trace.spans import versions_of_rows
+from moe_rl.types import RouteRef
+
+_HEAD, _WHAT = "moe_rl session 1", "the turns of a session"
+
+
+class SessionKeeper:
+    """Manages the session files in `folder`, whose records are in `store`."""
+
+    def __init__(self, folder: Path, store: TraceStore):
+        self._folder, self._store = folder, store
+
+    def keep(self, finished: FinishedSession) -> Path:
+        """Check a session and write its file. Returns the file.
+
+        Raises:
+            SessionError: a turn is not what it was, or its record is missing or is not of this turn.
+            DiskError: the file could not be written.
+        """
+        check_session(finished, self._store)
+        path = self._folder / f"{finished.name}.session"
+        sealed.save(path, _HEAD, finished, _WHAT)
+        return path
+
+    def load(self, name: str) -> FinishedSession:
+        """Read a session and check it again.
+
+        Raises:
+            DataError: the file is missing, cut short or changed.
+            SessionError: as `keep`.
+        """
+        path = self._folder / f"{name}.session"
+        finished = sealed.load(path, _HEAD, FinishedSession, _WHAT, "sample the session again")
+        check_session(finished, self._store)
+        return finished
+
+
+def check_session(finished: FinishedSession, store: TraceStore) -> None:
+    """Check the digests of a session, and that each turn has the record of its own tokens, versions and branch.
+
+    Raises:
+        SessionError: names the session, the turn and the fault.
+    """
+    session = Session.of(finished)
+    for turn in finished.turns:
+        _check_record(session, turn, store)
+
+
+def _check_record(session: Session, turn: Turn, store: TraceStore) -> None:
+    where: About = {"session": session.name, "turn": turn.number}
+
+    def fault(what: str, name: str, got: object, expected: object = None) -> SessionError:
+        return SessionError(describe(what, where=where, got=got, expected=expected, fault=name))
+
+    if (ref := turn.routes) is None:
+        raise fault("A turn has no record", "no record", "no reference")
+    try:
+        store.check_published([part.shard for part in ref.parts])
+        record = store.read(ref, layers=())
+        parent = store.info(ref).parent
+    except TraceError as error:
+        raise fault("The record of a turn cannot be read", "no record", error) from error
+    fed = np.asarray(session.ids(turn.number)[:-1])
+    if len(fed) != len(record.token_ids) or (fed != record.token_ids).any():
+        most = min(len(fed), len(record.token_ids))
+        wrong = np.flatnonzero(fed[:most] != record.token_ids[:most])
+        got = f"another token at position {wrong[0]}" if len(wrong) else f"{len(record.token_ids)} rows"
+        raise fault("The record of a turn is of other tokens", "other tokens", got, f"its {len(fed)} tokens")
+    if turn.continues and (turn.parent is None or not _is_of(parent, session.turns[turn.parent].routes)):
+        got = parent.key if parent is not None else "a record that continues none"
+        raise fault(
+            "The record of a turn is of another branch", "another branch", got, f"one behind turn {turn.parent}"
+        )
+    rows = versions_of_rows(record.spans)[-len(turn.token_ids) :]
+    said = np.repeat([span.weight_version for span in turn.versions], [span.tokens for span in turn.versions])
+    if (rows != said).any():
+        at = int(np.argmax(rows != said))
+        raise fault(
+            "The rows of a turn are of other weights than its tokens",
+            "other weights",
+            f"version {rows[at]} for token {at}",
+            f"version {said[at]}",
+        )
+
+
+def _is_of(parent: RouteRef | None, routes: RouteRef | None) -> bool:
+    """Return whether a record continues this one, with all rows of the reference."""
+    if parent is None or routes is None:
+        return False
+    return (parent.key, parent.rows, parent.parts) == (routes.key, routes.rows, routes.parts)

@@ -1,0 +1,41 @@
+"""Runs the gateway's app on a socket, inside the caller's event loop."""
+
+from __future__ import annotations
+
+import socket
+
+import uvicorn
+
+# Time for replies in flight at shutdown.
+_LEAVE_SECONDS = 3
+
+
+class GatewayListener:
+    """Serves an ASGI app on a bound socket until `stop`, or until SIGTERM or SIGINT in the main thread."""
+
+    def __init__(self, app, listener: socket.socket):
+        self._listener = listener
+        # No access log: addresses may contain keys.
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                access_log=False,
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=_LEAVE_SECONDS,
+            )
+        )
+
+    @property
+    def listens(self) -> bool:
+        """Return whether it has begun to accept connections."""
+        return self._server.started
+
+    async def serve(self) -> None:
+        """Serve until `stop`."""
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Accept no more requests, and let `serve` end. May be called from another thread."""
+        self._server.should_exit = True

@@ -1,0 +1,308 @@
+"""Speaks OpenAI's API: POST /v1/chat/completions and /v1/completions.
+
+A field that would change the result and is not served is refused by its name. Fields that only concern the provider,
+such as user and metadata, are accepted and have no effect.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from moe_rl.gateway.agent_gateway import message_of
+from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingWish, TextWish
+from moe_rl.gateway.fields import checked, plain_text, strings, within_bounds
+
+_SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n"}
+_STREAM = {"stream", "stream_options"}
+_NO_MATTER = {
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+}  # fmt: skip
+# Fields that are accepted with these values, which are those that change nothing.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "top_logprobs": (None, 0),
+    "parallel_tool_calls": (None, True),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto"),
+    "modalities": (None, ["text"]),
+    "functions": (None, []),
+    "function_call": (None,),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+}
+_CHAT = {"messages", "tools", "logprobs", "max_completion_tokens"}
+_TEXT = {"prompt", "logprobs", "echo"}
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class _ToolBody(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct, forbid_unknown_fields=True):
+    function: _ToolBody
+    type: str = "function"
+
+
+class _Called(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _ToolCall(msgspec.Struct):
+    id: str
+    function: _Called
+    type: str = "function"
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    # What the openai package sends back of a reply, empty.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+
+class _Stream(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Asked(msgspec.Struct):
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: _Stream | None = None
+
+
+class _ChatBody(_Asked):
+    model: str = ""
+    messages: list[_Message] = []
+    tools: list[_Tool] | None = None
+    logprobs: bool | None = None
+
+
+class _TextBody(_Asked):
+    model: str = ""
+    prompt: str | list[int | str | list[int]] = ""
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+def read_chat(body: bytes) -> ChatWish:
+    """Return what a body of /v1/chat/completions asks for. Raises BadRequest."""
+    given = checked(body, _CHAT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _ChatBody)
+    if not given.messages:
+        raise BadRequest("at least one message is needed", "messages")
+    return ChatWish(
+        model=given.model,
+        messages=tuple(_message(at, one) for at, one in enumerate(given.messages)),
+        tools=tuple(_tool(at, one) for at, one in enumerate(given.tools or [])),
+        sampling=_sampling(given),
+        logprobs=bool(given.logprobs),
+        stream=bool(given.stream),
+        usage=given.stream_options is not None and given.stream_options.include_usage,
+    )
+
+
+def read_text(body: bytes) -> TextWish:
+    """Return what a body of /v1/completions asks for. Raises BadRequest."""
+    given = checked(body, _TEXT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _TextBody)
+    prompt: Any = given.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        (prompt,) = prompt
+    if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt):
+        raise BadRequest("one prompt a request: a text, or token ids", "prompt", code="unsupported_value")
+    if not prompt:
+        raise BadRequest("the prompt is empty", "prompt")
+    if given.logprobs:
+        raise BadRequest(
+            "log-probabilities of other tokens are not served: ask for logprobs 0", "logprobs", code="unsupported_value"
+        )
+    return TextWish(
+        model=given.model,
+        prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+        sampling=_sampling(given),
+        logprobs=given.logprobs is not None,
+        echo=bool(given.echo),
+        stream=bool(given.stream),
+        usage=given.stream_options is not None and given.stream_options.include_usage,
+    )
+
+
+def chat_body(name: str, model: str, wish: ChatWish, replies: Sequence[AgentReply]) -> dict[str, Any]:
+    """Return the body of a chat's reply."""
+    choices = [
+        {
+            "index": at,
+            "message": {"refusal": None, **message_of(one.answer, one.use_ids)},
+            "logprobs": _chat_logprobs(one.tokens) if wish.logprobs else None,
+            "finish_reason": _finish(one),
+        }
+        for at, one in enumerate(replies)
+    ]
+    return _head(f"chatcmpl-{name}", "chat.completion", model) | {"choices": choices, "usage": _usage(replies)}
+
+
+def text_body(name: str, model: str, wish: TextWish, replies: Sequence[AgentReply]) -> dict[str, Any]:
+    """Return the body of a completion's reply."""
+    choices = [
+        {
+            "index": at,
+            "text": one.text,
+            "logprobs": _text_logprobs(one.tokens) if wish.logprobs else None,
+            "finish_reason": _finish(one),
+        }
+        for at, one in enumerate(replies)
+    ]
+    return _head(f"cmpl-{name}", "text_completion", model) | {"choices": choices, "usage": _usage(replies)}
+
+
+def chat_events(name: str, model: str, wish: ChatWish, replies: Sequence[AgentReply]) -> Iterator[bytes]:
+    """Yield the events of a chat's reply."""
+    head = _head(f"chatcmpl-{name}", "chat.completion.chunk", model)
+
+    def event(choices: list[dict[str, Any]], usage: object = None) -> bytes:
+        return _event(head | {"choices": choices} | ({"usage": usage} if wish.usage else {}))
+
+    for at, one in enumerate(replies):
+        message = message_of(one.answer, one.use_ids)
+        calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{part: message[part]} for part in ("reasoning_content", "content") if message.get(part)]
+        deltas += [{"tool_calls": [call]} for call in calls]
+        for delta in deltas:
+            yield event([{"index": at, "delta": delta, "logprobs": None, "finish_reason": None}])
+        told = _chat_logprobs(one.tokens) if wish.logprobs else None
+        yield event([{"index": at, "delta": {}, "logprobs": told, "finish_reason": _finish(one)}])
+    if wish.usage:
+        yield event([], _usage(replies))
+    yield b"data: [DONE]\n\n"
+
+
+def text_events(name: str, model: str, wish: TextWish, replies: Sequence[AgentReply]) -> Iterator[bytes]:
+    """Yield the events of a completion's reply."""
+    body = text_body(name, model, wish, replies)
+    usage = body.pop("usage")
+    for choice in body["choices"]:
+        yield _event(body | {"choices": [choice]} | ({"usage": None} if wish.usage else {}))
+    if wish.usage:
+        yield _event(body | {"choices": [], "usage": usage})
+    yield b"data: [DONE]\n\n"
+
+
+def error_body(error: BadRequest) -> dict[str, Any]:
+    """Return the body of an error."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}}
+
+
+def _message(at: int, message: _Message) -> Mapping[str, Any]:
+    if message.role not in _ROLES:
+        raise BadRequest(f"got {message.role!r}, expected {', '.join(_ROLES)}", f"messages.{at}.role")
+    found: dict[str, Any] = {
+        "role": _ROLES[message.role],
+        "content": plain_text(message.content, f"messages.{at}.content"),
+    }
+    if message.role == "tool" and message.tool_call_id is None:
+        raise BadRequest("a tool's message names the call that it answers", f"messages.{at}.tool_call_id")
+    reasoning = message.reasoning_content or message.reasoning
+    for name, value in (
+        ("name", message.name),
+        ("tool_call_id", message.tool_call_id),
+        ("reasoning_content", reasoning),
+        ("tool_calls", msgspec.to_builtins(message.tool_calls) if message.tool_calls else None),
+    ):
+        if value:
+            found[name] = value
+    return found
+
+
+def _tool(at: int, tool: _Tool) -> Mapping[str, Any]:
+    if tool.type != "function":
+        raise BadRequest(f"got {tool.type!r}, expected function", f"tools.{at}.type", code="unsupported_value")
+    if tool.function.strict:
+        field = f"tools.{at}.function.strict"
+        raise BadRequest("arguments are not forced into a schema here: leave it out", field, code="unsupported_value")
+    function: dict[str, Any] = {"name": tool.function.name}
+    if tool.function.description is not None:
+        function["description"] = tool.function.description
+    function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def _sampling(given: _Asked) -> SamplingWish:
+    most = given.max_completion_tokens if given.max_completion_tokens is not None else given.max_tokens
+    return within_bounds(
+        SamplingWish(
+            temperature=1.0 if given.temperature is None else given.temperature,
+            top_p=1.0 if given.top_p is None else given.top_p,
+            top_k=max(0, given.top_k or 0),
+            min_p=given.min_p or 0.0,
+            max_tokens=most,
+            seed=given.seed,
+            stop=strings(given.stop),
+            stop_token_ids=tuple(given.stop_token_ids or ()),
+            samples=1 if given.n is None else given.n,
+        )
+    )
+
+
+def _finish(reply: AgentReply) -> str:
+    return "length" if reply.truncated else "tool_calls" if reply.answer.uses else "stop"
+
+
+def _usage(replies: Sequence[AgentReply]) -> dict[str, int]:
+    prompt, said = replies[0].prompt_tokens, sum(len(one.turn.token_ids) for one in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+
+
+def _head(name: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _chat_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
+    told = [
+        {"token": one.text, "logprob": one.logprob, "bytes": list(one.text.encode()), "top_logprobs": []}
+        for one in tokens
+    ]
+    return {"content": told, "refusal": None}
+
+
+def _text_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
+    texts = [one.text for one in tokens]
+    offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
+    told = [one.logprob for one in tokens]
+    return {"tokens": texts, "token_logprobs": told, "top_logprobs": None, "text_offset": offsets}
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"

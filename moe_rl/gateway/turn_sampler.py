@@ -1,0 +1,160 @@
+"""Samples the turns of sessions through a GroupSampler: one call and one trace shard for the samples of a prompt.
+
+The record of a turn continues that of its parent, so shared prefixes are stored once. Where the weights changed since
+the parent was sampled, the keys and values of the prefix are computed anew, with other routes; the record then holds
+the rows of the whole prompt again, those that the completion attended to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from moe_rl.errors import SamplerGone, describe
+from moe_rl.gateway.asking import SamplingWish
+from moe_rl.gateway.sessions import PendingTurns, Session
+from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
+from moe_rl.types import Completion, GenerateRequest, RouteRef
+from moe_rl.vllm import sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerBounds:
+    """Says what the sampler can do.
+
+    Attributes:
+        max_model_len: prompt and completion, in tokens.
+        vocabulary: number of rows of the embeddings.
+        reads_text: whether it finds stop strings.
+        at_once: calls at one place at once; each fills a trace shard.
+    """
+
+    max_model_len: int
+    vocabulary: int
+    reads_text: bool
+    at_once: int
+
+
+class TurnSampler:
+    """Samples turns where there is room, each session at the place that has its prefixes in the cache.
+
+    Attributes:
+        version: of the weights that the sampler has. Whoever updates them sets it.
+        counts: `sampled_again` after a lost server, `recorded_anew` under other weights than the parent's,
+            `over_older_rows` where weights changed just when a turn began, so that its record has the parent's rows
+            although the prefix was computed anew.
+    """
+
+    def __init__(self, sampler: GroupSampler, bounds: SamplerBounds, *, seed: int, version: int = 0):
+        self.bounds, self.version = bounds, version
+        self.counts: Counter[str] = Counter(sampled_again=0, recorded_anew=0, over_older_rows=0)
+        self._sampler, self._seed = sampler, seed
+        self._running: Counter[int] = Counter()
+        self._free = asyncio.Condition()
+        self._homes: dict[str, int] = {}
+        self._calls: Counter[str] = Counter()
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens may follow a prompt."""
+        return self.bounds.max_model_len - len(prompt)
+
+    def check(self, place: PendingTurns, wish: SamplingWish) -> None:
+        """Raise EngineError for a prompt or a wish that no place could sample."""
+        bounds = self.bounds
+        sampling.check(
+            self._requests("checked", place, wish, None),
+            max_model_len=bounds.max_model_len,
+            vocabulary=bounds.vocabulary,
+            reads_text=bounds.reads_text,
+        )
+
+    async def sample(
+        self, session: Session, place: PendingTurns, wish: SamplingWish, leave: asyncio.Event
+    ) -> tuple[list[Completion], bool]:
+        """Sample the completions of a prompt. Returns them, and whether their records continue that of the parent.
+
+        Args:
+            wish: `check` has accepted it.
+            leave: once it is set, what is unfinished is aborted and comes back as it is, perhaps without a token.
+
+        Raises:
+            SamplerGone: no place is left.
+            EngineError: a place has no right record of one.
+        """
+        self._calls[session.name] += 1
+        call = f"{session.name}/{self._calls[session.name]}"
+        for again in itertools.count():
+            at = await self._enter(session)
+            try:
+                version, parent = self.version, self._record(session, place)
+                requests = self._requests(call, place, wish, parent)
+                shard = f"session-{call.replace('/', '-')}" + (f"-again{again}" if again else "")
+                sampled = await self._sampler.sample_group(at, requests, shard=shard, leave=leave)
+            except ServerLost:
+                self.counts["sampled_again"] += 1
+                continue
+            finally:
+                await self._exit(at)
+            began = [one.oldest_version for one in sampled if one.versions]
+            self.version = max([self.version, *(one.newest_version for one in sampled if one.versions)])
+            self.counts["recorded_anew"] += int(place.parent is not None and parent is None)
+            self.counts["over_older_rows"] += sum(parent is not None and one != version for one in began)
+            return sampled, parent is not None
+        raise AssertionError
+
+    def forget(self, session: Session) -> None:
+        """Forget a session that has ended."""
+        self._homes.pop(session.name, None)
+        self._calls.pop(session.name, None)
+
+    def _record(self, session: Session, place: PendingTurns) -> RouteRef | None:
+        """Return the record that the requests continue, if all its rows are of the weights of now."""
+        if place.parent is None or session.rows_version(place.parent) != self.version:
+            return None
+        return session.turns[place.parent].routes
+
+    def _requests(
+        self, call: str, place: PendingTurns, wish: SamplingWish, parent: RouteRef | None
+    ) -> list[GenerateRequest]:
+        seed = f"{self._seed} {call}" if wish.seed is None else str(wish.seed)
+        return [
+            GenerateRequest(
+                key=f"{call}/{sample}",
+                prompt_token_ids=place.prompt,
+                seed=xxhash.xxh3_64_intdigest(f"{seed} {sample}".encode()) >> 1,
+                max_tokens=place.max_tokens,
+                temperature=wish.temperature,
+                stop_token_ids=wish.stop_token_ids,
+                top_k=wish.top_k,
+                top_p=wish.top_p,
+                min_p=wish.min_p,
+                parent=parent,
+                stop=wish.stop,
+            )
+            for sample in range(place.samples)
+        ]
+
+    async def _enter(self, session: Session) -> int:
+        """Wait for room, and return the place: the one where the session was before, or the one with the most room."""
+        async with self._free:
+            while True:
+                places = self._sampler.places
+                if not places:
+                    raise SamplerGone(describe("No server is left that could sample", where={"session": session.name}))
+                home = self._homes.get(session.name)
+                place = home if home is not None and home in places else min(places, key=lambda one: self._running[one])
+                if self._running[place] < self.bounds.at_once:
+                    self._homes[session.name] = place
+                    self._running[place] += 1
+                    return place
+                await self._free.wait()
+
+    async def _exit(self, place: int) -> None:
+        async with self._free:
+            self._running[place] -= 1
+            self._free.notify_all()

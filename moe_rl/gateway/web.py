@@ -1,0 +1,261 @@
+"""Offers the gateway over HTTP: who may call what, bodies, clients that go away, and errors in each dialect's form.
+
+    /v1/chat/completions, /v1/completions, /v1/models   the session's key as API key
+    /s/KEY/v1/...                                       the key in the address, for clients that only take a base URL
+    POST /sessions, GET /sessions                       open one; list them: with the owner's token
+    POST /sessions/NAME/finish                          check and keep one: with the owner's token
+    GET /health                                         for everybody
+
+A reply is sent when its turn is complete and recorded, as a stream too: a server that is lost in the middle of a turn
+costs time, and never leaves a client with half of another answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from moe_rl.errors import DiskError, MoeRLError, SessionError
+from moe_rl.gateway import openai_dialect as openai
+from moe_rl.gateway.agent_gateway import AgentGateway
+from moe_rl.gateway.asking import AgentReply, BadRequest
+from moe_rl.gateway.fields import checked
+from moe_rl.gateway.finishing import SessionKeeper
+from moe_rl.gateway.sessions import Session, SessionLimits
+from moe_rl.vllm.gate import read_body
+from moe_rl.vllm.server_control import RefusedCall
+
+_CLIENT_GONE = 499
+_SMALL_BODY = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Describes one route of a client's API.
+
+    Attributes:
+        read: makes the wish from the body.
+        answer: samples it.
+        body, events: the reply, whole or as a stream; get the reply's name, the model's, the wish and the replies.
+        error: the body of an error.
+    """
+
+    read: Callable[[bytes], Any]
+    answer: Callable[[Session, Any, asyncio.Event], Awaitable[list[AgentReply]]]
+    body: Callable[[str, str, Any, Sequence[AgentReply]], dict[str, Any]]
+    events: Callable[[str, str, Any, Sequence[AgentReply]], Iterator[bytes]]
+    error: Callable[[BadRequest], dict[str, Any]]
+
+
+class _OpenBody(msgspec.Struct, forbid_unknown_fields=True):
+    group: str = ""
+    tokens: int | None = None
+    turns: int | None = None
+    seconds: float | None = None
+
+
+class GatewayApp:
+    """Makes the ASGI app of a gateway.
+
+    Args:
+        token: of the owner, who opens and finishes sessions.
+        longest: body size limit in bytes.
+    """
+
+    def __init__(self, gateway: AgentGateway, keeper: SessionKeeper, token: str, *, longest: int):
+        self._gateway, self._keeper, self._token, self._longest = gateway, keeper, token.encode(), longest
+        chat = Dialect(openai.read_chat, gateway.chat, openai.chat_body, openai.chat_events, openai.error_body)
+        text = Dialect(openai.read_text, gateway.complete, openai.text_body, openai.text_events, openai.error_body)
+        routes = [
+            Route("/health", self._health),
+            Route("/sessions", self._open, methods=["POST"]),
+            Route("/sessions", self._list, methods=["GET"]),
+            Route("/sessions/{name}/finish", self._finish, methods=["POST"]),
+        ]
+        for before in ("", "/s/{key}"):
+            routes += [
+                Route(f"{before}/v1/chat/completions", self._serving(chat), methods=["POST"]),
+                Route(f"{before}/v1/completions", self._serving(text), methods=["POST"]),
+                Route(f"{before}/v1/models", self._models),
+            ]
+        self.asgi = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown, Exception: _broken})
+
+    def _serving(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        async def serve(request: Request) -> Response:
+            try:
+                session = self._session(request)
+                wish = dialect.read(bytes(await _body(request, self._longest)))
+                async with _client(request) as leave:
+                    replies = await dialect.answer(session, wish, leave)
+                if not replies:
+                    return Response(status_code=_CLIENT_GONE)
+            except BadRequest as error:
+                return JSONResponse(dialect.error(error), error.status, _headers(error.status))
+            except ClientDisconnect:
+                return Response(status_code=_CLIENT_GONE)
+            except MoeRLError as error:
+                failed = BadRequest(str(error), status=503, code="sampler_failed")
+                return JSONResponse(dialect.error(failed), failed.status)
+            name = secrets.token_hex(12)
+            told = name, self._gateway.model, wish, replies
+            if wish.stream:
+                return StreamingResponse(_each(dialect.events(*told)), media_type="text/event-stream")
+            return Response(msgspec.json.encode(dialect.body(*told)), media_type="application/json")
+
+        return serve
+
+    def _session(self, request: Request) -> Session:
+        """Return the session of the key in a request. Raises BadRequest without one."""
+        key = request.path_params.get("key") or request.headers.get("x-api-key") or _bearer(request)
+        if (session := self._gateway.book.find(key)) is None:
+            raise BadRequest(
+                "no open session has this key: open one with POST /sessions, and give its key as API key",
+                status=401,
+                code="invalid_api_key",
+            )
+        return session
+
+    def _refuse_stranger(self, request: Request) -> None:
+        if not hmac.compare_digest(_bearer(request).encode("utf-8", "surrogateescape"), self._token):
+            raise BadRequest("this wants the owner's token", status=401, code="invalid_token")
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._session(request)
+        except BadRequest as error:
+            return JSONResponse(openai.error_body(error), error.status, _headers(error.status))
+        model = {"id": self._gateway.model, "object": "model", "created": 0, "owned_by": "moe_rl"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _open(self, request: Request) -> Response:
+        async def answer() -> dict[str, Any]:
+            body = bytes(await _body(request, _SMALL_BODY)) or b"{}"
+            given = checked(body, _OpenBody.__struct_fields__, {}, _OpenBody)
+            usual = self._gateway.book.limits
+            limits = SessionLimits(
+                usual.tokens if given.tokens is None else given.tokens,
+                usual.turns if given.turns is None else given.turns,
+                usual.seconds if given.seconds is None else given.seconds,
+            )
+            opened = self._gateway.open(given.group, limits)
+            url = str(request.base_url).rstrip("/") + f"/s/{opened.key}"
+            return {"session": opened.session.name, "key": opened.key, "base_url": f"{url}/v1", "url": url}
+
+        return await self._owned(request, answer)
+
+    async def _list(self, request: Request) -> Response:
+        async def answer() -> dict[str, Any]:
+            counts = {**self._gateway.counts, **self._gateway.turns.counts}
+            return {"sessions": list(map(_summary, self._gateway.book.all())), "counts": counts}
+
+        return await self._owned(request, answer)
+
+    async def _finish(self, request: Request) -> Response:
+        async def answer() -> dict[str, Any]:
+            session = self._gateway.book.named(request.path_params["name"])
+            if session is None:
+                raise BadRequest("no open session has this name", status=404, code="not_found")
+            finished = self._gateway.end(session)
+            try:
+                file = await asyncio.to_thread(self._keeper.keep, finished)
+            except DiskError:
+                raise  # it can be finished again when there is room
+            except MoeRLError:
+                self._gateway.forget(session)
+                raise
+            self._gateway.forget(session)
+            return _summary(session) | {"file": str(file), "digest": finished.digest}
+
+        return await self._owned(request, answer)
+
+    async def _owned(self, request: Request, answer: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+        """Answer a call of the owner."""
+        try:
+            self._refuse_stranger(request)
+            return Response(msgspec.json.encode(await answer()), media_type="application/json")
+        except BadRequest as error:
+            return JSONResponse({"error": str(error), "code": error.code}, error.status, _headers(error.status))
+        except SessionError as error:
+            return JSONResponse({"error": str(error), "code": "session"}, 409)
+        except MoeRLError as error:
+            return JSONResponse({"error": str(error), "code": type(error).__name__}, 500)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    bad = BadRequest(f"no such route: {request.method} {request.url.path[:200]}", status=status, code="not_found")
+    return JSONResponse(openai.error_body(bad), status)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    # The server logs the traceback.
+    bad = BadRequest(f"a fault of the gateway: {type(error).__name__}", status=500, code="internal")
+    return JSONResponse(openai.error_body(bad), bad.status)
+
+
+def _summary(session: Session) -> dict[str, Any]:
+    return {
+        "session": session.name,
+        "group": session.group,
+        "turns": len(session.turns),
+        "branches": len(session.branches()),
+        "kinds": session.kinds,
+        "tokens": sum(len(turn.ids) for turn in session.turns),
+        "sampled_tokens": sum(len(turn.token_ids) for turn in session.turns),
+    }
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token if scheme.lower() == "bearer" else ""
+
+
+def _headers(status: int) -> dict[str, str] | None:
+    # Otherwise the unread rest of a body would be taken for the next request.
+    return {"Connection": "close"} if status in (401, 408, 413, 415) else None
+
+
+async def _body(request: Request, longest: int) -> bytearray:
+    try:
+        return await read_body(request, longest)
+    except RefusedCall as refusal:
+        raise BadRequest(str(refusal), status=refusal.status, code="body") from None
+
+
+@contextlib.asynccontextmanager
+async def _client(request: Request) -> AsyncIterator[asyncio.Event]:
+    """Yield an event that is set when the client goes away. Its body must have been read."""
+    leave = asyncio.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        leave.set()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield leave
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _each(events: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for event in events:
+        yield event
