@@ -246,8 +246,8 @@ def _sum_gradients(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | Non
     value that is not finite on one rank is so on all ranks."""
     for chunk in chunks:
         buffers = chunk.buffers + chunk.expert_parallel_buffers
-        largest = torch.stack([torch.linalg.vector_norm(buffer.grad_data, torch.inf) for buffer in buffers])
-        chunk.own_gradients_finite = largest.isfinite().all()
+        extremes = torch.stack([end for buffer in buffers for end in torch.aminmax(buffer.grad_data)])
+        chunk.own_gradients_finite = extremes.isfinite().all()
     finalize_model_grads(chunks, None, **kwargs)
 
 

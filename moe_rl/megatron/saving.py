@@ -10,7 +10,6 @@ released; the other needs CUDA. A thread has neither problem, and writing files 
 
 from __future__ import annotations
 
-import gc
 import queue
 import time
 from collections.abc import Callable
@@ -89,20 +88,16 @@ class Checkpoints(StepFolders):
         # Megatron would start a process for this queue. Nothing here reads the queue, and the process would outlive a
         # killed rank.
         filesystem_async._results_queue = queue.Queue()
-        gc.freeze()  # Megatron collects garbage twice: with this, only the objects that it creates are searched
-        try:
-            sharded = checkpoint.sharded(policy, loading=False)
-            in_use = _storages(sharded) if self.asynchronous else set()
-            request = dist_checkpointing.save(
-                sharded,
-                str(hidden),
-                FullyParallelSaveStrategyWrapper(strategy),  # replicas share the writing of what they all hold
-                content_metadata=dict(checkpoint.CONTENT),
-                async_sharded_save=True,
-                async_strategy="mcore",
-            )
-        finally:
-            gc.unfreeze()
+        sharded = checkpoint.sharded(policy, loading=False)
+        in_use = _storages(sharded) if self.asynchronous else set()
+        request = dist_checkpointing.save(
+            sharded,
+            str(hidden),
+            FullyParallelSaveStrategyWrapper(strategy),  # replicas share the writing of what they all hold
+            content_metadata=dict(checkpoint.CONTENT),
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
         own = {f"rng-rank{rank}.safetensors": rng.state()}
         if rank == 0 and tensors:
             own[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}

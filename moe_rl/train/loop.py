@@ -12,6 +12,7 @@ Read next: `rollouts.py` (sampling a batch), `step.py` (training on it), `traine
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -92,6 +93,9 @@ def train(
         early = trainer.evaluate(done, last=done == config.run.steps)
         trainer.export(done, last=done == config.run.steps or early != "")  # cut off with the earlier process
         collapse, native_every = None, config.replay.native_every
+        stack.callback(gc.unfreeze)
+        gc.collect()
+        gc.freeze()  # what exists now stays until the end: a collection would look at all of it for 0.2 s
         for step in range(done + 1, config.run.steps + 1):
             if early:
                 break
