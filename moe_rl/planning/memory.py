@@ -25,6 +25,7 @@ class StageMemory:
         layers: 0-based.
         parameters: their number, without padding.
         reference_bytes: the frozen initial policy; 0 if there is none.
+        checkpoint_copy_bytes: what it copies to the memory of its host while a checkpoint is written.
     """
 
     layers: tuple[int, ...]
@@ -34,10 +35,11 @@ class StageMemory:
     main_grad_bytes: int
     optimizer_bytes: int
     reference_bytes: int
+    checkpoint_copy_bytes: int
 
     @property
     def model_bytes(self) -> int:
-        """Return the sum of all parts. Activations are not included."""
+        """Return the sum of all parts on the device. Activations are not included."""
         return self.parameter_bytes + self.main_grad_bytes + self.optimizer_bytes + self.reference_bytes
 
 
@@ -45,6 +47,12 @@ def state_bytes(dtype: str) -> int:
     """Return the bytes of optimizer state per parameter: Adam's two moments, and a float32 copy of parameters in
     another dtype."""
     return ADAM_MOMENTS_BYTES + (4 if DTYPE_BYTES[dtype] < 4 else 0)
+
+
+def saved_state_bytes(train: TrainConfig) -> int:
+    """Return the bytes of optimizer state per parameter in a checkpoint: as `state_bytes`, but the distributed
+    optimizer writes main weights of float32 parameters too."""
+    return ADAM_MOMENTS_BYTES + 4 if train.distributed_optimizer else state_bytes(train.dtype)
 
 
 def buffer_elements(buffer: Buffer, train: TrainConfig) -> int:
@@ -75,11 +83,23 @@ def optimizer_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> li
     return [each * sum(pieces[rank // between % len(pieces)] for pieces, between in owned) for rank in range(ranks)]
 
 
+def checkpoint_copy_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> int:
+    """Return the bytes that the fullest of the `ranks` of a stage copies to host memory to write a checkpoint.
+
+    `saved_state_bytes` x the parameters whose state it owns, and bytes of a number x its share of the parameters, which
+    all their copies write together. Without the distributed optimizer the copies share the state too.
+    """
+    shares, state = sum(-(-buffer.elements // buffer.copies) for buffer in buffers), saved_state_bytes(train)
+    owned = max(optimizer_bytes(buffers, train, ranks)) // state_bytes(train.dtype)
+    return (owned if train.distributed_optimizer else shares) * state + shares * DTYPE_BYTES[train.dtype]
+
+
 def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline stage, first to last."""
     train, found, moe_layers = config.train, [], set(facts.moe_layers)
     for runs in chunk_layers(facts, config.parallel):
         buffers = [buffer for run in runs for buffer in chunk_buffers(facts, layout, run)]
+        ranks = max(1, layout.world_size // layout.pipeline)
         parameters = sum(buffer.elements for buffer in buffers)
         layers = tuple(layer for run in runs for layer in run)
         found.append(
@@ -89,9 +109,10 @@ def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[Sta
                 parameters=parameters,
                 parameter_bytes=parameter_bytes(buffers, train),
                 main_grad_bytes=main_grad_bytes(buffers, train),
-                optimizer_bytes=max(optimizer_bytes(buffers, train, max(1, layout.world_size // layout.pipeline))),
+                optimizer_bytes=max(optimizer_bytes(buffers, train, ranks)),
                 # The reference model is not wrapped for training, so its buffers have no padding.
                 reference_bytes=parameters * DTYPE_BYTES[train.dtype] if config.objective.kl_coef > 0 else 0,
+                checkpoint_copy_bytes=checkpoint_copy_bytes(buffers, train, ranks),
             )
         )
     return tuple(found)

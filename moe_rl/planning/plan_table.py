@@ -151,12 +151,13 @@ def _sampler(plan: Plan) -> list[Row]:
 
 
 def _storage(plan: Plan) -> list[Row]:
-    storage = plan.storage
+    storage, copy = plan.storage, max(stage.memory.checkpoint_copy_bytes for stage in plan.stages)
     return [
         ("routes per token", f"{storage.routes_bytes_per_token:,} B", "raw"),
         ("routes per step", bytes_text(storage.max_routes_bytes_per_step), "raw, at most"),
         ("routes per node", bytes_text(storage.max_routes_bytes_per_node), "of a step, read by its ranks"),
         ("one checkpoint", bytes_text(storage.checkpoint_bytes), ""),
+        ("a rank's copy of it", bytes_text(copy), "in host memory while it is written, at most"),
     ]
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from moe_rl.config.layout import Layout
 from moe_rl.config.schema import Config
+from moe_rl.config.training import TrainConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import expected_tensors, parameter_count
 from moe_rl.planning.batch_sizes import Batch
-from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
+from moe_rl.planning.memory import DTYPE_BYTES, saved_state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ def node_share(layout: Layout, gpus_per_node: int) -> float:
     return min(1.0, shares / layout.data) * min(1.0, stages / layout.pipeline)
 
 
-def checkpoint_bytes(facts: ModelFacts, dtype: str) -> int:
+def checkpoint_bytes(facts: ModelFacts, train: TrainConfig) -> int:
     """Return the bytes of a checkpoint: every parameter and its optimizer state, once."""
-    return parameter_count(facts).total * (DTYPE_BYTES[dtype] + state_bytes(dtype))
+    return parameter_count(facts).total * (DTYPE_BYTES[train.dtype] + saved_state_bytes(train))
 
 
 def weight_sync_bytes(facts: ModelFacts, dtype: str) -> int:
@@ -80,7 +81,7 @@ def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch
         routes_bytes_per_token=routes,
         max_routes_bytes_per_step=of_step,
         max_routes_bytes_per_node=round(read * share),
-        checkpoint_bytes=checkpoint_bytes(facts, config.train.dtype),
+        checkpoint_bytes=checkpoint_bytes(facts, config.train),
         weight_sync_bytes=weights,
         weight_bucket_bytes=weight_bucket_bytes(facts, config.rollout.dtype, config.rollout.weight_bucket_mib),
         sync_seconds={

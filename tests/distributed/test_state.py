@@ -15,7 +15,12 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.config.layout import make_layout
+from moe_rl.config.training import OptimizerConfig, TrainConfig
 from moe_rl.megatron import unpickling
+from moe_rl.models.hf import read_model
+from moe_rl.planning.memory import checkpoint_copy_bytes
+from moe_rl.planning.parameters import chunk_buffers
 from moe_rl.proof.matrix import largest, merged
 from tests.distributed.jobs import state
 from tests.distributed.jobs.state import AGAIN, BUCKET, DAMAGES, FILES, LAYOUTS, ONE, SAVER, STEP, UPDATES
@@ -344,10 +349,14 @@ def test_each_rank_writes_its_slice_which_together_are_what_megatron_gathers(see
 
 
 @pytest.mark.long
-def test_a_rank_copies_little_more_than_its_own_state(seen):
+def test_a_rank_copies_little_more_than_its_own_state_as_planned(seen, checkpoint):
     """The ranks share float32 weights and two moments, 12 bytes of a parameter, and its bfloat16 weight, 2 bytes."""
+    facts = read_model(checkpoint)
+    train = TrainConfig(dtype="bfloat16", microbatch_tokens=64, optimizer=OptimizerConfig(lr=1e-3))
+    buffers = chunk_buffers(facts, make_layout(ONE, facts, 3), range(facts.layers))
     for copied, own in seen("copied to write"):
         assert 1.0 <= copied / own < 1.3
+        assert copied == pytest.approx(checkpoint_copy_bytes(buffers, train, 3), rel=0.02)
 
 
 def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
