@@ -36,6 +36,7 @@ PARTS = (
     "report_page",
     "logits_memory",
     "verdicts",
+    "checkpoint_memory",
 )
 """Modules with a function `measured(Target) -> dict[str, float]`; a size or count is the same in every round."""
 SERIAL = ("manifest_seconds_at_10000_steps", "packing_seconds", "tables_seconds", "send_orders_seconds")
