@@ -160,7 +160,7 @@ class Session:
         tokens_left = self.limits.tokens - self._tokens - sum(one.tokens for one in self._pending) - fed
         for what, got, most in (
             ("turns", len(self.turns) + pending + samples, self.limits.turns),
-            ("seconds", int(now - self._opened), self.limits.seconds),
+            ("seconds", now - self._opened, self.limits.seconds),
             ("tokens", self.limits.tokens - tokens_left + samples, self.limits.tokens),
         ):
             if got > most:
@@ -168,7 +168,7 @@ class Session:
                     describe(
                         f"The session's limit of {what} is reached",
                         where={"session": self.name},
-                        got=f"{got} {what} with this request",
+                        got=f"{got:g} {what} with this request",
                         expected=f"at most {most:g}",
                         fault="limit",
                     )

@@ -1,10 +1,10 @@
 """Offers the gateway over HTTP: who may call what, bodies, clients that go away, and errors in each dialect's form.
 
-    /v1/chat/completions, /v1/completions, /v1/models   the session's key as API key
-    /s/KEY/v1/...                                       the key in the address, for clients that only take a base URL
-    POST /sessions, GET /sessions                       open one; list them: with the owner's token
-    POST /sessions/NAME/finish                          check and keep one: with the owner's token
-    GET /health                                         for everybody
+    /v1/chat/completions, completions, messages, models   the session's key as API key
+    /s/KEY/v1/...                                         the key in the address, for clients that take a base URL only
+    POST /sessions, GET /sessions                         open one; list them: with the owner's token
+    POST /sessions/NAME/finish                            check and keep one: with the owner's token
+    GET /health                                           for everybody
 
 A reply is sent when its turn is complete and recorded, as a stream too: a server that is lost in the middle of a turn
 costs time, and never leaves a client with half of another answer.
@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from moe_rl.errors import DiskError, MoeRLError, SessionError
+from moe_rl.gateway import anthropic_dialect as anthropic
 from moe_rl.gateway import openai_dialect as openai
 from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.asking import AgentReply, BadRequest
@@ -77,6 +78,13 @@ class GatewayApp:
         self._gateway, self._keeper, self._token, self._longest = gateway, keeper, token.encode(), longest
         chat = Dialect(openai.read_chat, gateway.chat, openai.chat_body, openai.chat_events, openai.error_body)
         text = Dialect(openai.read_text, gateway.complete, openai.text_body, openai.text_events, openai.error_body)
+        messages = Dialect(
+            anthropic.read_messages,
+            gateway.chat,
+            anthropic.messages_body,
+            anthropic.messages_events,
+            anthropic.error_body,
+        )
         routes = [
             Route("/health", self._health),
             Route("/sessions", self._open, methods=["POST"]),
@@ -87,6 +95,7 @@ class GatewayApp:
             routes += [
                 Route(f"{before}/v1/chat/completions", self._serving(chat), methods=["POST"]),
                 Route(f"{before}/v1/completions", self._serving(text), methods=["POST"]),
+                Route(f"{before}/v1/messages", self._serving(messages), methods=["POST"]),
                 Route(f"{before}/v1/models", self._models),
             ]
         self.asgi = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown, Exception: _broken})

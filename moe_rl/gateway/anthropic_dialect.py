@@ -1,0 +1,229 @@
+"""Speaks Anthropic's API: POST /v1/messages.
+
+A field that would change the result and is not served is refused by its name. Fields that only concern the provider,
+such as hints for caches, are accepted and have no effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
+from moe_rl.gateway.fields import checked, plain_text, within_bounds
+from moe_rl.gateway.rendering import read_arguments
+
+_SERVED = {
+    "model", "messages", "max_tokens", "system", "temperature", "top_p", "top_k", "stop_sequences", "stream", "tools",
+}  # fmt: skip
+# Fields that only concern the provider.
+_NO_MATTER = {
+    "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id",
+    "diagnostics",
+}  # fmt: skip
+# Fields that are accepted with these values, which are those that change nothing.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "tool_choice": (None, {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
+    "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
+    "output_config": (None, {}),
+    "container": (None,),
+    "mcp_servers": (None, []),
+}
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+class _Spoken(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class _Offered(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+
+
+class _MessagesBody(msgspec.Struct):
+    messages: list[_Spoken]
+    max_tokens: int
+    model: str = ""
+    system: str | list[dict[str, Any]] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    tools: list[_Offered] | None = None
+
+
+def read_messages(body: bytes) -> ChatWish:
+    """Return what a body of /v1/messages asks for. Raises BadRequest."""
+    given = checked(body, _SERVED | _NO_MATTER, _ONLY, _MessagesBody)
+    if not given.messages:
+        raise BadRequest("at least one message is needed", "messages")
+    system = plain_text(given.system, "system")
+    messages: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for at, one in enumerate(given.messages):
+        if one.role not in ("user", "assistant"):
+            raise BadRequest(f"got {one.role!r}, expected user or assistant", f"messages.{at}.role")
+        blocks = [{"type": "text", "text": one.content}] if isinstance(one.content, str) else one.content
+        read = _heard if one.role == "user" else _said
+        messages += read(blocks, f"messages.{at}.content")
+    return ChatWish(
+        model=given.model,
+        messages=tuple(messages),
+        tools=tuple(_tool(at, one) for at, one in enumerate(given.tools or [])),
+        sampling=within_bounds(
+            SamplingWish(
+                temperature=1.0 if given.temperature is None else given.temperature,
+                top_p=1.0 if given.top_p is None else given.top_p,
+                top_k=max(0, given.top_k or 0),
+                max_tokens=given.max_tokens,
+                stop=tuple(filter(None, given.stop_sequences or ())),
+            )
+        ),
+        stream=given.stream,
+    )
+
+
+def messages_body(name: str, model: str, wish: ChatWish, replies: Sequence[AgentReply]) -> dict[str, Any]:
+    """Return the body of a reply. There is one."""
+    (reply,) = replies
+    return {
+        "id": f"msg_{name}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": _blocks(reply),
+        "stop_reason": _reason(reply),
+        "stop_sequence": reply.stop,
+        "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.turn.token_ids)},
+    }
+
+
+def messages_events(name: str, model: str, wish: ChatWish, replies: Sequence[AgentReply]) -> Iterator[bytes]:
+    """Yield the events of a reply."""
+    body = messages_body(name, model, wish, replies)
+    usage, blocks = body["usage"], body["content"]
+    nothing_yet = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}
+    yield _event("message_start", {"message": body | nothing_yet})
+    for at, block in enumerate(blocks):
+        empty, delta = _in_two(block)
+        yield _event("content_block_start", {"index": at, "content_block": empty})
+        yield _event("content_block_delta", {"index": at, "delta": delta})
+        yield _event("content_block_stop", {"index": at})
+    end = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
+    yield _event("message_delta", {"delta": end, "usage": {"output_tokens": usage["output_tokens"]}})
+    yield _event("message_stop", {})
+
+
+def error_body(error: BadRequest) -> dict[str, Any]:
+    """Return the body of an error."""
+    text = f"{error.field}: {error}" if error.field else str(error)
+    return {"type": "error", "error": {"type": _KINDS.get(error.status, "api_error"), "message": text}}
+
+
+def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, Any]]:
+    """Return the messages that a user's message is: one for each result of a tool, and one for the text."""
+    found: list[Mapping[str, Any]] = []
+    texts: list[Mapping[str, Any]] = []
+    for at, block in enumerate(blocks):
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        if texts:
+            raise BadRequest("results of tools come before text", f"{field}.{at}")
+        name = block.get("tool_use_id")
+        if not isinstance(name, str):
+            raise BadRequest("it names the call that it answers", f"{field}.{at}.tool_use_id")
+        content = plain_text(block.get("content"), f"{field}.{at}.content")
+        found.append({"role": "tool", "tool_call_id": name, "content": content})
+    if texts or not found:
+        found.append({"role": "user", "content": plain_text(texts, field)})
+    return found
+
+
+def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, Any]]:
+    """Return the assistant's message."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls, texts = [], []
+    for at, block in enumerate(blocks):
+        match block:
+            case {"type": "thinking", "thinking": str(thought)}:
+                message["reasoning_content"] = thought
+            case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(given)}:
+                arguments = given.get(_RAW) if set(given) == {_RAW} else None
+                text = arguments if isinstance(arguments, str) else json.dumps(given, ensure_ascii=False)
+                calls.append({"id": name, "type": "function", "function": {"name": tool, "arguments": text}})
+            case {"type": "text"}:
+                texts.append(block)
+            case _:
+                kind = str(block.get("type"))[:40]
+                raise BadRequest(f"got {kind!r}", f"{field}.{at}", code="unsupported_value")
+    message["content"] = plain_text(texts, field)
+    if calls:
+        message["tool_calls"] = calls
+    return [message]
+
+
+# Arguments that are no JSON object are the value of this name in the input of a tool.
+_RAW = "arguments"
+
+
+def _tool(at: int, tool: _Offered) -> Mapping[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise BadRequest(f"got {tool.type!r}, expected custom", f"tools.{at}.type", code="unsupported_value")
+    if tool.strict:
+        raise BadRequest("arguments are not forced into a schema here: leave it out", f"tools.{at}.strict")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
+
+
+def _blocks(reply: AgentReply) -> list[dict[str, Any]]:
+    answer = reply.answer
+    found: list[dict[str, Any]] = []
+    if answer.reasoning:
+        found.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.content:
+        found.append({"type": "text", "text": answer.content})
+    for name, use in zip(reply.use_ids, answer.uses, strict=True):
+        given = read_arguments(use.arguments)
+        given = given if isinstance(given, dict) else {_RAW: given}
+        found.append({"type": "tool_use", "id": name, "name": use.name, "input": given})
+    return found
+
+
+def _in_two(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a block without its content, and the content as one delta."""
+    if block["type"] == "tool_use":
+        given = json.dumps(block["input"], ensure_ascii=False)
+        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": given}
+    part = block["type"]
+    return {**block, part: ""}, {"type": f"{part}_delta", part: block[part]}
+
+
+def _reason(reply: AgentReply) -> str:
+    if reply.truncated:
+        return "max_tokens"
+    if reply.answer.uses:
+        return "tool_use"
+    return "stop_sequence" if reply.stop is not None else "end_turn"
+
+
+def _event(kind: str, body: Mapping[str, Any]) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode({"type": kind, **body}) + b"\n\n"
