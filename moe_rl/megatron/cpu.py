@@ -18,10 +18,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 HOST = torch.device("cpu")
 
@@ -58,6 +60,8 @@ class Event:
 class HostDevice(TorchFunctionMode):
     """Changes device "cuda" to "cpu", and names host tensors as the optimizer's type checks expect."""
 
+    here = False
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -72,15 +76,45 @@ class HostDevice(TorchFunctionMode):
                 kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
+    def come(self) -> None:
+        """See all torch calls of this thread from now on."""
+        if not self.here:
+            self.__enter__()
+            self.here = True
 
-_installed = False
+    def leave(self) -> None:
+        """See no more calls, unless another mode came later."""
+        if self.here and _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+            self.here = False
+
+
+_mode: HostDevice | None = None  # once it is installed
+
+
+@contextmanager
+def mode_left_behind() -> Iterator[Callable[[], None]]:
+    """Yield a function that takes `HostDevice` away until the context ends; without the mode it does nothing.
+
+    Python runs the mode in every torch call. Megatron's schedules need it only before their first microbatch: no pass
+    through the model names a device.
+    """
+    if _mode is None:
+        yield lambda: None
+        return
+    back = _mode.come if _mode.here else _mode.leave
+    _mode.come()  # this pass may begin inside another one
+    try:
+        yield _mode.leave
+    finally:
+        back()
 
 
 def install() -> None:
     """Prepare this process for megatron-core without CUDA. Repeated calls have no effect. Raises RuntimeError on a
     machine with CUDA."""
-    global _installed
-    if _installed:
+    global _mode
+    if _mode is not None:
         return
     if torch.cuda.is_available():
         raise RuntimeError("the CPU backend cannot be installed on a machine with CUDA")
@@ -99,7 +133,8 @@ def install() -> None:
     # record_stream tells the GPU's caching allocator who still reads a tensor. Combined 1F1B calls it, and torch
     # rejects our Stream.
     torch.Tensor.record_stream = lambda tensor, stream: None
-    HostDevice().__enter__()
+    _mode = HostDevice()
+    _mode.come()
 
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as mcore_random
@@ -116,7 +151,6 @@ def install() -> None:
     # rows.
     mappings._gather_along_first_dim = _gather_rows(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_rows(mappings._reduce_scatter_along_first_dim)
-    _installed = True
 
 
 def _hush() -> None:

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, ReplayError, describe
 from moe_rl.megatron import hf_map, rng, schedule, world
+from moe_rl.megatron.cpu import mode_left_behind
 from moe_rl.megatron.expert_order import checksum, move
 from moe_rl.megatron.layers import GroupedExperts
 from moe_rl.megatron.live_weights import LiveWeights
@@ -213,9 +214,12 @@ class Policy:
         # Megatron updates the biases as soon as all gradients are there, before anyone checks that these are finite.
         biases = [(r.expert_bias, r.expert_bias.clone()) for r in self._routers() if r.expert_bias is not None]
         self._start_aux_loss(microbatches)
-        finite_losses = get_forward_backward_func()(
-            **schedule.training_pass(self.chunks, microbatches, session, loss, self.temperature, entropy=entropy)
-        )
+        with mode_left_behind() as begun:
+            finite_losses = get_forward_backward_func()(
+                **schedule.training_pass(
+                    self.chunks, microbatches, session, loss, self.temperature, begun, entropy=entropy
+                )
+            )
         if session is not None:
             session.conclude()  # nothing is learned from a pass that took wrong routes
         self.updates += 1

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
+from moe_rl.megatron.cpu import mode_left_behind
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.objectives.logprobs import hidden_scores
 from moe_rl.replay.session import ReplaySession, require_open
@@ -53,9 +54,12 @@ def logprobs(
     def collect(number, microbatch, values, non_loss_data=True):
         results[number] = values
 
-    get_forward_backward_func()(
-        **_arguments(chunks, microbatches, session, score, collect), forward_only=True, collect_non_loss_data=True
-    )
+    with mode_left_behind() as begun:
+        get_forward_backward_func()(
+            **_arguments(chunks, microbatches, session, score, collect, begun),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
     return list(world.share_from_last_stage(torch.cat(results, 1)).split(sizes, 1))
 
 
@@ -65,6 +69,7 @@ def training_pass(
     session: ReplaySession | None,
     loss: LossFunction,
     temperature: float,
+    begun: Callable[[], None],
     *,
     entropy: bool = False,
 ) -> dict[str, object]:
@@ -76,6 +81,7 @@ def training_pass(
 
     Args:
         loss: Called on the last stage only.
+        begun: Called before each microbatch's forward pass.
         entropy: Also pass entropies to the loss.
     """
 
@@ -87,15 +93,16 @@ def training_pass(
         value = loss(number, values[0], *values[len(values) - entropy :], **others)
         return value, torch.zeros([], dtype=torch.int), value.detach().isfinite()
 
-    return {**_arguments(chunks, microbatches, session, score, loss_of), "forward_only": False}
+    return {**_arguments(chunks, microbatches, session, score, loss_of, begun), "forward_only": False}
 
 
-def _arguments(chunks, microbatches, session, score, after_forward) -> dict[str, object]:
+def _arguments(chunks, microbatches, session, score, after_forward, begun) -> dict[str, object]:
     """Return the arguments that every pass gives to Megatron's schedule.
 
     Args:
         score: Called with (microbatch, output) on the last stage, instead of the output layer.
         after_forward: Called with (number, microbatch, what `score` returned) on the last stage.
+        begun: Called before each microbatch's forward pass.
     """
     require_open(session)
     in_a_round = world.microbatches_in_a_round()
@@ -122,6 +129,7 @@ def _arguments(chunks, microbatches, session, score, after_forward) -> dict[str,
             )
 
     def forward_step(iterator, model, return_schedule_plan=False):
+        begun()
         number, microbatch = next(iterator)
         params = microbatch.begin_forward(session, number)
         # Combined 1F1B asks for the parts of the forward, and runs them before it asks for those of the next

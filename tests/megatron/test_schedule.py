@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError
@@ -131,6 +132,26 @@ def test_a_model_that_was_built_twice(one_rank):
     routers = [layer.mlp.router for layer in orphan.layers()]
     assert len(routers) == 8 and all(router.handle is None for router in routers)
     assert orphan.update() == (result, tally)
+
+
+def test_no_mode_sees_the_calls_of_a_pass(one_rank):
+    """Neither forward nor backward; behind the pass, whether it ends or fails, "cuda" is the host again."""
+    run, seen = Run(), []
+
+    def loss(number, values):
+        seen.append(len(_get_current_function_mode_stack()))
+        values.register_hook(lambda gradient: seen.append(len(_get_current_function_mode_stack())))
+        if len(seen) > 2 * len(LENGTHS):
+            raise Planted
+        return run.loss(number, values)
+
+    run.update(loss)
+    assert seen == [0] * 2 * len(LENGTHS)
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+    with pytest.raises(Planted):
+        run.update(loss)
+    assert seen.count(0) == len(seen) > 2 * len(LENGTHS)
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
 
 
 @pytest.mark.parametrize("recompute", [pytest.param("uniform", marks=pytest.mark.long), "moe"])

@@ -51,7 +51,9 @@ def measured(case: Case, microbatch: Microbatch) -> int:
         there += [buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
     def run():
-        given = schedule.training_pass(policy.chunks, [microbatch], None, lambda number, values: -values.sum(), 1.0)
+        given = schedule.training_pass(
+            policy.chunks, [microbatch], None, lambda number, values: -values.sum(), 1.0, lambda: None
+        )
         get_forward_backward_func()(**given)
 
     run()  # caches are filled
