@@ -387,4 +387,9 @@ def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: b
 
     kind = RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY
     prompt_logprobs = 0 if scores else None
-    return SamplingParams(**sampling.parameters(request, ask), output_kind=kind, prompt_logprobs=prompt_logprobs)
+    return SamplingParams(
+        **sampling.parameters(request, ask),
+        output_kind=kind,
+        prompt_logprobs=prompt_logprobs,
+        skip_clone=True,  # nobody else holds them, and vLLM would make a deep copy of each
+    )
