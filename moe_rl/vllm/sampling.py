@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,7 +38,7 @@ class Growing:
     """
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
     finish_reason: str = ""
     versions: Sequence[ReportedSpan] | None = None
     stop_reason: int | str | None = None
@@ -56,7 +57,7 @@ class Growing:
     ) -> None:
         """Add what is new since the last call."""
         self.token_ids += token_ids
-        self.logprobs += logprobs
+        self.logprobs.extend(logprobs)
         self.finish_reason = finish_reason or ""
         self.versions = versions
         self.stop_reason = stop_reason
@@ -107,12 +108,12 @@ class Growing:
         return spans
 
 
-def sampled_logprobs(values: Sequence[float], key: str) -> np.ndarray:
-    """Return the log-probabilities of a completion's tokens as float32 [T].
+def sampled_logprobs(values: array[float] | Sequence[float], key: str) -> np.ndarray:
+    """Return a copy of the log-probabilities of a completion's tokens as float32 [T].
 
     Raises EngineError if one is not finite: a token with that probability cannot have been sampled.
     """
-    logprobs = np.asarray(values, np.float32)
+    logprobs = np.array(values, np.float32)
     wrong = np.flatnonzero(~((logprobs > _NO_LOGPROB) & (logprobs < np.inf)))
     if len(wrong):
         raise EngineError(

@@ -1,0 +1,56 @@
+"""Tests what the engine's process tells of completions as they end. The engine itself is in tests/rollout."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from moe_rl.types import GenerateRequest
+from moe_rl.vllm import child_engine
+from moe_rl.vllm.child_engine import ChildEngine, _Output, _Running
+
+LENGTH = 5000
+
+
+def output(length):
+    tokens, flat = list(range(length)), SimpleNamespace(token_ids=list(range(length)), logprobs=[-0.5] * length)
+    last = SimpleNamespace(
+        token_ids=tokens, logprobs=flat, finish_reason="length", weight_versions=None, stop_reason=None
+    )
+    made = _Output()
+    made.take(SimpleNamespace(request_id="0-0", outputs=[last]), version=3)
+    made.versions = made.came
+    return made
+
+
+def running(number, count):
+    requests = [GenerateRequest(f"r{at}", (1, 2), 0, LENGTH, 1.0, ()) for at in range(count)]
+    call = _Running(number, None, "", requests, [None] * count, lambda call: None, tells=True)
+    call.outputs = [output(LENGTH) for _ in range(count)]
+    return call
+
+
+def test_many_completions_that_end_at_once_are_told_over_several_steps_and_each_once():
+    call = running(7, 10)
+    engine = SimpleNamespace(running={7: call}, _ended=[(call, at) for at in range(10)])
+    told = []
+    while news := ChildEngine.news(engine):
+        (one,) = news
+        assert one.number == 7
+        assert sum(len(completion.token_ids) for _, completion in one.completions) <= child_engine._TOLD_TOKENS + LENGTH
+        told.append([at for at, _ in one.completions])
+    assert len(told) > 2 and sum(told, []) == list(range(10))
+
+
+def test_all_of_a_call_that_has_ended_are_told_before_its_reply():
+    ended, other = running(7, 10), running(8, 10)
+    # `step` has ended call 7, and its reply goes out next
+    engine = SimpleNamespace(running={8: other}, _ended=[(call, at) for at in range(10) for call in (other, ended)])
+    news = {one.number: [at for at, _ in one.completions] for one in ChildEngine.news(engine)}
+    assert news[7] == list(range(10)) and len(news[8]) < 10
+
+
+def test_log_probabilities_of_other_tokens_are_refused():
+    made = output(3)
+    made.result.outputs[0].logprobs.token_ids = [0, 1, 3]
+    with pytest.raises(RuntimeError, match="log-probabilities of other tokens: 0-0"):
+        made.take(made.result, version=3)
