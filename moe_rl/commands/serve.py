@@ -1,10 +1,14 @@
-"""Starts vLLM's own API server with a recorder, behind a gate that requires the run's token.
+"""Starts vLLM's own API server with a recorder, behind a gate that requires the run's token, or a gateway for agents.
 
     moe-rl serve --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
     moe-rl serve --model DIR --trace-root DIR ... [-- ...]
+    moe-rl serve --gateway --config FILE [a.b=c ...] [--host ADDRESS] [--port N]
 
 With --config the server follows the run (rollout.servers): its model, precision, lengths, capture and token, and any
 trace store below run.runs_dir. One server holds all weights, on as many GPUs as they need.
+
+With --gateway it speaks OpenAI's and Anthropic's APIs to agents, over the config's servers, or an engine of its own if
+there are none. It keeps sessions and routes in a new folder below run.runs_dir.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ from pathlib import Path
 
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
-from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.errors import EngineError, MoeRLError, SamplerGone, describe
 from moe_rl.vllm.api_server import ServerSettings, serve
 from moe_rl.vllm.arguments import sized
 
 # Options whose values follow from --config.
 _OF_THE_RUN = ("model", "trace_root", "capture", "model_fingerprint")
+_OF_A_SERVER = ("support", "router_logits_fraction", "head", "reads_text")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="config of the run; everything except the address follows from it"
     )
+    parser.add_argument("--gateway", action="store_true", help="serve agents (needs --config)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
     parser.add_argument(
         "--model",
@@ -73,18 +79,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT. Return 0 then, and 2 if serving is impossible.
+    """Serve until SIGTERM or SIGINT. Return 0 then, 2 if serving is impossible, and 3 if the gateway's sampler dies.
 
     options: the parsed options, and `further`, the arguments behind "--".
     """
     if options.json is not None:
         options.json.unlink(missing_ok=True)  # may be left by an earlier server
     try:
-        serve(_settings(options))
+        if options.gateway:
+            _run_gateway(options)
+        else:
+            serve(_settings(options))
     except MoeRLError as error:
         print(error, file=sys.stderr)
-        return 2
+        return 3 if isinstance(error, SamplerGone) else 2
     return 0
+
+
+def _run_gateway(options: argparse.Namespace) -> None:
+    """Serve agents. Raises EngineError for an option that a gateway does not have."""
+    others = [f"--{name.replace('_', '-')}" for name in (*_OF_THE_RUN, *_OF_A_SERVER) if getattr(options, name)]
+    if others or options.further or options.config is None:
+        raise EngineError(
+            describe(
+                "everything about a gateway but its address is in the config",
+                where={"option": "--gateway"},
+                got=", ".join([*others, *options.further]) or "no --config",
+                do="give --config FILE, and change single values with a.b=c",
+            )
+        )
+    # Imported late: a server of vLLM does without.
+    from moe_rl.gateway.standalone import GatewaySettings, run_gateway
+    from moe_rl.train import run_folder
+
+    config = load_config(options.config, options.overrides)
+    folder = run_folder.create(config).path
+    run_gateway(
+        GatewaySettings(config, folder, options.host, options.port, options.token_file, ready_file=options.json)
+    )
 
 
 def _settings(options: argparse.Namespace) -> ServerSettings:

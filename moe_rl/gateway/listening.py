@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 
 import uvicorn
 
@@ -11,12 +13,12 @@ _LEAVE_SECONDS = 3
 
 
 class GatewayListener:
-    """Serves an ASGI app on a bound socket until `stop`, or until SIGTERM or SIGINT in the main thread."""
+    """Serves an ASGI app on a bound socket until `stop`. Signals are the caller's."""
 
     def __init__(self, app, listener: socket.socket):
         self._listener = listener
         # No access log: addresses may contain keys.
-        self._server = uvicorn.Server(
+        self._server = _QuietServer(
             uvicorn.Config(
                 app,
                 lifespan="off",
@@ -39,3 +41,11 @@ class GatewayListener:
     def stop(self) -> None:
         """Accept no more requests, and let `serve` end. May be called from another thread."""
         self._server.should_exit = True
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves the process's signal handlers alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from moe_rl.errors import DiskError, MoeRLError, SessionError
+from moe_rl.errors import DiskError, MoeRLError, SamplerGone, SessionError
 from moe_rl.gateway import anthropic_dialect as anthropic
 from moe_rl.gateway import openai_dialect as openai
 from moe_rl.gateway.agent_gateway import AgentGateway
@@ -34,6 +34,7 @@ from moe_rl.gateway.asking import AgentReply, BadRequest
 from moe_rl.gateway.fields import checked
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.sessions import Session, SessionLimits
+from moe_rl.rollout.sampler import nobody
 from moe_rl.vllm.gate import read_body
 from moe_rl.vllm.server_control import RefusedCall
 
@@ -72,10 +73,20 @@ class GatewayApp:
     Args:
         token: of the owner, who opens and finishes sessions.
         longest: body size limit in bytes.
+        gone: called when the sampler is lost for good.
     """
 
-    def __init__(self, gateway: AgentGateway, keeper: SessionKeeper, token: str, *, longest: int):
+    def __init__(
+        self,
+        gateway: AgentGateway,
+        keeper: SessionKeeper,
+        token: str,
+        *,
+        longest: int,
+        gone: Callable[[SamplerGone], None] = nobody,
+    ):
         self._gateway, self._keeper, self._token, self._longest = gateway, keeper, token.encode(), longest
+        self._gone = gone
         chat = Dialect(openai.read_chat, gateway.chat, openai.chat_body, openai.chat_events, openai.error_body)
         text = Dialect(openai.read_text, gateway.complete, openai.text_body, openai.text_events, openai.error_body)
         messages = Dialect(
@@ -114,6 +125,8 @@ class GatewayApp:
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_GONE)
             except MoeRLError as error:
+                if isinstance(error, SamplerGone):
+                    self._gone(error)
                 failed = BadRequest(str(error), status=503, code="sampler_failed")
                 return JSONResponse(dialect.error(failed), failed.status)
             name = secrets.token_hex(12)

@@ -92,11 +92,18 @@ class ServerFleet:
         self._held: dict[int, _Held] | None = None
 
     @classmethod
-    def attach(cls, config: Config, trace: Path) -> Self:
+    def attach(cls, config: Config, trace: Path, *, adopt: bool = True) -> Self:
         """Take the config's servers for the run that keeps its traces in `trace`.
 
-        The servers' old weights no longer count: they must receive an update first. Raises EngineError if a server
-        cannot be reached or does not see the trace folder.
+        Args:
+            config: the run's config.
+            trace: folder of its trace store.
+            adopt: the servers' old weights no longer count, and they must receive an update first. Without it they
+                sample with the weights that they have, which must be the same on all.
+
+        Raises:
+            EngineError: a server cannot be reached or does not see the trace folder.
+            WeightSyncError: servers that are not adopted hold different or incomplete weights.
         """
         root = trace.parent.parent
         folder = str(trace.relative_to(root))
@@ -105,7 +112,8 @@ class ServerFleet:
         async def take(server: VllmServer) -> Served:
             if problem := await folder_problem(server, root, folder):
                 raise EngineError(problem)
-            await server.adopt()
+            if adopt:
+                await server.adopt()
             return await server.served()
 
         async def take_all() -> list[Served]:
@@ -113,7 +121,7 @@ class ServerFleet:
 
         served = asyncio.run(take_all())
         rollout = config.rollout
-        return cls(
+        fleet = cls(
             servers,
             root,
             served[0].vllm,
@@ -121,6 +129,12 @@ class ServerFleet:
             max_lost=rollout.max_lost_servers,
             load_seconds=rollout.startup_timeout_seconds,
         )
+        if not adopt:
+            torn = [server.url for server, one in zip(servers, served, strict=True) if not one.weights_whole]
+            if torn:
+                raise WeightSyncError(describe("Servers hold incomplete weights", got=", ".join(torn)))
+            fleet._agree(served[0].weight_version, {number: _held(one) for number, one in enumerate(served)})
+        return fleet
 
     @property
     def workers(self) -> int:
@@ -299,9 +313,7 @@ class ServerFleet:
         kinds = {(one.version, one.digest) for one in held.values()}
         if len(kinds) > 1 or {one.version for one in held.values()} != {version}:
             got = "; ".join(f"{self.server(number).url} {one}" for number, one in held.items())
-            raise WeightSyncError(
-                describe("The servers hold different weights after the update", got=got, expected=version)
-            )
+            raise WeightSyncError(describe("The servers hold different weights", got=got, expected=version))
         self._held = held
 
     async def each[T](

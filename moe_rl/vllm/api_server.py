@@ -77,9 +77,9 @@ def serve(settings: ServerSettings) -> None:
         cleanup.callback(scratch.cleanup)
         _use_temporary(scratch.name, cleanup)
         token_file = (settings.token_file or Path(scratch.name) / "token").absolute()
-        _make_token(token_file)
+        make_token(token_file)
         read_token(token_file)
-        listener = cleanup.enter_context(_listener(settings.host, settings.port))
+        listener = cleanup.enter_context(bound_socket(settings.host, settings.port))
         _serve(settings, token_file, listener)
 
 
@@ -110,7 +110,7 @@ def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
     os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = folder
 
 
-def _make_token(path: Path) -> None:
+def make_token(path: Path) -> None:
     """Write a new token to `path` unless the file exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -122,7 +122,7 @@ def _make_token(path: Path) -> None:
         file.write(secrets.token_urlsafe(32) + "\n")
 
 
-def _listener(host: str | None, port: int) -> socket.socket:
+def bound_socket(host: str | None, port: int) -> socket.socket:
     """Return a bound socket; without a host it is reachable from this machine only."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or "127.0.0.1", port, type=socket.SOCK_STREAM)[0]

@@ -27,7 +27,7 @@ from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.slots import Recorded, Rows
 from moe_rl.vllm.writing_thread import WritingThread
 
-_MAX_OPEN = 64
+_MAX_OPEN = 256
 _MAX_REFUSALS = 1024
 # Bytes of ids that a record must share with its group's first record to refer to it; a reference has a cost too.
 _MIN_SHARED_BYTES = 64

@@ -29,7 +29,7 @@ from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion
-from moe_rl.vllm.api_server import _listener
+from moe_rl.vllm.api_server import bound_socket
 from moe_rl.vllm.wire import EngineSettings
 from tests.gateway.session_turns import WIDE
 from tests.rollout.serving import Router, agree
@@ -226,7 +226,7 @@ def start_gateway(sampler, settings: EngineSettings, folder: Path, *, renderer=N
     gateway = AgentGateway("talker", rendering, codec, turns, SessionBook(most, limits), ())
     store = TraceStore(settings.trace_root)
     app = GatewayApp(gateway, SessionKeeper(folder / "sessions", store), OWNER, longest=1 << 20)
-    socket = _listener(None, 0)
+    socket = bound_socket(None, 0)
     listener, loop = GatewayListener(app.asgi, socket), asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(listener.serve()), daemon=True)
     thread.start()

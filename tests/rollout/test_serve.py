@@ -40,17 +40,17 @@ def test_tokens_that_are_no_secret_are_refused(tmp_path, mode, text, message):
 
 
 def test_a_token_is_made_once(tmp_path):
-    api_server._make_token(tmp_path / "token")
+    api_server.make_token(tmp_path / "token")
     token = read_token(tmp_path / "token")
-    api_server._make_token(tmp_path / "token")
+    api_server.make_token(tmp_path / "token")
     assert read_token(tmp_path / "token") == token and stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
 
 
 def test_other_machines_are_listened_to_only_when_told(capsys):
-    with api_server._listener(None, 0) as listener:
+    with api_server.bound_socket(None, 0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     assert capsys.readouterr().err == ""
-    with api_server._listener("0.0.0.0", 0) as listener:
+    with api_server.bound_socket("0.0.0.0", 0) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
     assert "warning: 0.0.0.0" in capsys.readouterr().err
 

@@ -549,7 +549,7 @@ def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
     with pytest.raises(EngineError, match="hangs.*no sign of life for 0.2 s"):
         server.client(timeout_seconds=0.2).generate(grow([request], 180), shard="late")
     stranger = tmp_path / "token"
-    api_server._make_token(stranger)
+    api_server.make_token(stranger)
     with pytest.raises(EngineError, match="HTTP 401"):
         VllmServer(server.url, stranger).stats()
     with socket.socket() as free:

@@ -1,0 +1,181 @@
+"""Runs the gateway by itself: over an engine of its own, or over the servers of a config.
+
+    agents --- HTTP ---> gateway (this process) --- token ids ---> engine child, or servers in rollout.servers
+                                                                   routes ----> trace store
+
+Nobody sends new weights here: the sampler keeps those of the checkpoint, or those that the servers hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import moe_rl
+from moe_rl.config.schema import Config
+from moe_rl.errors import EngineError, MoeRLError, SamplerGone
+from moe_rl.gateway.agent_gateway import AgentGateway
+from moe_rl.gateway.finishing import SessionKeeper
+from moe_rl.gateway.listening import GatewayListener
+from moe_rl.gateway.rendering import ChatRenderer
+from moe_rl.gateway.session_keys import SessionBook
+from moe_rl.gateway.sessions import SessionLimits
+from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
+from moe_rl.gateway.web import GatewayApp
+from moe_rl.models.facts import ModelFacts
+from moe_rl.models.hf import read_model
+from moe_rl.rollout.attach import attach_problems
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.fleet import ServerFleet
+from moe_rl.rollout.fleet_groups import FleetGroups
+from moe_rl.rollout.group_sampler import EngineGroups, GroupSampler
+from moe_rl.rollout.rollouts import engine_settings
+from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
+from moe_rl.trace import TraceStore
+from moe_rl.vllm.api_server import bound_socket, make_token
+from moe_rl.vllm.control import read_token
+
+# Each call fills a trace shard, and a sampler fills 256 at a time.
+_MOST_CALLS = 192
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Says how to run a gateway.
+
+    Attributes:
+        folder: of this gateway, below run.runs_dir: trace store, sessions, the engine's log.
+        host: None listens on this machine only.
+        port: 0 for a free one.
+        token_file: of the owner's token, made if missing; None: `token` in the folder.
+        ready_file: written when the gateway listens.
+    """
+
+    config: Config
+    folder: Path
+    host: str | None
+    port: int
+    token_file: Path | None
+    ready_file: Path | None
+
+
+def run_gateway(settings: GatewaySettings) -> None:
+    """Serve agents until SIGTERM or SIGINT. Sessions that are then open are finished and kept.
+
+    Raises:
+        SamplerGone: the sampler died.
+        MoeRLError: the settings cannot be served.
+    """
+    config, folder = settings.config, settings.folder
+    facts = read_model(config.model.path)
+    renderer = ChatRenderer(config.model.path, config.gateway.renderer)
+    stops = stop_tokens(config, facts)
+    codec = TextCodec(config.model.path, stops)
+    token_file = (settings.token_file or folder / "token").absolute()
+    make_token(token_file)
+    token = read_token(token_file)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bound_socket(settings.host, settings.port))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _leave)
+        sampler, version, reads_text = _sampler(config, facts, folder, stack)
+        bounds = SamplerBounds(
+            max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
+            vocabulary=facts.vocab,
+            reads_text=reads_text,
+            at_once=min(config.rollout.max_concurrent, _MOST_CALLS),
+        )
+        limits = config.gateway
+        usual = SessionLimits(limits.session_tokens, limits.session_turns, limits.session_seconds)
+        gateway = AgentGateway(
+            config.model.path.name,
+            renderer,
+            codec,
+            TurnSampler(sampler, bounds, seed=config.run.seed, version=version),
+            SessionBook(limits.max_sessions, usual),
+            stops,
+        )
+        keeper = SessionKeeper(folder / "sessions", TraceStore(folder / "trace"))
+        asyncio.run(_serve(settings, gateway, keeper, token, token_file, listener))
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
+
+
+def _sampler(
+    config: Config, facts: ModelFacts, folder: Path, stack: contextlib.ExitStack
+) -> tuple[GroupSampler, int, bool]:
+    """Return the sampler, the version of its weights, and whether it finds stop strings."""
+    if not config.rollout.servers:
+        # Clients send stop strings.
+        engine = VllmEngine(replace(engine_settings(config, facts, folder), reads_text=True))
+        stack.callback(engine.close)
+        return EngineGroups(engine), 0, True
+    if problems := attach_problems(config, facts, config.run.runs_dir):
+        raise EngineError(problems)
+    fleet = ServerFleet.attach(config, folder / "trace", adopt=False)
+    stack.callback(fleet.close)
+    served = [server.recording() for server in fleet.servers.values()]
+    return FleetGroups(fleet), served[0].weight_version, all(one.reads_text for one in served)
+
+
+async def _serve(
+    settings: GatewaySettings,
+    gateway: AgentGateway,
+    keeper: SessionKeeper,
+    token: str,
+    token_file: Path,
+    bound: socket.socket,
+) -> None:
+    lost: list[SamplerGone] = []
+
+    def gone(error: SamplerGone) -> None:
+        lost.append(error)
+        listener.stop()
+
+    app = GatewayApp(gateway, keeper, token, longest=settings.config.gateway.max_body_mib << 20, gone=gone)
+    listener = GatewayListener(app.asgi, bound)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, listener.stop)
+    announcement = asyncio.create_task(_announce(settings, listener, token_file, bound))
+    try:
+        await listener.serve()
+    finally:
+        announcement.cancel()
+        for session in gateway.book.all():
+            try:
+                if session.turns:
+                    keeper.keep(gateway.end(session))
+            except MoeRLError as error:
+                print(f"moe_rl: session {session.name} is not kept: {error}", file=sys.stderr, flush=True)
+    if lost:
+        raise lost[0]
+
+
+async def _announce(
+    settings: GatewaySettings, listener: GatewayListener, token_file: Path, bound: socket.socket
+) -> None:
+    """Wait until the gateway listens, then print a line and write JSON to `ready_file`."""
+    while not listener.listens:
+        await asyncio.sleep(0.02)
+    address, port = bound.getsockname()[:2]
+    document = {
+        "url": f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}",
+        "pid": os.getpid(),
+        "token_file": str(token_file),
+        "folder": str(settings.folder.absolute()),
+        "moe_rl": moe_rl.__version__,
+    }
+    if (ready := settings.ready_file) is not None:
+        unfinished = ready.with_name(f".{ready.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(ready)
+    print("gateway on {url}, owner's token in {token_file}, sessions in {folder}".format_map(document), flush=True)

@@ -1,0 +1,96 @@
+"""Tests where turns are sampled, with a place that is lost in the middle of a turn, over a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moe_rl.errors import EngineError, SamplerGone
+from moe_rl.gateway.asking import SamplingWish
+from moe_rl.gateway.finishing import check_session
+from moe_rl.gateway.sessions import Session
+from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
+from moe_rl.rollout.group_sampler import EngineGroups, ServerLost
+from moe_rl.trace import TraceStore
+from tests.gateway.conftest import LONGEST, VOCAB
+from tests.gateway.session_turns import WIDE
+
+BOUNDS = SamplerBounds(LONGEST, VOCAB, True, 2)
+
+
+class TwoPlaces(EngineGroups):
+    """One engine as two places. A place that is to be lost fails when its call has sampled; places may be counted."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.there, self.lost, self.running, self.most, self.at = [0, 1], set(), 0, 0, []
+
+    @property
+    def places(self):
+        return tuple(self.there)
+
+    async def sample_group(self, place, requests, *, shard, **more):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.at.append(place)
+        try:
+            sampled = await super().sample_group(0, requests, shard=f"{shard}-server{place}", **more)
+        finally:
+            self.running -= 1
+        if place in self.lost:
+            self.there = [one for one in self.there if one != place]
+            raise ServerLost("lost", sum(len(one.token_ids) for one in sampled))
+        return sampled
+
+
+async def say(turns: TurnSampler, session: Session, prompt, most=6):
+    place = session.begin(prompt, samples=1, max_tokens=most, now=0.0)
+    try:
+        (one,), continues = await turns.sample(session, place, SamplingWish(), asyncio.Event())
+        return session.add(place, one, continues=continues)
+    finally:
+        session.drop(place)
+
+
+def test_a_turn_of_a_lost_place_is_sampled_again_elsewhere_and_the_session_stays_there(engine, settings):
+    async def run():
+        sampler = TwoPlaces(engine)
+        turns = TurnSampler(sampler, BOUNDS, seed=5)
+        session = Session("lost-place", "g", WIDE, 0.0)
+        await say(turns, session, [5, 6, 7])
+        (home,) = sampler.at
+        sampler.lost.add(home)
+        await say(turns, session, [*session.ids(0), 9])
+        await say(turns, session, [*session.ids(1), 9])
+        assert sampler.at == [home, home, 1 - home, 1 - home] and turns.counts["sampled_again"] == 1
+        assert [turn.continues for turn in session.turns] == [False, True, True]
+        check_session(session.finish(), TraceStore(settings.trace_root))
+        sampler.there = []
+        with pytest.raises(SamplerGone):
+            await say(turns, session, [1])
+        assert not session.busy
+
+    asyncio.run(run())
+
+
+def test_places_get_no_more_calls_than_they_may_fill_shards(engine):
+    async def run():
+        sampler = TwoPlaces(engine)
+        turns = TurnSampler(sampler, BOUNDS, seed=6)
+        sessions = [Session(f"many{number}", "g", WIDE, 0.0) for number in range(8)]
+        await asyncio.gather(*(say(turns, one, [5, number]) for number, one in enumerate(sessions)))
+        assert sampler.most == 4 and sorted(sampler.at) == [0] * 4 + [1] * 4
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_cannot_be_sampled_is_refused_before_any_place_has_it(engine):
+    sampler = TwoPlaces(engine)
+    turns, session = TurnSampler(sampler, BOUNDS, seed=7), Session("never", "g", WIDE, 0.0)
+    for prompt, wish in (([VOCAB], SamplingWish()), ([1], SamplingWish(temperature=9.0)), ([1], SamplingWish(top_p=0))):
+        place = session.begin(prompt, samples=1, max_tokens=4, now=0.0)
+        with pytest.raises(EngineError):
+            turns.check(place, wish)
+        session.drop(place)
+    assert sampler.at == []

@@ -1,0 +1,116 @@
+"""Tests new weights that go in between the turns of a session, and in the middle of one, against `transformers`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_rl.gateway.finishing import check_session
+from moe_rl.rollout.group_sampler import EngineGroups
+from moe_rl.trace.spans import versions_of_rows
+from tests.gateway.test_openai import ask, client_of
+from tests.rollout.in_flight import Change, forwarded
+from tests.rollout.serving import Router
+from tests.weights.sending import by_disk
+
+TOOL = {"role": "tool", "tool_call_id": "x", "content": "5"}
+FIRST = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def others(checkpoint):
+    """The model's weights with other routers and attention."""
+    torch.manual_seed(3)
+    weights = load_file(checkpoint / "model.safetensors")
+    return {
+        name: tensor + 0.2 * tensor.std() * torch.randn_like(tensor)
+        if ".gate.weight" in name or "_proj" in name
+        else tensor
+        for name, tensor in weights.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def other_router(checkpoint, others, tmp_path_factory) -> Router:
+    import shutil
+
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("others")
+    shutil.copy(checkpoint / "config.json", folder)
+    save_file(others, folder / "model.safetensors", metadata={"format": "pt"})
+    return Router(folder)
+
+
+@pytest.fixture
+def flight(running, engine, checkpoint, others, tmp_path):
+    """Sends the other weights, and the model's own again after the test."""
+    groups, turns = EngineGroups(engine), running.gateway.turns
+    sent = []
+
+    async def change(tensors) -> None:
+        await groups.pause()
+        update = by_disk(tmp_path, tensors, version=turns.version + 1, replaces=turns.version)
+        await groups.take_weights(update)
+        await groups.resume()
+        turns.version += 1
+
+    def send() -> None:
+        sent.append(True)
+        asyncio.run(change(others))
+
+    async def wait(more: int) -> None:
+        await forwarded(groups, more)
+
+    yield SimpleNamespace(send=send, wait=lambda more: asyncio.run(wait(more)), old=turns.version)
+    if sent:
+        asyncio.run(change(load_file(checkpoint / "model.safetensors")))
+
+
+def test_a_turn_under_new_weights_has_the_rows_that_it_attended_to(running, flight, other_router, router):
+    opened, anew = running.open(), running.gateway.turns.counts["recorded_anew"]
+    client, session = client_of(running, opened), running.session(opened)
+    messages = list(FIRST)
+
+    def say() -> None:
+        messages.extend([ask(client, messages, temperature=1, max_tokens=20).choices[0].message, TOOL])
+
+    say()
+    flight.send()
+    say()
+    say()
+    assert [turn.kind for turn in session.turns] == ["first", "continued", "continued"]
+    # The record of the second turn has the whole prompt again, and the third one continues it.
+    assert [turn.continues for turn in session.turns] == [False, False, True]
+    assert running.gateway.turns.counts["recorded_anew"] == anew + 1
+    check_session(session.finish(), running.store)
+    change = Change(SimpleNamespace(model=router._model), SimpleNamespace(model=other_router._model))
+    for completion, version in zip(running.completions(session), (0, 1, 1), strict=True):
+        record = running.store.read(completion.routes)
+        assert set(versions_of_rows(record.spans)) == {flight.old + version}
+        change.check(completion, record, 0 if version else len(record.token_ids))
+
+
+def test_a_turn_that_sees_an_update_keeps_its_keys_and_values(running, flight, other_router, router):
+    opened = running.open()
+    client, session = client_of(running, opened), running.session(opened)
+    asked = threading.Thread(target=lambda: ask(client, FIRST, temperature=1, max_tokens=400, stop=["never said"],
+                                                extra_body={"min_p": 0.0}))  # fmt: skip
+    asked.start()
+    flight.wait(40)
+    flight.send()
+    asked.join()
+    (turn,) = session.turns
+    assert [span.weight_version for span in turn.versions] == [flight.old, flight.old + 1], "it had ended before"
+    ask(client, [{"role": "user", "content": "ab"}], max_tokens=3)
+    check_session(session.finish(), running.store)
+    first, second = running.completions(session)
+    record = running.store.read(first.routes)
+    change = Change(SimpleNamespace(model=router._model), SimpleNamespace(model=other_router._model))
+    change.check(first, record, int((versions_of_rows(record.spans) == flight.old).sum()))
+    assert session.rows_version(0) is None and session.rows_version(1) == flight.old + 1
