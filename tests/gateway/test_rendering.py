@@ -1,0 +1,120 @@
+"""Tests how messages become tokens, when a renderer is refused, and how a chat finds the turn that it continues."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_rl.errors import ConfigError
+from moe_rl.gateway.dialogues import Dialogues
+from moe_rl.gateway.rendering import ChatRenderer, ToolUse
+from moe_rl.tasks.tokenizer import TextCodec
+from tests.gateway.conftest import ADD, CALL, NEXT, chat_tokenizer
+from tests.support.refusals import refused
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tokenizer")
+    chat_tokenizer(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def codec(folder):
+    return TextCodec(folder, ())
+
+
+@pytest.fixture(scope="module")
+def renderer(folder):
+    return ChatRenderer(folder, {"name": "qwen3"})
+
+
+def with_template(folder, made, template: str):
+    shutil.copytree(folder, made, dirs_exist_ok=True)
+    (made / "chat_template.jinja").write_text(template)
+    return made
+
+
+def test_a_renderer_must_write_what_the_models_template_writes(folder, tmp_path, codec):
+    same = ChatRenderer(with_template(folder, tmp_path / "same", PLAIN), {"name": "qwen3"})
+    assert codec.decode(same.render(HI, ())) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    for template in (PLAIN.replace("<|im_end|>\n", "<|im_end|>", 1), PLAIN + "{% if tools %}{{ tools }}{% endif %}"):
+        with refused(ConfigError, "other tokens", key="gateway.renderer", fault="renderer"):
+            ChatRenderer(with_template(folder, tmp_path / "other", template), {"name": "qwen3"})
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"name": "auto"}, {"name": "no_such"}, {"name": "qwen3", "no_such": 1}, {"name": "glm-4.5"}]
+)
+def test_renderers_that_there_are_not_are_refused(folder, settings):
+    with refused(ConfigError, key="gateway.renderer", fault="renderer"):
+        ChatRenderer(folder, settings)
+
+
+def test_the_models_own_template_renders_anew_and_needs_a_parser_for_tools(folder, tmp_path, codec):
+    place = with_template(folder, tmp_path / "own", PLAIN)
+    own = ChatRenderer(place, {"name": "default"})
+    prompt, said = own.render(HI, ()), codec.encode("hello<|im_end|>")
+    assert not own.reads_tools and own.extend(prompt, said, NEXT[1:], ()) is None
+    # This template is prefix-stable, and these tokens are those that the text gives.
+    again = own.render([*HI, {"role": "assistant", "content": "hello"}, NEXT[1]], ())
+    assert again[: len(prompt) + len(said)] == prompt + said
+    reads = ChatRenderer(place, {"name": "default", "tool_parser": "qwen3"})
+    assert reads.reads_tools
+    assert reads.parse(prompt, codec.encode(CALL), [ADD]).uses == (ToolUse("add", '{"a": 2, "b": 3}'),)
+
+
+@given(st.lists(st.integers(4, 319), max_size=12), st.booleans())
+def test_what_was_said_stays_token_by_token(renderer, codec, said, ended):
+    """Whatever the model said, also what no text gives."""
+    prompt = renderer.render(HI, [ADD])
+    completion = (*said, *codec.encode("<|im_end|>")[: int(ended)])
+    extended = renderer.extend(prompt, completion, NEXT[:1], [ADD])
+    assert extended is not None and extended[: len(prompt) + len(completion)] == (*prompt, *completion)
+    assert codec.decode(extended).endswith("<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_calls_are_read_one_by_one(renderer, codec):
+    broken = "<tool_call>\n{name: add}\n</tool_call>"
+    text = f"<think>\nwhy\n</think>\n\nWell.{CALL}\n{broken}\n{CALL}<|im_end|>"
+    answer = renderer.parse((), codec.encode(text), [ADD])
+    assert [json.loads(use.arguments) for use in answer.uses] == [{"a": 2, "b": 3}] * 2
+    assert answer.unreadable == 1 and answer.content.startswith("Well.") and "{name: add}" in answer.content
+    assert answer.reasoning.strip() == "why"
+    # Without tools in the request there is nothing to call.
+    assert renderer.parse((), codec.encode(CALL), ()).uses == ()
+
+
+def test_a_chat_finds_the_turn_that_it_continues():
+    known = Dialogues()
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+    reply = {"role": "assistant", "content": None, "reasoning_content": "why", "tool_calls": [call]}
+    known.add(HI, [ADD], reply, 0)
+    tool = {"role": "tool", "tool_call_id": "c", "content": "5"}
+    known.add([*HI, reply, tool], [ADD], {"role": "assistant", "content": "5."}, 1)
+    other = {**call, "function": {"name": "add", "arguments": '{"b":3,"a":2}'}}
+    for said in (reply, {**reply, "content": "", "tool_calls": [other]}, {"role": "assistant", "tool_calls": [call]}):
+        assert known.find([*HI, said, tool], [ADD]) == (0, 2)
+    assert known.find([*HI, reply, tool, {"role": "assistant", "content": "5."}, *HI], [ADD]) == (1, 4)
+    for wrong in (
+        {**reply, "reasoning_content": "because"},
+        {**reply, "content": "x"},
+        {**reply, "tool_calls": [{**call, "id": "d"}]},
+        {**reply, "tool_calls": []},
+        {**reply, "role": "user"},
+    ):
+        assert known.find([*HI, wrong, tool], [ADD]) is None
+    assert known.find([*HI, reply, tool], []) is None, "the tools are a part of the prompt"
+    known.add(HI, [ADD], reply, 7)
+    assert known.find([*HI, reply], [ADD]) == (7, 2), "the newest turn counts"
