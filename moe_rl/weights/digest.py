@@ -29,15 +29,39 @@ _WORDS = 1 << 20
 """Words in one block of the sum; as int64 a block takes 8 MiB."""
 
 
+class TensorDigests:
+    """Takes digests of tensors. A device is waited for once for all of them, when they are read."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+        self._summed: dict[str, tuple[xxhash.xxh3_128, Tensor]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take the digest of a tensor, which may change or be freed afterwards."""
+        state = xxhash.xxh3_128(f"{name}\0{dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0".encode())
+        octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if octets.device.type == "cpu":
+            state.update(octets.numpy())
+            self._known[name] = state.hexdigest()
+        else:
+            self._summed[name] = state, word_sum(octets)
+
+    def read(self) -> dict[str, str]:
+        """Return {name: 32 hexadecimal digits} of all tensors so far. They depend on name, dtype, shape and values."""
+        if self._summed:
+            sums = torch.stack([total for _, total in self._summed.values()]).tolist()
+            for (name, (state, _)), total in zip(self._summed.items(), sums, strict=True):
+                state.update((total % 2**64).to_bytes(8, "little"))
+                self._known[name] = state.hexdigest()
+            self._summed.clear()
+        return self._known
+
+
 def tensor_digest(name: str, tensor: Tensor) -> str:
-    """Return 32 hexadecimal digits that depend on the tensor's name, dtype, shape and values, but not on its device."""
-    state = xxhash.xxh3_128(f"{name}\0{dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0".encode())
-    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if octets.device.type == "cpu":
-        state.update(octets.numpy())
-    else:
-        state.update(word_sum(octets).to_bytes(8, "little"))
-    return state.hexdigest()
+    """Return the digest of one tensor, see `TensorDigests.read`."""
+    digests = TensorDigests()
+    digests.add(name, tensor)
+    return digests.read()[name]
 
 
 def info_of(name: str, tensor: Tensor) -> TensorInfo:
@@ -70,11 +94,11 @@ def tensor_digests(
     tensors: Iterable[tuple[str, Tensor]], on_tensor: Callable[[], None] = lambda: None
 ) -> dict[str, str]:
     """Return {name: digest}, and call `on_tensor` after each tensor."""
-    digests: dict[str, str] = {}
+    digests = TensorDigests()
     for name, tensor in tensors:
-        digests[name] = tensor_digest(name, tensor)
+        digests.add(name, tensor)
         on_tensor()
-    return digests
+    return digests.read()
 
 
 def total_digest(digests: Mapping[str, str]) -> str:
@@ -85,15 +109,15 @@ def total_digest(digests: Mapping[str, str]) -> str:
     return state.hexdigest()
 
 
-def word_sum(octets: Tensor) -> int:
-    """Return the sum defined above for bytes [N] on any device, padded with zeros to whole words."""
+def word_sum(octets: Tensor) -> Tensor:
+    """Return the sum defined above for bytes [N], padded with zeros to whole words: an int64 scalar on their device."""
     of_words, of_runs = _salts(octets.device)
     total = torch.zeros((), dtype=torch.int64, device=octets.device)
     if len(octets) % 4 or octets.storage_offset() % 4:  # only if needed: padding copies the whole tensor
         octets = torch.nn.functional.pad(octets, (0, -len(octets) % 4))
     for number, words in enumerate(octets.view(torch.int32).split(_WORDS)):
         total += (words.long() * of_words[: len(words)]).sum() * of_runs[number]
-    return int(total) & 0xFFFFFFFFFFFFFFFF
+    return total
 
 
 @lru_cache(maxsize=8)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, describe, first_of
-from moe_rl.weights.digest import dtype_name, tensor_digest, total_digest
+from moe_rl.weights.digest import TensorDigests, dtype_name, total_digest
 from moe_rl.weights.update import Broadcast, DTypeName, Holding, Received, TensorInfo, WeightUpdate
 
 _FINER = {"bfloat16": 0, "float32": 1}
@@ -33,7 +33,7 @@ class Intake:
         self._version, self._digest, self._whole = 0, "", True
         self._update: WeightUpdate | None = None
         self._digests: dict[str, str] = {}
-        self._received: dict[str, str] = {}
+        self._received = TensorDigests()
 
     def forget(self) -> None:
         """Start anew for another trainer: versions restart, and nothing is whole before the first update."""
@@ -52,10 +52,10 @@ class Intake:
         before, self._update = self._update, None
         self._check_order(update, before)
         if update.number == 0:
-            self._digests, self._received = {}, {}
+            self._digests, self._received = {}, TensorDigests()
         names = [info.name for info in update.tensors]
         if isinstance(update.source, Received):
-            if sorted(names) != sorted(self._received):
+            if sorted(names) != sorted(self._received.read()):
                 raise WeightSyncError(
                     describe("The digests are not for the tensors that were broadcast", got=len(names), fault="names")
                 )
@@ -74,6 +74,7 @@ class Intake:
         for name in sorted(announced ^ tensors.keys()):
             was = "was announced but is not there" if name in announced else "is there but was not announced"
             raise WeightSyncError(describe(f"A tensor {was}", where={"tensor": name}, fault="names"))
+        digests = TensorDigests()
         for info in update.tensors:
             tensor = tensors[info.name]
             if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (info.dtype, info.shape):
@@ -83,15 +84,17 @@ class Intake:
                 raise WeightSyncError(
                     describe(message, where={"tensor": info.name}, got=got, expected=expected, fault="kind")
                 )
-            self._agree(info, tensor_digest(info.name, tensor))
+            digests.add(info.name, tensor)
             on_tensor()
+        for info in update.tensors:
+            self._agree(info, digests.read()[info.name])
         if update.final:
             self._check_stale(update)
 
     def received(self, tensors: Iterable[tuple[str, Tensor]], on_tensor: Callable[[], None]) -> None:
         """Record the digests of broadcast tensors; the trainer's digests follow in the next part."""
         for name, tensor in tensors:
-            self._received[name] = tensor_digest(name, tensor)
+            self._received.add(name, tensor)
             on_tensor()
 
     def confirm_received(self) -> None:
@@ -99,7 +102,7 @@ class Intake:
         does."""
         update = self._part()
         for info in update.tensors:
-            self._agree(info, self._received[info.name])
+            self._agree(info, self._received.read()[info.name])
         self._check_stale(update)
 
     def touch(self) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from moe_rl.errors import WeightSyncError
 from moe_rl.weights.broadcast import Sender
-from moe_rl.weights.digest import as_announced, dtype_name, tensor_digest
+from moe_rl.weights.digest import TensorDigests, as_announced, dtype_name
 from moe_rl.weights.update import Received, TensorInfo, WeightUpdate
 
 _LEAVE_SECONDS = 5.0
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +78,27 @@ class WeightStream:
         self._rounds, self._everyone = rounds, everyone
         self.infos = [info for rank, at in self._order for info in everyone[rank].rounds[at]]
         """On rank 0: all tensors of the stream in order, without digests."""
-        self._digests: dict[str, str] = {}
+        self._digests, self._told = TensorDigests(), dict[str, str]()  # of rank 0's tensors; of those of other ranks
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors on rank 0, once. Rank 0 holds one round of one rank at a time."""
+        """Yield all tensors on rank 0, once. Rank 0 holds at most one round of its own, and two of other ranks: while
+        one is yielded, the next one arrives."""
+        arrivals = self._arrivals()
         for rank, at in self._order:
-            infos = self._everyone[rank].rounds[at]
-            for name, tensor in self._rounds[at].tensors if rank == 0 else self._taken(rank, infos):
-                self._digests[name] = tensor_digest(name, tensor)
-                yield name, tensor
+            if rank == 0:
+                for name, tensor in self._rounds[at].tensors:
+                    self._digests.add(name, tensor)
+                    yield name, tensor
+            elif infos := self._everyone[rank].rounds[at]:
+                yield from self._unpacked(next(arrivals), infos)
 
     def digested(self, infos: list[TensorInfo]) -> list[TensorInfo]:
         """Return `infos` with the digests of their tensors, which the stream has already yielded."""
-        return [msgspec.structs.replace(info, digest=self._digests[info.name]) for info in infos]
+        known = self._told | self._digests.read()
+        return [msgspec.structs.replace(info, digest=known[info.name]) for info in infos]
 
     def hand_over(self, settle: Callable[[], None]) -> int:
-        """Send each round to rank 0 as one run of bytes; called on the other ranks.
+        """Send each round to rank 0 as one run of bytes, with the digests of its tensors; called on the other ranks.
 
         Args:
             settle: see `broadcast`.
@@ -104,20 +110,40 @@ class WeightStream:
             WeightSyncError: a tensor differs from its announcement.
         """
         for run, infos in zip(self._rounds, self._everyone[dist.get_rank()].rounds, strict=True):
-            octets = [tensor.view(-1).view(torch.uint8) for _, tensor in as_announced(infos, run.tensors)]
+            digests, octets = TensorDigests(), []
+            for name, tensor in as_announced(infos, run.tensors):
+                digests.add(name, tensor)
+                octets.append(tensor.view(-1).view(torch.uint8))
             if octets:
-                dist.send(torch.cat(octets), 0)
+                told = bytearray.fromhex("".join(digests.read()[info.name] for info in infos))
+                dist.send(torch.cat([*octets, torch.frombuffer(told, dtype=torch.uint8).to(self.device)]), 0)
             del octets  # otherwise the bytes of two rounds would be held at once
         settle()
         return 0
 
-    def _taken(self, rank: int, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-        """Receive a round of another rank."""
-        if not infos:
-            return
-        octets = torch.empty(sum(info.size for info in infos), dtype=torch.uint8, device=self.device)
-        dist.recv(octets, rank)
-        for info, piece in zip(infos, octets.split([info.size for info in infos]), strict=True):
+    def _arrivals(self) -> Iterator[Tensor]:
+        """Yield the bytes of each round of another rank, and receive the next round meanwhile."""
+        before: tuple[dist.Work, Tensor] | None = None
+        for rank, at in self._order:
+            infos = self._everyone[rank].rounds[at]
+            if rank == 0 or not infos:
+                continue
+            count = sum(info.size for info in infos) + _DIGEST_BYTES * len(infos)
+            octets = torch.empty(count, dtype=torch.uint8, device=self.device)
+            work = dist.irecv(octets, rank)
+            assert work is not None  # this rank is in the group
+            if before is not None:
+                yield _arrived(*before)
+            before = work, octets
+        if before is not None:
+            yield _arrived(*before)
+
+    def _unpacked(self, octets: Tensor, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a round of another rank, and note their digests."""
+        *pieces, told = octets.split([*(info.size for info in infos), _DIGEST_BYTES * len(infos)])
+        for info, digest in zip(infos, told.cpu().view(len(infos), _DIGEST_BYTES), strict=True):
+            self._told[info.name] = bytes(digest.tolist()).hex()
+        for info, piece in zip(infos, pieces, strict=True):
             # A tensor may start at an offset that is not a multiple of its item size; a view needs an aligned copy
             # then.
             dtype = getattr(torch, info.dtype)
@@ -221,6 +247,11 @@ class _Sending:
         self._stopped.set()
         self._thread.join(_LEAVE_SECONDS)
         return self._error
+
+
+def _arrived(work: dist.Work, octets: Tensor) -> Tensor:
+    work.wait()
+    return octets
 
 
 def _info(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:

@@ -7,8 +7,10 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import batched
 from types import SimpleNamespace
 
 import msgspec
@@ -19,6 +21,7 @@ import torch
 from moe_rl.errors import SamplerGone, WeightSyncError
 from moe_rl.weights import stream
 from moe_rl.weights.conservation import Content
+from moe_rl.weights.digest import tensor_digest
 from moe_rl.weights.intake import Intake
 from moe_rl.weights.reader import Reader
 from moe_rl.weights.update import Broadcast, Received, WeightUpdate
@@ -217,24 +220,79 @@ def test_of_a_broadcast_that_failed_both_ends_tell(sampler_says):
         assert sampler_says is None or str(error.value).startswith("vLLM did not load all new weights. ")
 
 
-def test_what_a_rank_hands_over_is_what_it_announced(monkeypatch):
-    """Rank 0 takes the digests of what comes, under the names that it was told: two experts that changed places would
-    be right to it."""
-    sent, settled, tensors = [], [], {"up.0": torch.zeros(2, 3), "up.1": torch.ones(2, 3)}
-    whole = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    second = SimpleNamespace(gather=lambda message, kind: [kind([]), message], device=ALONE.device)
+def second_rank(rounds):
+    """A stream as rank 1 of two makes it, which alone has tensors: those of each dict are a round."""
+    whole = [[(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()] for tensors in rounds]
+    given = [stream.Round(one, iter(tensors.items())) for one, tensors in zip(whole, rounds, strict=True)]
+    ranks = SimpleNamespace(gather=lambda message, kind: [kind([]), message], device=ALONE.device)
+    return stream.WeightStream(given, ranks)
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """What rank 1 sends to rank 0."""
+    sent = []
     monkeypatch.setattr(stream.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(stream.dist, "send", lambda octets, to: sent.append((octets.clone(), to)))
-    stream.WeightStream([stream.Round(whole, iter(tensors.items()))], second).hand_over(
-        lambda: settled.append(len(sent))
-    )
+    monkeypatch.setattr(stream.dist, "send", lambda octets, to: sent.append(octets.clone()))
+    return sent
+
+
+def test_what_a_rank_hands_over_is_what_it_announced(messages):
+    """Rank 0 takes tensors by the names that it was told: two experts that changed places would be right to it."""
+    settled, tensors = [], {"up.0": torch.zeros(2, 3), "up.1": torch.ones(2, 3)}
+    second_rank([tensors]).hand_over(lambda: settled.append(len(messages)))
     assert settled == [1], "when everything has been given"
-    assert len(sent) == 1 and torch.equal(sent[0][0].view(torch.float32), torch.arange(12) // 6.0) and sent[0][1] == 0
+    octets, told = messages[0].split([48, 32])
+    assert torch.equal(octets.view(torch.float32), torch.arange(12) // 6.0)
+    assert bytes(told.tolist()).hex() == "".join(tensor_digest(*item) for item in tensors.items())
+    whole = second_rank([tensors])
+    whole._rounds = [stream.Round([], iter(reversed(tensors.items())))]
     with pytest.raises(WeightSyncError, match="differs from its announcement.*got ..up.1.*expected ..up.0"):
-        stream.WeightStream([stream.Round(whole, iter(reversed(tensors.items())))], second).hand_over(
-            lambda: settled.append(2)
-        )
-    assert len(sent) == 1 and settled == [1]
+        whole.hand_over(lambda: settled.append(2))
+    assert len(messages) == 1 and settled == [1]
+
+
+@pytest.fixture
+def arriving(messages, monkeypatch):
+    """The rounds that rank 0 has asked for and not yet waited for, and the most of them at a time."""
+    seen = SimpleNamespace(asked=0, open=0, most=0)
+
+    def irecv(octets, rank):
+        octets.copy_(messages[seen.asked])
+        seen.asked, seen.open = seen.asked + 1, seen.open + 1
+        seen.most = max(seen.most, seen.open)
+
+        def wait():
+            seen.open -= 1
+
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(stream.dist, "irecv", irecv)
+    return seen
+
+
+def rounds_of(tensors, count):
+    return [dict(run) for run in batched(tensors.items(), -(-len(tensors) // count))]
+
+
+def test_the_next_round_of_another_rank_arrives_while_one_is_sent(messages, arriving, others):
+    whole = second_rank(rounds_of(others, 4))
+    whole.hand_over(lambda: None)
+    assert equal(dict(iter(whole)), others)
+    assert arriving.most == 2 and arriving.open == 0, "more than two would need more memory"
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_bytes_of_another_rank_that_changed_on_the_way_to_rank_0_are_refused(
+    taker, open_sender, others, messages, arriving, flipped
+):
+    whole = second_rank(rounds_of(others, 4))
+    whole.hand_over(lambda: None)
+    messages[2][5] ^= flipped
+    part = partial(WeightUpdate, version=1, replaces=0, changed=True)
+    with pytest.raises(WeightSyncError, match="got other weights than were sent") if flipped else nullcontext():
+        stream.broadcast(whole, open_sender(), taker, part, lambda: None)
+    assert taker.intake.holding().whole is not flipped and equal(taker.weights, others) is not flipped
 
 
 def test_a_trainer_that_is_gone_does_not_hold_the_worker_up(monkeypatch):

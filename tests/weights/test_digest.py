@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.weights.digest import tensor_digest, tensor_digests, total_digest, word_sum
+from moe_rl.weights.digest import TensorDigests, tensor_digest, tensor_digests, total_digest, word_sum
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -83,7 +83,8 @@ def test_the_sum_of_a_device_is_what_it_is_said_to_be():
     octets = torch.tensor([1, 0, 0, 128, 255, 7], dtype=torch.uint8)
     first, second = (int(np.random.PCG64(seed).random_raw()) | 1 for seed in (1, 2))
     next_ = int(np.random.PCG64(1).random_raw(2)[1]) | 1
-    assert word_sum(octets) == ((1 - 2**31) * first + (255 + 7 * 256) * next_) * second % 2**64
+    expected = ((1 - 2**31) * first + (255 + 7 * 256) * next_) * second
+    assert (int(word_sum(octets)) - expected) % 2**64 == 0
 
 
 def test_the_sum_of_a_device_copies_no_tensor_that_it_can_read_in_place():
@@ -112,4 +113,17 @@ def test_the_sum_of_a_device_copies_no_tensor_that_it_can_read_in_place():
 @pytest.mark.gpu
 def test_a_gpu_computes_the_sum_of_the_host():
     octets = torch.randint(0, 256, ((9 << 20) + 3,), dtype=torch.uint8)
-    assert word_sum(octets.cuda()) == word_sum(octets)
+    assert int(word_sum(octets.cuda())) == int(word_sum(octets))
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_waited_for_once_for_all_digests():
+    tensors = {name: tensor.cuda() for name, tensor in some_tensors().items()}
+    digests = TensorDigests()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for name, tensor in tensors.items():
+            digests.add(name, tensor)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert digests.read() == {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
