@@ -42,15 +42,23 @@ def checked[T](body: bytes, known: Collection[str], only: Mapping[str, Sequence[
         raise BadRequest(text, place.strip("`.").replace("[...]", "")) from None
 
 
-def plain_text(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> str:
-    """Return the text of a message's content. Raises BadRequest for content of another kind."""
+def plain_text(content: Any, field: str) -> str:
+    """Return the text of a message's content: a text, or parts of text. Raises BadRequest for content of another
+    kind."""
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        raise BadRequest(f"got {str(content)[:40]!r}, expected text", field)
+    texts = []
     for at, part in enumerate(content):
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            got = f"got {str(part.get('type'))[:40]!r}, expected text"
-            raise BadRequest(got, f"{field}.{at}", code="unsupported_value")
-    return "".join(part["text"] for part in content)
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                kind = part.get("type") if isinstance(part, dict) else part
+                got = f"got {str(kind)[:40]!r}, expected text"
+                raise BadRequest(got, f"{field}.{at}", code="unsupported_value")
+    return "".join(texts)
 
 
 def strings(value: str | Sequence[str] | None) -> tuple[str, ...]:

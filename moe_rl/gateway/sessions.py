@@ -21,6 +21,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -217,7 +218,7 @@ class Session:
 
     def ids(self, number: int) -> Ids:
         """Return all tokens up to the end of a turn: those of its prompt and its completion."""
-        return sum((turn.ids for turn in self.path(number)), ())
+        return tuple(chain.from_iterable(turn.ids for turn in self.path(number)))
 
     def prompt(self, number: int) -> Ids:
         """Return the tokens of a turn's prompt."""

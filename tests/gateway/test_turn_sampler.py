@@ -53,7 +53,7 @@ async def say(turns: TurnSampler, session: Session, prompt, most=6):
         session.drop(place)
 
 
-def test_a_turn_of_a_lost_place_is_sampled_again_elsewhere_and_the_session_stays_there(engine, settings):
+def test_a_turn_of_a_lost_place_is_sampled_again_elsewhere(engine, settings):
     async def run():
         sampler = TwoPlaces(engine)
         turns = TurnSampler(sampler, BOUNDS, seed=5)

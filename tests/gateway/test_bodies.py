@@ -1,0 +1,93 @@
+"""Any body is a wish or a refusal that a client understands."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_rl.gateway.anthropic_dialect import read_messages
+from moe_rl.gateway.asking import BadRequest
+from moe_rl.gateway.openai_dialect import read_chat, read_text
+from tests.gateway.conftest import ADD
+
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5) | st.sampled_from(["text", "tool_use", "user", "tool"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "text", "role", "content", "name", "function", "id", "x"]), inner, max_size=4
+        )
+    ),
+    max_leaves=8,
+)
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+CHAT = {
+    "model": "m", "n": 1, "max_tokens": 3, "max_completion_tokens": 3, "temperature": 1.0, "top_p": 1, "top_k": 3,
+    "min_p": 0, "seed": 1, "stop": ["x"], "stop_token_ids": [1], "stream": False, "logprobs": True, "tools": [ADD],
+    "stream_options": {"include_usage": True}, "tool_choice": "auto",
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "x"}]}, {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "5"},
+    ],
+}  # fmt: skip
+TEXT = {"model": "m", "prompt": [1, 2], "logprobs": 0, "echo": True, "suffix": None, "best_of": 1}
+MESSAGES = {
+    "model": "m", "max_tokens": 3, "system": [{"type": "text", "text": "x"}],
+    "tools": [{"name": "add", "input_schema": {}}],
+    "stop_sequences": ["x"], "temperature": 1.0, "tool_choice": {"type": "auto"},
+    "messages": [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": ""},
+                                          {"type": "tool_use", "id": "c", "name": "add", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "5"}]},
+    ],
+}  # fmt: skip
+
+
+def places(value, path=()):
+    """Yield the path of every value in a body."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*path, key))
+
+
+def changed(value, path, new):
+    if not path:
+        return new
+    made = dict(value) if isinstance(value, dict) else list(value)
+    made[path[0]] = changed(value[path[0]], path[1:], new)
+    return made
+
+
+@st.composite
+def bodies(draw):
+    read, usual = draw(st.sampled_from([(read_chat, CHAT), (read_text, TEXT), (read_messages, MESSAGES)]))
+    body = changed(usual, draw(st.sampled_from(list(places(usual)))), draw(VALUES))
+    return read, body
+
+
+@settings(max_examples=1000)
+@given(bodies())
+def test_every_value_of_every_field_may_be_anything(asked):
+    read, body = asked
+    try:
+        wish = read(msgspec.json.encode(body))
+    except BadRequest as refusal:
+        assert refusal.status == 400 and str(refusal) and refusal.code
+    else:
+        assert hash(wish.sampling) and wish.sampling.samples >= 1
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "\\ud800"}', b'{"prompt": [true]}'])
+def test_what_json_can_say_and_text_cannot(body):
+    with pytest.raises(BadRequest):
+        read_text(body)
+
+
+def test_the_usual_bodies_are_wishes():
+    for read, body in ((read_chat, CHAT), (read_text, TEXT), (read_messages, MESSAGES)):
+        assert read(msgspec.json.encode(body)).model == "m"
