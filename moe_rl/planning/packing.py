@@ -12,14 +12,20 @@ from collections.abc import Hashable, Sequence
 
 from moe_rl.errors import ConfigError, describe
 
+# In shorter sequences attention is little of the work: about 7% at this length in Qwen3-30B-A3B.
+_LONG = 1024
+# Bins are of similar size if they differ by less than one part in so many.
+_SIMILAR = 32
+
 
 def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list[list[int]]]:
     """Divide sequences among ranks and microbatches, balanced by tokens.
 
     Every sequence is placed exactly once, and no microbatch exceeds `microbatch_tokens`. All ranks have the same number
     of microbatches: the number that longest-processing-time-first packing reaches, or that of best-fit decreasing if it
-    is smaller. Tokens are balanced first between the ranks of a microbatch, then between the totals of the ranks. The
-    fullest microbatches come first, so that a lack of memory shows at once.
+    is smaller. Tokens are balanced first between the ranks of a microbatch, then between the totals of the ranks. Where
+    sequences are long, microbatches that all ranks run at the same time also have similar work in attention, which
+    grows with the square of a length. The fullest microbatches come first, so that a lack of memory shows at once.
 
     A microbatch is empty only when there are fewer sequences than ranks times microbatches. The rank must still run it,
     on padding, to take part in the exchange. Without sequences there are no microbatches.
@@ -169,9 +175,16 @@ def _fill_up(lengths: list[int], bins: list[list[int]], count: int) -> list[list
 
 def _deal(lengths: list[int], bins: list[list[int]], ranks: int) -> list[list[list[int]]]:
     """Assign bins to ranks: bins of similar size run at the same time, and the fuller goes to the rank with fewer
-    tokens.
+    tokens. Among bins of similar size, those of similar work in attention run at the same time.
     """
-    ordered = sorted(bins, key=lambda bin_: (-_tokens(lengths, bin_), -len(bin_), bin_))
+    long = max(lengths) >= _LONG
+    similar = max(1, max(_tokens(lengths, bin_) for bin_ in bins) // _SIMILAR) if long else 1
+
+    def size(bin_: list[int]) -> tuple[int, int, int, list[int]]:
+        attention = sum(lengths[index] ** 2 for index in bin_) if long else 0
+        return -(_tokens(lengths, bin_) // similar), -attention, -len(bin_), bin_
+
+    ordered = sorted(bins, key=size)
     totals = [0] * ranks
     result: list[list[list[int]]] = [[] for _ in range(ranks)]
     for start in range(0, len(ordered), ranks):
