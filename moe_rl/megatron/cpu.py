@@ -110,6 +110,14 @@ def mode_left_behind() -> Iterator[Callable[[], None]]:
         back()
 
 
+@contextmanager
+def without_mode() -> Iterator[None]:
+    """Take `HostDevice` away, except from the beginning of a pass through the model."""
+    with mode_left_behind() as leave:
+        leave()
+        yield
+
+
 def install() -> None:
     """Prepare this process for megatron-core without CUDA. Repeated calls have no effect. Raises RuntimeError on a
     machine with CUDA."""

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, ReplayError, describe
 from moe_rl.megatron import hf_map, rng, schedule, world
-from moe_rl.megatron.cpu import mode_left_behind
+from moe_rl.megatron.cpu import mode_left_behind, without_mode
 from moe_rl.megatron.expert_order import checksum, move
 from moe_rl.megatron.layers import GroupedExperts
 from moe_rl.megatron.live_weights import LiveWeights
@@ -224,7 +224,8 @@ class Policy:
             session.conclude()  # nothing is learned from a pass that took wrong routes
         self.updates += 1
         lr = self.schedule.get_lr({})
-        self.optimizer.prepare_grads()
+        with without_mode():
+            self.optimizer.prepare_grads()
         norm = self.optimizer.get_grad_norm()
         grad_norm = float(norm)
         # Megatron's step would scale by a non-finite norm and so write it into every weight.
@@ -248,7 +249,8 @@ class Policy:
             parameters, limit = optimizer.get_parameters(), optimizer.config.clip_grad
             if parameters and limit > 0:
                 clip_grad_by_total_norm_fp32(parameters, limit, norm)
-        self.optimizer.step_with_ready_grads()
+        with without_mode():
+            self.optimizer.step_with_ready_grads()
 
     def _nonfinite(self, finite_losses: list[torch.Tensor], grad_norm: float) -> str:
         """Return what is not finite and on which ranks, in the same words on all ranks; "" if everything is finite.

@@ -20,6 +20,7 @@ from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, ConfigError, Stopped, describe
 from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.cpu import without_mode
 from moe_rl.megatron.exporting import Exports
 from moe_rl.megatron.hf_files import Trained
 from moe_rl.megatron.model import DTYPES
@@ -278,9 +279,11 @@ class Trainer:
         if self.replay_ends is not None:
             return {}
         engine = None if self.main is None else self.main.rollouts.engine
-        sent = self.sender.send(engine, version)
         guards = self.train_step.guards
-        heard = self.canary.compare(self.policy, engine, version, exact=guards.canary_limit if guards.exact else 0.0)
+        exact = guards.canary_limit if guards.exact else 0.0
+        with without_mode():
+            sent = self.sender.send(engine, version)
+            heard = self.canary.compare(self.policy, engine, version, exact=exact)
         guards.after_sync(version, heard)
         return {"sync/bytes": sent} | heard.metrics()
 
