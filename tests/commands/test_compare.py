@@ -60,7 +60,7 @@ def test_bad_input_is_told_before_anything_starts(run, capsys, monkeypatch, argu
 )
 def test_one_rank_drops_what_only_a_layout_can_have(run, monkeypatch, overlap):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    layout = ["parallel.expert=2", overlap, "train.packing=load"]
+    layout = ["parallel.expert=2", overlap, "train.packing=load", "train.dtype=bfloat16"]
     trained = load_config(run / "config.yaml", layout)
     (run / "config.yaml").write_text(dump_config(trained))
     config, _ = compare._configure(options(["--run", str(run)]))

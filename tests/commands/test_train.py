@@ -146,7 +146,7 @@ def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(launch, tmp_pat
     assert found["rows"]["rank"] == 2 * (2 * 4 + 6 * 2) and found["rows"]["even"] == 2 * 8 * 4 // 2
     assert found["rows"]["microbatch"] == 8 * found["rows"]["rank"] and found["rows"]["worst"] == 2 * 8 * 4
     sizes = json.loads((ROOT / "assets/tiny_moe/policy/config.json").read_text())
-    assert found["row_bytes"] == 2 * (sizes["hidden_size"] + 6 * sizes["moe_intermediate_size"])
+    assert found["row_bytes"] == 4 * (sizes["hidden_size"] + 6 * sizes["moe_intermediate_size"])
     assert "worst case" in result.stdout
     refused = launch(*given, "replay.max_rows=39", "train.updates_per_step=1", ranks=0)
     assert refused.returncode == 2 and "replay.max_rows" in refused.stdout and "got 40" in refused.stdout
@@ -233,13 +233,13 @@ def test_a_run_to_start_from_is_checked_before_anything_starts(launch, tmp_path)
 
     other = f"model.from_run={tmp_path}"
     assert "model.from_run" in told(other)  # no run folder
-    config = load_config(CONFIG, ["train.dtype=float32"])
+    config = load_config(CONFIG, ["train.dtype=bfloat16"])
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert "the run has no checkpoint" in told(other)
     (tmp_path / "checkpoints/step-000004").mkdir(parents=True)
     assert "step-000003" in told(other, "model.from_step=3")
     form = told(other, "model.from_optimizer=true")
-    assert "train.dtype" in form and "got bfloat16, expected float32" in form
+    assert "train.dtype" in form and "got float32, expected bfloat16" in form
     assert "model.from_step" in told("model.from_step=3")
     assert "model.from_optimizer" in told("model.from_optimizer=true")
     model = tmp_path / "model"
