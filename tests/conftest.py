@@ -19,10 +19,11 @@ hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 # Folders with whole runs, several ranks, real engines: the longest first.
-_FIRST = ("end_to_end", "distributed", "rollout")
+_FIRST = ("end_to_end", "distributed", "rollout", "gateway")
 # Files whose tests share what is slow to start: a world of ranks, an engine.
 _ON_ENGINE = ("test_engine.py", "test_weight_update.py", "test_in_flight.py", "test_feed_on_engine.py")
-_SHARED = {f"rollout/{name}": "engine" for name in _ON_ENGINE}
+_ON_TALKER = ("test_openai.py", "test_anthropic.py", "test_web.py", "test_turn_sampler.py", "test_updates.py")
+_SHARED = {f"rollout/{name}": "engine" for name in _ON_ENGINE} | {f"gateway/{name}": "talker" for name in _ON_TALKER}
 # Files whose tests take minutes each, and share nothing but a run on disk.
 _APART = ("test_run.py", "test_faults.py", "test_resume.py")
 

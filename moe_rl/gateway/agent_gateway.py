@@ -109,7 +109,7 @@ class AgentGateway:
             use_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in answer.uses)
             if completion.finish_reason != "abort":
                 dialogues.add(wish.messages, wish.tools, message_of(answer, use_ids), turn.number)
-                tokens = self._tokens(completion)
+                tokens = self._tokens(completion) if wish.logprobs else ()
                 replies.append(AgentReply(turn, len(prompt), answer, use_ids, "", tokens, stop))
         return replies
 
@@ -121,7 +121,8 @@ class AgentGateway:
             if completion.finish_reason != "abort":
                 text = self._codec.text(completion)
                 text = (self._codec.decode(prompt) if wish.echo else "") + text
-                tokens, stop = self._tokens(completion), completion.stop_string
+                stop = completion.stop_string
+                tokens = self._tokens(completion) if wish.logprobs else ()
                 replies.append(AgentReply(turn, len(prompt), _NOTHING_SAID, (), text, tokens, stop))
         return replies
 

@@ -96,7 +96,7 @@ class AgentReply:
         answer: the message, for a chat.
         use_ids: ids of its tool calls.
         text: the text, otherwise.
-        tokens: what was sampled, without the token that ended it.
+        tokens: what was sampled, without the token that ended it; none if nobody asked.
         stop: the stop string that ended it.
     """
 

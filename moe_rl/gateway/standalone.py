@@ -76,8 +76,6 @@ def run_gateway(settings: GatewaySettings) -> None:
     config, folder = settings.config, settings.folder
     facts = read_model(config.model.path)
     renderer = ChatRenderer(config.model.path, config.gateway.renderer)
-    stops = stop_tokens(config, facts)
-    codec = TextCodec(config.model.path, stops)
     token_file = (settings.token_file or folder / "token").absolute()
     make_token(token_file)
     token = read_token(token_file)
@@ -86,24 +84,42 @@ def run_gateway(settings: GatewaySettings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
         sampler, version, reads_text = _sampler(config, facts, folder, stack)
-        bounds = SamplerBounds(
-            max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
-            vocabulary=facts.vocab,
-            reads_text=reads_text,
-            at_once=min(config.rollout.max_concurrent, _MOST_CALLS),
-        )
-        limits = config.gateway
-        usual = SessionLimits(limits.session_tokens, limits.session_turns, limits.session_seconds)
-        gateway = AgentGateway(
-            config.model.path.name,
-            renderer,
-            codec,
-            TurnSampler(sampler, bounds, seed=config.run.seed, version=version),
-            SessionBook(limits.max_sessions, usual),
-            stops,
-        )
+        gateway = gateway_over(sampler, config, facts, renderer, version=version, reads_text=reads_text)
         keeper = SessionKeeper(folder / "sessions", TraceStore(folder / "trace"))
         asyncio.run(_serve(settings, gateway, keeper, token, token_file, listener))
+
+
+def gateway_over(
+    sampler: GroupSampler,
+    config: Config,
+    facts: ModelFacts,
+    renderer: ChatRenderer,
+    *,
+    version: int,
+    reads_text: bool,
+) -> AgentGateway:
+    """Make the gateway of a config over a sampler.
+
+    Args:
+        version: of the weights that the sampler has.
+        reads_text: whether it finds stop strings.
+    """
+    stops, limits = stop_tokens(config, facts), config.gateway
+    bounds = SamplerBounds(
+        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
+        vocabulary=facts.vocab,
+        reads_text=reads_text,
+        at_once=min(config.rollout.max_concurrent, _MOST_CALLS),
+    )
+    usual = SessionLimits(limits.session_tokens, limits.session_turns, limits.session_seconds)
+    return AgentGateway(
+        config.model.path.name,
+        renderer,
+        TextCodec(config.model.path, stops),
+        TurnSampler(sampler, bounds, seed=config.run.seed, version=version),
+        SessionBook(limits.max_sessions, usual),
+        stops,
+    )
 
 
 def _leave(*_: object) -> None:

@@ -74,6 +74,12 @@ def owner(running, method: str, path: str, **more) -> dict:
     return answer.json()
 
 
+def end(server) -> None:
+    """Kill a server and its engine."""
+    for one in server.processes():
+        one.kill()
+
+
 def compare(running, name: str, router) -> Session:
     """Read a kept session, and compare its rows with `transformers`."""
     store = TraceStore(running.folder / "trace")
@@ -149,7 +155,7 @@ def test_over_two_servers_of_which_one_dies(checkpoint, router, tmp_path):
             thread.join()
         threads = turns(300)
         time.sleep(0.5)
-        servers[0].process.kill()
+        end(servers[0])
         for thread in threads:
             thread.join()
         listed = owner(running, "GET", "/sessions")
@@ -159,7 +165,7 @@ def test_over_two_servers_of_which_one_dies(checkpoint, router, tmp_path):
             owner(running, "POST", f"/sessions/{session['session']}/finish")
             assert [turn.kind for turn in compare(running, session["session"], router).turns] == ["first", "forked"]
         opened = [owner(running, "POST", "/sessions", json={})]
-        servers[1].process.kill()
+        end(servers[1])
         with pytest.raises(openai.InternalServerError):
             ask(client_of(running, opened[0]), first)
         assert running.process.wait(60) == 3, running.log.read_text()[-4000:]
