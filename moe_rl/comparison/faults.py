@@ -128,9 +128,9 @@ def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], 
 def _read(store: TraceStore, sequence: Sequence, spec: TraceSpec, fed: np.ndarray, version: int) -> None:
     """Read one sequence as the trainer does, for a microbatch with this sequence only."""
     here = np.ones(len(fed), bool)
-    part = read_routes(store, sequence, spec, layers=spec.moe_layers, fed=fed, here=here, weight_version=version)
+    parts = read_routes(store, [sequence], spec, layers=spec.moe_layers, fed=[fed], here=[here], weight_version=version)
     microbatch_routes(
-        [part],
+        parts,
         spec,
         layers=spec.moe_layers,
         names=[sequence.key],

@@ -146,9 +146,9 @@ class Microbatch:
         """
         here = spec.moe_layers if layers is None else layers
 
-        def read(sequence: Sequence, fed: np.ndarray, rows: np.ndarray) -> SequenceRoutes:
+        def read(sequences: Seq[Sequence], fed: Seq[np.ndarray], rows: Seq[np.ndarray]) -> list[SequenceRoutes]:
             return read_routes(
-                store, sequence, spec, layers=here, fed=fed, here=rows, weight_version=weight_version, policy=policy
+                store, sequences, spec, layers=here, fed=fed, here=rows, weight_version=weight_version, policy=policy
             )
 
         return self.routes(sequences, read, spec, layers=here, expert_parallel=world.expert_parallel())
@@ -156,7 +156,7 @@ class Microbatch:
     def routes(
         self,
         sequences: Seq[Sequence],
-        read: Callable[[Sequence, np.ndarray, np.ndarray], SequenceRoutes],
+        read: Callable[[Seq[Sequence], Seq[np.ndarray], Seq[np.ndarray]], list[SequenceRoutes]],
         spec: TraceSpec,
         *,
         layers: tuple[int, ...],
@@ -166,8 +166,8 @@ class Microbatch:
 
         Args:
             sequences: The packed sequences, in packing order.
-            read: Maps (sequence, its fed tokens int64 [T_i], bool [T_i] of those that this rank's routers see) to its
-                routes.
+            read: Maps (sequences, their fed tokens int64 [T_i], bool [T_i] of those that this rank's routers see) to
+                their routes.
             layers: Global numbers of the MoE layers that this rank holds.
         """
         fed, rows = self.fed(sequences), self.routed_rows
@@ -175,10 +175,7 @@ class Microbatch:
         here[rows] = True
         starts = np.cumsum([0, *map(len, fed)])
         return microbatch_routes(
-            [
-                read(sequence, tokens, here[start : start + len(tokens)])
-                for sequence, tokens, start in zip(sequences, fed, starts, strict=False)
-            ],
+            read(sequences, fed, [here[at : at + len(tokens)] for tokens, at in zip(fed, starts, strict=False)]),
             spec,
             layers=layers,
             names=[sequence.key for sequence in sequences],

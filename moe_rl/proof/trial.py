@@ -3,6 +3,7 @@ dispatched."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 
 import numpy as np
@@ -51,9 +52,9 @@ class Trial:
         columns = [self.facts.moe_layers.index(layer) for layer in self.layers]
         forced = {s.key: routes[:, columns] for s, routes in zip(self.sequences, self.routes, strict=True)}
 
-        def read(sequence: Sequence, fed: np.ndarray, here: np.ndarray) -> SequenceRoutes:
-            tokens = np.array((sequence.prompt_token_ids + sequence.token_ids)[:-1])
-            return SequenceRoutes.complete(sequence.key, tokens, forced[sequence.key])
+        def read(sequences: Seq[Sequence], fed: Seq[np.ndarray], here: Seq[np.ndarray]) -> list[SequenceRoutes]:
+            tokens = {s.key: np.array((s.prompt_token_ids + s.token_ids)[:-1]) for s in sequences}
+            return [SequenceRoutes.complete(key, run, forced[key]) for key, run in tokens.items()]
 
         packed, parallel = [self.sequences[i] for i in microbatch.indices], self.case.parallel_config
         return microbatch.routes(packed, read, self.spec, layers=self.layers, expert_parallel=parallel.expert)

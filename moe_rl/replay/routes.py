@@ -102,54 +102,61 @@ def source_sum(sequence: Sequence) -> int:
 
 def read_routes(
     store: TraceStore,
-    sequence: Sequence,
+    sequences: Seq[Sequence],
     spec: TraceSpec,
     *,
     layers: Seq[int],
-    fed: np.ndarray,
-    here: np.ndarray,
+    fed: Seq[np.ndarray],
+    here: Seq[np.ndarray],
     weight_version: int,
     policy: RowPolicy = RowPolicy(),  # noqa: B008 - frozen
-) -> SequenceRoutes:
-    """Read the routes of one sequence in `layers`, and prove that they belong to the tokens that will be fed.
+) -> list[SequenceRoutes]:
+    """Read the routes of sequences in `layers`, and prove that they belong to the tokens that will be fed.
 
-    Other layers are not read; rows of other ranks are read only to bridge short gaps.
+    Other layers are not read; rows of other ranks are read only to bridge short gaps. What sequences share, such as the
+    prompt of a group, is read once.
 
     Args:
         layers: [L], global layer numbers, increasing.
-        fed: [T], the tokens, taken from the packed microbatch itself rather than from the sequence.
-        here: bool [T], the rows that this rank's routers see.
+        fed: [T] of each sequence, the tokens, taken from the packed microbatch itself rather than from the sequence.
+        here: bool [T] of each sequence, the rows that this rank's routers see.
         weight_version: Version of the trainer's weights.
 
     Raises:
         TraceError: Routes are missing or damaged. The message names the sequence.
         RouteValidationError: Routes are wrong. The message names the sequence.
     """
-    fed = np.asarray(fed)
-    ref = sequence.routes
-    sampled = _sampled_versions(sequence)
-    if missing_rows(sequence) and policy.missing == "refuse":
-        raise TraceError(
-            describe(
-                "tokens of a sequence have no routes",
-                where={"request": sequence.key},
-                got="no routes" if ref is None else f"routes of tokens {ref.start} to {ref.start + ref.rows - 1}",
-                expected=f"routes of all {sequence.forwarded} forwarded tokens",
-                do="turn recording on in the sampler, or set replay.missing to drop or native",
-                fault="no routes",
+    sampled, wanted = [], []
+    for sequence, mine in zip(sequences, here, strict=True):
+        sampled.append(_sampled_versions(sequence))
+        ref = sequence.routes
+        if missing_rows(sequence) and policy.missing == "refuse":
+            raise TraceError(
+                describe(
+                    "tokens of a sequence have no routes",
+                    where={"request": sequence.key},
+                    got="no routes" if ref is None else f"routes of tokens {ref.start} to {ref.start + ref.rows - 1}",
+                    expected=f"routes of all {sequence.forwarded} forwarded tokens",
+                    do="turn recording on in the sampler, or set replay.missing to drop or native",
+                    fault="no routes",
+                )
             )
-        )
-    source_sum(sequence)  # checks the reference before anything is read
-    routes = padding_routes(len(fed), len(layers), spec, expert_parallel=1)
-    missing, recorded, lags = np.ones(len(fed), bool), np.zeros(len(fed), bool), np.zeros(len(fed), np.int64)
-    if ref is not None:
-        missing[ref.start : ref.start + ref.rows] = False
-        for first, last in _runs(here[ref.start :], ref.rows):
-            record = store.read(ref, layers=layers, rows=(first, last))
-            rows = slice(ref.start + first, ref.start + last)
+        source_sum(sequence)  # checks the reference before anything is read
+        wanted.append([] if ref is None else [(ref, run) for run in _runs(mine[ref.start :], ref.rows)])
+    records = iter(store.read_each([one for runs in wanted for one in runs], layers=layers) if any(wanted) else ())
+    found = []
+    for sequence, tokens, versions, runs in zip(sequences, fed, sampled, wanted, strict=True):
+        tokens, ref = np.asarray(tokens), sequence.routes
+        routes = padding_routes(len(tokens), len(layers), spec, expert_parallel=1)
+        missing, recorded = np.ones(len(tokens), bool), np.zeros(len(tokens), bool)
+        lags = np.zeros(len(tokens), np.int64)
+        if ref is not None:
+            missing[ref.start : ref.start + ref.rows] = False
+        for ref, (first, last) in runs:
+            rows, record = slice(ref.start + first, ref.start + last), next(records)
             validate(
                 record,
-                token_ids=fed[rows],
+                token_ids=tokens[rows],
                 spec=spec,
                 weight_version=weight_version,
                 max_staleness=policy.max_staleness,
@@ -157,11 +164,13 @@ def read_routes(
                 layers=layers,
             )
             routes[rows], recorded[rows] = record.routes, True
-            versions = versions_of_rows(record.spans)
-            _check_versions(sequence, versions, rows.start, sampled)
-            lags[rows] = weight_version - versions
-    native = missing | ((lags > 0) if policy.stale == "native" else False)
-    return SequenceRoutes(sequence.key, fed, routes, native, recorded, lags, len(sequence.prompt_token_ids))
+            made = versions_of_rows(record.spans)
+            _check_versions(sequence, made, rows.start, versions)
+            lags[rows] = weight_version - made
+        native = missing | ((lags > 0) if policy.stale == "native" else False)
+        prompt = len(sequence.prompt_token_ids)
+        found.append(SequenceRoutes(sequence.key, tokens, routes, native, recorded, lags, prompt))
+    return found
 
 
 def _sampled_versions(sequence: Sequence) -> np.ndarray:

@@ -61,30 +61,50 @@ class TraceStore:
         Raises:
             TraceError: the record cannot be read; names shard and record.
         """
+        (record,) = self.read_each([(ref, rows)], layers=layers)
+        return record
+
+    def read_each(
+        self, items: Sequence[tuple[RouteRef, Rows | None]], *, layers: Sequence[int] | None = None
+    ) -> list[RouteRecord]:
+        """Return a record for each item, as read() does. All are planned together, as read_batch() says."""
         wanted = None if layers is None else tuple(layers)
-        first, last = _check_rows(ref, rows)
-        ahead = self._prefetcher.take(ref, wanted)
-        if ahead is not None:
-            return replace(
-                ahead,
-                routes=ahead.routes[first:last],
-                token_ids=ahead.token_ids[first:last],
-                spans=cut_spans(ahead.spans, first, last),
-                first_row=first,
-            )
+        spans = [_check_rows(ref, rows) for ref, rows in items]
+        records: list[RouteRecord | None] = [self._prefetcher.take(ref, wanted) for ref, _ in items]
+        for at, (ahead, (first, last)) in enumerate(zip(records, spans, strict=True)):
+            if ahead is not None:
+                records[at] = replace(
+                    ahead,
+                    routes=ahead.routes[first:last],
+                    token_ids=ahead.token_ids[first:last],
+                    spans=cut_spans(ahead.spans, first, last),
+                    first_row=first,
+                )
+        missing = [at for at, record in enumerate(records) if record is None]
         with Reading(self._library) as reading:
-            (joined,) = join(reading, [ref], wanted)
-            spec = joined.spec
-            routes = _empty((last - first, len(joined.layers), spec.top_k), spec.dtype, ref.key)
-            token_ids = np.empty(last - first, "<i4")
             readout = Readout(reading)
-            readout.tokens(joined.parts[0].segments, (first, last), token_ids)
-            for part in joined.parts:
-                readout.routes(part.segments, joined.columns, (first, last), routes)
+            for at, joined in zip(missing, join(reading, [items[at][0] for at in missing], wanted), strict=True):
+                (ref, _), (first, last), spec = items[at], spans[at], joined.spec
+                routes = _empty((last - first, len(joined.layers), spec.top_k), spec.dtype, ref.key)
+                token_ids = np.empty(last - first, "<i4")
+                readout.tokens(joined.parts[0].segments, (first, last), token_ids)
+                for part in joined.parts:
+                    readout.routes(part.segments, joined.columns, (first, last), routes)
+                records[at] = RouteRecord(
+                    ref.key,
+                    routes,
+                    token_ids,
+                    cut_spans(joined.spans, first, last),
+                    joined.aborted,
+                    spec,
+                    first,
+                    joined.layers,
+                )
             readout.run()
-        routes.flags.writeable = token_ids.flags.writeable = False
-        spans = cut_spans(joined.spans, first, last)
-        return RouteRecord(ref.key, routes, token_ids, spans, joined.aborted, spec, first, joined.layers)
+        read = [record for record in records if record is not None]
+        for record in read:
+            record.routes.flags.writeable = record.token_ids.flags.writeable = False
+        return read
 
     def read_batch(
         self, items: Sequence[tuple[RouteRef, Rows | None]], out: np.ndarray, *, layers: Sequence[int] | None = None

@@ -257,11 +257,11 @@ def left_behind(
         fed = np.array([*sequence.prompt_token_ids, *sequence.token_ids[:-1]], np.int64)
         read_routes(
             kept.store,
-            sequence,
+            [sequence],
             spec,
             layers=spec.moe_layers,
-            fed=fed,
-            here=np.ones(len(fed), bool),
+            fed=[fed],
+            here=[np.ones(len(fed), bool)],
             weight_version=step - 1,
             policy=rows,
         )

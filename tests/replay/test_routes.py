@@ -70,10 +70,16 @@ def whole(sequence):
     return {"fed": fed(sequence), "here": np.ones(sequence.forwarded, bool)}
 
 
+def read_one(store, sequence, spec, *, fed, here, **options):
+    """Return the routes of one sequence."""
+    (one,) = read_routes(store, [sequence], spec, fed=[fed], here=[here], **options)
+    return one
+
+
 def test_the_right_routes_are_read(stored):
     store, sequences, tables = stored
     for sequence, table in zip(sequences, tables, strict=True):
-        read = partial(read_routes, store, sequence, SPEC, **whole(sequence), weight_version=3)
+        read = partial(read_one, store, sequence, SPEC, **whole(sequence), weight_version=3)
         there = read(layers=SPEC.moe_layers)
         assert np.array_equal(there.routes, table)
         assert there.recorded.all() and not there.native.any() and not there.lags.any()
@@ -98,7 +104,8 @@ def test_from_a_reference_to_its_decoding_are_few_frames(stored):
 
     sys.setprofile(on_call)
     try:
-        read_routes(store, sequence, SPEC, layers=SPEC.moe_layers, **whole(sequence), weight_version=3)
+        read_routes(store, [sequence], SPEC, layers=SPEC.moe_layers, weight_version=3,
+                    **{name: [each] for name, each in whole(sequence).items()})  # fmt: skip
     finally:
         sys.setprofile(None)
     decoding = [stack for stack in stacks if "decode_chunk" in stack]
@@ -130,7 +137,7 @@ def test_routes_of_other_tokens_are_refused(stored, change, error):
     wrong = dataclasses.replace(first, **change(first, second))
     wrong = dataclasses.replace(wrong, versions=sampled_by(3, len(wrong.token_ids)))
     with pytest.raises(error) as caught:
-        read_routes(store, wrong, SPEC, layers=SPEC.moe_layers, **whole(wrong), weight_version=3)
+        read_one(store, wrong, SPEC, layers=SPEC.moe_layers, **whole(wrong), weight_version=3)
     about = caught.value.about
     assert {about.get("request", about.get("record"))} <= {"s0", "s1"}
 
@@ -150,7 +157,7 @@ def test_a_token_and_its_row_are_of_the_same_weights(tmp_path):
         spans = tuple(VersionSpan(*one) for one in versions)
         one = Sequence("s", (0, 1, 2, 3), (4, 5, 6, 7, 8), np.zeros(5, np.float32), 1.0, spans, ref)
         stale = RowPolicy(stale="replay", max_staleness=1)
-        read_routes(TraceStore(tmp_path), one, SPEC, layers=SPEC.moe_layers, fed=tokens[:-1], here=mine,
+        read_one(TraceStore(tmp_path), one, SPEC, layers=SPEC.moe_layers, fed=tokens[:-1], here=mine,
                     weight_version=4, policy=stale)  # fmt: skip
 
     read((2, 3), (3, 4))
@@ -169,13 +176,13 @@ def test_a_token_and_its_row_are_of_the_same_weights(tmp_path):
 def test_routes_of_other_weights_or_models_are_refused(stored):
     store, (first, _), _ = stored
     with refused(RouteValidationError, request="s0"):
-        read_routes(store, first, SPEC, layers=SPEC.moe_layers, **whole(first), weight_version=4)
+        read_one(store, first, SPEC, layers=SPEC.moe_layers, **whole(first), weight_version=4)
     with refused(RouteValidationError, request="s0"):
         other = dataclasses.replace(SPEC, model_fingerprint="other")
-        read_routes(store, first, other, layers=SPEC.moe_layers, **whole(first), weight_version=3)
+        read_one(store, first, other, layers=SPEC.moe_layers, **whole(first), weight_version=3)
     with refused(RouteValidationError, request="s0"):
         other = dataclasses.replace(SPEC, layer_map="dmmm")
-        read_routes(store, first, other, layers=(1, 2), **whole(first), weight_version=3)
+        read_one(store, first, other, layers=(1, 2), **whole(first), weight_version=3)
 
 
 def test_only_the_rows_of_this_rank_are_read(tmp_path):
@@ -193,11 +200,11 @@ def test_only_the_rows_of_this_rank_are_read(tmp_path):
     whole = store.read(ref).routes
 
     class Asking:
-        def read(self, ref, *, layers, rows):
-            asked.append(rows)
-            return store.read(ref, layers=layers, rows=rows)
+        def read_each(self, items, *, layers):
+            asked.extend(rows for _, rows in items)
+            return store.read_each(items, layers=layers)
 
-    read = partial(read_routes, Asking(), sequence, SPEC, layers=SPEC.moe_layers, fed=fed(sequence), weight_version=3)
+    read = partial(read_one, Asking(), sequence, SPEC, layers=SPEC.moe_layers, fed=fed(sequence), weight_version=3)
     here = np.zeros(800, bool)
     here[:200] = here[600:] = True
     there = read(here=here)
@@ -336,7 +343,7 @@ def test_missing_rows_are_refused_or_left_to_the_router(stored, tmp_path):
     some = dataclasses.replace(first, routes=signed(ref, table, SPEC.moe_layers, tokens))
     none = dataclasses.replace(first, routes=None)
     assert [missing_rows(s) for s in (first, some, none)] == [0, 3, 8]
-    read = partial(read_routes, spec=SPEC, layers=SPEC.moe_layers, **whole(first), weight_version=3)
+    read = partial(read_one, spec=SPEC, layers=SPEC.moe_layers, **whole(first), weight_version=3)
     for where, sequence, got in (
         (TraceStore(tmp_path / "later"), some, "2 to 6"),
         (store, none, "no"),
@@ -370,7 +377,7 @@ def test_rows_of_older_weights_are_marked_and_treated_as_asked(tmp_path, stored,
         ref = writer.add("s0", table, fed(first).astype(np.int32), spans)
         ref = signed(ref, table, SPEC.moe_layers, fed(first))
     read = partial(
-        read_routes, TraceStore(tmp_path / "mixed"),
+        read_one, TraceStore(tmp_path / "mixed"),
         dataclasses.replace(first, routes=ref, versions=sampled_by(6, 4)), SPEC,
         layers=SPEC.moe_layers, **whole(first),
     )  # fmt: skip

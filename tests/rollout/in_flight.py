@@ -101,7 +101,8 @@ def trainer_reads(store: TraceStore, key, prompt, sampled, versions, ref, *, ver
     tokens = (*prompt, *sampled)
     one = Sequence(key, tuple(prompt), tuple(sampled), np.zeros(len(sampled), np.float32), 0.0, tuple(versions), ref)
     record = store.read(ref)
-    read_routes(store, one, record.spec, layers=record.layers, fed=tokens[:-1], here=np.ones(len(tokens) - 1, bool),
+    here = np.ones(len(tokens) - 1, bool)
+    read_routes(store, [one], record.spec, layers=record.layers, fed=[tokens[:-1]], here=[here],
                 weight_version=version, policy=RowPolicy(max_staleness=1))  # fmt: skip
 
 

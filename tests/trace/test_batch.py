@@ -48,8 +48,14 @@ def test_batch_equals_single_reads(filled, data):
         items.append((refs[i], rows))
         first, last = rows or (0, refs[i].rows)
         expected.append(routes[i][first:last, columns])
-    expected = np.concatenate(expected)
     store = TraceStore(root)
+    for item, record, rows in zip(items, store.read_each(items, layers=layers), expected[1:], strict=True):
+        np.testing.assert_array_equal(record.routes, rows)
+        alone = store.read(item[0], layers=layers, rows=item[1])
+        np.testing.assert_array_equal(record.token_ids, alone.token_ids)
+        assert (record.key, record.spans, record.first_row) == (alone.key, alone.spans, alone.first_row)
+        assert not record.routes.flags.writeable
+    expected = np.concatenate(expected)
     # Once as a replay session uses it, a view of an [L, T, K] array of a wider type, and once plain.
     for out in (
         np.full((len(columns), len(expected), 4), -1, np.int64).transpose(1, 0, 2),

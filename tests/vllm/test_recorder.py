@@ -588,10 +588,8 @@ def replayed(fake):
         for key, tokens in (("a", a), ("b", b)):
             sequences.append(Sequence(key, tuple(tokens), (0,), nothing, 1.0, sampled_by(0, 1), refs[key]))
         fed = [np.asarray(a), np.asarray(b)]
-        parts = [
-            read_routes(fake.store, sequence, spec, layers=LAYERS, fed=tokens, here=np.ones(6, bool), weight_version=0)
-            for sequence, tokens in zip(sequences, fed, strict=True)
-        ]
+        here = [np.ones(6, bool)] * 2
+        parts = read_routes(fake.store, sequences, spec, layers=LAYERS, fed=fed, here=here, weight_version=0)
         return microbatch_routes(
             parts, spec, layers=LAYERS, names=["a", "b"], fed=fed, source=[source_sum(s) for s in sequences],
             padded_tokens=16, rows=slice(0, 16), expert_parallel=1, device=torch.device("cpu"),
