@@ -35,6 +35,10 @@ _NATIVE = RowPolicy(missing="native")
 _CONFUSED = 0.1
 
 
+Native = tuple[np.ndarray, np.ndarray]
+"""What the trainer makes of the runs: log-probabilities [S], and the experts that its routers choose, [L, S, K]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Heard:
     """Holds what a sync showed of the sampler whose log-probabilities are farthest from the trainer's.
@@ -87,18 +91,16 @@ class Canary:
         # The last version that was scored: the trainer's log-probabilities [S], and those of each sampler.
         self._last: tuple[int, np.ndarray, dict[str, np.ndarray]] | None = None
 
-    def compare(self, policy: Policy, sampler: WeightHolder | None, version: int, *, exact: float = 0.0) -> Heard:
-        """Score the runs on both sides and compare them. The result is the same on all ranks.
+    def compare(self, own: Native, sampler: WeightHolder | None, version: int, *, exact: float = 0.0) -> Heard:
+        """Let the sampler score the runs, and compare. The result is the same on all ranks.
 
-        sampler: given on rank 0 only. version: of the weights that both sides hold. exact: tokens that differ by more
-        than this many nats are compared, to name the experts that they have in common; 0 skips that.
+        own: what `natively` returned for this version. sampler: given on rank 0 only. version: of the weights that both
+        sides hold. exact: tokens that differ by more than this many nats are compared, to name the experts that they
+        have in common; 0 skips that.
         Raises WeightSyncError naming sampler and layer when a layer's routes are not those of the trainer's layer. The
         trace then keeps these routes. Raises TraceError or RouteValidationError for damaged or malformed routes.
         """
-        ours, witness = self._natively(policy, version)
-        return world.broadcast(
-            self._heard(ours, witness, sampler, version, exact) if sampler is not None else None, Heard
-        )
+        return world.broadcast(self._heard(*own, sampler, version, exact) if sampler is not None else None, Heard)
 
     def _heard(self, ours: np.ndarray, witness: np.ndarray, sampler: WeightHolder, version: int, exact: float) -> Heard:
         for name in self._shards():  # left by a run that ended during a comparison
@@ -129,8 +131,11 @@ class Canary:
     def _shards(self) -> list[str]:
         return [name for name in self.store.shards() if name.startswith(f"{_SHARD}-")]
 
-    def _natively(self, policy: Policy, version: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the trainer's log-probabilities [S] and its routers' own choice int64 [L, S, K], over all ranks."""
+    def natively(self, policy: Policy, version: int) -> Native:
+        """Return the trainer's log-probabilities [S] and its routers' own choice int64 [L, S, K], over all ranks.
+
+        All ranks call it with the weights of this version.
+        """
         if not self._microbatches:
             self._microbatches = _microbatches(self._sequences)
             # These tables serve every version, since the runs have no routes to read.

@@ -42,7 +42,7 @@ from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
-from moe_rl.train.canary import Canary
+from moe_rl.train.canary import Canary, Native
 from moe_rl.train.peers import Peers, StopRequested
 from moe_rl.train.progress import Progress
 from moe_rl.train.replayed_run import last_step
@@ -281,9 +281,14 @@ class Trainer:
         engine = None if self.main is None else self.main.rollouts.engine
         guards = self.train_step.guards
         exact = guards.canary_limit if guards.exact else 0.0
+        own: list[Native] = []
+
+        def score() -> None:
+            own.append(self.canary.natively(self.policy, version))
+
         with without_mode():
-            sent = self.sender.send(engine, version)
-            heard = self.canary.compare(self.policy, engine, version, exact=exact)
+            sent = self.sender.send(engine, version, beside=score)
+            heard = self.canary.compare(own[0], engine, version, exact=exact)
         guards.after_sync(version, heard)
         return {"sync/bytes": sent} | heard.metrics()
 

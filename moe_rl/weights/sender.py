@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -95,10 +96,14 @@ class WeightSender:
         self._conservation.settled(self._policy.content(self._dtype, updated=False), 0)
         return found
 
-    def send(self, sampler: Recipient | None, version: int) -> int:
+    def send(self, sampler: Recipient | None, version: int, *, beside: Callable[[], None] = lambda: None) -> int:
         """Have the sampler load and confirm all weights as `version`.
 
         A sleeping sampler is woken: first for its weights, and for its KV cache when it has the weights.
+
+        Args:
+            beside: what all ranks do while the sampler loads the last part, or behind it where ranks send while it
+                loads.
 
         Returns:
             The bytes that the sampler received; 0 on other ranks.
@@ -113,13 +118,23 @@ class WeightSender:
         part = partial(WeightUpdate, version=version, replaces=self._held, changed=changed)
         if sampler is not None:
             sampler.wake("weights")
-        sent = self._place(self._way, sampler, part) if self._way is not None else self._stream(sampler, part)
+        if self._way is not None:
+            sent = self._place(self._way, sampler, part, beside)
+        else:
+            sent = self._stream(sampler, part)
+            beside()
         if sampler is not None:
             sampler.wake("kv_cache")
         self._held, self._moves = version, self._policy.moves
         return sent
 
-    def _place(self, way: DiskWay | MemoryWay, sampler: Recipient | None, part: Callable[..., WeightUpdate]) -> int:
+    def _place(
+        self,
+        way: DiskWay | MemoryWay,
+        sampler: Recipient | None,
+        part: Callable[..., WeightUpdate],
+        beside: Callable[[], None],
+    ) -> int:
         rounds = self._rounds(host=True)
         count = max(self._ranks.gather(len(rounds), int))
         way.begin()
@@ -135,8 +150,17 @@ class WeightSender:
                 waiting += [bucket for bucket in everyone if bucket.tensors]
                 if final or not way.one_call:
                     infos = [info for bucket in waiting for info in bucket.tensors]
-                    sampler.update_weights(part(number=number, final=final, tensors=infos, source=way.source(waiting)))
+                    update = part(number=number, final=final, tensors=infos, source=way.source(waiting))
+                    if final:
+                        with ThreadPoolExecutor(1, "weight update") as thread:
+                            loading = thread.submit(sampler.update_weights, update)
+                            beside()
+                            loading.result()
+                    else:
+                        sampler.update_weights(update)
                     sent, number, waiting = sent + sum(info.size for info in infos), number + 1, []
+            elif final:
+                beside()
             dist.barrier()  # no rank overwrites its bucket before the sampler has read it
         way.end()
         return sent

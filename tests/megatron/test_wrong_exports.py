@@ -4,6 +4,7 @@ passes."""
 import re
 import shutil
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from unittest import mock
 
@@ -69,6 +70,25 @@ def test_the_right_export_passes_and_is_what_the_sampler_gets(begun, name):
         run.sender.send(run.taker, version)
     exported = dict(run.policy.export(torch.bfloat16, dense=True, experts=True))
     assert tensor_digests(exported.items()) == tensor_digests(run.taker.weights.items())
+
+
+def test_what_is_done_beside_an_update_is_done_while_the_sampler_loads_it(begun, monkeypatch):
+    run, loads, done = begun("qwen-mixed"), Event(), Event()
+    update_weights = run.taker.update_weights
+
+    def loading(update):
+        if update.final:
+            loads.set()
+            assert done.wait(10)
+        update_weights(update)
+
+    def beside():
+        assert loads.wait(10) and run.taker.intake.holding().version == 0
+        done.set()
+
+    monkeypatch.setattr(run.taker, "update_weights", loading)
+    run.sender.send(run.taker, 1, beside=beside)
+    assert done.is_set() and run.taker.intake.holding().version == 1
 
 
 @pytest.mark.parametrize("name", QWEN_OR_LONG)

@@ -53,9 +53,9 @@ def run(layout, path, out):
     store = TraceStore(out / "trace")
     (out / "trace").mkdir(exist_ok=True)
     canary = Canary(runs, store, spec)
-    logprobs, routes = canary._natively(policy, 3)
+    logprobs, routes = own = canary.natively(policy, 3)
     swapped = routes[[0, 2, 1, *range(3, len(routes))]]
-    heard = canary.compare(policy, Recorded(store, out, spec, routes, 3) if dist.get_rank() == 0 else None, 3)
+    heard = canary.compare(own, Recorded(store, out, spec, routes, 3) if dist.get_rank() == 0 else None, 3)
     seen = {"logprobs": logprobs, "routes": routes, "heard": heard.metrics(), "shards": store.shards()}
     if dist.get_rank() == 0:
         try:

@@ -74,7 +74,8 @@ def run(path, out):
 
     policy = build(halves)
     engine = taken(policy, path, out / "parts")
-    seen["canary"] = Canary([(3, 1, 4, 1, 5)], store, spec).compare(policy, engine, 0).difference
+    canary = Canary([(3, 1, 4, 1, 5)], store, spec)
+    seen["canary"] = canary.compare(canary.natively(policy, 0), engine, 0).difference
     seen["sent"] = (engine.weights, engine.places) if engine else ({}, [])
     seen["halves"] = take_step(halves, policy)
     Checkpoints(out / "checkpoints", halves.parallel, keep=1, asynchronous=False).save(1, policy, {})
