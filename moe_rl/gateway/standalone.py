@@ -44,6 +44,7 @@ from moe_rl.vllm.control import read_token
 
 # Each call fills a trace shard, and a sampler fills 256 at a time.
 _MOST_CALLS = 192
+_SETTLE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ async def _serve(
         await listener.serve()
     finally:
         announcement.cancel()
+        await _settled(gateway)
         for session in gateway.book.all():
             try:
                 if session.turns:
@@ -174,6 +176,14 @@ async def _serve(
                 print(f"moe_rl: session {session.name} is not kept: {error}", file=sys.stderr, flush=True)
     if lost:
         raise lost[0]
+
+
+async def _settled(gateway: AgentGateway) -> None:
+    """Wait a moment for the requests that were cancelled at the end."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SETTLE_SECONDS):
+            while any(session.busy for session in gateway.book.all()):
+                await asyncio.sleep(0.01)
 
 
 async def _announce(
