@@ -1119,6 +1119,14 @@ MUTANTS: list[Mutant] = [
             "tests/weights/test_intake.py",
         ),
         (
+            "digests in another order than their tensors",
+            "stream.py",
+            "digests.read()[info.name] for info in infos",
+            "digests.read()[info.name] for info in infos[::-1]",
+            "Weights of every rank but the first are refused, though nothing changed on the way.",
+            "tests/weights/test_broadcast.py",
+        ),
+        (
             "digest by the order of names",
             "digest.py",
             "for name in sorted(digests):",
@@ -1438,6 +1446,14 @@ MUTANTS: list[Mutant] = [
             "return gradient, None, *[None for _ in sums]",
             "An expert learns nothing from the rows that its copies computed.",
             "tests/distributed/test_proof.py",
+        ),
+        (
+            "a slice that begins within a row",
+            "optimizer_slices.py",
+            "row - (first * row - start), row)",
+            "0, row)",
+            "A checkpoint has some moments twice, and the rank behind writes over those of the rank before.",
+            "tests/megatron/test_optimizer_slices.py",
         ),
         (
             "weights exported as they change",
