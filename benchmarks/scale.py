@@ -37,6 +37,7 @@ PARTS = (
     "logits_memory",
     "verdicts",
     "checkpoint_memory",
+    "weight_broadcast",
 )
 """Modules with a function `measured(Target) -> dict[str, float]`; a size or count is the same in every round."""
 SERIAL = ("manifest_seconds_at_10000_steps", "packing_seconds", "tables_seconds", "send_orders_seconds")
