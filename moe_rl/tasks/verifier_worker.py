@@ -9,13 +9,10 @@ A reward function is a plain or async callable. It gets the arguments that it na
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import numbers
 import os
-import resource
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +20,10 @@ from typing import Any
 from msgspec.msgpack import Decoder
 
 from moe_rl.messages import Channel, Message, decoder
-from moe_rl.parent import belong_to
 from moe_rl.tasks.reward_arguments import RewardParameters
+from moe_rl.tasks.worker_side import limit_resources, open_channel, resolve, sentence
 
 _MAX_FILE_BYTES = 64 << 20
-_MAX_DETAIL = 500
 
 
 class RewardFunction(Message, frozen=True):
@@ -103,7 +99,7 @@ class _Function:
             ValueError: with a message for the user. Exceptions of the imported module pass through.
         """
         self._batched = load.batched
-        named: Any = _resolve(load.path)
+        named: Any = resolve(load.path)
         self._function: Callable[..., object] = named if load.settings is None else named(**load.settings)
         self.parameters = _parameters(load.path, self._function)
 
@@ -127,25 +123,23 @@ async def _wait_for(awaitable: Any) -> object:
 def _number(value: object) -> float | str:
     """Return a reward as float, or say why it is none."""
     if isinstance(value, BaseException):
-        return _sentence(value)
+        return sentence(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
             return float(value)
         except Exception as error:
-            return f"raised {_sentence(error)}"
+            return f"raised {sentence(error)}"
     return f"returned {type(value).__name__}, expected a finite number"
 
 
 def main(socket_fd: int, parent_pid: int) -> None:
-    belong_to(parent_pid)
-    os.set_inheritable(socket_fd, False)
-    channel = Channel(socket.socket(fileno=socket_fd), QUESTIONS)
+    channel = open_channel(socket_fd, parent_pid, QUESTIONS)
     pid = os.getpid()
     runner = asyncio.Runner()  # one event loop for all calls, so that a function may keep its connections
     try:
         load = channel.receive()
         assert isinstance(load, Load)  # the pool sends Load first, and only calls after it
-        _limit(load.memory_limit_bytes)
+        limit_resources(load.memory_limit_bytes, _MAX_FILE_BYTES)
         sys.path[:] = load.sys_path
         answer: Answer
         functions, answer = _load(channel, load.functions)
@@ -162,18 +156,6 @@ def main(socket_fd: int, parent_pid: int) -> None:
         return
 
 
-def _limit(memory_bytes: int) -> None:
-    wanted = {
-        resource.RLIMIT_AS: memory_bytes,
-        resource.RLIMIT_FSIZE: _MAX_FILE_BYTES,
-        resource.RLIMIT_CORE: 0,
-    }
-    for which, value in wanted.items():
-        hard = resource.getrlimit(which)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(which, (value, value))
-
-
 def _load(channel: Channel, functions: dict[str, RewardFunction]) -> tuple[dict[str, _Function], Unusable | Loaded]:
     loaded, problems = {}, {}
     for reward, function in functions.items():
@@ -183,21 +165,10 @@ def _load(channel: Channel, functions: dict[str, RewardFunction]) -> tuple[dict[
         except ValueError as error:
             problems[reward] = str(error)
         except BaseException as error:  # importing runs user code, which may raise anything, even SystemExit
-            problems[reward] = f"importing {function.path} raised {_sentence(error)}"
+            problems[reward] = f"importing {function.path} raised {sentence(error)}"
     if problems:
         return loaded, Unusable(problems)
     return loaded, Loaded({reward: function.parameters for reward, function in loaded.items()})
-
-
-def _resolve(path: str) -> Callable[..., object]:
-    """Import a callable. Raises ValueError with a message for the user."""
-    module_name, _, name = path.rpartition(".")
-    function = getattr(importlib.import_module(module_name), name, None)
-    if function is None:
-        raise ValueError(f"module {module_name} has no {name!r}")
-    if not callable(function):
-        raise ValueError(f"{path} is not callable: got {type(function).__name__}")
-    return function
 
 
 def _parameters(path: str, function: Callable[..., object]) -> RewardParameters:
@@ -220,15 +191,7 @@ def _answer(function: _Function, call: Call, runner: asyncio.Runner) -> Returned
     try:
         return function([json.loads(row) for row in call.rows], runner)
     except BaseException as error:  # any exception, even SystemExit, is a failure of this call alone
-        return Raised(f"raised {_sentence(error)}")
-
-
-def _sentence(error: BaseException) -> str:
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # str(exception) itself may raise
-        text = type(error).__name__
-    return text.encode("ascii", "backslashreplace").decode("ascii")[:_MAX_DETAIL]
+        return Raised(f"raised {sentence(error)}")
 
 
 if __name__ == "__main__":

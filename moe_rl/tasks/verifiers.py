@@ -4,8 +4,7 @@ If a function raises, hangs, dies or returns no finite number, its item gets a f
 affected, except those of the same batch. A failed verdict has no reward. Counting it as a wrong answer would add noise
 to training.
 
-The process boundary contains accidents, not attacks: reward functions are the user's own code. The pool cannot reach a
-grandchild that a function moves into another session.
+The process boundary contains accidents, not attacks: reward functions are the user's own code (`WorkerProcess`).
 """
 
 from __future__ import annotations

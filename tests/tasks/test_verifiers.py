@@ -12,7 +12,7 @@ import pytest
 from moe_rl.config.load import load_config
 from moe_rl.config.reward_kinds import RemoteReward
 from moe_rl.errors import ConfigError, RewardError
-from moe_rl.tasks import verifier_process
+from moe_rl.tasks import verifier_process, worker_process
 from moe_rl.tasks.reward_arguments import Columns
 from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.types import Prompt, Verdict
@@ -425,7 +425,7 @@ def test_an_answer_that_lay_there_in_time_counts(make_pool, monkeypatch, tmp_pat
     with make_pool("misbehave", timeout=0.4, workers=2) as pool:
         before = pool.pids
         late = []
-        receive = verifier_process.VerifierProcess.receive
+        receive = worker_process.WorkerProcess.receive
 
         def receive_late(process, deadline):
             if process.pid in before:
@@ -433,7 +433,7 @@ def test_an_answer_that_lay_there_in_time_counts(make_pool, monkeypatch, tmp_pat
                 late.append(time.monotonic() > deadline)
             return receive(process, deadline)
 
-        monkeypatch.setattr(verifier_process.VerifierProcess, "receive", receive_late)
+        monkeypatch.setattr(worker_process.WorkerProcess, "receive", receive_late)
         verdicts = pool.score([faulty("os_exit", tmp_path / "exit"), faulty("nap", tmp_path / "nap")])
         assert late == [True] * 4  # each call's beginning and its end
         [left] = set(before) & set(pool.pids)

@@ -1,0 +1,173 @@
+"""Runs a user's code in a child process: starts it, talks to it within time limits, and ends all that it started.
+
+The process boundary contains accidents, not attacks: the code is the user's own. When a worker is ended, so are its
+process group and, on whatever way they left it, all processes that have its mark in the environment that they were
+started with. Only a process that leaves the group and clears that environment stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+import moe_rl
+from moe_rl.messages import Channel, Message
+
+_KILL_SECONDS = 10.0
+_READ_BYTES = 1 << 16
+_MARK = "MOE_RL_WORKER"
+_SEARCHES = 2
+# Environment variables that a worker may see. This is an allow-list: with torchrun's variables it would join the run,
+# and it must not see tokens and keys.
+_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+
+
+class WorkerProcess[Answer: Message]:
+    """Holds a child process that runs one of our worker modules, its channel, and the end of its output.
+
+    The kernel kills the worker when the thread that started it ends.
+
+    Args:
+        module: run as `python -m MODULE SOCKET_FD PARENT_PID`, in a session of its own.
+        answers: decodes what it sends.
+        longest: largest answer in bytes.
+        tail_bytes: how much of the end of its output is kept.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(self, module: str, answers: msgspec.msgpack.Decoder[Answer], *, longest: int, tail_bytes: int):
+        self._tail, self._tail_bytes = b"", tail_bytes
+        self._mark = f"{_MARK}={secrets.token_hex(16)}"
+        ours, theirs = socket.socketpair()
+        self._output, their_output = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", module]
+                + [str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=their_output,
+                stderr=their_output,
+                env=_environment(self._mark),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            os.close(self._output)
+            raise
+        finally:
+            theirs.close()
+            os.close(their_output)
+        self.pid = self._process.pid
+        # A closed socket is not enough to detect the end of the process, because its forked children may keep it open.
+        self._pidfd = os.pidfd_open(self.pid)
+        self._channel = Channel(ours, answers, longest)
+        os.set_blocking(self._output, False)
+        self._poll = select.poll()
+        for file in (ours, self._output, self._pidfd):
+            self._poll.register(file, select.POLLIN)
+
+    def send(self, message: Message, deadline: float) -> None:
+        """Send a message. Raises as `Channel.send`, and TimeoutError at the deadline (monotonic clock)."""
+        self._channel.socket.settimeout(max(0.001, deadline - time.monotonic()))
+        self._channel.send(message)
+
+    def receive(self, deadline: float) -> Answer:
+        """Receive the next answer. Raises as `Channel.receive`, TimeoutError at the deadline, EOFError if the process
+        ended.
+        """
+        self._channel.socket.setblocking(False)
+        events: dict[int, int] = {}
+        while True:
+            late = time.monotonic() >= deadline
+            with contextlib.suppress(BlockingIOError):
+                # An answer that is already here was in time, even if this process looks late.
+                return self._channel.receive()
+            if self._pidfd in events:
+                raise EOFError("the process ended")
+            if late:
+                raise TimeoutError
+            events = dict(self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+            if self._output in events and not self._drain():
+                self._poll.unregister(self._output)
+
+    def _drain(self) -> bool:
+        """Read some of the worker's output and keep its end. Return False when no more will come."""
+        try:
+            data = os.read(self._output, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._tail = (self._tail + data)[-self._tail_bytes :]
+        return bool(data)
+
+    def end(self) -> None:
+        """Kill the process group."""
+        # The pid names the group until it is reaped, even if the worker is already dead: processes that it forked are
+        # in the group too.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def bury(self) -> tuple[str, str]:
+        """Kill the process group and all marked processes, reap the worker and close this side.
+
+        Returns:
+            How it ended, and the end of its output in ASCII.
+        """
+        self.end()
+        code = self._process.wait(_KILL_SECONDS)
+        _kill_marked(self._mark)
+        self._drain()
+        self._channel.socket.close()
+        os.close(self._output)
+        os.close(self._pidfd)
+        text = self._tail.decode("utf-8", "replace").encode("ascii", "backslashreplace").decode("ascii")
+        return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}", text
+
+
+def _environment(mark: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    name, _, value = mark.partition("=")
+    return kept | {
+        name: value,
+        "PYTHONPATH": str(Path(moe_rl.__file__).parents[1]),
+        "PYTHONHASHSEED": "0",  # code that iterates over a set must give the same result in every run
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill every process that was started with this mark in its environment, until none is left.
+
+    The kernel keeps the environment that a program was started with, and a forked child has that of its parent.
+    """
+    wanted, deadline, searches = mark.encode(), time.monotonic() + _KILL_SECONDS, 0
+    # One search may miss a process that starts another program just then.
+    while searches < _SEARCHES and time.monotonic() < deadline:
+        found = [pid for pid in _pids() if wanted in _started_with(pid).split(b"\0")]
+        searches = 0 if found else searches + 1
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _started_with(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or belongs to somebody else
+        return b""
