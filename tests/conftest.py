@@ -22,7 +22,9 @@ hypothesis.settings.load_profile("any machine")
 _FIRST = ("end_to_end", "distributed", "rollout", "gateway")
 # Files whose tests share what is slow to start: a world of ranks, an engine.
 _ON_ENGINE = ("test_engine.py", "test_weight_update.py", "test_in_flight.py", "test_feed_on_engine.py")
-_ON_TALKER = ("test_openai.py", "test_anthropic.py", "test_web.py", "test_turn_sampler.py", "test_updates.py")
+_ON_TALKER = tuple(
+    f"test_{name}.py" for name in ("openai", "anthropic", "web", "turn_sampler", "updates", "own_template")
+)
 _SHARED = {f"rollout/{name}": "engine" for name in _ON_ENGINE} | {f"gateway/{name}": "talker" for name in _ON_TALKER}
 # Files whose tests take minutes each, and share nothing but a run on disk.
 _APART = ("test_run.py", "test_faults.py", "test_resume.py")

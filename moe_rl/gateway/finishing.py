@@ -1,6 +1,6 @@
 """Checks finished sessions against the trace store, and keeps them.
 
-`sessions/s000012.session` holds the turns of a session: tokens, log-probabilities, weight versions, references to
+`sessions/NAME.session` holds the turns of a session: tokens, log-probabilities, weight versions, references to
 records, digests. The routes are in the trace store.
 """
 

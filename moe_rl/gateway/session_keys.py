@@ -30,6 +30,8 @@ class SessionBook:
     def __init__(self, most: int, limits: SessionLimits):
         self.limits = limits
         self._most = most
+        # A gateway that is started again goes on in the same trace store.
+        self._start = secrets.token_hex(4)
         self._opened = 0
         self._open: dict[str, tuple[bytes, Session]] = {}
 
@@ -56,7 +58,7 @@ class SessionBook:
                     fault="limit",
                 )
             )
-        name, key = f"s{self._opened:06d}", secrets.token_urlsafe(32)
+        name, key = f"s{self._start}-{self._opened:06d}", secrets.token_urlsafe(32)
         self._opened += 1
         session = Session(name, group, limits or self.limits, now)
         self._open[name] = (_hash(f"{name}.{key}"), session)

@@ -121,7 +121,8 @@ class TurnSampler:
     def _requests(
         self, call: str, place: PendingTurns, wish: SamplingWish, parent: RouteRef | None
     ) -> list[GenerateRequest]:
-        seed = f"{self._seed} {call}" if wish.seed is None else str(wish.seed)
+        # Not the part of the session's name that each start of the gateway has anew.
+        seed = f"{self._seed} {call.rpartition('-')[2]}" if wish.seed is None else str(wish.seed)
         return [
             GenerateRequest(
                 key=f"{call}/{sample}",
