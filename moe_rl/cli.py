@@ -14,6 +14,7 @@ VERBS = {
     "train": "train a policy with routing replay; start it with torchrun",
     "plan": "print every number derived from a config, and every problem; train nothing",
     "serve": "serve a model with vLLM and record its routes",
+    "play": "run an environment on the rows of a file, against a served gateway",
     "trace": "inspect or verify a trace store, and import or export routes",
     "report": "write the report of a run, also while it goes on, or compare several runs",
     "show": "print what the policy wrote, and where sampler and trainer differ",

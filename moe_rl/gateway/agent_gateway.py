@@ -72,7 +72,12 @@ class AgentGateway:
         """
         if session.busy:
             raise SessionError(
-                describe("A session is still busy", where={"session": session.name}, do="wait for its requests")
+                describe(
+                    "A session is still busy",
+                    where={"session": session.name},
+                    do="wait for its requests",
+                    fault="busy",
+                )
             )
         session.ended = True
         return session.finish()

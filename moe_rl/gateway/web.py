@@ -212,7 +212,8 @@ class GatewayApp:
         except BadRequest as error:
             return JSONResponse({"error": str(error), "code": error.code}, error.status, _headers(error.status))
         except SessionError as error:
-            return JSONResponse({"error": str(error), "code": "session"}, 409)
+            code = "busy" if error.message.fault == "busy" else "session"
+            return JSONResponse({"error": str(error), "code": code}, 409)
         except MoeRLError as error:
             return JSONResponse({"error": str(error), "code": type(error).__name__}, 500)
         except ClientDisconnect:

@@ -1,4 +1,4 @@
-"""Answers OpenAI's chat completions from a list, in place of a gateway, for tests that need no model."""
+"""Stands in for a gateway in tests that need no model: one session, and messages that a function makes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,32 @@ Says = Callable[[dict[str, Any]], dict[str, Any] | tuple[int, dict[str, Any]]]
 
 
 class ModelStub:
-    """Listens while it is open. bodies: of the requests, in their order. keys: the API keys that came with them."""
+    """Listens while it is open.
+
+    Attributes:
+        bodies: of the chats, in their order.
+        keys: the API keys that came with them.
+        finishes: status and body of each answer to the owner who finishes the session; the last one stays.
+    """
 
     def __init__(self, says: Says):
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.finishes: list[tuple[int, dict[str, Any]]] = [(200, {})]
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                stub.bodies.append(body)
-                stub.keys.append(self.headers["Authorization"])
-                found = says(body) if self.path == "/s/key/v1/chat/completions" else (404, {})
+                if self.path == "/s/key/v1/chat/completions":
+                    stub.bodies.append(body)
+                    stub.keys.append(self.headers["Authorization"])
+                    found = says(body)
+                elif self.path == "/sessions":
+                    found = 200, {"session": "s0", "key": "key", "url": url, "base_url": f"{url}/v1"}
+                else:
+                    assert self.path == "/sessions/s0/finish"
+                    found = stub.finishes.pop(0) if len(stub.finishes) > 1 else stub.finishes[0]
                 status, reply = found if isinstance(found, tuple) else (200, _reply(found))
                 data = json.dumps(reply).encode()
                 self.send_response(status)
@@ -42,7 +55,8 @@ class ModelStub:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{self._server.server_address[1]}/s/key"
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        url = f"{self.url}/s/key"
         self.access = SessionAccess("s0", url, f"{url}/v1", "key", turns=5, tokens=100)
 
     def close(self) -> None:

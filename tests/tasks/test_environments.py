@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.errors import ConfigError, RewardError
+from moe_rl.errors import ConfigError, EngineError, RewardError
 from moe_rl.tasks import worker_process
 from moe_rl.tasks.environments.agent_session import SessionAccess
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool, Episode
 from moe_rl.tasks.environments.examples import calculator
+from moe_rl.tasks.environments.player import GatewayOwner, PlayedRow, play_rows
 from tests.support.refusals import refused
 from tests.tasks.model_stub import ModelStub
 
@@ -256,7 +257,60 @@ def test_a_plain_function_fails(open_pool):
     assert episode.rewards is None and "async" in episode.problem
 
 
+# Sessions of rows
+
+
+def played(pool, stub, *rows) -> list[PlayedRow]:
+    async def all_of() -> list[PlayedRow]:
+        async with GatewayOwner(stub.url, "token", turns=5) as owner:
+            return [one async for one in play_rows(rows, pool, owner)]
+
+    return asyncio.run(all_of())
+
+
+BUSY = 409, {"error": "busy", "code": "busy"}
+FINISHED = {"turns": 2, "branches": 1, "tokens": 9, "sampled_tokens": 4}
+
+
+def test_a_session_that_is_still_busy_is_finished_when_it_is_not(open_pool, model):
+    stub = model(lambda body: {"content": "ab"})
+    stub.finishes = [BUSY, BUSY, (200, FINISHED)]
+    [one] = played(open_pool("chat"), stub, {"question": "?", "turns": 2})
+    assert (one.rewards, one.reward, one.problem) == ((2.0, 2.0), 4.0, "") and len(stub.finishes) == 1
+    assert (one.turns, one.branches, one.tokens, one.sampled_tokens) == (2, 1, 9, 4)
+
+
+@pytest.mark.parametrize(
+    ("finish", "problem"),
+    [
+        ((409, {"error": "turn 1 has no record", "code": "session"}), "turn 1 has no record"),
+        ((200, FINISHED | {"turns": 3}), "2 rewards, expected one for each of 3 turns"),
+    ],
+)
+def test_a_session_that_does_not_fit_its_rewards_is_a_failure(open_pool, model, finish, problem):
+    stub = model(lambda body: {"content": "ab"})
+    stub.finishes = [finish]
+    [one] = played(open_pool("chat"), stub, {"question": "?", "turns": 2})
+    assert (one.rewards, one.reward) == (None, None) and problem in one.problem
+
+
+def test_a_gateway_that_has_lost_the_session_ends_the_play(open_pool, model):
+    stub = model(lambda body: {"content": "ab"})
+    stub.finishes = [(404, {"error": "no open session has this name", "code": "not_found"})]
+    with refused(EngineError, "404", url=stub.url):
+        played(open_pool("chat", concurrent=2), stub, *[{"question": "?", "turns": 1}] * 4)
+
+
 # Examples
+
+
+def test_the_function_of_the_page(open_pool, model, monkeypatch, tmp_path):
+    page = (Path(__file__).parents[2] / "docs/howto/environments.md").read_text()
+    (tmp_path / "of_the_page.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    stub = model(lambda body: {"content": "It is 5."})
+    rows = {"question": "2+3?", "answer": 5}, {"question": "2+3?", "answer": 4}
+    assert [one.rewards for one in play(open_pool("of_the_page.run"), *rows, access=stub.access)] == [1.0, 0.0]
 
 
 def test_the_calculator_computes_and_runs_nothing_else():

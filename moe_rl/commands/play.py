@@ -1,0 +1,140 @@
+"""`moe-rl play`: run an environment on the rows of a file, against a gateway that is served.
+
+    moe-rl play --environment my_module.run --data FILE.jsonl --gateway URL --token-file FILE
+
+Each row gets a session of its own. The environment, an async function `run(session, row)`, plays it in a process of its
+own. An episode whose environment raises, crashes, hangs or returns no reward has failed: it has no reward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from moe_rl.config.prompt_sources import PromptSourceConfig
+from moe_rl.disk import write_json
+from moe_rl.errors import About, ConfigError, DataError, MoeRLError, describe
+from moe_rl.tasks.environments.environment_pool import EnvironmentPool
+from moe_rl.tasks.environments.player import GatewayOwner, PlayedRow, play_rows
+from moe_rl.tasks.rows import read_rows
+
+# The end of a traceback says where it happened.
+_SHOWN_LINES = 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl play`."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--environment", required=True, metavar="DOTTED", help="path of the environment's function")
+    parser.add_argument("--data", required=True, metavar="FILE", help="rows: FILE.jsonl or FILE.parquet")
+    parser.add_argument("--gateway", required=True, metavar="URL", help="address of the gateway")
+    parser.add_argument("--token-file", required=True, type=Path, metavar="FILE", help="file with its owner's token")
+    parser.add_argument("--rows", type=_count, metavar="N", help="play the first N rows (default: all)")
+    parser.add_argument("--concurrent", type=_count, default=8, metavar="N", help="episodes at once (default: 8)")
+    parser.add_argument(
+        "--seconds", type=_seconds, default=300.0, metavar="X", help="time limit of an episode (default: 300)"
+    )
+    parser.add_argument(
+        "--memory-mib", type=_count, default=4096, metavar="N", help="memory of each process (default: 4096)"
+    )
+    parser.add_argument("--turns", type=_count, metavar="N", help="most turns of a session (default: the gateway's)")
+    parser.add_argument("--tokens", type=_count, metavar="N", help="most tokens of a session (default: the gateway's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what came of each row, and the summary, there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Play the rows. Returns the exit status: 0 when all have rewards, 1 when some failed, 2 for an explained error."""
+    try:
+        played = asyncio.run(_play(options))
+        found = summary(played)
+        mean = "none" if found["reward"] is None else f"{found['reward']:.4g}"
+        print(
+            f"{found['rows']} rows: {found['scored']} scored, {found['failed']} failed; mean reward {mean}, "
+            f"{found['turns']} turns, {found['tokens']} tokens ({found['sampled_tokens']} sampled)"
+        )
+        if options.json:
+            rows = [asdict(one) | {"reward": one.reward} for one in played]
+            write_json(options.json, {"environment": options.environment, "summary": found, "rows": rows})
+    except MoeRLError as error:
+        print(f"moe-rl: {error}", file=sys.stderr)
+        return 2
+    return 1 if found["failed"] else 0
+
+
+async def _play(options: argparse.Namespace) -> list[PlayedRow]:
+    rows = read_data(options.data, options.rows)
+    try:
+        token = options.token_file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        where: About = {"option": "--token-file", "file": options.token_file}
+        raise ConfigError(describe("the token cannot be read", where=where, got=error)) from error
+    played = []
+    with EnvironmentPool(
+        options.environment,
+        concurrent=options.concurrent,
+        seconds=options.seconds,
+        memory_limit_mib=options.memory_mib,
+    ) as pool:
+        async with GatewayOwner(options.gateway, token, turns=options.turns, tokens=options.tokens) as owner:
+            async for one in play_rows(rows, pool, owner):
+                print(text(one), flush=True)
+                played.append(one)
+    return sorted(played, key=lambda one: one.row)
+
+
+def read_data(file: str, most: int | None) -> list[Mapping[str, Any]]:
+    """Return the first rows of a file. Raises DataError for a row that cannot be read, and when there is none."""
+    at: About = {"option": "--data", "file": file}
+    if Path(file).suffix not in (".jsonl", ".parquet"):
+        raise DataError(describe("this is no file of rows", where=at, expected="FILE.jsonl or FILE.parquet"))
+    rows: list[Mapping[str, Any]] = []
+    for where, row in islice(read_rows(PromptSourceConfig(name="data", data=file), "--data", set()), most):
+        if isinstance(row, ValueError):
+            raise DataError(describe("a row cannot be read", where=where, got=row))
+        rows.append(row)
+    if not rows:
+        raise DataError(describe("there are no rows", where=at))
+    return rows
+
+
+def text(one: PlayedRow) -> str:
+    """Lay out what came of one row."""
+    has = f"{one.turns} turns, {one.tokens} tokens ({one.sampled_tokens} sampled), {one.seconds:.1f} s"
+    head = f"row {one.row}, session {one.session}: "
+    if one.rewards is None:
+        lines = [line for line in one.traceback.splitlines() if line.strip()][-_SHOWN_LINES:]
+        return "\n".join([f"{head}failed, {has}: {one.problem}", *(f"    {line}" for line in lines)])
+    by_turn = f" ({', '.join(f'{reward:g}' for reward in one.rewards)})" if isinstance(one.rewards, tuple) else ""
+    return f"{head}reward {one.reward:g}{by_turn}, {has}"
+
+
+def summary(played: Sequence[PlayedRow]) -> dict[str, Any]:
+    """Return counts, and the mean reward of the rows that have one."""
+    rewards = [one.reward for one in played if one.reward is not None]
+    return {
+        "rows": len(played),
+        "scored": len(rewards),
+        "failed": len(played) - len(rewards),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "turns": sum(one.turns for one in played),
+        "tokens": sum(one.tokens for one in played),
+        "sampled_tokens": sum(one.sampled_tokens for one in played),
+    }
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("expected at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < 1e6:
+        raise argparse.ArgumentTypeError("expected more than 0 and less than a million")
+    return value

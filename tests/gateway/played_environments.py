@@ -1,0 +1,33 @@
+"""Provides environments for tests of `moe-rl play`. Episodes import them. They know what the tiny model has learnt."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+async def adds(session, row):
+    """Let the model add with its tool. Return a reward for each turn, or do what the row says instead."""
+    messages = [{"role": "user", "content": row["question"]}]
+    reply = await session.chat(messages, tools=[ADD], temperature=0, max_tokens=64)
+    match row.get("fault"):
+        case "raise":
+            raise KeyError("planted")
+        case "one_reward_too_few":
+            return []
+        case "die_while_it_asks":
+            asyncio.get_running_loop().call_later(0.3, os._exit, 7)
+            await session.chat([{"role": "user", "content": "ab"}], max_tokens=900)
+    (call,) = reply["tool_calls"]
+    messages += [reply, {"role": "tool", "tool_call_id": call["id"], "content": str(row["answer"])}]
+    reply = await session.chat(messages, tools=[ADD], temperature=0, max_tokens=64)
+    return [0.0, float(reply["content"].strip() == f"{row['answer']}.")]
