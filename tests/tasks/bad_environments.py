@@ -102,12 +102,12 @@ async def _fork_and_return():
 async def _leave_children():
     """Leave children behind, some of them in groups and sessions of their own, and with children of their own."""
     for alone in (False, True):
-        subprocess.Popen(["sleep", "1000"], start_new_session=alone)
-        subprocess.Popen(["sh", "-c", "sleep 1000 & sleep 1000"], start_new_session=alone)
+        subprocess.Popen(["sleep", "100"], start_new_session=alone)
+        subprocess.Popen(["sh", "-c", "sleep 100 & sleep 100"], start_new_session=alone)
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            time.sleep(1000)
+            time.sleep(100)
         os._exit(0)
     return 1.0
 
