@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import resource
+import signal
 import socket
 from collections.abc import Callable
 
@@ -21,6 +22,9 @@ def open_channel[Incoming: Message](
 ) -> Channel[Incoming]:
     """Return the channel to the parent, and make this process end with it."""
     belong_to(parent_pid)
+    # Programs that this process starts would inherit that SIGTERM is ignored, and nothing could ask them to end. A
+    # handler is not inherited.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     os.set_inheritable(socket_fd, False)
     return Channel(socket.socket(fileno=socket_fd), questions)
 

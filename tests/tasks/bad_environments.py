@@ -169,6 +169,13 @@ FAULTS = {
 }
 
 
+async def terminate(session, row):
+    """Return the signal that ends a child which is asked to end."""
+    with subprocess.Popen(["sleep", "100"]) as child:
+        child.terminate()
+        return -float(child.wait(5))
+
+
 def plain(session, row):
     return 1.0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -178,6 +179,11 @@ def test_what_is_left_running_delays_no_reward(open_pool, helpers, tmp_path, fau
     [episode] = play(open_pool("misbehave"), *faulty_rows([fault], tmp_path))
     assert (tmp_path / fault).exists() and episode.rewards == 1.0
     assert episode.seconds < 10
+
+
+def test_an_environment_can_end_its_children(open_pool):
+    [episode] = play(open_pool("terminate"), {})
+    assert episode.rewards == signal.SIGTERM, episode
 
 
 def test_memory_is_limited(open_pool, tmp_path):
