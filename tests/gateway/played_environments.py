@@ -26,7 +26,12 @@ async def adds(session, row):
             return []
         case "die_while_it_asks":
             asyncio.get_running_loop().call_later(0.3, os._exit, 7)
-            await session.chat([{"role": "user", "content": "ab"}], max_tokens=900)
+
+            async def ask():
+                while True:  # an answer may be short
+                    await session.chat([{"role": "user", "content": "ab"}], max_tokens=100)
+
+            await asyncio.gather(ask(), ask(), ask())
     (call,) = reply["tool_calls"]
     messages += [reply, {"role": "tool", "tool_call_id": call["id"], "content": str(row["answer"])}]
     reply = await session.chat(messages, tools=[ADD], temperature=0, max_tokens=64)
