@@ -6,19 +6,17 @@
                                                  experts copied to the host, stored under their KV slots (slots.py)
     a finished request ------------------------> its rows, copied; appended to a trace shard behind the steps
 
-Every read and write of the slots goes through one journal, in the order in which vLLM decided it. On an accelerator a
-step's experts reach the host after vLLM's next decisions. The journal entries wait for that copy; the step does not.
-When a finished request's rows are taken, its blocks therefore still hold its own rows, even if vLLM has given the
-blocks away in the next step.
+Every read and write of the slots goes through one journal, in the order in which vLLM decided it (slot_journal.py). The
+journal waits for a step's copy to the host; the step does not. When a finished request's rows are taken, its blocks
+therefore still hold its own rows, even if vLLM has given the blocks away in the next step.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,43 +32,8 @@ from moe_rl.vllm.extras import Extras
 from moe_rl.vllm.recording import Recording, RecordingRequest, parse
 from moe_rl.vllm.router_witness import RouterWitness
 from moe_rl.vllm.sinks import Sinks
+from moe_rl.vllm.slot_journal import Allotted, SlotJournal
 from moe_rl.vllm.slots import BlockTable, Recorded, Rows, SlotTable
-
-# Steps whose copies may be in flight before the next step waits; this bounds memory.
-_MAX_STEPS_IN_FLIGHT = 4
-
-
-@dataclass(slots=True)
-class _Allotted:
-    """Lists the blocks that one step hands out. `fresh` go to new owners; `grown` are tables with their new blocks."""
-
-    fresh: list[int] = field(default_factory=list)
-    grown: list[tuple[BlockTable, list[int]]] = field(default_factory=list)
-
-    def add(self, table: BlockTable, blocks: list[int], hits: int) -> None:
-        """Record blocks for a request. The first `hits` of them are shared with their current owner."""
-        self.fresh += blocks[hits:]
-        self.grown.append((table, blocks))
-
-    def apply(self, slots: SlotTable) -> None:
-        """Register all new owners, then extend the tables: a request may share a block that another gets in this
-        step."""
-        slots.give(self.fresh)
-        for table, blocks in self.grown:
-            slots.extend(table, blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaving:
-    """Holds a finished request whose rows are still in their slots.
-
-    Several requests may finish in one step. Taking the rows of all would hold up the step, so a step takes those of
-    one, and of the others only if their blocks get new owners.
-    """
-
-    sink: str
-    blocks: frozenset[int]
-    take: Callable[[], None]
 
 
 class Recorder:
@@ -116,11 +79,10 @@ class Recorder:
         self._slots: SlotTable  # created in the first step, when the KV cache exists
         self._requests: dict[str, Recorded] = {}
         self._partial_hits: dict[int, int] = {}
-        self._journal: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
-        self._leaving: deque[_Leaving] = deque()
         self._step_is_open = False
         self.weight_version = 0
         self.stats: Counter[str] = Counter(witnessed=0)
+        self._journal = SlotJournal(self.stats)
 
     # Control: called between steps, through the engine's collective_rpc.
 
@@ -140,18 +102,18 @@ class Recorder:
         Raises:
             EngineError: a sequence was not recorded, or was recorded with other tokens. The shard then stays as it was.
         """
-        self._work_off(wait=True)
+        self._journal.work_off(wait=True)
         return self.sinks.publish(sink, sequences, aborted)
 
     def open(self, sink: str, folder: str = "") -> None:
         """Begin a shard, or begin it anew. `folder` is the store's, below the trace root. Raises TraceError."""
-        if any(one.sink == sink for one in self._leaving):  # begun anew: what was asked of it must not enter it later
-            self._work_off(wait=True)
+        if self._journal.awaits(sink):  # begun anew: what was asked of it must not enter it later
+            self._journal.work_off(wait=True)
         self.sinks.open(sink, folder)
 
     def abandon(self, sink: str) -> None:
         """Drop an unpublished shard, if it exists."""
-        self._work_off(wait=True)
+        self._journal.work_off(wait=True)
         self.sinks.abandon(sink)
 
     def unfinished(self, sink: str) -> list[str]:
@@ -189,24 +151,24 @@ class Recorder:
         for request in sorted(finished, key=lambda request: request.number):
             self._finish(request)
         self._partial_hits.clear()
-        allotted = _Allotted()
+        allotted = Allotted()
         for new in scheduled.scheduled_new_reqs:
             self._begin(new, allotted)
         cached = scheduled.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             blocks, computed = cached.new_block_ids[at], cached.num_computed_tokens[at]
             self._continue(request_id, blocks, computed, allotted, resumed=request_id in cached.resumed_req_ids)
-        self._submit(partial(self._give, allotted))
+        self._journal.give(allotted, self._slots)
         for source, target in scheduled.kv_cache_block_copies or ():
             if (rows := self._partial_hits.get(target)) is not None:
-                self._submit(partial(self._slots.copy, source, target, rows))
+                self._journal.add(partial(self._slots.copy, source, target, rows))
         for request_id, count in scheduled.num_scheduled_tokens.items():
             self._requests[request_id].forwarded += count
             self._requests[request_id].drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
         self._capture.clear(scheduled.total_num_scheduled_tokens)
         if self._witness is not None:
             self._witness.begin_step(scheduled.total_num_scheduled_tokens, self._name_of_step(scheduled))
-        self._work_off()
+        self._journal.work_off()
 
     def after_forward(self, scheduled) -> None:
         """Take what the routers captured and which tokens were forwarded; both are stored when the copies have
@@ -235,7 +197,7 @@ class Recorder:
         )
         copies, arrived = to_host(on_device)
         version = self.weight_version
-        self._submit(lambda: self._store(version, *(copy.numpy() for copy in copies)), arrived)
+        self._journal.add(lambda: self._store(version, *(copy.numpy() for copy in copies)), arrived)
         in_step = [(self._requests[id_], scheduled.num_scheduled_tokens[id_]) for id_ in runner.input_batch.req_ids]
         if self._witness is not None:
             self._see(self._witness, version, in_step)
@@ -246,7 +208,7 @@ class Recorder:
 
     # What the scheduler can do with a request.
 
-    def _begin(self, new, allotted: _Allotted) -> None:
+    def _begin(self, new, allotted: Allotted) -> None:
         try:
             ask = parse(new.sampling_params and new.sampling_params.extra_args, new.req_id)
         except MoeRLError as error:
@@ -264,7 +226,7 @@ class Recorder:
         self.stats["recorded"] += ask is not None
         self._own(request, new.block_ids, new.num_computed_tokens, allotted)
 
-    def _continue(self, request_id: str, blocks, computed: int, allotted: _Allotted, *, resumed: bool) -> None:
+    def _continue(self, request_id: str, blocks, computed: int, allotted: Allotted, *, resumed: bool) -> None:
         request = self._requests[request_id]
         if resumed:
             self._own(request, blocks, computed, allotted)
@@ -272,7 +234,7 @@ class Recorder:
             allotted.add(request.table, list(blocks[self._group]), hits=0)
         request.forwarded = computed
 
-    def _own(self, request: Recorded, blocks, computed: int, allotted: _Allotted) -> None:
+    def _own(self, request: Recorded, blocks, computed: int, allotted: Allotted) -> None:
         """Give a request its first blocks. Blocks full of computed tokens are prefix-cache hits and already have their
         rows."""
         request.forwarded = computed
@@ -300,7 +262,7 @@ class Recorder:
                     self.sinks.refuse(ask.sink, ask.key, error)
                     request.ask = None
 
-        self._submit(keep)
+        self._journal.add(keep)
 
     def _finish(self, request: Recorded) -> None:
         table, forwarded = request.table, request.forwarded
@@ -322,9 +284,9 @@ class Recorder:
                     beside.drop(request)
 
         if request.ask is None:
-            self._submit(take)
+            self._journal.add(take)
         else:
-            self._submit(partial(self._leaving.append, _Leaving(request.ask.sink, frozenset(table.blocks), take)))
+            self._journal.leave(request.ask.sink, table, take)
 
     def _name_of_step(self, scheduled) -> str:
         """Return the seed for choosing witnessed rows: the first request of the step and its position."""
@@ -337,7 +299,7 @@ class Recorder:
     def _see(self, witness: RouterWitness, version: int, in_step: Sequence[tuple[Recorded, int]]) -> None:
         whose = witness.whose(in_step)
         (logits,), arrived = to_host((witness.logits(),))
-        self._submit(lambda: witness.take(version, logits.numpy(), whose), arrived)
+        self._journal.add(lambda: witness.take(version, logits.numpy(), whose), arrived)
 
     def _refuse(self, new, error: MoeRLError) -> None:
         """Remember why a request cannot be recorded. The request is sampled anyway; asking for its routes gives the
@@ -346,37 +308,7 @@ class Recorder:
         self.stats["refused"] += 1
         self.sinks.refuse(str(args.get("moe_rl_sink")), str(args.get("moe_rl_key")), error)
 
-    # The journal and its actions.
-
-    def _give(self, allotted: _Allotted) -> None:
-        """Give blocks away, after taking the rows that lie in them. Rows are taken in the order of leaving."""
-        lose = [at for at, one in enumerate(self._leaving) if not one.blocks.isdisjoint(allotted.fresh)]
-        self._take(lose[-1] + 1 if lose else 0)
-        allotted.apply(self._slots)
-
-    def _take(self, most: int) -> None:
-        """Take the rows of requests that left, in their order."""
-        for _ in range(min(most, len(self._leaving))):
-            self._leaving.popleft().take()
-
-    def _submit(self, act: Callable[[], None], ready: torch.Event | None = None) -> None:
-        self._journal.append((ready, act))
-
-    def _work_off(self, *, wait: bool = False) -> None:
-        """Perform what is ready, in order. Wait for copies if `wait` is set or too many are in flight.
-
-        Then take the rows of one request that left, or of all of them if `wait` is set.
-        """
-        while self._journal:
-            ready, act = self._journal[0]
-            if ready is not None and not ready.query():
-                if not wait and sum(event is not None for event, _ in self._journal) <= _MAX_STEPS_IN_FLIGHT:
-                    break
-                self.stats["waits"] += 1
-                ready.synchronize()
-            self._journal.popleft()
-            act()
-        self._take(len(self._leaving) if wait else 1)
+    # What the journal does.
 
     def _store(
         self,

@@ -1006,8 +1006,8 @@ MUTANTS: list[Mutant] = [
         (
             "copies not waited for",
             "recorder.py",
-            "self._work_off(wait=True)\n        return",
-            "self._work_off()\n        return",
+            "self._journal.work_off(wait=True)\n        return",
+            "self._journal.work_off()\n        return",
             "A shard is published before the last rows have arrived from the device.",
             "tests/vllm/test_recorder.py",
         ),
@@ -1093,7 +1093,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "rows not taken before their blocks are given away",
-            "recorder.py",
+            "slot_journal.py",
             "self._take(lose[-1] + 1 if lose else 0)",
             "self._take(0)",
             "Requests that finish in one step lose their rows to the next requests, and have no routes.",

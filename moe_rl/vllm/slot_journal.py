@@ -1,0 +1,112 @@
+"""Keeps reads and writes of the slots in the order in which vLLM decided them, while copies are under way.
+
+On an accelerator a step's experts reach the host after vLLM's next decisions. What reads or writes slots is noted, and
+done when all that was noted before it is done and its own copy has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from moe_rl.vllm.slots import BlockTable, SlotTable
+
+# Steps whose copies may be in flight before the next step waits; this bounds memory.
+_MAX_STEPS_IN_FLIGHT = 4
+
+
+@dataclass(slots=True)
+class Allotted:
+    """Lists the blocks that one step hands out. `fresh` go to new owners; `grown` are tables with their new blocks."""
+
+    fresh: list[int] = field(default_factory=list)
+    grown: list[tuple[BlockTable, list[int]]] = field(default_factory=list)
+
+    def add(self, table: BlockTable, blocks: list[int], hits: int) -> None:
+        """Record blocks for a request. The first `hits` of them are shared with their current owner."""
+        self.fresh += blocks[hits:]
+        self.grown.append((table, blocks))
+
+    def apply(self, slots: SlotTable) -> None:
+        """Register all new owners, then extend the tables: a request may share a block that another gets in this
+        step."""
+        slots.give(self.fresh)
+        for table, blocks in self.grown:
+            slots.extend(table, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Holds a finished request whose rows are still in their slots.
+
+    Several requests may finish in one step. Taking the rows of all would hold up the step, so a step takes those of
+    one, and of the others only if their blocks get new owners.
+    """
+
+    sink: str
+    blocks: frozenset[int]
+    take: Callable[[], None]
+
+
+class SlotJournal:
+    """Holds what is not done yet.
+
+    Args:
+        stats: gets one more `waits` for each copy that was waited for.
+    """
+
+    def __init__(self, stats: Counter[str]):
+        self._stats = stats
+        self._acts: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
+        self._leaving: deque[_Leaving] = deque()
+
+    @property
+    def copies(self) -> int:
+        """Return how many copies are under way."""
+        return sum(event is not None for event, _ in self._acts)
+
+    def add(self, act: Callable[[], None], ready: torch.Event | None = None) -> None:
+        """Note an act, to be done when `ready` has happened."""
+        self._acts.append((ready, act))
+
+    def give(self, allotted: Allotted, slots: SlotTable) -> None:
+        """Note that blocks get new owners. The rows that lie in them are taken before."""
+        self.add(partial(self._give, allotted, slots))
+
+    def leave(self, sink: str, table: BlockTable, take: Callable[[], None]) -> None:
+        """Note that a request has finished. `take` takes its rows, for a shard."""
+        self.add(partial(self._leaving.append, _Leaving(sink, frozenset(table.blocks), take)))
+
+    def awaits(self, sink: str) -> bool:
+        """Return whether rows for a shard are still to be taken."""
+        return any(one.sink == sink for one in self._leaving)
+
+    def work_off(self, *, wait: bool = False) -> None:
+        """Do what is ready, in order. Wait for copies if `wait` is set or too many are in flight.
+
+        Then take the rows of one request that left, or of all of them if `wait` is set.
+        """
+        while self._acts:
+            ready, act = self._acts[0]
+            if ready is not None and not ready.query():
+                if not wait and self.copies <= _MAX_STEPS_IN_FLIGHT:
+                    break
+                self._stats["waits"] += 1
+                ready.synchronize()
+            self._acts.popleft()
+            act()
+        self._take(len(self._leaving) if wait else 1)
+
+    def _give(self, allotted: Allotted, slots: SlotTable) -> None:
+        lose = [at for at, one in enumerate(self._leaving) if not one.blocks.isdisjoint(allotted.fresh)]
+        self._take(lose[-1] + 1 if lose else 0)
+        allotted.apply(slots)
+
+    def _take(self, most: int) -> None:
+        """Take the rows of requests that left, in their order."""
+        for _ in range(min(most, len(self._leaving))):
+            self._leaving.popleft().take()
