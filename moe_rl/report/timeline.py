@@ -109,8 +109,9 @@ def windows(intervals: Sequence[Interval]) -> list[Window]:
     by_step: dict[int, list[Interval]] = {}
     for one in intervals:
         by_step.setdefault(one.step, []).append(one)
-    sides: tuple[Side, ...] = get_args(Side)
-    merged = {side: _merged(one for one in intervals if one.side == side) for side in sides}
+    merged: dict[Side, list[tuple[float, float]]] = {
+        side: _merged(one for one in intervals if one.side == side) for side in get_args(Side)
+    }
     found, reached = [], float("-inf")
     for step in sorted(by_step):
         begin = max(reached, min(one.begin for one in by_step[step]))

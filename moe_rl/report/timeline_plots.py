@@ -19,7 +19,7 @@ _ROWS: dict[Side, tuple[str, float]] = {
     "verifier": ("verifiers", 1.0),
     "trainer": ("trainers", 0.0),
 }
-_WAITING: tuple[Side, ...] = ("sampler", "trainer")  # whose idle time is told: verifiers cost little
+_WAITING: tuple[Side, ...] = ("sampler", "trainer")  # whose idle time is told
 
 
 def panels(intervals: Sequence[Interval]) -> list[Panel]:

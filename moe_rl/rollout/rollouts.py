@@ -194,6 +194,7 @@ class Rollouts:
         repeated = [(prompt, c) for prompt, group in zip(prompts, sampled.completions, strict=True) for c in group]
         for at, (prompt, completion) in enumerate(repeated):
             judging.add(at, self.batches.item(prompt, completion))
+        judging.calls()
         return Unjudged(step, sampled, [SampledRound(prompts, sampled.completions, judging)])
 
     def lost_servers(self) -> dict[str, int]:
