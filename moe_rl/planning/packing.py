@@ -25,7 +25,8 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
     of microbatches: the number that longest-processing-time-first packing reaches, or that of best-fit decreasing if it
     is smaller. Tokens are balanced first between the ranks of a microbatch, then between the totals of the ranks. Where
     sequences are long, microbatches that all ranks run at the same time also have similar work in attention, which
-    grows with the square of a length. The fullest microbatches come first, so that a lack of memory shows at once.
+    grows with the square of a length. The fullest microbatches come first, or there those within 3% of them, so that a
+    lack of memory shows at once.
 
     A microbatch is empty only when there are fewer sequences than ranks times microbatches. The rank must still run it,
     on padding, to take part in the exchange. Without sequences there are no microbatches.
