@@ -15,7 +15,6 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -25,26 +24,14 @@ import msgspec
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.attach import folder_problem, servers_of
+from moe_rl.rollout.distribution import assign
+from moe_rl.rollout.held_weights import HeldWeights
 from moe_rl.rollout.sampler import Hears, nobody
 from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Identifies the weights of a server: which start of the server holds them, after how many updates, their
-    digest."""
-
-    start: str
-    updates: int
-    version: int
-    digest: str
-
-    def __str__(self) -> str:
-        return f"version {self.version}, {f'digest {self.digest}' if self.digest else 'no digest'}"
 
 
 class _UpdateRefused(WeightSyncError):
@@ -89,7 +76,7 @@ class ServerFleet:
         self._max_lost = max_lost
         self._load_seconds = load_seconds
         # None before the first update, and after an update that not all servers have confirmed.
-        self._held: dict[int, _Held] | None = None
+        self._held: dict[int, HeldWeights] | None = None
 
     @classmethod
     def attach(cls, config: Config, trace: Path, *, adopt: bool = True) -> Self:
@@ -133,7 +120,7 @@ class ServerFleet:
             torn = [server.url for server, one in zip(servers, served, strict=True) if not one.weights_whole]
             if torn:
                 raise WeightSyncError(describe("Servers hold incomplete weights", got=", ".join(torn)))
-            fleet._agree(served[0].weight_version, {number: _held(one) for number, one in enumerate(served)})
+            fleet._agree(served[0].weight_version, {number: HeldWeights.of(one) for number, one in enumerate(served)})
         return fleet
 
     @property
@@ -208,12 +195,12 @@ class ServerFleet:
         self._held = None
         sources = self._sources(update.source)
 
-        async def one(number: int) -> _Held:
+        async def one(number: int) -> HeldWeights:
             server, sent = self.server(number), msgspec.structs.replace(update, source=sources[number])
             holding = await server.update(sent, seconds=self._load_seconds)
             if holding.refused:
                 raise _UpdateRefused(f"{server.url}: {refusal(holding)}")
-            return _held(await server.served())
+            return HeldWeights.of(await server.served())
 
         # A broadcast waits for all of its workers: if one were missing, the others would receive nothing.
         spares = not isinstance(update.source, Broadcast)
@@ -245,7 +232,7 @@ class ServerFleet:
         shard: str,
         enough: int | None,
         ended: Hears,
-        held: Mapping[int, _Held],
+        held: Mapping[int, HeldWeights],
     ) -> list[Completion]:
         completions: dict[int, Completion] = {}
         attempt = 0
@@ -266,11 +253,11 @@ class ServerFleet:
                 completions |= zip(places[number], sampled, strict=True)
         return [completions[at] for at in range(len(requests))]
 
-    async def _check(self, number: int, expected: _Held) -> None:
+    async def _check(self, number: int, expected: HeldWeights) -> None:
         """Raise WeightSyncError if a server does not hold the weights that it confirmed last."""
         server = self.server(number)
         served = await server.served()
-        now = _held(served)
+        now = HeldWeights.of(served)
         if now != expected or not served.weights_whole:
             restarted = "; it was started again" if now.start != expected.start else ""
             raise WeightSyncError(
@@ -301,7 +288,7 @@ class ServerFleet:
         message = "Servers share no memory with the trainer"
         raise WeightSyncError(describe(message, got=type(source).__name__, do="sync by disk or broadcast"))
 
-    def confirmed(self) -> dict[int, _Held]:
+    def confirmed(self) -> dict[int, HeldWeights]:
         """Return what each server holds. Raises WeightSyncError unless all have confirmed a whole update."""
         if self._held is None:
             raise WeightSyncError(
@@ -309,7 +296,7 @@ class ServerFleet:
             )
         return self._held
 
-    def _agree(self, version: int, held: dict[int, _Held]) -> None:
+    def _agree(self, version: int, held: dict[int, HeldWeights]) -> None:
         kinds = {(one.version, one.digest) for one in held.values()}
         if len(kinds) > 1 or {one.version for one in held.values()} != {version}:
             got = "; ".join(f"{self.server(number).url} {one}" for number, one in held.items())
@@ -382,30 +369,3 @@ class ServerFleet:
                 )
             ) from error
         print(f"moe_rl: server {number} is no longer used: {error}", file=sys.stderr, flush=True)
-
-
-def _held(served: Served) -> _Held:
-    return _Held(served.start, served.updates, served.weight_version, served.weight_digest)
-
-
-def assign(requests: Sequence[GenerateRequest], servers: Sequence[int]) -> dict[int, list[int]]:
-    """Distribute the requests: server -> indexes of its requests, ascending. Servers without requests are left out.
-
-    Requests with the same prompt stay together, so the prompt is computed and stored once. Groups are assigned largest
-    first, each to the server with the least load so far; a request's load is the most tokens that it can have. The same
-    requests and servers always give the same distribution.
-    """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for at, request in enumerate(requests):
-        groups.setdefault(request.prompt_token_ids, []).append(at)
-    load = {
-        members[0]: sum(len(requests[at].prompt_token_ids) + requests[at].max_tokens for at in members)
-        for members in groups.values()
-    }
-    shares: dict[int, list[int]] = {server: [] for server in servers}
-    loads = dict.fromkeys(servers, 0)
-    for members in sorted(groups.values(), key=lambda members: (-load[members[0]], members[0])):
-        server = min(servers, key=lambda server: (loads[server], server))
-        loads[server] += load[members[0]]
-        shares[server] += members
-    return {server: sorted(share) for server, share in shares.items() if share}

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moe_rl.rollout import pool_wire as wire
-from moe_rl.rollout.fleet import assign
+from moe_rl.rollout.distribution import assign
 from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.group_sampler import GroupSampler, ServerLost

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
-from moe_rl.rollout.fleet import ServerFleet, assign
+from moe_rl.rollout.distribution import assign
+from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.fleet_groups import FleetGroups
 from moe_rl.rollout.group_sampler import ServerLost
 from moe_rl.rollout.sampler import nobody
