@@ -20,10 +20,11 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 HOST = torch.device("cpu")
 
@@ -76,24 +77,24 @@ class HostDevice(TorchFunctionMode):
                 kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
-    def come(self) -> None:
-        """See all torch calls of this thread from now on."""
-        if not self.here:
-            self.__enter__()
-            self.here = True
+    def see(self, here: bool) -> bool:
+        """See the torch calls of this thread from now on, or no more. Return whether it saw them before.
 
-    def leave(self) -> None:
-        """See no more calls, unless another mode came later."""
-        if self.here and _get_current_function_mode() is self:
+        A mode that came later must be gone.
+        """
+        before, self.here = self.here, here
+        if here and not before:
+            self.__enter__()
+        elif before and not here:
             self.__exit__(None, None, None)
-            self.here = False
+        return before
 
 
 _mode: HostDevice | None = None  # once it is installed
 
 
 @contextmanager
-def mode_left_behind() -> Iterator[Callable[[], None]]:
+def mode_left_behind() -> Iterator[Callable[[], object]]:
     """Yield a function that takes `HostDevice` away until the context ends; without the mode it does nothing.
 
     Python runs the mode in every torch call. Megatron's schedules need it only before their first microbatch: no pass
@@ -102,12 +103,11 @@ def mode_left_behind() -> Iterator[Callable[[], None]]:
     if _mode is None:
         yield lambda: None
         return
-    back = _mode.come if _mode.here else _mode.leave
-    _mode.come()  # this pass may begin inside another one
+    before = _mode.see(True)
     try:
-        yield _mode.leave
+        yield partial(_mode.see, False)
     finally:
-        back()
+        _mode.see(before)
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def install() -> None:
     # rejects our Stream.
     torch.Tensor.record_stream = lambda tensor, stream: None
     _mode = HostDevice()
-    _mode.come()
+    _mode.see(True)
 
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as mcore_random

@@ -69,7 +69,7 @@ def training_pass(
     session: ReplaySession | None,
     loss: LossFunction,
     temperature: float,
-    begun: Callable[[], None],
+    begun: Callable[[], object],
     *,
     entropy: bool = False,
 ) -> dict[str, object]:
