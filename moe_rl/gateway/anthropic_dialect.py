@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
-from moe_rl.gateway.fields import checked, plain_text, within_bounds
+from moe_rl.gateway.fields import checked, plain_text, strings, within_bounds
 from moe_rl.gateway.rendering import read_arguments
 
 _SERVED = {
@@ -32,6 +32,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "container": (None,),
     "mcp_servers": (None, []),
 }
+# Arguments that are no JSON object are the value of this name in the input of a tool.
+_RAW = "arguments"
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -92,7 +94,7 @@ def read_messages(body: bytes) -> ChatWish:
                 top_p=1.0 if given.top_p is None else given.top_p,
                 top_k=max(0, given.top_k or 0),
                 max_tokens=given.max_tokens,
-                stop=tuple(filter(None, given.stop_sequences or ())),
+                stop=strings(given.stop_sequences),
             )
         ),
         stream=given.stream,
@@ -177,10 +179,6 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
     if calls:
         message["tool_calls"] = calls
     return [message]
-
-
-# Arguments that are no JSON object are the value of this name in the input of a tool.
-_RAW = "arguments"
 
 
 def _tool(at: int, tool: _Offered) -> Mapping[str, Any]:

@@ -45,37 +45,37 @@ class SamplingWish:
     samples: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ChatWish:
-    """Asks for the next message of a chat.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Holds what clients say in every request for completions.
 
     Attributes:
         model: the name that the client used. Any is accepted, as there is one model.
-        tools: in OpenAI's form.
         logprobs: whether the reply says them.
         stream, usage: whether the reply comes as a stream, and whether its end says the number of tokens.
     """
 
     model: str
+    sampling: SamplingWish
+    logprobs: bool = False
+    stream: bool = False
+    usage: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatWish(Wish):
+    """Asks for the next message of a chat. tools: in OpenAI's form."""
+
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
-    sampling: SamplingWish
-    logprobs: bool = False
-    stream: bool = False
-    usage: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TextWish:
-    """Asks for what follows a text, or token ids."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextWish(Wish):
+    """Asks for what follows a text, or token ids. echo: whether the reply begins with the prompt."""
 
-    model: str
     prompt: str | tuple[int, ...]
-    sampling: SamplingWish
-    logprobs: bool = False
     echo: bool = False
-    stream: bool = False
-    usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)

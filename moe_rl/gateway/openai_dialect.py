@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -89,6 +90,7 @@ class _Stream(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Asked(msgspec.Struct):
+    model: str = ""
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
@@ -104,14 +106,12 @@ class _Asked(msgspec.Struct):
 
 
 class _ChatBody(_Asked):
-    model: str = ""
     messages: list[_Message] = []
     tools: list[_Tool] | None = None
     logprobs: bool | None = None
 
 
 class _TextBody(_Asked):
-    model: str = ""
     prompt: str | list[int | str | list[int]] = ""
     logprobs: int | None = None
     echo: bool | None = None
@@ -123,13 +123,10 @@ def read_chat(body: bytes) -> ChatWish:
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
     return ChatWish(
-        model=given.model,
         messages=tuple(_message(at, one) for at, one in enumerate(given.messages)),
         tools=tuple(_tool(at, one) for at, one in enumerate(given.tools or [])),
-        sampling=_sampling(given),
         logprobs=bool(given.logprobs),
-        stream=bool(given.stream),
-        usage=given.stream_options is not None and given.stream_options.include_usage,
+        **_in_both(given),
     )
 
 
@@ -148,13 +145,10 @@ def read_text(body: bytes) -> TextWish:
             "log-probabilities of other tokens are not served: ask for logprobs 0", "logprobs", code="unsupported_value"
         )
     return TextWish(
-        model=given.model,
         prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-        sampling=_sampling(given),
         logprobs=given.logprobs is not None,
         echo=bool(given.echo),
-        stream=bool(given.stream),
-        usage=given.stream_options is not None and given.stream_options.include_usage,
+        **_in_both(given),
     )
 
 
@@ -259,6 +253,16 @@ def _tool(at: int, tool: _Tool) -> Mapping[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _in_both(given: _Asked) -> dict[str, Any]:
+    """Return the part of a wish that both routes read alike."""
+    return {
+        "model": given.model,
+        "sampling": _sampling(given),
+        "stream": bool(given.stream),
+        "usage": given.stream_options is not None and given.stream_options.include_usage,
+    }
+
+
 def _sampling(given: _Asked) -> SamplingWish:
     most = given.max_completion_tokens if given.max_completion_tokens is not None else given.max_tokens
     return within_bounds(
@@ -299,7 +303,7 @@ def _chat_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
 
 def _text_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
     texts = [one.text for one in tokens]
-    offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
+    offsets = [*accumulate(map(len, texts), initial=0)][:-1]
     told = [one.logprob for one in tokens]
     return {"tokens": texts, "token_logprobs": told, "top_logprobs": None, "text_offset": offsets}
 

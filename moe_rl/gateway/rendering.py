@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import About, ConfigError, describe
+from moe_rl.tasks.tokenizer import transformers_tokenizer
 
 Message = Mapping[str, Any]
 """A chat message in OpenAI's form: role, content as text, and perhaps tool_calls, tool_call_id, reasoning_content."""
@@ -61,7 +62,6 @@ class ChatRenderer:
         """
         from renderers import create_renderer  # imported late, as in all rooms that not every command needs
         from renderers.configs import config_from_name
-        from transformers import AutoTokenizer
 
         name = str(settings.get("name", ""))
         where: About = {"key": "gateway.renderer", "folder": model_path}
@@ -69,9 +69,7 @@ class ChatRenderer:
             kind = config_from_name(name)
             if kind is None:
                 raise ValueError("a name of the package `renderers` is needed, such as default or qwen3")
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                str(model_path), local_files_only=True, trust_remote_code=False
-            )
+            self._tokenizer = transformers_tokenizer(model_path)
             self._renderer = create_renderer(self._tokenizer, type(kind).model_validate(dict(settings)))
             self._check_template(name)
         except Exception as error:  # both libraries raise errors of every kind

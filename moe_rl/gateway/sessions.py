@@ -185,7 +185,7 @@ class Session:
 
     def add(self, place: PendingTurns, completion: Completion, *, continues: bool) -> Turn:
         """Add a turn, one of those that `place` was set aside for. Returns it with its number and digest."""
-        start = 0 if place.parent is None else len(self.ids(place.parent))
+        start = self._length(place.parent)
         kind, shared = self._leaves(place.parent, place.prompt[start:])
         turn = Turn(
             number=len(self.turns),
@@ -201,10 +201,7 @@ class Session:
             shared=start + shared,
         )
         turn = replace(turn, digest=self._digest(turn))
-        self.turns.append(turn)
-        self._children[place.parent].append(turn.number)
-        self._children[turn.number] = []
-        self._tokens += len(turn.ids)
+        self._append(turn)
         return turn
 
     def path(self, number: int) -> list[Turn]:
@@ -255,14 +252,12 @@ class Session:
             if turn.number != number or not known:
                 raise session._fault(number, "is not where it was", f"turn {turn.number} behind turn {turn.parent}")
             kind, shared = session._leaves(turn.parent, turn.input_ids)
-            shared += 0 if turn.parent is None else len(session.ids(turn.parent))
+            shared += session._length(turn.parent)
             if (kind, shared) != (turn.kind, turn.shared):
                 raise session._fault(number, "is not where it was", f"{turn.kind}, {turn.shared}", f"{kind}, {shared}")
             if (digest := session._digest(turn)) != turn.digest:
                 raise session._fault(number, "is not what it was", f"digest {digest}", turn.digest)
-            session.turns.append(turn)
-            session._children[turn.parent].append(number)
-            session._children[number] = []
+            session._append(turn)
         if (whole := _whole_digest(session)) != finished.digest:
             raise SessionError(
                 describe(
@@ -274,6 +269,16 @@ class Session:
                 )
             )
         return session
+
+    def _append(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self._children[turn.parent].append(turn.number)
+        self._children[turn.number] = []
+        self._tokens += len(turn.ids)
+
+    def _length(self, number: int | None) -> int:
+        """Return how many tokens there are up to the end of a turn; None: up to the root."""
+        return 0 if number is None else len(self.ids(number))
 
     def _fault(self, number: int, what: str, got: str, expected: str | None = None) -> SessionError:
         where: About = {"session": self.name, "turn": number}

@@ -97,10 +97,10 @@ class GatewayApp:
             anthropic.error_body,
         )
         routes = [
-            Route("/health", self._health),
-            Route("/sessions", self._open, methods=["POST"]),
-            Route("/sessions", self._list, methods=["GET"]),
-            Route("/sessions/{name}/finish", self._finish, methods=["POST"]),
+            Route("/health", _health),
+            Route("/sessions", self._owned(self._open), methods=["POST"]),
+            Route("/sessions", self._owned(self._list), methods=["GET"]),
+            Route("/sessions/{name}/finish", self._owned(self._finish), methods=["POST"]),
         ]
         for before in ("", "/s/{key}"):
             routes += [
@@ -152,9 +152,6 @@ class GatewayApp:
         if not hmac.compare_digest(_bearer(request).encode("utf-8", "surrogateescape"), self._token):
             raise BadRequest("this wants the owner's token", status=401, code="invalid_token")
 
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
     async def _models(self, request: Request) -> Response:
         try:
             self._session(request)
@@ -163,61 +160,62 @@ class GatewayApp:
         model = {"id": self._gateway.model, "object": "model", "created": 0, "owned_by": "moe_rl"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _open(self, request: Request) -> Response:
-        async def answer() -> dict[str, Any]:
-            body = bytes(await _body(request, _SMALL_BODY)) or b"{}"
-            given = checked(body, _OpenBody.__struct_fields__, {}, _OpenBody)
-            usual = self._gateway.book.limits
-            limits = SessionLimits(
-                usual.tokens if given.tokens is None else given.tokens,
-                usual.turns if given.turns is None else given.turns,
-                usual.seconds if given.seconds is None else given.seconds,
-            )
-            opened = self._gateway.open(given.group, limits)
-            url = str(request.base_url).rstrip("/") + f"/s/{opened.key}"
-            return {"session": opened.session.name, "key": opened.key, "base_url": f"{url}/v1", "url": url}
-
-        return await self._owned(request, answer)
-
-    async def _list(self, request: Request) -> Response:
-        async def answer() -> dict[str, Any]:
-            counts = {**self._gateway.counts, **self._gateway.turns.counts}
-            return {"sessions": list(map(_summary, self._gateway.book.all())), "counts": counts}
-
-        return await self._owned(request, answer)
-
-    async def _finish(self, request: Request) -> Response:
-        async def answer() -> dict[str, Any]:
-            session = self._gateway.book.named(request.path_params["name"])
-            if session is None:
-                raise BadRequest("no open session has this name", status=404, code="not_found")
-            finished = self._gateway.end(session)
-            try:
-                file = await asyncio.to_thread(self._keeper.keep, finished)
-            except DiskError:
-                raise  # it can be finished again when there is room
-            except MoeRLError:
-                self._gateway.forget(session)
-                raise
-            self._gateway.forget(session)
-            return _summary(session) | {"file": str(file), "digest": finished.digest}
-
-        return await self._owned(request, answer)
-
-    async def _owned(self, request: Request, answer: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+    def _owned(
+        self, answer: Callable[[Request], Awaitable[dict[str, Any]]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         """Answer a call of the owner."""
+
+        async def serve(request: Request) -> Response:
+            try:
+                self._refuse_stranger(request)
+                return Response(msgspec.json.encode(await answer(request)), media_type="application/json")
+            except BadRequest as error:
+                return JSONResponse({"error": str(error), "code": error.code}, error.status, _headers(error.status))
+            except SessionError as error:
+                code = "busy" if error.message.fault == "busy" else "session"
+                return JSONResponse({"error": str(error), "code": code}, 409)
+            except MoeRLError as error:
+                return JSONResponse({"error": str(error), "code": type(error).__name__}, 500)
+            except ClientDisconnect:
+                return Response(status_code=_CLIENT_GONE)
+
+        return serve
+
+    async def _open(self, request: Request) -> dict[str, Any]:
+        body = bytes(await _body(request, _SMALL_BODY)) or b"{}"
+        given = checked(body, _OpenBody.__struct_fields__, {}, _OpenBody)
+        usual = self._gateway.book.limits
+        limits = SessionLimits(
+            usual.tokens if given.tokens is None else given.tokens,
+            usual.turns if given.turns is None else given.turns,
+            usual.seconds if given.seconds is None else given.seconds,
+        )
+        opened = self._gateway.open(given.group, limits)
+        url = str(request.base_url).rstrip("/") + f"/s/{opened.key}"
+        return {"session": opened.session.name, "key": opened.key, "base_url": f"{url}/v1", "url": url}
+
+    async def _list(self, request: Request) -> dict[str, Any]:
+        counts = {**self._gateway.counts, **self._gateway.turns.counts}
+        return {"sessions": list(map(_summary, self._gateway.book.all())), "counts": counts}
+
+    async def _finish(self, request: Request) -> dict[str, Any]:
+        session = self._gateway.book.named(request.path_params["name"])
+        if session is None:
+            raise BadRequest("no open session has this name", status=404, code="not_found")
+        finished = self._gateway.end(session)
         try:
-            self._refuse_stranger(request)
-            return Response(msgspec.json.encode(await answer()), media_type="application/json")
-        except BadRequest as error:
-            return JSONResponse({"error": str(error), "code": error.code}, error.status, _headers(error.status))
-        except SessionError as error:
-            code = "busy" if error.message.fault == "busy" else "session"
-            return JSONResponse({"error": str(error), "code": code}, 409)
-        except MoeRLError as error:
-            return JSONResponse({"error": str(error), "code": type(error).__name__}, 500)
-        except ClientDisconnect:
-            return Response(status_code=_CLIENT_GONE)
+            file = await asyncio.to_thread(self._keeper.keep, finished)
+        except DiskError:
+            raise  # it can be finished again when there is room
+        except MoeRLError:
+            self._gateway.forget(session)
+            raise
+        self._gateway.forget(session)
+        return _summary(session) | {"file": str(file), "digest": finished.digest}
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

@@ -146,10 +146,11 @@ def _convert(folder: Path) -> Tokenizer:
                 fault="tokenizer code",
             )
         )
-    return _transformers(folder).backend_tokenizer
+    return transformers_tokenizer(folder).backend_tokenizer
 
 
-def _transformers(folder: Path) -> Any:
+def transformers_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer that `transformers` makes of a checkpoint folder."""
     from transformers import AutoTokenizer  # imported late: this takes seconds, and most runs do without
 
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -167,7 +168,7 @@ class ChatTemplate:
         self._chat = chat or ChatConfig()
         where: About = {"key": "task.chat", "folder": model_path}
         try:
-            self._tokenizer = _transformers(Path(model_path))
+            self._tokenizer = transformers_tokenizer(Path(model_path))
             template = self._tokenizer.get_chat_template(tools=list(self._chat.tools) or None)
         except Exception as error:  # the library raises errors of every kind
             raise DataError(

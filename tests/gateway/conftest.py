@@ -31,6 +31,7 @@ from moe_rl.trace import TraceStore
 from moe_rl.types import Completion
 from moe_rl.vllm.api_server import bound_socket
 from moe_rl.vllm.wire import EngineSettings
+from tests.gateway.played_environments import ADD
 from tests.gateway.session_turns import WIDE
 from tests.rollout.serving import Router, agree
 
@@ -39,14 +40,6 @@ MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 OWNER = "o" * 43
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 BROKEN = "<tool_call>\n{name: add}\n</tool_call>"
 # What is asked, whether there is the tool, and what the model says.

@@ -19,7 +19,7 @@ def ask(client, messages, tools=(), **more):
 
 
 def told(running, opened):
-    """Check a session's records against `transformers`, and return the session."""
+    """Check a session's digests and records, and return the session."""
     session = running.session(opened)
     check_session(session.finish(), running.store)
     return session

@@ -23,6 +23,7 @@ CHAT = {"model": "any", "messages": HI, "max_tokens": 4, "temperature": 0}
 CALLS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/messages"),
     ("GET", "/v1/models"),
     ("POST", "/sessions"),
     ("GET", "/sessions"),
