@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_rl.config.check_cluster import engine_problems
+from moe_rl.config.check_environment import environment_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.schema import Config
@@ -52,6 +53,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *config.eval.problems(),
         *config.export.problems(),
         *config.report.problems(),
+        *environment_problems(config),
         *_evaluation_problems(config),
         *_batch_problems(config),
         *_pipeline_problems(config),

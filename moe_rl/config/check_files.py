@@ -168,6 +168,17 @@ def _same_prompts(one: PromptSourceConfig, other: PromptSourceConfig) -> bool:
 
 
 def _reward_problems(config: Config) -> Iterator[Problem]:
+    if (environment := config.task.environment) is not None:
+        if wrong := dotted_path_problem(environment.run):
+            yield describe(wrong, where={"key": "task.environment.run"}, got=environment.run)
+        if importlib.util.find_spec("uvicorn") is None:
+            yield describe(
+                "the library uvicorn, through which environments ask the model, is not installed",
+                where={"key": "task.environment"},
+                got=environment.run,
+                do="install it: pip install 'moe_rl[gateway]'",
+                fault="no library",
+            )
     for name, reward in config.task.rewards.items():
         if reward.library is not None and importlib.util.find_spec(reward.library[0]) is None:
             yield describe(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.config.gateway import GatewayConfig
 from moe_rl.config.objective import AnyObjective, GspoConfig
 from moe_rl.config.pipeline import PipelineConfig
@@ -119,10 +120,13 @@ class TaskConfig(Section):
     chat: ChatConfig | None = None
     """Settings of the model's chat template. With this section, a prompt of plain text becomes the message of a user.
     null: a prompt of plain text is given to the model as it is, and messages go through the template as they are."""
-    rewards: Annotated[dict[str, AnyReward], Field(min_length=1)]
-    """Rewards by name."""
-    pass_reward: str
-    """Name of the reward that decides whether a completion passes: it passes when the reward is 1."""
+    rewards: dict[str, AnyReward] = {}
+    """Rewards by name: at least one, unless there is an environment."""
+    pass_reward: str | None = None
+    """Name of the reward that decides whether a completion passes: it passes when the reward is 1. null only with an
+    environment."""
+    environment: EnvironmentConfig | None = None
+    """Environment whose episodes are trained on instead of single completions. null: none."""
     verifier_timeout_seconds: Seconds = 5.0
     """Time limit of a verification. A slower one is killed and counts as failed."""
     verifier_workers: Few = 1
@@ -151,7 +155,27 @@ class TaskConfig(Section):
         yield from source_problems("task.train", self.train)
         yield from source_problems("task.heldout", self.heldout)
         yield from heldout_problems(self.heldout)
-        if self.pass_reward not in self.rewards:
+        if self.environment is None:
+            yield from self._reward_problems()
+
+    def _reward_problems(self) -> Iterator[Problem]:
+        if not self.rewards:
+            yield describe(
+                "nothing gives rewards",
+                where={"key": "task.rewards"},
+                got="none",
+                expected="at least one reward",
+                do="give one, or name an environment in task.environment",
+            )
+            return
+        if self.pass_reward is None:
+            yield describe(
+                "nothing says which completions pass",
+                where={"key": "task.pass_reward"},
+                got="null",
+                expected=f"one of {', '.join(self.rewards)}",
+            )
+        elif self.pass_reward not in self.rewards:
             yield describe(
                 "no such reward",
                 where={"key": "task.pass_reward"},

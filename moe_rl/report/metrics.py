@@ -20,7 +20,8 @@ ALL = (
         "p95 rises while p50 does not: only the prompts that were easy become better.",
         "when measured"),
     Metric("reward/pass_rate", "fraction", "higher",
-        "Fraction of the scored training completions whose task.pass_reward is 1, at the sampling temperature.",
+        "Fraction of the scored training completions whose task.pass_reward is 1, or of the episodes whose reward "
+        "is at least task.environment.pass_threshold, at the sampling temperature.",
         "Rises while eval/pass_rate does not: the policy memorises the training prompts, or "
         "exploits the reward."),
     Metric("reward/failed_verdicts", "count", "must be 0",

@@ -88,7 +88,13 @@ class Batches:
 
     def passes(self, verdict: Verdict) -> bool | None:
         """Return whether a verdict is a pass; None if the verification failed."""
-        return verdict.parts[self.config.task.pass_reward] == 1.0 if verdict.scored else None
+        task = self.config.task
+        if verdict.reward is None:
+            return None
+        if task.environment is not None:
+            return verdict.reward >= task.environment.pass_threshold
+        assert task.pass_reward is not None  # there is one without an environment
+        return verdict.parts[task.pass_reward] == 1.0
 
     def group(self, number: int, prompt: Prompt, pieces: Pieces, verdicts: Seq[Verdict]) -> PromptGroup:
         """Return a group, with the verifiers' rewards plus the penalty for long completions."""

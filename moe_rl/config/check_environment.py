@@ -1,0 +1,42 @@
+"""Finds what is wrong with a config whose prompts are the rows of an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_rl.config.schema import Config, TaskConfig
+from moe_rl.errors import About, Problem, describe
+
+# Keys of `task` that only a run with reward functions uses.
+_OF_REWARDS = ("rewards", "pass_reward", "chat", "overlong", "verifier_timeout_seconds", "verifier_workers")
+
+
+def environment_problems(config: Config) -> Iterator[Problem]:
+    """Yield what cannot go together with task.environment; nothing without one."""
+    if config.task.environment is None:
+        return
+    given: About = {"given": "task.environment plays the prompts"}
+    for key in _OF_REWARDS:
+        value, unused = getattr(config.task, key), TaskConfig.model_fields[key].default
+        if value != unused:
+            yield describe(
+                "not used where an environment writes the messages and gives the rewards",
+                where={"key": f"task.{key}", **given},
+                got=", ".join(value) if isinstance(value, dict) else value,
+                do=f"remove task.{key}, or task.environment",
+            )
+    if config.rollout.stop:
+        yield describe(
+            "an environment says itself what ends a turn",
+            where={"key": "rollout.stop", **given},
+            got=list(config.rollout.stop),
+            expected="none",
+            do="remove it, and send stop with the requests of the environment",
+        )
+    yield describe(
+        "a run cannot train on episodes yet",
+        where={"key": "task.environment"},
+        got="an environment",
+        expected="task.rewards",
+        do="play the environment with moe-rl play",
+    )

@@ -1,0 +1,32 @@
+"""Defines the section `task.environment`: the episodes that a run samples instead of single completions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moe_rl.config.section import Count, Few, Reward, Seconds, Section
+
+
+class EnvironmentConfig(Section):
+    """Names the environment whose episodes a run trains on, and limits them. docs/howto/environments.md says how to
+    write one. It gives the rewards, so task.rewards and task.pass_reward are left out."""
+
+    run: str
+    """Dotted path of the environment, an async function run(session, row). Each row of the prompt sources is the `row`
+    of the episodes of one group."""
+    concurrent: Few = 16
+    """Number of episodes that are played at once. Each has a process of its own."""
+    seconds: Seconds = 300.0
+    """Time limit of an episode, without the import of the environment. A slower one has failed."""
+    memory_limit_mib: Count = 4096
+    """Address space that each process of an episode may map."""
+    turns: Count = 32
+    """Most turns of an episode. Each completion is a turn, of at most rollout.max_completion_tokens. A dialogue has at
+    most rollout.max_prompt_tokens + rollout.max_completion_tokens tokens in all."""
+    tokens: Count = 32768
+    """Most tokens of an episode: those of its prompts that are new to it, and those of its completions."""
+    credit: Literal["trajectory"] = "trajectory"
+    """What gets an advantage. trajectory: all that the model said in an episode has the advantage of the episode. Where
+    the environment returns a reward for each turn, the reward of the episode is their sum."""
+    pass_threshold: Reward = 1.0
+    """Smallest reward with which an episode passes, for the pass rates."""

@@ -1,0 +1,58 @@
+"""Which keys go together with an environment."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_rl.config.check import problems
+from moe_rl.config.load import dump_config, load_config
+from moe_rl.errors import ConfigError
+from tests.support.refusals import tells
+
+CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
+PLAYS = ["task.environment={run: moe_rl.tasks.environments.examples.calculator.run}"]
+NO_REWARDS = ["task.rewards={}", "task.pass_reward=null"]
+
+
+def found(*overrides):
+    try:
+        return problems(load_config(CONFIG, overrides), 2)
+    except ConfigError as error:
+        return error.problems
+
+
+def keys(*overrides):
+    return sorted(str(problem.about["key"]) for problem in found(*overrides))
+
+
+def test_rewards_or_an_environment_are_needed():
+    assert keys() == []
+    assert keys(*NO_REWARDS) == ["task.rewards"]
+    assert keys("task.pass_reward=null") == ["task.pass_reward"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("task.rewards.own={kind: exact}", "task.rewards"),
+        ("task.pass_reward=exact", "task.pass_reward"),
+        ("task.chat={}", "task.chat"),
+        ("task.overlong={cache_tokens: 2}", "task.overlong"),
+        ("task.verifier_workers=2", "task.verifier_workers"),
+        ("rollout.stop=[END]", "rollout.stop"),
+        ("task.environment.run=moe_rl.tasks.environments.examples.calculator.no_such", "task.environment.run"),
+        ("task.environment.run=calculator", "task.environment.run"),
+        ("task.environment.turns=0", "task.environment.turns"),
+    ],
+)
+def test_what_an_environment_does_not_go_with(override, key):
+    before = found(*PLAYS, *NO_REWARDS)
+    (problem,) = [one for one in found(*PLAYS, *NO_REWARDS, override) if one not in before]
+    tells(problem, key=key)
+
+
+def test_an_environment_is_read_back_from_the_resolved_config(tmp_path):
+    config = load_config(CONFIG, [*PLAYS, *NO_REWARDS, "task.environment.turns=3"])
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+    assert config.task.environment.turns == 3
