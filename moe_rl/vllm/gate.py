@@ -32,6 +32,9 @@ TOKEN_FILE = "MOE_RL_TOKEN_FILE"
 # vLLM's routes that only report and change nothing.
 _TOLD = frozenset({"/health", "/metrics", "/version", "/v1/models", "/openapi.json"})
 
+# Routes of vLLM's by which agents ask.
+_FOR_AGENTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+
 # Longest error message in an answer; messages may quote what the client sent.
 _LONGEST_ERROR = 2000
 # Time limit for receiving a body.
@@ -70,7 +73,7 @@ class Gate:
         engine = request.app.state.engine_client
         try:
             if route is None:
-                raise RefusedCall(404, f"{request.url.path[:200]!r}: no such route, expected {GENERATE} or /moe_rl/...")
+                raise RefusedCall(404, _no_route(request.url.path))
             if request.method != route.method:
                 raise RefusedCall(405, f"{request.url.path} wants {route.method}")
             self._control.refuse_former_run(request.method, request.url.path, request.headers.get(RUN_HEADER))
@@ -117,6 +120,12 @@ class Admitted:
             return left.pop() if left else await receive()
 
         return scope | {"headers": headers, "query_string": b""}, ours
+
+
+def _no_route(path: str) -> str:
+    if path in _FOR_AGENTS:
+        return f"{path}: this server takes token ids at {GENERATE}; agents ask a gateway: moe-rl serve --gateway"
+    return f"{path[:200]!r}: no such route, expected {GENERATE} or /moe_rl/..."
 
 
 def _error(status: int, message: str) -> JSONResponse:

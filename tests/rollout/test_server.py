@@ -476,6 +476,12 @@ def test_a_wrong_control_call_is_refused(server, path, body, status, message):
     assert message in answer.json()["error"]
 
 
+def test_an_agent_that_asks_the_server_is_told_of_the_gateway(server):
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    answer = server.http("POST", "/v1/chat/completions", token=server.token, json=chat)
+    assert answer.status_code == 404 and "moe-rl serve --gateway" in answer.json()["error"]
+
+
 def test_a_wrong_control_call_breaks_nothing(server, requests_of):
     """After all these refusals, and calls that are not JSON or never end, the server samples and records."""
     for content in (b"", b"{", b"\xff\xfe", b"[" * 50_000):

@@ -300,6 +300,13 @@ def test_requests_are_kept_over_a_pause(server):
     server.alive()
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_an_agent_is_sent_to_the_gateway(server, path):
+    answer = server.answers("POST", path, b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
+    assert answer.status_code == 404 and "moe-rl serve --gateway" in answer.json()["error"]
+    assert "--gateway" not in server.answers("POST", f"{path}/x").json()["error"]
+
+
 NASTY = [
     None, True, False, -1, 0, 1, VOCABULARY - 1, VOCABULARY, LONGEST, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64,
     2**200, -(2**31), -(2**63), -(2**64), 0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), "", "1", "\x00",
