@@ -194,6 +194,13 @@ async def facts(session, row):
     return 1.0
 
 
+async def cut_off(session, row):
+    """Return whether the model's message was cut off."""
+    reply = await session.ask([{"role": "user", "content": row["question"]}])
+    assert reply.message == {"role": "assistant", "content": "ab"}
+    return float(reply.finish_reason == "length")
+
+
 async def chat(session, row):
     """Return a reward for each turn: the length of what the model said."""
     messages = [{"role": "user", "content": row["question"]}]

@@ -83,6 +83,14 @@ def test_chat_sends_what_it_is_given_and_returns_the_message(open_pool, model):
     assert stub.bodies[1]["messages"][1] == {"role": "assistant", "content": "ab"}
 
 
+def test_ask_tells_whether_the_message_was_cut_off(open_pool, model):
+    choice = {"index": 0, "message": {"role": "assistant", "content": "ab"}}
+    for reason in ("length", "stop"):
+        stub = model(lambda body, reason=reason: (200, {"choices": [choice | {"finish_reason": reason}]}))
+        [episode] = play(open_pool("cut_off"), {"question": "?"}, access=stub.access)
+        assert episode.rewards == float(reason == "length"), episode.traceback
+
+
 def test_a_refusal_of_the_gateway_is_an_exception_with_its_code(open_pool, model):
     error = {"message": "no turns left", "type": "x", "param": None, "code": "session_limit"}
     stub = model(lambda body: (400, {"error": error}))

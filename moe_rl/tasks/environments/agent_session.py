@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -26,6 +27,20 @@ class SessionAccess(Message, frozen=True):
     key: str
     turns: int | None = None
     tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """Holds the next message of a dialogue.
+
+    Attributes:
+        message: the assistant's: role, content (None if it is empty), and where there are any, reasoning_content and
+            tool_calls. It may be put behind the others as it is.
+        finish_reason: stop, tool_calls, or length for a message that was cut off.
+    """
+
+    message: dict[str, Any]
+    finish_reason: str
 
 
 class ChatError(Exception):
@@ -61,15 +76,17 @@ class AgentSession:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
     ) -> dict[str, Any]:
+        """Ask as `ask` does, and return the message alone."""
+        return (await self.ask(messages, tools=tools, **sampling)).message
+
+    async def ask(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
+    ) -> ChatReply:
         """Ask for the next message of a dialogue, which is one turn of the session.
 
         Args:
             messages, tools: as in OpenAI's chat completions.
             sampling: further fields of the request, such as temperature or max_tokens; not n above 1, and not stream.
-
-        Returns:
-            The assistant's message: role, content (None if it is empty), and where there are any, reasoning_content and
-            tool_calls. It may be put behind `messages` as it is.
 
         Raises:
             ChatError: the gateway refused the request.
@@ -80,7 +97,8 @@ class AgentSession:
         if answer.status_code != 200:
             raise _refusal(answer)
         (choice,) = answer.json()["choices"]
-        return {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
+        message = {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
+        return ChatReply(message, choice["finish_reason"])
 
 
 def _refusal(answer: httpx.Response) -> ChatError:
