@@ -34,7 +34,8 @@ from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.listening import GatewayListener
 from moe_rl.gateway.rendering import ChatRenderer
-from moe_rl.gateway.session_keys import SessionBook
+from moe_rl.gateway.session_journal import SessionJournals
+from moe_rl.gateway.session_keys import OpenedSession, SessionBook
 from moe_rl.gateway.sessions import Session, SessionLimits
 from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.gateway.web import GatewayApp
@@ -155,6 +156,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
             / kept
             / (1 + 1 / options.rounds),
             "trace bytes per token, whole records": stored(folder, "whole-") / (kept / options.rounds),
+            "journal bytes per turn": journaled(folder) / (len(sessions) + options.sessions) / options.turns,
             "branches of a session": max(len(session.branches()) for session in sessions),
             "sessions": options.sessions,
             "turns": options.turns,
@@ -180,6 +182,11 @@ def stored(folder: Path, start: str) -> int:
     return sum(path.stat().st_size for path in (folder / "trace").glob(f"{start}*.safetensors"))
 
 
+def journaled(folder: Path) -> int:
+    """Return the bytes of the journals of all sessions."""
+    return sum(path.stat().st_size for path in (folder / "sessions").glob("*.journal"))
+
+
 class Gateway:
     """Runs the gateway in a thread, and the agents in a process."""
 
@@ -187,7 +194,8 @@ class Gateway:
         self._options = options
         turns = TurnSampler(EngineGroups(engine), SamplerBounds(LONGEST, vocabulary, False, 192), seed=1)
         renderer, codec = ChatRenderer(model, {"name": "qwen3"}), TextCodec(model, ())
-        self.gateway = AgentGateway("model", renderer, codec, turns, SessionBook(1 << 16, WIDE), ())
+        journals = SessionJournals(folder / "sessions")
+        self.gateway = AgentGateway("model", renderer, codec, turns, SessionBook(1 << 16, WIDE), journals, ())
         self.sessions: list[Session] = []
         keeper = SessionKeeper(folder / "sessions", TraceStore(folder / "trace"))
         socket = bound_socket(None, 0)
@@ -212,7 +220,11 @@ class Gateway:
 
     def talk(self, number: int) -> float:
         """Let all agents have a dialogue. Returns its seconds."""
-        opened = [self.gateway.book.open("g", now=0.0) for _ in range(self._options.sessions)]
+
+        async def open_all() -> list[OpenedSession]:
+            return [self.gateway.open("g") for _ in range(self._options.sessions)]
+
+        opened = asyncio.run(open_all())
         self.sessions += [one.session for one in opened]
         agents = [
             {"key": one.key, "first": first(number, at), "result": "the result of a tool is 123456789",

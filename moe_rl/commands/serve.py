@@ -3,12 +3,14 @@
     moe-rl serve --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
     moe-rl serve --model DIR --trace-root DIR ... [-- ...]
     moe-rl serve --gateway --config FILE [a.b=c ...] [--host ADDRESS] [--port N]
+    moe-rl serve --gateway --resume DIR [a.b=c ...] [--host ADDRESS] [--port N]
 
 With --config the server follows the run (rollout.servers): its model, precision, lengths, capture and token, and any
 trace store below run.runs_dir. One server holds all weights, on as many GPUs as they need.
 
 With --gateway it speaks OpenAI's and Anthropic's APIs to agents, over the config's servers, or an engine of its own if
-there are none. It keeps sessions and routes in a new folder below run.runs_dir.
+there are none. It keeps sessions and routes in a new folder below run.runs_dir. With --resume it goes on in the folder
+of an earlier gateway, with the sessions that were open when that one was killed.
 """
 
 from __future__ import annotations
@@ -19,13 +21,26 @@ from pathlib import Path
 
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
-from moe_rl.errors import EngineError, MoeRLError, SamplerGone, describe
+from moe_rl.errors import ConfigError, EngineError, MoeRLError, SamplerGone, describe
 from moe_rl.vllm.api_server import ServerSettings, serve
 from moe_rl.vllm.arguments import sized
 
 # Options whose values follow from --config.
 _OF_THE_RUN = ("model", "trace_root", "capture", "model_fingerprint")
 _OF_A_SERVER = ("support", "router_logits_fraction", "head", "reads_text")
+# Keys that a gateway may change when it goes on in its folder. With others, its sessions would not go on as they were.
+_MAY_CHANGE = (
+    "rollout.servers",
+    "rollout.token_file",
+    "rollout.max_lost_servers",
+    "rollout.max_concurrent",
+    "rollout.kv_cache_mib",
+    "gateway.max_sessions",
+    "gateway.session_tokens",
+    "gateway.session_turns",
+    "gateway.session_seconds",
+    "gateway.max_body_mib",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="config of the run; everything except the address follows from it"
     )
-    parser.add_argument("--gateway", action="store_true", help="serve agents (needs --config)")
+    parser.add_argument("--gateway", action="store_true", help="serve agents (needs --config or --resume)")
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="folder of an earlier gateway to go on with (with --gateway)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
     parser.add_argument(
         "--model",
@@ -97,29 +115,55 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_gateway(options: argparse.Namespace) -> None:
-    """Serve agents. Raises EngineError for an option that a gateway does not have."""
+    """Serve agents.
+
+    Raises:
+        EngineError: an option that a gateway does not have.
+        ConfigError: the folder to go on in is none, is in use, or another key is changed.
+    """
     others = [f"--{name.replace('_', '-')}" for name in (*_OF_THE_RUN, *_OF_A_SERVER) if getattr(options, name)]
-    if others or options.further or options.config is None:
+    given = [name for name in ("config", "resume") if getattr(options, name) is not None]
+    if others or options.further or len(given) != 1:
         raise EngineError(
             describe(
                 "everything about a gateway but its address is in the config",
                 where={"option": "--gateway"},
-                got=", ".join([*others, *options.further]) or "no --config",
-                do="give --config FILE, and change single values with a.b=c",
+                got=", ".join([*others, *options.further])
+                or " and ".join(f"--{one}" for one in given)
+                or "no --config",
+                do="give --config FILE, or --resume DIR to go on, and change single values with a.b=c",
             )
         )
     # Imported late: a server of vLLM does without.
-    from moe_rl.gateway.standalone import GatewaySettings, run_gateway
+    from moe_rl.gateway.standalone import SESSIONS, GatewaySettings, run_gateway
     from moe_rl.train import run_folder
 
-    config = load_config(options.config, options.overrides)
-    folder = run_folder.create(config).path
-    run_gateway(
-        GatewaySettings(config, folder, options.host, options.port, options.token_file, ready_file=options.json)
-    )
+    if options.resume is None:
+        config = load_config(options.config, options.overrides)
+        folder = run_folder.create(config)
+    else:
+        folder, config = run_folder.reopen(options.resume, options.overrides, _MAY_CHANGE)
+        if not (folder.path / SESSIONS).is_dir():
+            raise ConfigError(
+                describe(
+                    "no gateway has run in this folder",
+                    where={"option": "--resume", "folder": folder.path},
+                    got=f"no {SESSIONS} in it",
+                    do="give the folder that the gateway named when it started",
+                )
+            )
+    with run_folder.held(folder, first=True):
+        if options.resume is not None:
+            run_folder.take_over(folder, config)
+        address = options.host, options.port
+        run_gateway(GatewaySettings(config, folder.path, *address, options.token_file, ready_file=options.json))
 
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
+    if options.resume is not None:
+        raise EngineError(
+            describe("is for a gateway", where={"option": "--resume"}, got="no --gateway", do="add --gateway")
+        )
     address = {"host": options.host, "port": options.port, "ready_file": options.json, "further": options.further}
     if options.config is None:
         if options.overrides or options.model is None or options.trace_root is None:

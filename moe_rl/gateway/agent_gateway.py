@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_rl.errors import EngineError, SessionError, describe
+from moe_rl.errors import DataError, DiskError, EngineError, SessionError, describe
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingWish, TextWish
 from moe_rl.gateway.dialogues import Dialogues
+from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.rendering import ChatRenderer, ParsedAnswer
-from moe_rl.gateway.session_keys import OpenedSession, SessionBook
+from moe_rl.gateway.session_journal import SessionJournals
+from moe_rl.gateway.session_keys import OpenedSession, SessionBook, hash_key
 from moe_rl.gateway.sessions import FinishedSession, Session, SessionLimits, Turn
 from moe_rl.gateway.turn_sampler import TurnSampler
 from moe_rl.tasks.tokenizer import TextCodec
@@ -38,9 +41,11 @@ class AgentGateway:
         model: the name that replies give it.
         book: the open sessions.
         counts: `unstable`: turns whose messages continue a turn while their tokens do not, because the chat template
-            writes what was said otherwise now; `unreadable` tool calls; `left`: requests whose client went away.
+            writes what was said otherwise now; `unreadable` tool calls; `left`: requests whose client went away;
+            `reopened` sessions of a gateway that was killed; `not_reopened`: those whose journal or records are faulty.
 
     Args:
+        journals: get each turn before its reply is returned.
         stop_token_ids: tokens that end a completion besides those of the renderer.
     """
 
@@ -51,18 +56,56 @@ class AgentGateway:
         codec: TextCodec,
         turns: TurnSampler,
         book: SessionBook,
+        journals: SessionJournals,
         stop_token_ids: Sequence[int],
     ):
         self.model, self.book, self.turns = model, book, turns
-        self.counts: Counter[str] = Counter(unstable=0, unreadable=0, left=0)
+        self.counts: Counter[str] = Counter(unstable=0, unreadable=0, left=0, reopened=0, not_reopened=0)
+        self._journals = journals
         self._renderer, self._codec = renderer, codec
         self._text_stops = tuple(stop_token_ids)
         self._chat_stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *stop_token_ids)))
         self._dialogues: dict[str, Dialogues] = {}
 
     def open(self, group: str, limits: SessionLimits | None = None) -> OpenedSession:
-        """Open a session of a group. Raises SessionError if too many are open."""
-        return self.book.open(group, now=_now(), limits=limits)
+        """Open a session of a group.
+
+        Raises:
+            SessionError: too many are open.
+            DiskError: its journal cannot be written.
+        """
+        opened = self.book.open(group, now=_now(), limits=limits)
+        try:
+            self._journals.open(opened.session, hash_key(opened.key), time.time())
+        except DiskError:
+            self.book.close(opened.session)
+            raise
+        return opened
+
+    def reopen(self, keeper: SessionKeeper) -> list[str]:
+        """Open the sessions of a gateway that was killed again. Returns what is wrong with those that are not opened.
+
+        Args:
+            keeper: has the finished sessions, and the records of the open ones.
+        """
+        problems = []
+        for name in self._journals.names():
+            if keeper.has(name):
+                self._journals.remove(name)  # it was killed just when the session was finished
+                continue
+            try:
+                journaled = self._journals.read(name, now=time.time(), clock=_now())
+                keeper.check_records(journaled.session)
+                self._journals.go_on(journaled)
+            except (DataError, SessionError, DiskError) as error:
+                self.counts["not_reopened"] += 1
+                problems.append(f"session {name} is not opened again: {error}")
+                continue
+            self.counts["reopened"] += 1
+            self.book.reopen(journaled.session, journaled.key_hash)
+            self._dialogues[name] = Dialogues()
+            self._dialogues[name].restore(journaled.replies)
+        return problems
 
     def end(self, session: Session) -> FinishedSession:
         """Let a session take no more turns, and return it.
@@ -84,6 +127,7 @@ class AgentGateway:
 
     def forget(self, session: Session) -> None:
         """Forget a session that has ended. Its key is worth nothing from now on."""
+        self._journals.remove(session.name)
         self.book.close(session)
         self.turns.forget(session)
         self._dialogues.pop(session.name, None)
@@ -94,6 +138,7 @@ class AgentGateway:
         Raises:
             BadRequest: the messages or the wish cannot be served, or a limit of the session is reached.
             EngineError: the sampler failed.
+            DiskError: the journal cannot be written.
         """
         if wish.tools and not self._renderer.reads_tools:
             raise BadRequest(
@@ -105,6 +150,7 @@ class AgentGateway:
         prompt, continued = self._prompt(session, dialogues, wish)
         turns = await self._turns(session, prompt, wish.sampling, self._chat_stops, leave)
         replies = []
+        new: dict[bytes, int] = {}
         for turn, completion in turns:
             self.counts["unstable"] += int(continued is not None and turn.parent != continued)
             answer = self._renderer.parse(prompt, completion.token_ids, wish.tools)
@@ -113,9 +159,11 @@ class AgentGateway:
             self.counts["unreadable"] += answer.unreadable
             use_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in answer.uses)
             if completion.finish_reason != "abort":
-                dialogues.add(wish.messages, wish.tools, message_of(answer, use_ids), turn.number)
+                new |= dialogues.add(wish.messages, wish.tools, message_of(answer, use_ids), turn.number)
                 tokens = self._tokens(completion) if wish.logprobs else ()
                 replies.append(AgentReply(turn, len(prompt), answer, use_ids, "", tokens, stop))
+        if new:
+            self._journals.add_replies(session, new)
         return replies
 
     async def complete(self, session: Session, wish: TextWish, leave: asyncio.Event) -> list[AgentReply]:
@@ -173,7 +221,10 @@ class AgentGateway:
             sampled, continues = await self.turns.sample(session, place, wish, leave)
             self.counts["left"] += int(leave.is_set())
             # What was aborted before its first token is nothing.
-            return [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
+            added = [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
+            if added:
+                self._journals.add_turns(session, [turn for turn, _ in added])
+            return added
         finally:
             session.drop(place)
 

@@ -32,12 +32,19 @@ class Dialogues:
                 found = self._turns[history], count
         return found
 
-    def add(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], reply: Message, number: int) -> None:
-        """Remember that a turn answered these messages with `reply`."""
+    def add(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], reply: Message, number: int
+    ) -> dict[bytes, int]:
+        """Remember that a turn answered these messages with `reply`. Returns what is new, for `restore`."""
         *_, asked = _histories(messages, tools)
         without = {name: value for name, value in reply.items() if name != "reasoning_content"}
-        for said in (reply, without):
-            self._turns[_after(asked, said)] = number
+        new = {_after(asked, said): number for said in (reply, without)}
+        self._turns |= new
+        return new
+
+    def restore(self, turns: Mapping[bytes, int]) -> None:
+        """Remember what `add` returned."""
+        self._turns |= turns
 
 
 def _histories(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterable[bytes]:

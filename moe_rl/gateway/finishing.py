@@ -50,6 +50,15 @@ class SessionKeeper:
         check_session(finished, self._store)
         return finished
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a file of a session."""
+        return (self._folder / f"{name}.session").exists()
+
+    def check_records(self, session: Session) -> None:
+        """Check that each turn has the record of its own tokens, versions and branch. Raises SessionError."""
+        for turn in session.turns:
+            _check_record(session, turn, self._store)
+
 
 def check_session(finished: FinishedSession, store: TraceStore) -> None:
     """Check the digests of a session, and that each turn has the record of its own tokens, versions and branch.

@@ -61,15 +61,19 @@ class SessionBook:
         name, key = f"s{self._start}-{self._opened:06d}", secrets.token_urlsafe(32)
         self._opened += 1
         session = Session(name, group, limits or self.limits, now)
-        self._open[name] = (_hash(f"{name}.{key}"), session)
+        self._open[name] = (hash_key(f"{name}.{key}"), session)
         # The name finds the session, and the secret behind it is compared in constant time.
         return OpenedSession(session, f"{name}.{key}")
+
+    def reopen(self, session: Session, key_hash: bytes) -> None:
+        """Take back an open session of a gateway that was killed, however many are open. key_hash: see `hash_key`."""
+        self._open[session.name] = (key_hash, session)
 
     def find(self, key: str) -> Session | None:
         """Return the open session of a key; None if there is none."""
         name, _, _ = key.partition(".")
         told, session = self._open.get(name, (b"", None))
-        return session if hmac.compare_digest(told, _hash(key)) else None
+        return session if hmac.compare_digest(told, hash_key(key)) else None
 
     def named(self, name: str) -> Session | None:
         """Return an open session by its name."""
@@ -80,5 +84,6 @@ class SessionBook:
         self._open.pop(session.name, None)
 
 
-def _hash(key: str) -> bytes:
+def hash_key(key: str) -> bytes:
+    """Return the sha256 of a key, which tells whether a key is the right one, and from which none can be made."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -118,6 +118,7 @@ class Session:
         group: the sessions whose rewards are compared; the caller's choice.
         turns: in the order in which they ended.
         ended: whether it takes no more turns. The caller sets it.
+        reopened: how often it was opened again by a gateway that started again. The caller sets it.
 
     Args:
         opened: when the session began, on the caller's clock in seconds.
@@ -127,6 +128,7 @@ class Session:
         self.name, self.group, self.limits = name, group, limits
         self.turns: list[Turn] = []
         self.ended = False
+        self.reopened = 0
         self._opened = opened
         self._children: dict[int | None, list[int]] = {None: []}
         self._pending: list[PendingTurns] = []
@@ -204,6 +206,24 @@ class Session:
         self._append(turn)
         return turn
 
+    def restore(self, turn: Turn) -> None:
+        """Add a turn that was kept.
+
+        Raises:
+            SessionError: it is not where it was, or is not what it was. The message names the turn.
+        """
+        number = len(self.turns)
+        known = turn.parent is None or 0 <= turn.parent < number
+        if turn.number != number or not known:
+            raise self._fault(number, "is not where it was", f"turn {turn.number} behind turn {turn.parent}")
+        kind, shared = self._leaves(turn.parent, turn.input_ids)
+        shared += self._length(turn.parent)
+        if (kind, shared) != (turn.kind, turn.shared):
+            raise self._fault(number, "is not where it was", f"{turn.kind}, {turn.shared}", f"{kind}, {shared}")
+        if (digest := self._digest(turn)) != turn.digest:
+            raise self._fault(number, "is not what it was", f"digest {digest}", turn.digest)
+        self._append(turn)
+
     def path(self, number: int) -> list[Turn]:
         """Return the turns of a branch from the root to a turn."""
         found: list[Turn] = []
@@ -247,17 +267,8 @@ class Session:
             SessionError: a turn is not where it was, or is not what it was. The message names the turn.
         """
         session = cls(finished.name, finished.group, SessionLimits(0, 0, 0.0), 0.0)
-        for number, turn in enumerate(finished.turns):
-            known = turn.parent is None or 0 <= turn.parent < number
-            if turn.number != number or not known:
-                raise session._fault(number, "is not where it was", f"turn {turn.number} behind turn {turn.parent}")
-            kind, shared = session._leaves(turn.parent, turn.input_ids)
-            shared += session._length(turn.parent)
-            if (kind, shared) != (turn.kind, turn.shared):
-                raise session._fault(number, "is not where it was", f"{turn.kind}, {turn.shared}", f"{kind}, {shared}")
-            if (digest := session._digest(turn)) != turn.digest:
-                raise session._fault(number, "is not what it was", f"digest {digest}", turn.digest)
-            session._append(turn)
+        for turn in finished.turns:
+            session.restore(turn)
         if (whole := _whole_digest(session)) != finished.digest:
             raise SessionError(
                 describe(

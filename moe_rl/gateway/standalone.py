@@ -20,11 +20,13 @@ from pathlib import Path
 
 import moe_rl
 from moe_rl.config.schema import Config
+from moe_rl.disk import writing
 from moe_rl.errors import EngineError, MoeRLError, SamplerGone
 from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.listening import GatewayListener
 from moe_rl.gateway.rendering import ChatRenderer
+from moe_rl.gateway.session_journal import SessionJournals
 from moe_rl.gateway.session_keys import SessionBook
 from moe_rl.gateway.sessions import SessionLimits
 from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
@@ -45,6 +47,8 @@ from moe_rl.vllm.control import read_token
 # Each call fills a trace shard, and a sampler fills 256 at a time.
 _MOST_CALLS = 192
 _SETTLE_SECONDS = 2.0
+# Folder of the sessions, in that of the gateway.
+SESSIONS = "sessions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class GatewaySettings:
     """Says how to run a gateway.
 
     Attributes:
-        folder: of this gateway, below run.runs_dir: trace store, sessions, the engine's log.
+        folder: of this gateway, below run.runs_dir: trace store, sessions, the engine's log. Sessions that a killed
+            gateway left open there are opened again.
         host: None listens on this machine only.
         port: 0 for a free one.
         token_file: of the owner's token, made if missing; None: `token` in the folder.
@@ -75,6 +80,9 @@ def run_gateway(settings: GatewaySettings) -> None:
         MoeRLError: the settings cannot be served.
     """
     config, folder = settings.config, settings.folder
+    sessions = folder / SESSIONS
+    with writing("the folder for sessions could not be created", sessions):
+        sessions.mkdir(exist_ok=True)
     facts = read_model(config.model.path)
     renderer = ChatRenderer(config.model.path, config.gateway.renderer)
     token_file = (settings.token_file or folder / "token").absolute()
@@ -85,8 +93,10 @@ def run_gateway(settings: GatewaySettings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
         sampler, version, reads_text = _sampler(config, facts, folder, stack)
-        gateway = gateway_over(sampler, config, facts, renderer, version=version, reads_text=reads_text)
-        keeper = SessionKeeper(folder / "sessions", TraceStore(folder / "trace"))
+        journals, store = SessionJournals(sessions), TraceStore(folder / "trace")
+        store.collect_garbage()
+        gateway = gateway_over(sampler, config, facts, renderer, journals, version=version, reads_text=reads_text)
+        keeper = SessionKeeper(sessions, store)
         asyncio.run(_serve(settings, gateway, keeper, token, token_file, listener))
 
 
@@ -95,6 +105,7 @@ def gateway_over(
     config: Config,
     facts: ModelFacts,
     renderer: ChatRenderer,
+    journals: SessionJournals,
     *,
     version: int,
     reads_text: bool,
@@ -119,6 +130,7 @@ def gateway_over(
         TextCodec(config.model.path, stops),
         TurnSampler(sampler, bounds, seed=config.run.seed, version=version),
         SessionBook(limits.max_sessions, usual),
+        journals,
         stops,
     )
 
@@ -158,6 +170,8 @@ async def _serve(
         lost.append(error)
         listener.stop()
 
+    for problem in gateway.reopen(keeper):
+        print(f"moe_rl: {problem}", file=sys.stderr, flush=True)
     app = GatewayApp(gateway, keeper, token, longest=settings.config.gateway.max_body_mib << 20, gone=gone)
     listener = GatewayListener(app.asgi, bound)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -170,8 +184,10 @@ async def _serve(
         await _settled(gateway)
         for session in gateway.book.all():
             try:
+                finished = gateway.end(session)
                 if session.turns:
-                    keeper.keep(gateway.end(session))
+                    keeper.keep(finished)
+                gateway.forget(session)
             except MoeRLError as error:
                 print(f"moe_rl: session {session.name} is not kept: {error}", file=sys.stderr, flush=True)
     if lost:

@@ -87,7 +87,9 @@ class TurnSampler:
             EngineError: a place has no right record of one.
         """
         self._calls[session.name] += 1
-        call = f"{session.name}/{self._calls[session.name]}"
+        # A request that was under way when a gateway was killed may have left a shard.
+        start = f"{session.reopened}." if session.reopened else ""
+        call = f"{session.name}/{start}{self._calls[session.name]}"
         for again in itertools.count():
             at = await self._enter(session)
             try:

@@ -21,6 +21,7 @@ from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.listening import GatewayListener
 from moe_rl.gateway.rendering import ChatRenderer
+from moe_rl.gateway.session_journal import SessionJournals
 from moe_rl.gateway.session_keys import SessionBook
 from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.gateway.web import GatewayApp
@@ -173,6 +174,7 @@ class RunningGateway:
     store: TraceStore
     folder: Path
     loop: asyncio.AbstractEventLoop
+    problems: list[str]
 
     def owner(self, method: str, path: str, **more) -> httpx.Response:
         """Make a call with the owner's token."""
@@ -212,16 +214,27 @@ class RunningGateway:
 
 
 def start_gateway(sampler, settings: EngineSettings, folder: Path, *, renderer=None, at_once=48, limits=WIDE, most=256):
-    """Start a gateway in a thread of its own. Returns it and a function that stops it."""
+    """Start a gateway in a thread of its own. Returns it and a function that stops it as a kill does.
+
+    Sessions that were open in the folder are opened again.
+    """
     codec = TextCodec(settings.model_path, ())
     turns = TurnSampler(sampler, SamplerBounds(settings.max_model_len, VOCAB, True, at_once), seed=1)
     rendering = ChatRenderer(settings.model_path, renderer or {"name": "qwen3"})
-    gateway = AgentGateway("talker", rendering, codec, turns, SessionBook(most, limits), ())
+    journals = SessionJournals(folder / "sessions")
+    gateway = AgentGateway("talker", rendering, codec, turns, SessionBook(most, limits), journals, ())
     store = TraceStore(settings.trace_root)
-    app = GatewayApp(gateway, SessionKeeper(folder / "sessions", store), OWNER, longest=1 << 20)
+    keeper = SessionKeeper(folder / "sessions", store)
+    app = GatewayApp(gateway, keeper, OWNER, longest=1 << 20)
     socket = bound_socket(None, 0)
     listener, loop = GatewayListener(app.asgi, socket), asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(listener.serve()), daemon=True)
+    problems: list[str] = []
+
+    async def serve() -> None:
+        problems.extend(gateway.reopen(keeper))
+        await listener.serve()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
     while not listener.listens:
         assert thread.is_alive()
@@ -232,7 +245,7 @@ def start_gateway(sampler, settings: EngineSettings, folder: Path, *, renderer=N
         thread.join()
 
     url = f"http://127.0.0.1:{socket.getsockname()[1]}"
-    return RunningGateway(url, gateway, store, folder, loop), stop
+    return RunningGateway(url, gateway, store, folder, loop, problems), stop
 
 
 @pytest.fixture(scope="session")

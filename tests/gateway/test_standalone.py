@@ -22,7 +22,7 @@ from moe_rl.cli import main
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.sessions import Session
 from moe_rl.trace import TraceStore
-from tests.gateway.conftest import LONGEST, RunningGateway
+from tests.gateway.conftest import ADD, LONGEST, RunningGateway
 from tests.gateway.test_openai import ask, client_of
 from tests.rollout.serving import ROOT, START_SECONDS, serving_run
 
@@ -38,19 +38,29 @@ def overrides(checkpoint: Path, folder: Path, *more: str) -> list[str]:
 
 
 @contextmanager
-def gateway_process(checkpoint: Path, folder: Path, *more: str):
-    """Start `moe-rl serve --gateway` in a process of its own."""
+def gateway_process(checkpoint: Path, folder: Path, *more: str, resume: Path | None = None, port: int = 0):
+    """Start `moe-rl serve --gateway` in a process of its own, in the folder of an earlier one if there is one."""
     ready, log = folder / "gateway.json", folder / "gateway.log"
-    command = [sys.executable, str(ROOT / "tools/serve_vllm.py"), "--gateway", "--config", CONFIG, "--json", str(ready)]
+    command = [
+        sys.executable,
+        str(ROOT / "tools/serve_vllm.py"),
+        "--gateway",
+        "--json",
+        str(ready),
+        "--port",
+        str(port),
+    ]
+    if resume is None:
+        command += ["--config", CONFIG, *overrides(checkpoint, folder)]
+    else:
+        command += ["--resume", str(resume)]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "VLLM_CACHE_ROOT": str(folder / "cache"),
     }
-    with open(log, "wb") as out:
-        process = subprocess.Popen(
-            [*command, *overrides(checkpoint, folder, *more)], cwd=ROOT, stdout=out, stderr=out, env=environment
-        )
+    with open(log, "ab") as out:
+        process = subprocess.Popen([*command, *more], cwd=ROOT, stdout=out, stderr=out, env=environment)
         try:
             deadline = time.monotonic() + START_SECONDS
             while not ready.exists():
@@ -84,7 +94,7 @@ def compare(running, name: str, router) -> Session:
     """Read a kept session, and compare its rows with `transformers`."""
     store = TraceStore(running.folder / "trace")
     session = Session.of(SessionKeeper(running.folder / "sessions", store).load(name))
-    RunningGateway(running.url, None, store, running.folder, None).agrees(session, router)
+    RunningGateway(running.url, None, store, running.folder, None, []).agrees(session, router)
     return session
 
 
@@ -94,6 +104,8 @@ def compare(running, name: str, router) -> Session:
         ([], "no --config"),
         (["--config", CONFIG, "--model", "m"], "--model"),
         (["--config", CONFIG, "--reads-text"], "--reads-text"),
+        (["--config", CONFIG, "--resume", "runs"], "--resume"),
+        (["--resume", "no_such"], "--resume"),
         (["--config", CONFIG, "--", "--max-num-seqs", "3"], "--max-num-seqs"),
         (["--config", CONFIG, "gateway.no_such=1"], "gateway.no_such"),
         (["--config", CONFIG, "gateway.renderer={name: no_such}"], "gateway.renderer"),
@@ -130,9 +142,95 @@ def test_over_an_engine_of_its_own(checkpoint, router, tmp_path):
         assert len(compare(running, busy["session"], router).turns) in (1, 2)
 
 
+def _complete_and_be_left(client, answers: list) -> None:
+    """Ask for what nothing but its length ends."""
+    with suppress(openai.APIConnectionError, openai.InternalServerError):
+        answers += client.completions.create(model="any", prompt="ab", max_tokens=900).choices
+
+
 def _ask_and_be_left(client, messages) -> None:
     with suppress(openai.APIConnectionError, openai.InternalServerError):
         ask(client, messages, temperature=1, max_tokens=390, stop=["never said"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_killed_gateway_goes_on_in_its_folder(checkpoint, router, tmp_path):
+    """The gateway gets SIGKILL while it samples, and the same client goes on with the one that starts again."""
+    first = [{"role": "user", "content": "2+3?"}]
+    with gateway_process(checkpoint, tmp_path) as running:
+        opened = owner(running, "POST", "/sessions", json={"group": "g", "turns": 4})
+        changed = owner(running, "POST", "/sessions", json={})
+        client = client_of(running, opened)
+        reply = ask(client, first, [ADD]).choices[0].message
+        ask(client_of(running, changed), first, max_tokens=2)
+        assert main(["serve", "--gateway", "--resume", str(running.folder)]) == 2  # it still runs there
+        answers: list = []
+        asking = threading.Thread(target=_complete_and_be_left, args=(client, answers))
+        asking.start()
+        time.sleep(0.3)
+        running.process.kill()
+        running.process.wait()
+        asking.join()
+        assert answers == [], "it had been answered before"
+    journals = running.folder / "sessions"
+    assert opened["key"].partition(".")[2].encode() not in b"".join(path.read_bytes() for path in journals.iterdir())
+    journal = journals / f"{changed['session']}.journal"
+    journal.write_bytes(journal.read_bytes().replace(b"A", b"B", 1))
+    (tmp_path / "gateway.json").unlink()
+    port = int(running.url.rpartition(":")[2])
+    with gateway_process(checkpoint, tmp_path, "gateway.session_turns=9", resume=running.folder, port=port) as again:
+        assert (again.url, again.token, again.folder) == (running.url, running.token, running.folder)
+        assert str(journal) in again.log.read_text()
+        listed = owner(again, "GET", "/sessions")
+        assert (listed["counts"]["reopened"], listed["counts"]["not_reopened"]) == (1, 1)
+        assert [one["session"] for one in listed["sessions"]] == [opened["session"]]
+        tool = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "5"}
+        said = ask(client, [*first, reply, tool], [ADD]).choices[0].message
+        assert said.content.strip() == "5."
+        ask(client, first, [ADD], n=2, max_tokens=3)
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, first)
+        assert caught.value.code == "session_limit"  # it has its own limit, and no new one
+        owner(again, "POST", f"/sessions/{opened['session']}/finish")
+        session = compare(again, opened["session"], router)
+        assert [turn.kind for turn in session.turns] == ["first", "continued", "forked", "forked"]
+        again.process.send_signal(signal.SIGTERM)
+        assert again.process.wait(60) == 0, again.log.read_text()[-4000:]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_killed_gateway_goes_on_over_its_server(checkpoint, router, tmp_path):
+    """The server goes on with what the killed gateway had asked, and takes the requests of the next one."""
+    token, first = tmp_path / "servers.token", [{"role": "user", "content": "2+3?"}]
+    with ExitStack() as stack:
+        folder = tmp_path / "server"
+        folder.mkdir()
+        server = stack.enter_context(
+            serving_run(folder, CONFIG, *overrides(checkpoint, tmp_path), "--token-file", str(token))
+        )
+        fleet = (f"rollout.servers=[{server.url}]", f"rollout.token_file={token}")
+        with gateway_process(checkpoint, tmp_path, *fleet) as running:
+            opened = owner(running, "POST", "/sessions", json={})
+            client = client_of(running, opened)
+            reply = ask(client, first, [ADD]).choices[0].message
+            answers: list = []
+            asking = threading.Thread(target=_complete_and_be_left, args=(client, answers))
+            asking.start()
+            time.sleep(0.3)
+            running.process.kill()
+            running.process.wait()
+            asking.join()
+            assert answers == [], "it had been answered before"
+        (tmp_path / "gateway.json").unlink()
+        port = int(running.url.rpartition(":")[2])
+        again = stack.enter_context(gateway_process(checkpoint, tmp_path, resume=running.folder, port=port))
+        tool = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "5"}
+        assert ask(client, [*first, reply, tool], [ADD]).choices[0].message.content.strip() == "5."
+        owner(again, "POST", f"/sessions/{opened['session']}/finish")
+        session = compare(again, opened["session"], router)
+        assert [turn.continues for turn in session.turns] == [False, True]
 
 
 @pytest.mark.long

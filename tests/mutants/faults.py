@@ -1244,7 +1244,7 @@ MUTANTS: list[Mutant] = [
         (
             "a turn that was changed",
             "sessions.py",
-            "if (digest := session._digest(turn)) != turn.digest:",
+            "if (digest := self._digest(turn)) != turn.digest:",
             "if (digest := turn.digest) != turn.digest:",
             "A session with other log-probabilities is trained on.",
             "tests/gateway/test_sessions.py",
@@ -1268,10 +1268,26 @@ MUTANTS: list[Mutant] = [
         (
             "a session's name opens it",
             "session_keys.py",
-            "return session if hmac.compare_digest(told, _hash(key)) else None",
+            "return session if hmac.compare_digest(told, hash_key(key)) else None",
             "return session",
             "Whoever counts to three speaks in another agent's session.",
             "tests/gateway/test_sessions.py",
+        ),
+        (
+            "a changed line of a journal",
+            "session_journal.py",
+            "if told != digest.encode():",
+            "if len(told) != len(digest):",
+            "A killed gateway goes on with a session that nobody had.",
+            "tests/gateway/test_session_journal.py",
+        ),
+        (
+            "a session's time after a kill",
+            "session_journal.py",
+            "clock - max(0.0, now - first.opened)",
+            "clock",
+            "A session has its whole time again, each time the gateway dies.",
+            "tests/gateway/test_session_journal.py",
         ),
         (
             "tools are no part of a chat",
