@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 from moe_rl.messages import Message
 
@@ -58,7 +59,7 @@ class ChatError(Exception):
 
 
 class AgentSession:
-    """Lets an environment ask the model. Use it in the event loop that it was made in.
+    """Lets an environment ask the model.
 
     A harness with a client of its own gives it `base_url` (OpenAI's packages) or `url` (Anthropic's), and `key`.
 
@@ -70,8 +71,6 @@ class AgentSession:
     def __init__(self, access: SessionAccess, seconds: float):
         self.url, self.base_url, self.key = access.url, access.base_url, access.key
         self.turns, self.tokens, self.seconds = access.turns, access.tokens, seconds
-        # The time limit of the episode is the only one. A proxy would see the key.
-        self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
@@ -90,20 +89,46 @@ class AgentSession:
 
         Raises:
             ChatError: the gateway refused the request.
-            httpx.TransportError: the gateway cannot be reached.
+            OSError: the gateway cannot be reached, or went away.
         """
         body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **sampling}
-        answer = await self._client.post(f"{self.base_url}/chat/completions", json=body)
-        if answer.status_code != 200:
-            raise _refusal(answer)
-        (choice,) = answer.json()["choices"]
+        status, answer = await _post(f"{self.base_url}/chat/completions", json.dumps(body).encode())
+        if status != 200:
+            raise _refusal(status, answer)
+        (choice,) = json.loads(answer)["choices"]
         message = {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
         return ChatReply(message, choice["finish_reason"])
 
 
-def _refusal(answer: httpx.Response) -> ChatError:
+async def _post(url: str, body: bytes) -> tuple[int, bytes]:
+    """Send JSON, on a connection of its own, and return the status and the body of the answer.
+
+    Every episode imports this module anew, and a library for HTTP takes longer to import than a short episode lasts.
+    The time limit of the episode is the only one. No proxy is asked: it would see the key.
+    """
+    to = urlsplit(url)
+    assert to.hostname is not None  # the gateway tells its whole address
+    reader, writer = await asyncio.open_connection(
+        to.hostname, to.port or (443 if to.scheme == "https" else 80), ssl=to.scheme == "https" or None
+    )
     try:
-        told = answer.json()["error"]
-        return ChatError(answer.status_code, told["code"], told["message"])
+        # With HTTP/1.0 the server sends the answer in one piece and closes the connection.
+        head = f"POST {to.path} HTTP/1.0\r\nHost: {to.netloc}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        lines, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    finally:
+        writer.close()
+    first, *others = lines.decode("latin-1").split("\r\n")
+    fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in others)}
+    if len(answer) != int(fields.get("content-length", -1)):
+        raise ConnectionError(f"the gateway went away within its answer: {len(answer)} bytes of it came")
+    return int(first.split()[1]), answer
+
+
+def _refusal(status: int, answer: bytes) -> ChatError:
+    try:
+        told = json.loads(answer)["error"]
+        return ChatError(status, told["code"], told["message"])
     except (ValueError, KeyError, TypeError):
-        return ChatError(answer.status_code, "unknown", answer.text[:200])
+        return ChatError(status, "unknown", answer.decode(errors="replace")[:200])
