@@ -29,8 +29,8 @@ class Prompt:
 
     Attributes:
         id: a name that no other prompt of the same set has.
-        text: what the sampler gets, as text.
-        token_ids: what the sampler gets.
+        text: what the sampler gets, as text; the row as JSON where an environment asks the sampler.
+        token_ids: what the sampler gets; the first tokens of that JSON.
         columns: all columns of the prompt's row, as JSON values. The model never sees them; a reward function gets
             those that it names.
         messages: the chat that the text was rendered from, as a list of {"role": ..., "content": ..., ...}. None for a
@@ -74,6 +74,67 @@ class VersionSpan:
 def sampled_by(weight_version: int, tokens: int) -> tuple[VersionSpan, ...]:
     """Return the spans of a completion whose tokens were all sampled by one version; none without a token."""
     return (VersionSpan(tokens, weight_version),) if tokens else ()
+
+
+@dataclass(frozen=True, slots=True)
+class InsertedTokens:
+    """Holds tokens behind the first sampled one that the model was given and did not say, such as the result of a tool.
+
+    Attributes:
+        after: number of sampled tokens before them; at least 1.
+        token_ids: at least one.
+    """
+
+    after: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InsertedText:
+    """Shows inserted tokens to a reader.
+
+    Attributes:
+        after: as in InsertedTokens.
+        tokens: how many they are.
+        text: what they stand for.
+    """
+
+    after: int
+    tokens: int
+    text: str
+
+
+class _Dialogue:
+    """Places the tokens of a sequence in which the model said some, and was given the others."""
+
+    __slots__ = ()
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    inserted: tuple[InsertedTokens, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Return all tokens in their order: prompt, sampled and inserted ones."""
+        found, done = self.prompt_token_ids, 0
+        for one in self.inserted:
+            found += self.token_ids[done : one.after] + one.token_ids
+            done = one.after
+        return found + self.token_ids[done:]
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Return the position int64 [T] of each sampled token among all tokens."""
+        found = np.arange(len(self.prompt_token_ids), len(self.prompt_token_ids) + len(self.token_ids))
+        for one in self.inserted:
+            found[one.after :] += len(one.token_ids)
+        return found
+
+    @property
+    def forwarded(self) -> int:
+        """Return the number of tokens that the sampler forwarded, hence rows of routes: all tokens but the last sampled
+        one."""
+        given = sum(len(one.token_ids) for one in self.inserted)
+        return len(self.prompt_token_ids) + given + len(self.token_ids) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +195,8 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """Holds what the sampler returned for one request.
+class Completion(_Dialogue):
+    """Holds what the sampler returned for one request, or for the turns of a dialogue that continue each other.
 
     Attributes:
         token_ids: sampled tokens [T], including the stop token, or all tokens of the stop string.
@@ -147,6 +208,7 @@ class Completion:
         routes: None when nothing was recorded.
         stop_token_id: the stop token that ended the completion, which is then its last token; otherwise None.
         stop_string: the stop string that ended the completion, which its last token completes; otherwise None.
+        inserted: what the model was given between its turns, in order. No token of it is in `token_ids`.
     """
 
     key: str
@@ -158,6 +220,7 @@ class Completion:
     routes: RouteRef | None
     stop_token_id: int | None = None
     stop_string: str | None = None
+    inserted: tuple[InsertedTokens, ...] = ()
 
     @property
     def oldest_version(self) -> int:
@@ -241,16 +304,16 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Sequence(_Dialogue):
     """Holds one completion ready for training: tokens, sampler log-probabilities, reward and the location of its
     routes.
 
     Attributes:
-        prompt_token_ids, token_ids, versions, routes: as in GenerateRequest and Completion.
+        prompt_token_ids, token_ids, versions, routes, inserted: as in GenerateRequest and Completion.
         rollout_logprobs: [T] float32.
         reward: the verifiers' reward plus the configured length terms; a KL penalty is subtracted later.
-        segment_of: key of the completion that these tokens are a segment of; "" for a whole completion. The segments of
-            a completion have its reward, and each has the ones before it in its prompt.
+        segment_of: key of the completion or episode that these tokens are a segment of; "" for a whole completion. The
+            segments have its reward. A token that one of them said is part of the prompt where others go on behind it.
     """
 
     key: str
@@ -261,6 +324,7 @@ class Sequence:
     versions: tuple[VersionSpan, ...]
     routes: RouteRef | None
     segment_of: str = ""
+    inserted: tuple[InsertedTokens, ...] = ()
 
     @classmethod
     def of(cls, completion: Completion, reward: float, segment_of: str = "") -> Sequence:
@@ -274,6 +338,7 @@ class Sequence:
             versions=completion.versions,
             routes=completion.routes,
             segment_of=segment_of,
+            inserted=completion.inserted,
         )
 
     @property
@@ -290,12 +355,6 @@ class Sequence:
     def newest_version(self) -> int:
         """Return the version that sampled the last token."""
         return self.versions[-1].weight_version
-
-    @property
-    def forwarded(self) -> int:
-        """Return the number of tokens that the sampler forwarded, hence rows of routes: all tokens but the last sampled
-        one."""
-        return len(self.prompt_token_ids) + len(self.token_ids) - 1
 
 
 def by_completion(sequences: Iterable[Sequence]) -> list[list[int]]:

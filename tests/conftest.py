@@ -23,7 +23,7 @@ _FIRST = ("end_to_end", "distributed", "rollout", "gateway")
 # Files whose tests share what is slow to start: a world of ranks, an engine.
 _ON_ENGINE = ("test_engine.py", "test_weight_update.py", "test_in_flight.py", "test_feed_on_engine.py")
 _ON_TALKER = tuple(
-    f"test_{name}.py" for name in ("openai", "anthropic", "web", "turn_sampler", "updates", "own_template")
+    f"test_{name}.py" for name in ("openai", "anthropic", "web", "turn_sampler", "updates", "own_template", "training")
 )
 _SHARED = {f"rollout/{name}": "engine" for name in _ON_ENGINE} | {f"gateway/{name}": "talker" for name in _ON_TALKER}
 # Files whose tests take minutes each, and share nothing but a run on disk.

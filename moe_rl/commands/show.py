@@ -3,8 +3,11 @@
     moe-rl show RUN                     samples of the last step
     moe-rl show RUN --step 3 --best     those of step 3, highest reward first
     moe-rl show RUN --mismatch          those of all steps, largest difference of the engines first
+    moe-rl show RUN --session NAME      the turns of an episode, such as step000003-p0-c1
+    moe-rl show FILE.session            the turns of a session that a gateway has kept
 
-The run keeps report.samples_per_step sequences of each step in samples.jsonl.
+The run keeps report.samples_per_step sequences of each step in samples.jsonl, and the sessions of the steps whose
+rollouts it keeps.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from moe_rl.commands.show_session import indented, session_lines
 from moe_rl.disk import write_json
 from moe_rl.errors import DataError, MoeRLError, describe
 from moe_rl.report.sample_lines import FILE, SampleLine, read_samples
+from moe_rl.rollout.kept import SESSION_SUFFIX
 
 _TOKENS = 5  # tokens that are listed for each sample
 
@@ -26,7 +31,9 @@ _TOKENS = 5  # tokens that are listed for each sample
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moe-rl show`."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("run", type=Path, help="folder of the run, or a session file")
+    parser.add_argument("--session", metavar="NAME", help="an episode of the run")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="tokenizer for a session file that is of no run")
     parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last one, or all with an order)")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", action="store_true", help="highest reward first")
@@ -39,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the samples. Returns the exit status: 2 where there are none."""
     try:
+        if options.session is not None or options.run.suffix == SESSION_SUFFIX:
+            print("\n".join(session_lines(options.run, options.session, options.model)))
+            return 0
         chosen = choose(read_samples(options.run), options)
         print("\n\n".join(text(sample) for sample in chosen))
         if options.json:
@@ -90,15 +100,20 @@ def text(sample: SampleLine) -> str:
         f"step {sample.step}, {sample.key}: reward {sample.reward:g} ({parts}), {advantage}, {mismatch}",
         f"  {sample.prompt_tokens} + {len(sample.pieces)} tokens, ended by {sample.finish_reason}, "
         f"weights of version {sample.weights}",
-        _indented("prompt", sample.prompt),
-        _indented("completion", sample.completion),
+        indented("prompt", sample.prompt),
+        *([indented("completion", sample.completion)] if not sample.inserted else _turns(sample)),
     ]
     return "\n".join([*lines, *_largest(sample)])
 
 
-def _indented(name: str, value: str) -> str:
-    first, *rest = value.splitlines() or [""]
-    return "\n".join([f"  {name:<11}{first}", *(" " * 13 + line for line in rest)])
+def _turns(sample: SampleLine) -> Iterable[str]:
+    """Yield what the model said and what it was given, in turn."""
+    done = 0
+    for one in sample.inserted:
+        yield indented("said", "".join(sample.pieces[done : one.after]))
+        yield indented("given", one.text)
+        done = one.after
+    yield indented("said", "".join(sample.pieces[done:]))
 
 
 def _largest(sample: SampleLine) -> Iterable[str]:

@@ -366,7 +366,9 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
         if wrong:
             return None, wrong
         task = load_task(config, codec)
-        return task, [] if config.run.replays else _try_rewards(config, task)
+        if config.run.replays:
+            return task, []
+        return task, _try_rewards(config, task) if config.task.environment is None else _try_environment(config)
     except DataError as error:
         return None, [problem for problem in error.problems if problem not in found]
 
@@ -381,6 +383,20 @@ def _try_rewards(config: Config, task: TaskPrompts) -> list[Problem]:
         return error.problems
     except RewardError as error:
         return [error.message]
+    return []
+
+
+def _try_environment(config: Config) -> list[Problem]:
+    """Import the environment as the run will, and load what renders its chats. Return what is wrong with them."""
+    from moe_rl.gateway.episode_gateway import pool_of  # needs the extra `gateway`
+    from moe_rl.gateway.rendering import ChatRenderer
+
+    assert config.task.environment is not None
+    try:
+        ChatRenderer(config.model.path, config.gateway.renderer)
+        pool_of(config.task.environment, concurrent=1).close()
+    except ConfigError as error:
+        return error.problems
     return []
 
 

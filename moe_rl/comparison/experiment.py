@@ -112,7 +112,7 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
     result["rows"] = rows
     result["setup"] = _setup(asked, facts, first, step, budget, spec)
     result["verdict"] = verdict(result)
-    tokens = [[*s.prompt_token_ids, *s.token_ids][: s.forwarded] for s in found[0].sequences]
+    tokens = [list(s.ids[: s.forwarded]) for s in found[0].sequences]
     return _finite(result), Detail(first.owners, first.passes["native"], first.passes["R3"], tokens)
 
 

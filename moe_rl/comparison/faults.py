@@ -144,7 +144,7 @@ def _read(store: TraceStore, sequence: Sequence, spec: TraceSpec, fed: np.ndarra
 
 
 def _fed(sequence: Sequence) -> np.ndarray:
-    return np.array((sequence.prompt_token_ids + sequence.token_ids)[: sequence.forwarded], np.int64)
+    return np.array(sequence.ids[: sequence.forwarded], np.int64)
 
 
 def _rows_late(writer: ShardWriter, record: RouteRecord, other: RouteRecord | None):

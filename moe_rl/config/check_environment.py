@@ -33,10 +33,17 @@ def environment_problems(config: Config) -> Iterator[Problem]:
             expected="none",
             do="remove it, and send stop with the requests of the environment",
         )
-    yield describe(
-        "a run cannot train on episodes yet",
-        where={"key": "task.environment"},
-        got="an environment",
-        expected="task.rewards",
-        do="play the environment with moe-rl play",
-    )
+    if config.pipeline.mode != "sync":
+        yield describe(
+            "episodes are not played beside training yet",
+            where={"key": "pipeline.mode", **given},
+            got=config.pipeline.mode,
+            expected="sync",
+        )
+    if config.task.environment.concurrent > config.gateway.max_sessions:
+        yield describe(
+            "every episode has a session",
+            where={"key": "task.environment.concurrent"},
+            got=config.task.environment.concurrent,
+            expected=f"at most gateway.max_sessions = {config.gateway.max_sessions}",
+        )

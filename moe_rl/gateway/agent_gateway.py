@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_rl.errors import DataError, DiskError, EngineError, SessionError, describe
-from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingWish, TextWish
+from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingRule, SamplingWish, TextWish
 from moe_rl.gateway.dialogues import Dialogues
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.rendering import ChatRenderer, ParsedAnswer
@@ -45,7 +45,7 @@ class AgentGateway:
             `reopened` sessions of a gateway that was killed; `not_reopened`: those whose journal or records are faulty.
 
     Args:
-        journals: get each turn before its reply is returned.
+        journals: get each turn before its reply is returned. None: what is open ends with the gateway.
         stop_token_ids: tokens that end a completion besides those of the renderer.
     """
 
@@ -56,7 +56,7 @@ class AgentGateway:
         codec: TextCodec,
         turns: TurnSampler,
         book: SessionBook,
-        journals: SessionJournals,
+        journals: SessionJournals | None,
         stop_token_ids: Sequence[int],
     ):
         self.model, self.book, self.turns = model, book, turns
@@ -66,20 +66,35 @@ class AgentGateway:
         self._text_stops = tuple(stop_token_ids)
         self._chat_stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *stop_token_ids)))
         self._dialogues: dict[str, Dialogues] = {}
+        self._rules: dict[str, SamplingRule] = {}
 
-    def open(self, group: str, limits: SessionLimits | None = None) -> OpenedSession:
+    def open(
+        self,
+        group: str,
+        limits: SessionLimits | None = None,
+        *,
+        name: str | None = None,
+        rule: SamplingRule | None = None,
+    ) -> OpenedSession:
         """Open a session of a group.
+
+        Args:
+            name: see SessionBook.open.
+            rule: how its completions are sampled; None: as the client asks.
 
         Raises:
             SessionError: too many are open.
             DiskError: its journal cannot be written.
         """
-        opened = self.book.open(group, now=_now(), limits=limits)
+        opened = self.book.open(group, now=_now(), limits=limits, name=name)
         try:
-            self._journals.open(opened.session, hash_key(opened.key), time.time())
+            if self._journals is not None:
+                self._journals.open(opened.session, hash_key(opened.key), time.time())
         except DiskError:
             self.book.close(opened.session)
             raise
+        if rule is not None:
+            self._rules[opened.session.name] = rule
         return opened
 
     def reopen(self, keeper: SessionKeeper) -> list[str]:
@@ -88,15 +103,16 @@ class AgentGateway:
         Args:
             keeper: has the finished sessions, and the records of the open ones.
         """
-        problems = []
-        for name in self._journals.names():
+        problems, journals = [], self._journals
+        assert journals is not None  # a gateway that keeps none cannot go on
+        for name in journals.names():
             if keeper.has(name):
-                self._journals.remove(name)  # it was killed just when the session was finished
+                journals.remove(name)  # it was killed just when the session was finished
                 continue
             try:
-                journaled = self._journals.read(name, now=time.time(), clock=_now())
+                journaled = journals.read(name, now=time.time(), clock=_now())
                 keeper.check_records(journaled.session)
-                self._journals.go_on(journaled)
+                journals.go_on(journaled)
             except (DataError, SessionError, DiskError) as error:
                 self.counts["not_reopened"] += 1
                 problems.append(f"session {name} is not opened again: {error}")
@@ -127,10 +143,12 @@ class AgentGateway:
 
     def forget(self, session: Session) -> None:
         """Forget a session that has ended. Its key is worth nothing from now on."""
-        self._journals.remove(session.name)
+        if self._journals is not None:
+            self._journals.remove(session.name)
         self.book.close(session)
         self.turns.forget(session)
         self._dialogues.pop(session.name, None)
+        self._rules.pop(session.name, None)
 
     async def chat(self, session: Session, wish: ChatWish, leave: asyncio.Event) -> list[AgentReply]:
         """Sample the next message of a chat. Returns one reply for each sample, and fewer if the client left.
@@ -162,7 +180,7 @@ class AgentGateway:
                 new |= dialogues.add(wish.messages, wish.tools, message_of(answer, use_ids), turn.number)
                 tokens = self._tokens(completion) if wish.logprobs else ()
                 replies.append(AgentReply(turn, len(prompt), answer, use_ids, "", tokens, stop))
-        if new:
+        if new and self._journals is not None:
             self._journals.add_replies(session, new)
         return replies
 
@@ -201,6 +219,8 @@ class AgentGateway:
         leave: asyncio.Event,
     ) -> list[tuple[Turn, Completion]]:
         """Sample a prompt, and add what came of it to the session."""
+        if (rule := self._rules.get(session.name)) is not None:
+            wish = rule.applied(wish)
         room = self.turns.room(prompt)
         if room < 1:
             raise BadRequest(
@@ -222,7 +242,7 @@ class AgentGateway:
             self.counts["left"] += int(leave.is_set())
             # What was aborted before its first token is nothing.
             added = [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
-            if added:
+            if added and self._journals is not None:
                 self._journals.add_turns(session, [turn for turn, _ in added])
             return added
         finally:

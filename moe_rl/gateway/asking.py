@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_rl.gateway.rendering import Message, ParsedAnswer
@@ -43,6 +43,34 @@ class SamplingWish:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     samples: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRule:
+    """Says how all completions of a session are sampled, whatever its client asks.
+
+    Attributes:
+        temperature, top_p, top_k, min_p: as in types.GenerateRequest.
+        longest: most tokens of a completion. A client may ask for fewer.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    longest: int
+
+    def applied(self, wish: SamplingWish) -> SamplingWish:
+        """Return a client's wish as it is served. Its seed is dropped: all episodes of a group would be alike."""
+        return replace(
+            wish,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=self.longest if wish.max_tokens is None else min(self.longest, wish.max_tokens),
+            seed=None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,13 @@ class SessionBook:
         """Return the open sessions, oldest first."""
         return [session for _, session in self._open.values()]
 
-    def open(self, group: str, *, now: float, limits: SessionLimits | None = None) -> OpenedSession:
+    def open(
+        self, group: str, *, now: float, limits: SessionLimits | None = None, name: str | None = None
+    ) -> OpenedSession:
         """Open a session of a group.
+
+        Args:
+            name: that no open session has, without dots; None: one that no session of this store has.
 
         Raises:
             SessionError: too many are open.
@@ -58,8 +63,11 @@ class SessionBook:
                     fault="limit",
                 )
             )
-        name, key = f"s{self._start}-{self._opened:06d}", secrets.token_urlsafe(32)
-        self._opened += 1
+        key = secrets.token_urlsafe(32)
+        if name is None:
+            name = f"s{self._start}-{self._opened:06d}"
+            self._opened += 1
+        assert name not in self._open and "." not in name
         session = Session(name, group, limits or self.limits, now)
         self._open[name] = (hash_key(f"{name}.{key}"), session)
         # The name finds the session, and the secret behind it is compared in constant time.

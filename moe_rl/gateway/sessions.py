@@ -119,6 +119,8 @@ class Session:
         turns: in the order in which they ended.
         ended: whether it takes no more turns. The caller sets it.
         reopened: how often it was opened again by a gateway that started again. The caller sets it.
+        shards: prefix of the names of its trace shards; None: its routes are not recorded. The caller may set it.
+        seed: what the seeds of its requests follow from, with their numbers. The caller may set it.
 
     Args:
         opened: when the session began, on the caller's clock in seconds.
@@ -129,6 +131,9 @@ class Session:
         self.turns: list[Turn] = []
         self.ended = False
         self.reopened = 0
+        self.shards: str | None = f"session-{name}"
+        # Not the part of the name that each start of a gateway has anew.
+        self.seed = name.rpartition("-")[2]
         self._opened = opened
         self._children: dict[int | None, list[int]] = {None: []}
         self._pending: list[PendingTurns] = []

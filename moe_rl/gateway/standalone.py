@@ -105,7 +105,7 @@ def gateway_over(
     config: Config,
     facts: ModelFacts,
     renderer: ChatRenderer,
-    journals: SessionJournals,
+    journals: SessionJournals | None,
     *,
     version: int,
     reads_text: bool,
@@ -113,6 +113,7 @@ def gateway_over(
     """Make the gateway of a config over a sampler.
 
     Args:
+        journals: see AgentGateway.
         version: of the weights that the sampler has.
         reads_text: whether it finds stop strings.
     """
@@ -166,13 +167,14 @@ async def _serve(
 ) -> None:
     lost: list[SamplerGone] = []
 
-    def gone(error: SamplerGone) -> None:
-        lost.append(error)
-        listener.stop()
+    def failed(error: MoeRLError) -> None:
+        if isinstance(error, SamplerGone):
+            lost.append(error)
+            listener.stop()
 
     for problem in gateway.reopen(keeper):
         print(f"moe_rl: {problem}", file=sys.stderr, flush=True)
-    app = GatewayApp(gateway, keeper, token, longest=settings.config.gateway.max_body_mib << 20, gone=gone)
+    app = GatewayApp(gateway, keeper, token, longest=settings.config.gateway.max_body_mib << 20, failed=failed)
     listener = GatewayListener(app.asgi, bound)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, listener.stop)

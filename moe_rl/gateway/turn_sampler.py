@@ -67,7 +67,7 @@ class TurnSampler:
         """Raise EngineError for a prompt or a wish that no place could sample."""
         bounds = self.bounds
         sampling.check(
-            self._requests("checked", place, wish, None),
+            self._requests("checked", "", place, wish),
             max_model_len=bounds.max_model_len,
             vocabulary=bounds.vocabulary,
             reads_text=bounds.reads_text,
@@ -89,13 +89,14 @@ class TurnSampler:
         self._calls[session.name] += 1
         # A request that was under way when a gateway was killed may have left a shard.
         start = f"{session.reopened}." if session.reopened else ""
-        call = f"{session.name}/{start}{self._calls[session.name]}"
+        number, recorded = f"{start}{self._calls[session.name]}", session.shards is not None
+        call, seed = f"{session.name}/{number}", f"{session.seed}/{number}"
         for again in itertools.count():
             at = await self._enter(session)
             try:
                 version, parent = self.version, self._record(session, place)
-                requests = self._requests(call, place, wish, parent)
-                shard = f"session-{call.replace('/', '-')}" + (f"-again{again}" if again else "")
+                requests = self._requests(call, seed, place, wish, parent, record=recorded)
+                shard = f"{session.shards or session.name}-{number}" + (f"-again{again}" if again else "")
                 sampled = await self._sampler.sample_group(at, requests, shard=shard, leave=leave)
             except ServerLost:
                 self.counts["sampled_again"] += 1
@@ -104,7 +105,7 @@ class TurnSampler:
                 await self._exit(at)
             began = [one.oldest_version for one in sampled if one.versions]
             self.version = max([self.version, *(one.newest_version for one in sampled if one.versions)])
-            self.counts["recorded_anew"] += int(place.parent is not None and parent is None)
+            self.counts["recorded_anew"] += int(recorded and place.parent is not None and parent is None)
             self.counts["over_older_rows"] += sum(parent is not None and one != version for one in began)
             return sampled, parent is not None
         raise AssertionError
@@ -121,10 +122,16 @@ class TurnSampler:
         return session.turns[place.parent].routes
 
     def _requests(
-        self, call: str, place: PendingTurns, wish: SamplingWish, parent: RouteRef | None
+        self,
+        call: str,
+        seed: str,
+        place: PendingTurns,
+        wish: SamplingWish,
+        parent: RouteRef | None = None,
+        *,
+        record: bool = True,
     ) -> list[GenerateRequest]:
-        # Not the part of the session's name that each start of the gateway has anew.
-        seed = f"{self._seed} {call.rpartition('-')[2]}" if wish.seed is None else str(wish.seed)
+        seed = f"{self._seed} {seed}" if wish.seed is None else str(wish.seed)
         return [
             GenerateRequest(
                 key=f"{call}/{sample}",
@@ -137,6 +144,7 @@ class TurnSampler:
                 top_p=wish.top_p,
                 min_p=wish.min_p,
                 parent=parent,
+                record=record,
                 stop=wish.stop,
             )
             for sample in range(place.samples)

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from moe_rl.errors import DiskError, MoeRLError, SamplerGone, SessionError
+from moe_rl.errors import DiskError, MoeRLError, SessionError
 from moe_rl.gateway import anthropic_dialect as anthropic
 from moe_rl.gateway import openai_dialect as openai
 from moe_rl.gateway.agent_gateway import AgentGateway
@@ -73,7 +73,7 @@ class GatewayApp:
     Args:
         token: of the owner, who opens and finishes sessions.
         longest: body size limit in bytes.
-        gone: called when the sampler is lost for good.
+        failed: called with each error of the sampler.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class GatewayApp:
         token: str,
         *,
         longest: int,
-        gone: Callable[[SamplerGone], None] = nobody,
+        failed: Callable[[MoeRLError], None] = nobody,
     ):
         self._gateway, self._keeper, self._token, self._longest = gateway, keeper, token.encode(), longest
-        self._gone = gone
+        self._failed = failed
         chat = Dialect(openai.read_chat, gateway.chat, openai.chat_body, openai.chat_events, openai.error_body)
         text = Dialect(openai.read_text, gateway.complete, openai.text_body, openai.text_events, openai.error_body)
         messages = Dialect(
@@ -125,8 +125,7 @@ class GatewayApp:
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_GONE)
             except MoeRLError as error:
-                if isinstance(error, SamplerGone):
-                    self._gone(error)
+                self._failed(error)
                 failed = BadRequest(str(error), status=503, code="sampler_failed")
                 return JSONResponse(dialect.error(failed), failed.status)
             name = secrets.token_hex(12)

@@ -110,7 +110,7 @@ class Microbatch:
         The tokens in this rank's rows are read back from those rows. The others, which are in the rows of other ranks,
         are taken from `sequences`, the packed sequences in packing order.
         """
-        run = np.array([token for s in sequences for token in (s.prompt_token_ids + s.token_ids)[:-1]], np.int64)
+        run = np.array([token for s in sequences for token in s.ids[:-1]], np.int64)
         real = self.rows < len(run)
         run[self.rows[real]] = self.tokens[0].cpu().numpy()[real]
         return np.split(run, np.cumsum([s.forwarded for s in sequences], dtype=np.int64))[:-1]
@@ -197,6 +197,7 @@ def pack(
     heads: Seq[SamplerHead] | None = None,
 ) -> Microbatch:
     """Pack sequences[i] for i in indices. The last token of each is not fed, because nothing is predicted after it.
+    Inserted tokens are fed and not predicted.
 
     Args:
         indices: None packs all sequences.
@@ -216,11 +217,11 @@ def pack(
     done, begins = 0, dict[str, int]()
     for number, (sequence, start) in enumerate(zip(chosen, starts, strict=False)):
         end, completion = start + sequence.forwarded, slice(done, done + len(sequence.token_ids))
-        tokens[start:end] = (sequence.prompt_token_ids + sequence.token_ids)[:-1]
+        tokens[start:end] = sequence.ids[:-1]
         is_real[start:end] = True
         targets[completion] = sequence.token_ids
         sequence_ids[completion] = begins.setdefault(sequence.completion, number)
-        predicts[completion] = np.arange(end - len(sequence.token_ids), end)
+        predicts[completion] = start + sequence.positions - 1
         done = completion.stop
 
     # From here on, keep the rows of this rank only. A token may be predicted on another rank than the one that it is

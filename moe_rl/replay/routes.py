@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -175,11 +176,24 @@ def read_routes(
 
 def _sampled_versions(sequence: Sequence) -> np.ndarray:
     """Return the weight version int64 [T] that sampled the token after each forwarded token; -1 where that token is one
-    of the prompt.
+    of the prompt, or an inserted one.
 
     Raises:
-        RouteValidationError: The versions are not those of the sequence's tokens.
+        RouteValidationError: The versions are not those of the sequence's tokens, or tokens are inserted elsewhere than
+            between sampled ones.
     """
+    ends = [0, *(one.after for one in sequence.inserted), len(sequence.token_ids)]
+    if sequence.inserted and not all(one < other for one, other in pairwise(ends)):
+        raise RouteValidationError(
+            describe(
+                "tokens are inserted elsewhere than between the sampled ones",
+                where={"request": sequence.key},
+                got=f"behind {ends[1:-1]} sampled tokens",
+                expected=f"rising numbers from 1 to {len(sequence.token_ids) - 1}",
+                do="keep every sequence together with its own inserted tokens",
+                fault="inserted tokens",
+            )
+        )
     tokens = [span.tokens for span in sequence.versions]
     if sum(tokens) != len(sequence.token_ids) or min(tokens, default=1) < 1:
         raise RouteValidationError(
@@ -193,7 +207,7 @@ def _sampled_versions(sequence: Sequence) -> np.ndarray:
             )
         )
     versions = np.full(sequence.forwarded, -1, np.int64)
-    versions[len(sequence.prompt_token_ids) - 1 :] = np.repeat([s.weight_version for s in sequence.versions], tokens)
+    versions[sequence.positions - 1] = np.repeat([s.weight_version for s in sequence.versions], tokens)
     return versions
 
 

@@ -5,6 +5,7 @@ The order is that of docs/reference/metrics.md. `registry.py` holds runs to this
 
 from __future__ import annotations
 
+from moe_rl.report.episode_metrics import EPISODES
 from moe_rl.report.metric import Metric
 from moe_rl.report.route_metrics import CARRIED, ROUTES
 
@@ -154,6 +155,7 @@ ALL = (
         "lost: what a server was sampling when it was lost, with the routes in its memory.",
         "A large share of all sampled tokens.",
         "when measured"),
+    *EPISODES,
     # Agreement of sampler and trainer on the policy: same tokens, same weights, two engines.
     Metric("policy_kl/k1", "nats/token", "neutral",
         "Mean over the sampled tokens of (sampler logprob - trainer logprob): the k1 estimate of KL(rollout || "

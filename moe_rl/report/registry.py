@@ -92,6 +92,7 @@ _ROOMS = {
     "reward": "What the policy earns",
     "rollout": "What the sampler produced",
     "group": "Groups",
+    "episode": "Episodes of an environment",
     "pipeline": "The pool of an asynchronous run",
     "policy_kl": "Sampler against trainer: the policy",
     "policy": "Sampler against trainer: single tokens",

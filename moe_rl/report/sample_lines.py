@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_rl.report.json_lines import StepFile, read_lines
-from moe_rl.types import VersionSpan
+from moe_rl.types import InsertedText, VersionSpan
 
 FILE = "samples.jsonl"
 
@@ -19,7 +19,7 @@ class SampleLine:
     Attributes:
         step: the training step that sampled the sequence and trained on it.
         key: the request's name in messages and in the trace.
-        prompt, completion: texts. The completion leaves out the stop token.
+        prompt, completion: texts. The completion leaves out the stop token, and what was inserted.
         reward: what the advantage was computed from, length terms included.
         parts: value of each reward function.
         advantage: advantage of the sequence. None if the sequence was not trained on.
@@ -31,8 +31,9 @@ class SampleLine:
             not finite.
         trainer_logprobs: the same in the trainer, in the pass that runs on the sampler's weights. Empty if the sequence
             was not in that pass.
-        differing_layers: for each forwarded token (prompt and completion without the last token), the number of MoE
-            layers whose router would choose other experts in the trainer. Empty as above.
+        differing_layers: for each forwarded token (all but the last sampled one), the number of MoE layers whose router
+            would choose other experts in the trainer. Empty as above.
+        inserted: what the model was given between its turns.
     """
 
     step: int
@@ -49,6 +50,7 @@ class SampleLine:
     sampler_logprobs: list[float | None]
     trainer_logprobs: list[float | None]
     differing_layers: list[int]
+    inserted: list[InsertedText] = field(default_factory=list)
 
     @property
     def weights(self) -> str:
@@ -74,7 +76,7 @@ class SampleLine:
     def layers_at(self, token: int) -> int | None:
         """Return the number of layers that differ at sampled token `token`. None for the last one, which is not
         forwarded, and where nothing was measured."""
-        row = self.prompt_tokens + token
+        row = self.prompt_tokens + token + sum(one.tokens for one in self.inserted if one.after <= token)
         return self.differing_layers[row] if row < len(self.differing_layers) else None
 
 

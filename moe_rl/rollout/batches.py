@@ -15,9 +15,10 @@ from moe_rl.errors import RewardError, describe
 from moe_rl.objectives.advantages import has_spread, overlong_penalty
 from moe_rl.rollout.kept import KeptSample, RolloutBatch, shards_of
 from moe_rl.rollout.pieces import Pieces, all_pieces, joined
+from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
-from moe_rl.types import QUANTILES, Completion, Prompt, Sequence, Verdict
+from moe_rl.types import QUANTILES, Completion, InsertedText, Prompt, Sequence, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class PromptGroup:
     Attributes:
         number: Index of the prompt within its step.
         completions: The pieces of each, joined.
+        trajectories: What was played, if these are episodes. The sequences of each are its pieces.
         rewards: One per completion; None where verification failed.
     """
 
@@ -36,6 +38,7 @@ class PromptGroup:
     completions: Seq[Completion]
     verdicts: Seq[Verdict]
     rewards: Seq[float | None]
+    trajectories: Seq[Trajectory] = ()
 
     @property
     def shards(self) -> list[str]:
@@ -105,6 +108,18 @@ class Batches:
         ]
         return PromptGroup(number, prompt, pieces, completions, verdicts, rewards)
 
+    def played(self, number: int, prompt: Prompt, trajectories: Seq[Trajectory]) -> PromptGroup:
+        """Return a group of episodes."""
+        return PromptGroup(
+            number,
+            prompt,
+            [one.sequences for one in trajectories],
+            [one.whole for one in trajectories],
+            [one.verdict for one in trajectories],
+            [one.verdict.reward for one in trajectories],
+            trajectories,
+        )
+
     def make(
         self, step: int, groups: Seq[PromptGroup], chosen: Seq[PromptGroup], *, exact: bool = False
     ) -> RolloutBatch:
@@ -121,13 +136,13 @@ class Batches:
         completions = [c for group in groups for c in group.completions]
         verdicts = [v for group in groups for v in group.verdicts]
         self.check(verdicts)
-        metrics = self._metrics(completions, verdicts)
+        metrics = self._metrics(completions, verdicts) | episode_metrics([t for g in groups for t in g.trajectories])
         trained = [
             (group, index, piece, reward)
             for group in chosen
             for index, reward in enumerate(group.rewards)
             if reward is not None
-            for piece in (group.pieces[index] if exact else [group.completions[index]])
+            for piece in (group.pieces[index] if exact or group.trajectories else [group.completions[index]])
         ]
         sequences = []
         for group, index, piece, reward in trained:
@@ -135,7 +150,10 @@ class Batches:
             sequences.append(Sequence.of(piece, reward, "" if piece is whole else whole.key))
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
-        recorded = [completion.routes for completion in completions if completion.routes is not None]
+        stored = (
+            one for group in groups for one in (all_pieces(group.pieces) if group.trajectories else group.completions)
+        )
+        recorded = [one.routes for one in stored if one.routes is not None]
         written = {shard for group in groups for shard in group.shards}
         trace_bytes = sum((self.trace_root / f"{shard}.safetensors").stat().st_size for shard in written)
         same = sum(group.scored > 1 and not group.informative for group in groups)
@@ -154,24 +172,27 @@ class Batches:
 
     def check(self, verdicts: Seq[Verdict]) -> None:
         """Raise RewardError if too many verifications failed, or all."""
-        check_failed_fraction(verdicts, self.config.task.max_failed_fraction)
+        if self.config.task.environment is None:
+            what, do = ("verifications", "no completion of a step could be verified"), "fix the reward functions"
+        else:
+            what, do = ("episodes", "all episodes of a step failed"), "fix the environment"
+        check_failed_fraction(verdicts, self.config.task.max_failed_fraction, f"too many {what[0]} failed")
         if not any(verdict.scored for verdict in verdicts):
-            raise RewardError(
-                describe(
-                    "no completion of a step could be verified", got=verdicts[0].detail, do="fix the reward functions"
-                )
-            )
+            raise RewardError(describe(what[1], got=verdicts[0].detail, do=do))
 
     def _sample_of(self, group: PromptGroup, index: int, piece: Completion) -> KeptSample:
         """Return what samples.jsonl shows of a completion, or of a piece of it behind the earlier ones."""
         before = piece.prompt_token_ids[len(group.completions[index].prompt_token_ids) :]
         return KeptSample(
             key=piece.key,
-            prompt=group.prompt.text + self.codec.decode(before),
+            prompt=("" if group.trajectories else group.prompt.text) + self.codec.decode(before),
             completion=self.codec.text(piece),
             pieces=[self.codec.decode([token]) for token in piece.token_ids],
             parts=group.verdicts[index].parts,
             finish_reason=piece.finish_reason,
+            inserted=[
+                InsertedText(one.after, len(one.token_ids), self.codec.decode(one.token_ids)) for one in piece.inserted
+            ],
         )
 
     def _overlong(self, completion: Completion) -> float:
@@ -195,8 +216,25 @@ class Batches:
             "rollout/completion_tokens_mean": sum(lengths) / len(completions),
             **_quantiles("rollout/completion_tokens_quantile", lengths),
             "rollout/truncated_fraction": _mean([float(c.finish_reason == "length") for c in completions]),
-            "rollout/weight_version": max(c.newest_version for c in completions),
+            "rollout/weight_version": max(span.weight_version for c in completions for span in c.versions),
         }
+
+
+def episode_metrics(trajectories: Seq[Trajectory]) -> dict[str, float]:
+    """Return the metrics of episodes; none without any."""
+    if not trajectories:
+        return {}
+    said = sum(len(one.token_ids) for played in trajectories for one in played.sequences)
+    given = sum(one.inserted for one in trajectories)
+    turns = [one.turns for one in trajectories]
+    return {
+        "episode/turns_mean": _mean(turns),
+        **_quantiles("episode/turns_quantile", turns),
+        "episode/branches_mean": _mean([one.branches for one in trajectories]),
+        "episode/sequences_mean": _mean([len(one.sequences) for one in trajectories]),
+        "episode/inserted_fraction": given / max(1, given + said),
+        "episode/failed": sum(not one.verdict.scored for one in trajectories),
+    }
 
 
 def discarded(sampled: int, chosen: int, lacking: int) -> dict[str, float]:
@@ -216,6 +254,8 @@ def digest_of(completions: Seq[Completion]) -> str:
     for completion in completions:
         digest.update(np.asarray(completion.token_ids, dtype="<i4").tobytes())
         digest.update(completion.logprobs.tobytes())
+        for one in completion.inserted:
+            digest.update(np.asarray([one.after, *one.token_ids], dtype="<i4").tobytes())
     return digest.hexdigest()
 
 

@@ -6,12 +6,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from moe_rl.errors import EngineError, WeightSyncError, describe
+from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.rollout.group_sampler import ServerLost
-from moe_rl.rollout.sampler import nobody
+from moe_rl.rollout.group_sampler import EngineGroups, GroupSampler, ServerLost
+from moe_rl.rollout.sampler import Sampler, nobody
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.sampling import Growing
 from moe_rl.weights.update import WeightUpdate
+
+
+def groups_at(sampler: Sampler) -> GroupSampler:
+    """Return the GroupSampler of a run's engine or fleet."""
+    if isinstance(sampler, ServerFleet):
+        return FleetGroups(sampler)
+    assert isinstance(sampler, VllmEngine)  # there is no other
+    return EngineGroups(sampler)
 
 
 class FleetGroups:

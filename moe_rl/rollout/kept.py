@@ -7,6 +7,8 @@ shards: keys, tokens, sampler logprobs, rewards, weight versions and route refer
 
 `rollouts/step000012.sampled` holds the completions of a step that are not all judged yet, where their weights will be
 gone by then. It is deleted when the other file is there.
+
+`rollouts/step000012-p3-c1.session` holds the turns of an episode, see `gateway.finishing`.
 """
 
 from __future__ import annotations
@@ -19,17 +21,22 @@ from pathlib import Path
 
 from moe_rl.errors import DataError, describe
 from moe_rl.rollout import sealed
+from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
-from moe_rl.types import Completion, Sequence
+from moe_rl.types import Completion, InsertedText, Sequence
 
-# The sampler appends what follows the round or the number: the server of a fleet, or the pipeline stage of an engine.
-_SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?")
+# The sampler appends what follows the round, the turn or the number: the server of a fleet, or the pipeline stage of an
+# engine. A session of an episode has the name of its turns' shards, without the number of the turn.
+_SHARD = re.compile(
+    r"step(\d{6,})(?:-round\d+|-p\d+-c\d+(?:-\d+(?:-again\d+)?)?)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?"
+)
 _GROUP_SHARD = re.compile(r"group(\d{6,})-(\d+)(?:-server\d+)?(?:\.pp\d+of\d+)?")
 _SUFFIX = ".rollout"
 _HEAD, _WHAT = "moe_rl rollout 1", "a step's rollouts"
 _SAMPLED_SUFFIX = ".sampled"
+SESSION_SUFFIX = ".session"
 _SAMPLED_HEAD, _SAMPLED_WHAT = "moe_rl sampled 1", "the completions of a step"
 
 
@@ -43,6 +50,7 @@ class KeptSample:
     pieces: list[str]
     parts: dict[str, float]
     finish_reason: str
+    inserted: list[InsertedText] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +77,31 @@ class SampledStep:
 
     Attributes:
         first: Cursor of the first prompt; the others follow it.
-        completions: Of each prompt.
+        completions: Of each prompt; empty where episodes were played.
         metrics: Measured during sampling.
         digest: As in RolloutBatch.
+        trajectories: Of each prompt, where episodes were played.
     """
 
     first: int
     completions: list[list[Completion]]
     metrics: dict[str, float]
     digest: str
+    trajectories: list[list[Trajectory]] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> int:
+        """Return the number of prompts."""
+        return len(self.trajectories or self.completions)
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Return a sequence of each completion. Its reward is not known: NaN."""
-        return [Sequence.of(one, math.nan) for group in self.completions for one in group]
+        """Return all sequences. Their rewards are not known: NaN."""
+        played = [one for group in self.trajectories for one in group]
+        return [
+            *(Sequence.of(one, math.nan) for group in self.completions for one in group),
+            *(Sequence.of(one, math.nan, trajectory.name) for trajectory in played for one in trajectory.sequences),
+        ]
 
 
 def shards_of(recorded: Iterable[Sequence | Completion]) -> list[str]:
@@ -93,6 +112,17 @@ def shards_of(recorded: Iterable[Sequence | Completion]) -> list[str]:
 def shard_name(step: int, number: int = 0) -> str:
     """Return the name of the trace shard for one round of a step's rollout. Rounds are numbered from 0."""
     return f"step{step:06d}" + (f"-round{number + 1}" if number else "")
+
+
+def episode_name(step: int, prompt: int, member: int) -> str:
+    """Return the name of an episode of a step: of its session, and of the trace shards of its turns without their
+    numbers.
+
+    Args:
+        prompt: number of the prompt within the step, from 0.
+        member: number of the episode among those of the prompt, from 0.
+    """
+    return f"{shard_name(step)}-p{prompt}-c{member}"
 
 
 def shard_step(name: str) -> int | None:
@@ -215,7 +245,7 @@ class KeptRollouts:
         for path in self.folder.glob("*.tmp"):
             if not _is_of(path.name.partition(".")[0], steps):  # the pool may be writing the file of the next step
                 path.unlink(missing_ok=True)
-        for path in [*self._files(), *self._files(_SAMPLED_SUFFIX)]:
+        for path in [file for suffix in (_SUFFIX, _SAMPLED_SUFFIX, SESSION_SUFFIX) for file in self._files(suffix)]:
             if not _is_of(path.stem, steps):
                 path.unlink(missing_ok=True)
 

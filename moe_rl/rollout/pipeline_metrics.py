@@ -20,7 +20,7 @@ def of_consumed(step: int, groups: Sequence[KeptGroup]) -> dict[str, float]:
     spans = [
         (span.tokens, span.weight_version - piece.oldest_version) for _, piece in pieces for span in piece.versions
     ]
-    forwarded = sum(len(one.prompt_token_ids) + len(one.token_ids) - 1 for _, one in pieces)
+    forwarded = sum(one.forwarded for _, one in pieces)
     versions = [
         len({span.weight_version for piece in parts for span in piece.versions})
         for one in groups

@@ -31,10 +31,7 @@ from moe_rl.errors import MoeRLError
 from moe_rl.messages import Channel, Message
 from moe_rl.models.hf import read_model
 from moe_rl.rollout import pool_wire as wire
-from moe_rl.rollout.engine import VllmEngine
-from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.rollout.fleet_groups import FleetGroups
-from moe_rl.rollout.group_sampler import EngineGroups
+from moe_rl.rollout.fleet_groups import groups_at
 from moe_rl.rollout.pool_groups import GroupPool
 from moe_rl.rollout.rollouts import Rollouts, Unjudged, start_sampler
 from moe_rl.tasks.prompts import load_task
@@ -61,9 +58,7 @@ def main() -> None:
         engine = rollouts.engine
         line.answer(wire.PoolOpened(engine.vllm_version, engine.workers, engine.address))
         if rollouts.config.pipeline.by_group:
-            assert isinstance(engine, ServerFleet | VllmEngine)
-            sampler = FleetGroups(engine) if isinstance(engine, ServerFleet) else EngineGroups(engine)
-            asyncio.run(_by_group(line, GroupPool(rollouts, sampler, call.run_dir)))
+            asyncio.run(_by_group(line, GroupPool(rollouts, groups_at(engine), call.run_dir)))
         else:
             _by_batch(line, rollouts)
     os._exit(0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Container
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,10 +17,12 @@ from moe_rl.config.schema import Config
 from moe_rl.models.hf import ModelFacts
 from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of, discarded, recorded
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.episodes import Episodes
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name, shards_of
 from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
 from moe_rl.rollout.sampler import Sampler
+from moe_rl.rollout.trajectories import EpisodePlayer, Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.tasks.tokenizer import stop_tokens
@@ -66,17 +68,28 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
         router_logits_fraction=rollout.router_logits_fraction,
         head=config.objective.score_centering or 0,
         sleeps=rollout.sleep_level > 0,
-        reads_text=bool(rollout.stop),
+        reads_text=bool(rollout.stop) or config.task.environment is not None,  # environments send texts that end a turn
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRound:
-    """Holds prompts, the completions of each, and the judging of these, which has begun."""
+    """Holds prompts, the completions of each, and the judging of these, which has begun.
+
+    Attributes:
+        judging: None for episodes, which come with their verdicts.
+        trajectories: of each prompt, if episodes were played. What was said in each is its completion.
+    """
 
     prompts: Seq[Prompt]
     completions: list[list[Completion]]
-    judging: Judging
+    judging: Judging | None
+    trajectories: list[list[Trajectory]] = field(default_factory=list)
+
+    @classmethod
+    def played(cls, prompts: Seq[Prompt], trajectories: list[list[Trajectory]]) -> SampledRound:
+        """Make the round of episodes that were played."""
+        return cls(prompts, [[one.whole for one in group] for group in trajectories], None, trajectories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +102,11 @@ class Unjudged:
 
 
 class Rollouts:
-    """Owns the prompts and the verifiers, and calls the sampler. One process of a run has it.
+    """Owns the prompts, and the verifiers or the environment, and calls the sampler. One process of a run has it.
 
     Attributes:
+        verifiers: judge completions, if there is no environment.
+        episodes: plays the prompts, if there is one.
         left_behind: the batch of the next step, if an earlier process of this run sampled it.
         unusable: what an earlier process has left and is sampled again, as messages.
     """
@@ -102,11 +117,16 @@ class Rollouts:
         facts: ModelFacts,
         task: TaskPrompts,
         engine: Sampler,
-        verifiers: VerifierPool,
+        verifiers: VerifierPool | None,
         run_dir: Path,
         store: TraceStore,
+        player: EpisodePlayer | None = None,
     ):
-        self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
+        """verifiers, player: one of the two, as the config says."""
+        self.config, self.engine, self.store = config, engine, store
+        if verifiers is not None:
+            self.verifiers = verifiers
+        self.episodes = None if player is None else Episodes(config, player)
         self.stop_tokens = stop_tokens(config, facts)
         self.batches = Batches(config, task.codec, run_dir / "trace")
         self.source = PromptSource(task.train, config.run.seed)
@@ -136,7 +156,7 @@ class Rollouts:
         else:
             unjudged = self._sampled(step, clock)
         sampled = unjudged.sampled
-        prompts = range(sampled.first, sampled.first + len(sampled.completions))
+        prompts = range(sampled.first, sampled.first + sampled.prompts)
         ids = [prompt.id for one in unjudged.rounds for prompt in one.prompts]
         self.ledger.record(step - 1, prompts, ids, sampled.digest)
         return unjudged
@@ -181,15 +201,18 @@ class Rollouts:
             **recorded(before, self.engine.counts()),
             **self.lost_servers(),
         }
-        sampled = SampledStep(first, completions, metrics, digest_of(flat))
+        played = [group for one in rounds for group in one.trajectories]
+        sampled = SampledStep(first, [] if played else completions, metrics, digest_of(flat), played)
         if self.config.pipeline.ahead:
-            self.store.check_published(shards_of(flat))
+            self.store.check_published(shards_of(sampled.sequences))
             self.kept.save_sampled(step, sampled)
         return Unjudged(step, sampled, rounds)
 
     def _judged_again(self, step: int, sampled: SampledStep) -> Unjudged:
         """Begin to judge what an earlier process of this run has sampled for a step."""
-        prompts = self.source.at(sampled.first, len(sampled.completions))
+        prompts = self.source.at(sampled.first, sampled.prompts)
+        if sampled.trajectories:
+            return Unjudged(step, sampled, [SampledRound.played(prompts, sampled.trajectories)])
         judging = self.verifiers.judging()
         repeated = [(prompt, c) for prompt, group in zip(prompts, sampled.completions, strict=True) for c in group]
         for at, (prompt, completion) in enumerate(repeated):
@@ -210,6 +233,9 @@ class Rollouts:
         """
         rollout = self.config.rollout
         prompts = self.source.at(first + done, rollout.prompts_per_step)
+        if self.episodes is not None:
+            with clock("sample"):
+                return SampledRound.played(prompts, self.episodes.round(step, prompts, first=done))
         requests = [
             self.request(f"s{step}/p{p}/c{c}", prompt.token_ids, rollout.temperature)
             for p, prompt in enumerate(prompts, start=done)
@@ -225,6 +251,10 @@ class Rollouts:
         groups: list[PromptGroup] = []
         with clock("reward"):
             for one in rounds:
+                for prompt, trajectories in zip(one.prompts, one.trajectories, strict=False):
+                    groups.append(self.batches.played(len(groups), prompt, trajectories))
+                if one.judging is None:
+                    continue
                 with one.judging:
                     verdicts = iter(one.judging.verdicts())
                 for prompt, completions in zip(one.prompts, one.completions, strict=True):
@@ -242,6 +272,8 @@ class Rollouts:
     def evaluate(self, step: int) -> dict[str, float]:
         """Return pass rates on held-out prompts, as each source asks for them. Prompts and seeds are the same at every
         call."""
+        if self.episodes is not None:
+            return self.rates(self.episodes.evaluated(self.heldout))
         answers = []
         for name, asked in zip(EVALUATED, self.evaluation(), strict=True):
             places, requests = [place for place, _ in asked], [one for _, one in asked]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -233,12 +234,33 @@ class _PromptMaker:
 
     def _prompt(self, source: PromptSourceConfig, row: dict[str, Any], number: int) -> Prompt:
         """Return the prompt of a row. Raises _Unfit."""
-        for column in filter(None, (source.prompt, source.id, source.level)):
+        plays = self._config.task.environment is not None
+        for column in filter(None, ("" if plays else source.prompt, source.id, source.level)):
             if row.get(column) is None:
                 lacks = f"the row lacks the column {column}"
                 raise _Unfit(
                     lacks, f"only {', '.join(row) or 'no column'}" if column not in row else "null", kind="missing"
                 )
+        text, token_ids, messages = self._row_text(row) if plays else self._tokenised(source, row)
+        return Prompt(
+            id=f"{source.name}/{number if source.id is None else self._name(source.id, row)}",
+            text=text,
+            token_ids=token_ids,
+            columns=row,
+            messages=messages,
+            level=None if source.level is None else str(row[source.level]),
+        )
+
+    def _row_text(self, row: dict[str, Any]) -> tuple[str, tuple[int, ...], None]:
+        """Return a row for an environment as JSON, with the first tokens of it. No sampler gets them as a prompt."""
+        text = json.dumps(row, ensure_ascii=False)
+        return text, self._codec.encode(text)[: self._limit], None
+
+    def _tokenised(
+        self, source: PromptSourceConfig, row: dict[str, Any]
+    ) -> tuple[str, tuple[int, ...], tuple[Mapping[str, Any], ...] | None]:
+        """Return what the sampler gets for a row: text, tokens, and the chat that it was rendered from, if there is
+        one."""
         given = row[source.prompt]
         if not isinstance(given, str | list):
             raise _Unfit(f"the column {source.prompt} is no prompt", type(given).__name__, expected="text or messages")
@@ -265,14 +287,7 @@ class _PromptMaker:
                 expected=f"at most {self._limit}",
                 kind="too_long",
             )
-        return Prompt(
-            id=f"{source.name}/{number if source.id is None else self._name(source.id, row)}",
-            text=text,
-            token_ids=token_ids,
-            columns=row,
-            messages=messages,
-            level=None if source.level is None else str(row[source.level]),
-        )
+        return text, token_ids, messages
 
     def _name(self, column: str, row: dict[str, Any]) -> str:
         value = row[column]

@@ -81,7 +81,7 @@ def check_failed_fraction(
             where={"key": "task.max_failed_fraction"},
             got=f"{len(failed)} of {len(verdicts)}",
             expected=f"at most {limit:.0%}",
-            do="mend the reward function, or raise task.max_failed_fraction or task.verifier_timeout_seconds. Reasons: "
+            do="mend what gives the rewards, or raise task.max_failed_fraction or its time limit. Reasons: "
             + "; ".join(f"{count} x {reason}" for reason, count in reasons),
             fault="too many",
         )

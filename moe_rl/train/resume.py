@@ -254,7 +254,7 @@ def left_behind(
         if not step - 1 - lag <= versions[0] <= versions[-1] <= step - 1:
             bound = f"version {step - 1}" + (f", or up to {lag} older" if lag else "")
             raise of_others("weights", f"versions {versions} in {sequence.key}", bound)
-        fed = np.array([*sequence.prompt_token_ids, *sequence.token_ids[:-1]], np.int64)
+        fed = np.array(sequence.ids[:-1], np.int64)
         read_routes(
             kept.store,
             [sequence],

@@ -129,6 +129,7 @@ def _line(step: int, sample: KeptSample, sequence: Sequence, views: Seq[View]) -
         sampler_logprobs=_finite(sequence.rollout_logprobs.tolist()),
         trainer_logprobs=_finite(spoken[0].logprobs if spoken else ()),
         differing_layers=differing,
+        inserted=sample.inserted,
     )
 
 

@@ -117,7 +117,7 @@ def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tu
         raise _refused(sequence, f"{first} is missing", fault="missing", got="no record")
     ones: list[np.ndarray] = []
     others: list[np.ndarray] = []
-    ref, prompt, end = sequence.routes, len(sequence.prompt_token_ids), len(sequence.token_ids)
+    ref, positions, end = sequence.routes, sequence.positions, len(sequence.token_ids)
     while True:
         try:
             one, other, info = store.aux(ref, first), store.aux(ref, second), store.info(ref)
@@ -125,23 +125,27 @@ def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tu
             raise _refused(sequence, f"{first} cannot be read", fault="unreadable", got=error) from error
         # A record that continues another has entries for its own tokens. Those before are in the other, unless they are
         # of the prompt.
-        continued = 0 if info.parent is None else max(0, info.parent.rows + 1 - prompt)
+        before = 0 if info.parent is None else int(np.searchsorted(positions[:end], info.parent.rows + 1))
         # The row of position p - 1 gave the token at position p. vLLM may find a stop string late: then more tokens
         # were drawn than the sequence has.
-        drawn = (info.held_rows if not ones else ref.rows) + ref.start + 1 - prompt - continued
-        if len(one) != drawn or drawn < end - continued:
+        begin = positions[before] if before < end else len(sequence.prompt_token_ids) + before
+        drawn, own = info.held_rows + ref.start + 1 - begin, end - before
+        if len(one) != drawn or drawn < own:
             raise _refused(
                 sequence,
                 f"{first} belongs to other tokens",
                 got=f"an entry for {len(one)} tokens",
                 fault="tokens",
-                expected=max(drawn, end - continued),
+                expected=max(drawn, own),
             )
+        if ones:  # what was drawn late behind an earlier turn
+            ids = int(one[:own].sum()) if first == "support_counts" else own
+            one, other = one[:own], other[:ids]
         ones.insert(0, one)
         others.insert(0, other)
-        if info.parent is None or not continued:
+        if info.parent is None or not before:
             return np.concatenate(ones), np.concatenate(others)
-        ref, end = info.parent, continued
+        ref, end = info.parent, before
 
 
 def _refused(

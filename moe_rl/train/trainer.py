@@ -34,6 +34,7 @@ from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
 from moe_rl.report.timeline import Timeline
 from moe_rl.report.trackers import Trackers
+from moe_rl.rollout.fleet_groups import groups_at
 from moe_rl.rollout.kept import RolloutBatch, kept_steps
 from moe_rl.rollout.pool_client import PooledRollouts, PooledSampler
 from moe_rl.rollout.replayed import ReplayedRollouts
@@ -168,9 +169,15 @@ class Trainer:
                 )
             pool = stack.enter_context(closing(PooledSampler(config, run_dir, self.folder.config)))
             return PooledRollouts(config, task, pool, run_dir, self.store)
-        verifiers = stack.enter_context(VerifierPool.of(config.task))
+        if config.task.environment is None:
+            verifiers = stack.enter_context(VerifierPool.of(config.task))
+            engine = stack.enter_context(closing(start_sampler(config, self.facts, run_dir)))
+            return Rollouts(config, self.facts, task, engine, verifiers, run_dir, self.store)
+        from moe_rl.gateway.episode_gateway import EpisodeThread  # needs the extra `gateway`
+
         engine = stack.enter_context(closing(start_sampler(config, self.facts, run_dir)))
-        return Rollouts(config, self.facts, task, engine, verifiers, run_dir, self.store)
+        player = stack.enter_context(EpisodeThread(config, self.facts, groups_at(engine), run_dir, self.store))
+        return Rollouts(config, self.facts, task, engine, None, run_dir, self.store, player)
 
     def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
         """Take the batch of a step on rank 0, and send its tokens to all ranks. Routes stay in the trace store.

@@ -25,6 +25,10 @@ def keys(*overrides):
     return sorted(str(problem.about["key"]) for problem in found(*overrides))
 
 
+def test_an_environment_takes_the_place_of_rewards():
+    assert found(*PLAYS, *NO_REWARDS) == []
+
+
 def test_rewards_or_an_environment_are_needed():
     assert keys() == []
     assert keys(*NO_REWARDS) == ["task.rewards"]
@@ -40,6 +44,8 @@ def test_rewards_or_an_environment_are_needed():
         ("task.overlong={cache_tokens: 2}", "task.overlong"),
         ("task.verifier_workers=2", "task.verifier_workers"),
         ("rollout.stop=[END]", "rollout.stop"),
+        ("pipeline.mode=one_step_off", "pipeline.mode"),
+        ("gateway.max_sessions=15", "task.environment.concurrent"),
         ("task.environment.run=moe_rl.tasks.environments.examples.calculator.no_such", "task.environment.run"),
         ("task.environment.run=calculator", "task.environment.run"),
         ("task.environment.turns=0", "task.environment.turns"),

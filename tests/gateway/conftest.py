@@ -25,6 +25,7 @@ from moe_rl.gateway.session_journal import SessionJournals
 from moe_rl.gateway.session_keys import SessionBook
 from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.gateway.web import GatewayApp
+from moe_rl.models.hf import read_model
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.tasks.tokenizer import TextCodec
@@ -146,7 +147,7 @@ def settings(checkpoint, tmp_path_factory) -> EngineSettings:
         max_concurrent=128,
         kv_cache_mib=64,
         trace_root=folder / "trace",
-        model_fingerprint="talker",
+        model_fingerprint=read_model(checkpoint).fingerprint,
         log_path=folder / "engine.log",
         startup_timeout_seconds=600.0,
         seed=0,

@@ -36,3 +36,23 @@ async def adds(session, row):
     messages += [reply, {"role": "tool", "tool_call_id": call["id"], "content": str(row["answer"])}]
     reply = await session.chat(messages, tools=[ADD], temperature=0, max_tokens=64)
     return [0.0, float(reply["content"].strip() == f"{row['answer']}.")]
+
+
+def tool_says(reply, text):
+    """Return the answer to the first tool call of a reply; to none, if it has none."""
+    calls = reply.get("tool_calls") or [{"id": "none"}]
+    return {"role": "tool", "tool_call_id": calls[0]["id"], "content": text}
+
+
+async def branches(session, row):
+    """Hold a dialogue of three turns with a tool, and try another result of the tool behind the first turn."""
+    if row.get("fault") == "raise":
+        raise KeyError("planted")
+    asked = [{"role": "user", "content": row["question"]}]
+    first = await session.chat(asked, tools=[ADD], max_tokens=64)
+    told = [*asked, first, tool_says(first, str(row["answer"]))]
+    second = await session.chat(told, tools=[ADD], max_tokens=32)
+    told += [second, tool_says(second, "6")]
+    await session.chat(told, tools=[ADD], max_tokens=12)
+    await session.chat([*asked, first, tool_says(first, "7")], tools=[ADD], max_tokens=12)
+    return float((second["content"] or "").strip() == f"{row['answer']}.")

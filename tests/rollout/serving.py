@@ -143,6 +143,11 @@ class Router:
         logprobs = output.logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
         return sets.numpy(), gaps.numpy(), logprobs.numpy()
 
+    @torch.no_grad()
+    def logits(self, tokens) -> torch.Tensor:
+        """Return the logits [T, V] of every token."""
+        return self._model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+
 
 def agree(store: TraceStore, router: Router, completions, *, version: int = 0, atol: float = 1e-5) -> None:
     """Check that every completion is valid and sampled and routed as in `transformers`, except for ties.

@@ -264,6 +264,7 @@ def test_shards_are_told_apart_by_their_step():
 
 def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_greedy():
     rollouts = object.__new__(Rollouts)
+    rollouts.episodes = None
     rollouts.config = SimpleNamespace(
         run=SimpleNamespace(seed=1),
         rollout=SimpleNamespace(max_completion_tokens=5, top_k=8, top_p=0.9, min_p=0.1, stop=()),
@@ -381,10 +382,11 @@ class Evaluating:
 
     def __init__(self, *heldout):
         rollouts = object.__new__(Rollouts)
+        rollouts.episodes = None
         rollouts.config = SimpleNamespace(
             run=SimpleNamespace(seed=1),
             rollout=SimpleNamespace(temperature=0.5, max_completion_tokens=5, top_k=7, top_p=0.8, min_p=0.0, stop=()),
-            task=SimpleNamespace(pass_reward="right"),
+            task=SimpleNamespace(environment=None, pass_reward="right"),
         )
         rollouts.stop_tokens, rollouts.heldout = (), heldout
         rollouts.batches = Batches(rollouts.config, None, None)

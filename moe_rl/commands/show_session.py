@@ -1,0 +1,94 @@
+"""Lays out the turns of one session: what the model was given, what it said, and what it earned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_rl.config.load import load_config
+from moe_rl.errors import DataError, MoeRLError, describe
+from moe_rl.gateway.finishing import read_session
+from moe_rl.gateway.sessions import Session, Turn
+from moe_rl.report.sample_lines import FILE, read_samples
+from moe_rl.rollout.kept import SESSION_SUFFIX, KeptRollouts, shard_step
+from moe_rl.tasks.tokenizer import TextCodec
+from moe_rl.trace import TraceStore
+from moe_rl.types import VersionSpan
+
+
+def session_lines(path: Path, name: str | None, model: Path | None) -> Iterator[str]:
+    """Yield the lines of a session.
+
+    Args:
+        path: session file, or the folder of a run that has kept the session `name`.
+        model: folder with the tokenizer; None: that of the run.
+
+    Raises:
+        DataError: the file is missing or damaged, or nothing says which tokenizer it is of.
+        SessionError: a turn is not what it was.
+    """
+    file = path if name is None else path / "rollouts" / f"{name}{SESSION_SUFFIX}"
+    run = file.parent.parent
+    session = Session.of(read_session(file))
+    codec = TextCodec(_tokenizer(run) if model is None else model, ())
+    turns = session.turns
+    yield f"session {session.name} of {session.group}: {len(turns)} turns, {len(session.branches())} branches, " + (
+        f"{sum(len(turn.ids) for turn in turns)} tokens, {sum(len(turn.token_ids) for turn in turns)} of them said"
+    )
+    yield from _earned(run, session.name)
+    for turn in turns:
+        behind = "" if turn.parent is None else f", behind turn {turn.parent}"
+        ended = f"ended by {turn.finish_reason}, weights of version {_weights(turn)}"
+        yield f"turn {turn.number}, {turn.kind}{behind}: {ended}"
+        yield indented("given", codec.decode(turn.input_ids))
+        yield indented("said", codec.decode(turn.token_ids))
+
+
+def indented(name: str, value: str) -> str:
+    """Return a text behind its name, line by line."""
+    first, *rest = value.splitlines() or [""]
+    return "\n".join([f"  {name:<11}{first}", *(" " * 13 + line for line in rest)])
+
+
+def _weights(turn: Turn) -> str:
+    def told(span: VersionSpan) -> str:
+        return f"{span.weight_version} ({span.tokens} tokens)" if len(turn.versions) > 1 else str(span.weight_version)
+
+    return ", then ".join(map(told, turn.versions))
+
+
+def _tokenizer(run: Path) -> Path:
+    config = run / "config.yaml"
+    if not config.is_file():
+        raise DataError(
+            describe(
+                "nothing says which model the session is of",
+                where={"file": config},
+                got="no such file",
+                expected="a session of a run",
+                do="give --model FOLDER",
+            )
+        )
+    return load_config(config).model.path
+
+
+def _earned(run: Path, name: str) -> Iterator[str]:
+    """Yield what is known of a session from the training of its run, if it is of one."""
+    if (step := shard_step(name)) is None:
+        return
+    try:
+        batch = KeptRollouts(run / "rollouts", TraceStore(run / "trace")).load(step)
+    except MoeRLError:  # not judged yet
+        return
+    own = [sequence for sequence in batch.sequences if sequence.segment_of == name]
+    if not own:
+        yield "  not trained on: the episode failed, or its group was not chosen"
+        return
+    yield f"  step {step}: reward {own[0].reward:g}, trained on as {len(own)} sequences"
+    keys = {sequence.key for sequence in own}
+    for sample in (one for one in (read_samples(run) if (run / FILE).exists() else []) if one.key in keys):
+        advantage = "" if sample.advantage is None else f", advantage {sample.advantage:+.3f}"
+        apart = "" if math.isnan(sample.mismatch) else f", mismatch {sample.mismatch:.4f} nats/token"
+        parts = ", ".join(f"{part} {value:g}" for part, value in sample.parts.items())
+        yield f"  {sample.key}: {len(sample.pieces)} tokens said ({parts}){advantage}{apart}"

@@ -1,0 +1,231 @@
+"""Plays the episodes of a run against a gateway of its own, over the sampler of the run.
+
+    episode's process --- HTTP on this host ---> gateway, in an event loop --- token ids ---> sampler of the run
+    session that has ended -> checked against the trace store -> sequences to train on
+
+Only the episodes of this run reach the gateway: its address is a free port of the loopback interface, and every session
+has a key of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_rl.config.environment import EnvironmentConfig
+from moe_rl.config.schema import Config
+from moe_rl.disk import writing
+from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.gateway.agent_gateway import AgentGateway
+from moe_rl.gateway.asking import SamplingRule
+from moe_rl.gateway.finishing import SessionKeeper
+from moe_rl.gateway.listening import GatewayListener
+from moe_rl.gateway.rendering import ChatRenderer
+from moe_rl.gateway.session_sequences import sequences_of
+from moe_rl.gateway.sessions import FinishedSession, Session, SessionLimits
+from moe_rl.gateway.standalone import gateway_over
+from moe_rl.gateway.web import GatewayApp
+from moe_rl.models.facts import ModelFacts
+from moe_rl.rollout.group_sampler import GroupSampler
+from moe_rl.rollout.trajectories import EpisodeRequest, Trajectory
+from moe_rl.tasks.environments.agent_session import SessionAccess
+from moe_rl.tasks.environments.environment_pool import EnvironmentPool, Episode
+from moe_rl.trace import TraceStore
+from moe_rl.types import Verdict
+from moe_rl.vllm.api_server import bound_socket
+
+FAILURES = "failed_episodes.log"
+# How long a request whose agent was killed may take to end.
+_BUSY_SECONDS, _LOOK_SECONDS = 30.0, 0.02
+
+
+def pool_of(environment: EnvironmentConfig, *, concurrent: int | None = None) -> EnvironmentPool:
+    """Start the pool that a config describes. Raises ConfigError if the environment cannot be imported."""
+    return EnvironmentPool(
+        environment.run,
+        concurrent=environment.concurrent if concurrent is None else concurrent,
+        seconds=environment.seconds,
+        memory_limit_mib=environment.memory_limit_mib,
+    )
+
+
+class EpisodeGateway:
+    """Plays episodes in the event loop in which it is opened.
+
+    Attributes:
+        gateway: whoever sends the sampler new weights while episodes are played sets its `turns.version`. Between
+            episodes that is not needed: the first turn tells.
+
+    Args:
+        config: with task.environment.
+        sampler: of the run.
+        run_dir: gets the sessions, beside the rollouts, and the tracebacks of what failed.
+        store: the routes of the run.
+    """
+
+    def __init__(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path, store: TraceStore):
+        assert config.task.environment is not None
+        self._config, self._environment, self._failures = config, config.task.environment, run_dir / FAILURES
+        renderer = ChatRenderer(config.model.path, config.gateway.renderer)
+        self.gateway: AgentGateway = gateway_over(sampler, config, facts, renderer, None, version=0, reads_text=True)
+        self._keeper = SessionKeeper(run_dir / "rollouts", store)
+        self._socket = bound_socket(None, 0)
+        longest = config.gateway.max_body_mib << 20
+        app = GatewayApp(self.gateway, self._keeper, secrets.token_urlsafe(32), longest=longest, failed=self._fail)
+        self._listener = GatewayListener(app.asgi, self._socket)
+        self._pool = pool_of(self._environment)
+
+    async def open(self) -> None:
+        """Begin to listen."""
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._places = asyncio.Semaphore(self._environment.concurrent)
+        self._serving = asyncio.create_task(self._listener.serve())
+        while not self._listener.listens:
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """End all episodes and the gateway."""
+        await asyncio.to_thread(self._pool.close)
+        self._listener.stop()
+        await self._serving
+
+    async def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
+        """Play episodes side by side, see EpisodePlayer.play."""
+        played = [asyncio.create_task(self._played(one)) for one in asked]
+        waiting: set[asyncio.Future[Any]] = {*played, self._failed}
+        try:
+            while not all(one.done() for one in played):
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for one in done:
+                    one.result()  # raises what ends the run
+            return [one.result() for one in played]
+        finally:
+            for one in played:
+                one.cancel()
+            await asyncio.gather(*played, return_exceptions=True)
+
+    def _fail(self, error: MoeRLError) -> None:
+        """Let everything end that is played: the sampler is at fault, and no environment."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _played(self, asked: EpisodeRequest) -> Trajectory:
+        async with self._places:
+            session, access = self._open(asked)
+            try:
+                episode = await self._pool.play(access, asked.prompt.columns)
+                await self._settle(session)
+            finally:
+                self.gateway.forget(session)
+            finished = self.gateway.end(session)
+            if asked.kept and finished.turns:
+                await asyncio.to_thread(self._keeper.keep, finished)
+            return self._trajectory(asked, session, finished, episode)
+
+    def _open(self, asked: EpisodeRequest) -> tuple[Session, SessionAccess]:
+        environment, longest = self._environment, self._config.rollout.max_completion_tokens
+        rule = SamplingRule(asked.temperature, asked.top_p, asked.top_k, asked.min_p, longest)
+        limits = SessionLimits(environment.tokens, environment.turns, math.inf)  # the pool ends it in time
+        opened = self.gateway.open(asked.prompt.id, limits, name=asked.name, rule=rule)
+        opened.session.seed = asked.name
+        opened.session.shards = asked.name if asked.kept else None
+        url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/s/{opened.key}"
+        return opened.session, SessionAccess(
+            asked.name, url, f"{url}/v1", opened.key, environment.turns, environment.tokens
+        )
+
+    async def _settle(self, session: Session) -> None:
+        """Wait until the requests of a session have ended. Its agent is gone by now."""
+        try:
+            async with asyncio.timeout(_BUSY_SECONDS):
+                while session.busy:
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError:
+            what = "A request did not end though its agent is gone"
+            raise EngineError(
+                describe(what, where={"session": session.name}, got=f"{_BUSY_SECONDS:g} s", fault="busy")
+            ) from None
+
+    def _trajectory(
+        self, asked: EpisodeRequest, session: Session, finished: FinishedSession, episode: Episode
+    ) -> Trajectory:
+        turns = len(finished.turns)
+        verdict, sequences = _verdict(episode, turns), sequences_of(finished)
+        played = Trajectory(asked.name, sequences, verdict, turns, len(session.branches()), finished.digest)
+        most = self._config.train.microbatch_tokens
+        if verdict.scored and asked.kept and played.forwarded > most:
+            told = f"{played.forwarded} tokens in {len(sequences)} sequences"
+            played = replace(
+                played, verdict=_failed(f"does not fit into train.microbatch_tokens = {most}: it has {told}")
+            )
+        if not played.verdict.scored:
+            self._tell(asked, played.verdict, episode)
+        return played
+
+    def _tell(self, asked: EpisodeRequest, verdict: Verdict, episode: Episode) -> None:
+        """Write down why an episode failed, with its traceback."""
+        head = f"{asked.name}, prompt {asked.prompt.id}: {verdict.detail}\n"
+        what = "the tracebacks of failed episodes could not be written"
+        with writing(what, self._failures), self._failures.open("a", encoding="utf-8") as file:
+            file.write(head + (f"{episode.traceback.rstrip()}\n" if episode.traceback else ""))
+
+
+def _verdict(episode: Episode, turns: int) -> Verdict:
+    rewards = episode.rewards
+    if rewards is None:
+        return _failed(episode.problem)
+    if not turns:
+        return _failed("ended without a turn of the model")
+    if not isinstance(rewards, tuple):
+        return Verdict("scored", rewards, {"episode": rewards})
+    if len(rewards) != turns:
+        return _failed(f"returned {len(rewards)} rewards, expected one for each of {turns} turns")
+    return Verdict("scored", math.fsum(rewards), {f"turn {at}": reward for at, reward in enumerate(rewards)})
+
+
+def _failed(detail: str) -> Verdict:
+    return Verdict("failed", None, detail=detail)
+
+
+class EpisodeThread:
+    """Plays the episodes of a run in a thread with an event loop: the EpisodePlayer of a run whose other parts wait.
+
+    Use as a context manager. Arguments as in EpisodeGateway.
+    """
+
+    def __init__(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path, store: TraceStore):
+        self.episodes = EpisodeGateway(config, facts, sampler, run_dir, store)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+
+    def __enter__(self) -> EpisodeThread:
+        self._thread.start()
+        self._submit(self.episodes.open()).result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(MoeRLError):  # who played has been told
+            self._submit(self.episodes.close()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
+        """Play episodes, see EpisodePlayer.play."""
+        playing = self._submit(self.episodes.play(asked))
+        try:
+            return playing.result()
+        except BaseException:  # also a request to stop
+            playing.cancel()
+            raise
+
+    def _submit[R](self, what: Coroutine[Any, Any, R]) -> Future[R]:
+        return asyncio.run_coroutine_threadsafe(what, self._loop)

@@ -1,0 +1,74 @@
+"""Turns a finished session into the sequences that a run trains on.
+
+A sequence is a run of turns along a branch, where the record of each turn continues that of the one before. What the
+model was given between two of them is inserted between their tokens. What lies before the first is the prompt.
+
+    branch 1    prompt | turn 0 | result | turn 1 | result | turn 2      one sequence: turns 0, 1 and 2
+    branch 2    prompt | turn 0 | other  | turn 3                        one sequence: turn 3, all before is its prompt
+
+Branches are walked in the order in which they ended, and no turn is taken twice. So each sampled token is in exactly
+one sequence, behind the tokens that it was sampled behind, and each sequence has one record with all its rows. A turn
+whose record does not continue that of its parent, because the weights changed between the two, begins a new sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_rl.gateway.sessions import FinishedSession, Session, Turn
+from moe_rl.types import Completion, InsertedTokens, VersionSpan
+
+
+def sequences_of(finished: FinishedSession) -> list[Completion]:
+    """Return the sequences of a session, in the order of their branches. Their keys are those of their records.
+
+    Raises:
+        SessionError: the chain of digests does not hold. The message names session and turn.
+    """
+    session = Session.of(finished)
+    return [_joined(session, turns) for turns in runs_of(session)]
+
+
+def runs_of(session: Session) -> list[list[Turn]]:
+    """Return the runs of turns that are the sequences of a session."""
+    taken: set[int] = set()
+    found: list[list[Turn]] = []
+    for branch in session.branches():
+        run: list[Turn] = []
+        for turn in branch:
+            if turn.number in taken:
+                continue
+            if run and turn.continues:
+                run.append(turn)
+            else:
+                run = [turn]
+                found.append(run)
+            taken.add(turn.number)
+    return found
+
+
+def _joined(session: Session, turns: Sequence[Turn]) -> Completion:
+    """Return the sequence of a run of turns. Its record is that of the last one, which has the rows of all."""
+    first, last = turns[0], turns[-1]
+    inserted, said = [], len(first.token_ids)
+    for turn in turns[1:]:
+        if turn.input_ids:
+            inserted.append(InsertedTokens(said, turn.input_ids))
+        said += len(turn.token_ids)
+    versions: list[VersionSpan] = []
+    for span in (span for turn in turns for span in turn.versions):
+        if versions and versions[-1].weight_version == span.weight_version:
+            span = VersionSpan(versions.pop().tokens + span.tokens, span.weight_version)
+        versions.append(span)
+    return Completion(
+        key=last.routes.key if last.routes is not None else f"{session.name}/{last.number}",
+        prompt_token_ids=session.prompt(first.number),
+        token_ids=sum((turn.token_ids for turn in turns), ()),
+        logprobs=np.concatenate([turn.logprobs for turn in turns]),
+        finish_reason=last.finish_reason,
+        versions=tuple(versions),
+        routes=last.routes,
+        inserted=tuple(inserted),
+    )

@@ -1,0 +1,232 @@
+"""Episodes that a run plays over a real engine, and one step of training on them, against `transformers`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.clock import Clock
+from moe_rl.config.load import dump_config, load_config
+from moe_rl.errors import EngineError, MoeRLError, RewardError, RouteValidationError, SamplerGone, TraceError
+from moe_rl.gateway.asking import SamplingRule, SamplingWish
+from moe_rl.gateway.episode_gateway import FAILURES, EpisodeThread
+from moe_rl.gateway.finishing import SessionKeeper
+from moe_rl.gateway.session_sequences import runs_of
+from moe_rl.gateway.sessions import Session
+from moe_rl.models.hf import read_model
+from moe_rl.replay.routes import microbatch_routes, read_routes, source_sum
+from moe_rl.rollout.group_sampler import EngineGroups
+from moe_rl.rollout.rollouts import Rollouts
+from moe_rl.tasks.prompts import load_task
+from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
+from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.types import VersionSpan
+from tests.support.one_rank import alone
+
+CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
+TEMPERATURE = 0.1
+
+
+def config_of(
+    checkpoint, folder, *overrides, run="played_environments.branches", rows=({"question": "2+3?", "answer": 5},)
+):
+    """Write the rows, and return the config of a run that plays them."""
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "heldout.jsonl").write_text(json.dumps({"question": "2+3?", "answer": 5, "held": True}) + "\n")
+    given = [
+        f"run.runs_dir={folder}", f"model.path={checkpoint}", "task.rewards={}", "task.pass_reward=null",
+        f"task.train=[{{name: sums, data: {folder}/rows.jsonl}}]",
+        f"task.heldout=[{{name: sums, data: {folder}/heldout.jsonl}}]",
+        f"task.environment={{run: {run}, seconds: 60, concurrent: 4}}", "gateway.renderer={name: qwen3}",
+        f"rollout.prompts_per_step={len(rows)}", "rollout.group_size=2", f"rollout.temperature={TEMPERATURE}",
+        "rollout.max_prompt_tokens=512", "rollout.max_completion_tokens=512", "rollout.dtype=float32",
+        "train.microbatch_tokens=4096", "train.updates_per_step=1", "train.optimizer.warmup_steps=0",
+        "parallel.expert=1", "eval.prompts=1", "report.samples_per_step=8",
+    ]  # fmt: skip
+    return load_config(CONFIG, [*given, *overrides])
+
+
+@pytest.fixture
+def opened(engine, settings, checkpoint, tmp_path, monkeypatch):
+    """Opens the rollouts of a run whose engine is the shared one."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    (tmp_path / "trace").symlink_to(settings.trace_root)
+    started = []
+
+    def open_rollouts(*overrides, **more) -> Rollouts:
+        config = config_of(checkpoint, tmp_path, *overrides, **more)
+        (tmp_path / "config.yaml").write_text(dump_config(config))
+        facts, store = read_model(checkpoint), TraceStore(settings.trace_root)
+        task = load_task(config, TextCodec(checkpoint, stop_tokens(config, facts)))
+        started.append(EpisodeThread(config, facts, EngineGroups(engine), tmp_path, store).__enter__())
+        return Rollouts(config, facts, task, engine, None, tmp_path, store, started[-1])
+
+    yield open_rollouts
+    for one in started:
+        one.__exit__(None, None, None)
+    for shard in TraceStore(settings.trace_root).shards():
+        if shard.startswith("step0"):
+            TraceStore(settings.trace_root).remove(shard)
+
+
+@pytest.mark.timeout(300)
+def test_a_dialogue_with_a_branch_is_trained_on_as_transformers_computes_it(opened, router, tmp_path):
+    rollouts = opened()
+    batch = rollouts.take(1, Clock())
+    keeper = SessionKeeper(tmp_path / "rollouts", rollouts.store)
+    sessions = [Session.of(keeper.load(f"step000001-p0-c{member}")) for member in (0, 1)]
+    for session in sessions:
+        assert [turn.kind for turn in session.turns] == ["first", "continued", "continued", "forked"]
+        assert [[turn.number for turn in run] for run in runs_of(session)] == [[0, 1, 2], [3]]
+    assert [one.segment_of for one in batch.sequences] == ["step000001-p0-c0"] * 2 + ["step000001-p0-c1"] * 2
+    said = [token for session in sessions for turn in session.turns for token in turn.token_ids]
+    assert [token for one in batch.sequences for token in one.token_ids] == said
+    given = sum(len(turn.input_ids) for session in sessions for turn in session.turns[1:3])
+    assert batch.metrics["episode/turns_mean"] == 4 and batch.metrics["episode/branches_mean"] == 2
+    assert batch.metrics["episode/inserted_fraction"] == given / (given + len(said))
+    ended = alone("tests/gateway/train_once.py", tmp_path)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    metrics = seen["metrics"]
+    assert metrics["routing/coverage"] == 1 and metrics["routing/applied_mismatch"] == 0
+    assert metrics["routing/consumed"] == metrics["routing/expected"] > 0
+    for one in batch.sequences:
+        logits = router.logits(one.ids)[one.positions - 1] / TEMPERATURE
+        expected = logits.log_softmax(-1).numpy()[np.arange(len(one.token_ids)), one.token_ids]
+        # The solved output weights are large, and so is their rounding. The temperature divides by 0.1.
+        np.testing.assert_allclose(one.rollout_logprobs, expected, rtol=0, atol=5e-4)
+        np.testing.assert_allclose(seen["logprobs"][one.key], expected, rtol=0, atol=5e-4)
+
+
+def test_an_episode_that_fails_has_no_reward_and_is_told_with_its_traceback(opened, tmp_path):
+    good, bad = {"question": "2+3?", "answer": 5}, {"question": "2+3?", "answer": 5, "fault": "raise"}
+    rollouts = opened("task.max_failed_fraction=0.5", rows=[good, bad])
+    batch = rollouts.take(1, Clock())
+    assert (batch.metrics["episode/failed"], batch.metrics["reward/failed_verdicts"]) == (2, 2)
+    assert len({one.segment_of for one in batch.sequences}) == 2
+    told = (tmp_path / FAILURES).read_text()
+    assert told.count("KeyError: 'planted'") >= 2 and told.count("in branches") == 2
+    strict = opened("task.max_failed_fraction=0.4", rows=[good, bad])
+    with pytest.raises(RewardError, match="2 of 4.*KeyError: 'planted'"):
+        strict.take(2, Clock())
+
+
+def test_an_episode_that_fits_into_no_microbatch_fails(opened, tmp_path):
+    rollouts = opened("train.microbatch_tokens=1024", "task.max_failed_fraction=1.0")
+    with pytest.raises(RewardError, match="does not fit into train.microbatch_tokens"):
+        rollouts.take(1, Clock())
+
+
+def test_held_out_rows_are_played_and_not_recorded(opened, tmp_path):
+    rollouts = opened(
+        "task.heldout.0.samples=2", "task.heldout.0.pass_at=[2]", "eval.prompts=1", run="played_environments.branches"
+    )
+    before = rollouts.store.shards()
+    rates = rollouts.evaluate(0)
+    assert rates == rollouts.evaluate(1)
+    # The greedy one says what the model has learnt by heart.
+    assert rates["eval/pass_rate_greedy"] == 1.0 and "eval/pass_at/sums/2" in rates
+    assert rollouts.store.shards() == before and not list(tmp_path.glob("rollouts/*"))
+
+
+def test_an_episode_is_the_same_whenever_it_is_played(opened):
+    rollouts = opened("rollout.temperature=1.0")
+    (prompt,) = rollouts.source.at(0, 1)
+    asked = [replace(rollouts.episodes.request(f"again-{at}", prompt), kept=False) for at in range(3)]
+    first, second = rollouts.episodes.player.play(asked), rollouts.episodes.player.play(asked[::-1])[::-1]
+    assert [[one.ids for one in each.sequences] for each in first] == [
+        [one.ids for one in each.sequences] for each in second
+    ]
+    assert len({each.sequences[0].token_ids for each in first}) == 3, "the members of a group are alike"
+
+
+def test_a_client_cannot_change_how_a_run_samples():
+    rule = SamplingRule(0.5, 0.9, 7, 0.1, longest=64)
+    wish = rule.applied(SamplingWish(temperature=0.0, top_p=0.1, top_k=1, seed=3, max_tokens=100, stop=("x",)))
+    assert wish == SamplingWish(0.5, 0.9, 7, 0.1, max_tokens=64, stop=("x",))
+    assert rule.applied(SamplingWish(max_tokens=5)).max_tokens == 5
+    assert rule.applied(SamplingWish()).max_tokens == 64
+
+
+class FailingSampler:
+    """Samples nothing: every call raises an error."""
+
+    places = (0,)
+
+    def __init__(self, error: MoeRLError):
+        self.error = error
+
+    async def sample_group(self, place, requests, *, shard, leave):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SamplerGone("the engine died"), EngineError("no right record")])
+def test_a_fault_of_the_sampler_ends_the_run_and_is_no_failed_episode(opened, error, tmp_path, checkpoint):
+    rollouts = opened()
+    config, facts = rollouts.config, read_model(checkpoint)
+    with EpisodeThread(config, facts, FailingSampler(error), tmp_path, rollouts.store) as player:
+        asked = [rollouts.episodes.request("lost", *rollouts.source.at(0, 1))]
+        for _ in range(2):  # it stays lost
+            with pytest.raises(type(error), match=str(error)):
+                player.play(asked)
+    assert not (tmp_path / FAILURES).exists()
+
+
+@pytest.fixture
+def played(opened):
+    """The sequences of two episodes, and what reads their routes as training does."""
+    rollouts = opened()
+    sequences = rollouts.take(1, Clock()).sequences
+    spec = TraceSpec.of(read_model(rollouts.config.model.path))
+
+    def read(sequence):
+        fed = np.array(sequence.ids[:-1])
+        places, more = [np.ones(len(fed), bool)], {"layers": spec.moe_layers, "weight_version": 0}
+        routes = read_routes(rollouts.store, [sequence], spec, fed=[fed], here=places, **more)
+        microbatch_routes(
+            routes, spec, layers=spec.moe_layers, names=[sequence.key], fed=[fed], source=[source_sum(sequence)],
+            padded_tokens=len(fed), rows=slice(None), expert_parallel=1, device=torch.device("cpu"),
+        )  # fmt: skip
+
+    for one in sequences:
+        read(one)
+    return sequences, read
+
+
+def other_token(ids):
+    return (ids[0] ^ 1, *ids[1:])
+
+
+FAULTS = {
+    "another branch": lambda one, other: replace(one, routes=other.routes),
+    "the record of another branch under this name": lambda one, other: replace(
+        one, routes=replace(other.routes, key=one.key, rows=one.forwarded)
+    ),
+    "missing rows": lambda one, _: replace(one, routes=replace(one.routes, rows=one.forwarded - 3)),
+    "a changed token": lambda one, _: replace(one, token_ids=other_token(one.token_ids)),
+    "a changed result": lambda one, _: replace(
+        one, inserted=(replace(one.inserted[0], token_ids=other_token(one.inserted[0].token_ids)), *one.inserted[1:])
+    ),
+    "a result elsewhere": lambda one, _: replace(
+        one, inserted=(replace(one.inserted[0], after=one.inserted[0].after + 1), *one.inserted[1:])
+    ),
+    "results out of order": lambda one, _: replace(one, inserted=one.inserted[::-1]),
+    "a result that was said": lambda one, _: replace(
+        one, inserted=(replace(one.inserted[0], after=len(one.token_ids)),)
+    ),
+    "other weights": lambda one, _: replace(one, versions=(VersionSpan(len(one.token_ids), 1),)),
+}
+
+
+def test_a_wrong_sequence_of_an_episode_is_refused_by_name(played):
+    (one, other, *_), read = played
+    assert one.segment_of == other.segment_of and one.inserted
+    for fault, change in FAULTS.items():
+        with pytest.raises((RouteValidationError, TraceError)) as refused:
+            read(change(one, other))
+        assert one.key in str(refused.value), fault
