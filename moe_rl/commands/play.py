@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-mib", type=_count, default=4096, metavar="N", help="memory of each process (default: 4096)"
     )
+    parser.add_argument(
+        "--python", type=Path, metavar="FILE", help="interpreter for the environment (default: that of this command)"
+    )
     parser.add_argument("--turns", type=_count, metavar="N", help="most turns of a session (default: the gateway's)")
     parser.add_argument("--tokens", type=_count, metavar="N", help="most tokens of a session (default: the gateway's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what came of each row, and the summary, there")
@@ -80,6 +83,7 @@ async def _play(options: argparse.Namespace) -> list[PlayedRow]:
         concurrent=options.concurrent,
         seconds=options.seconds,
         memory_limit_mib=options.memory_mib,
+        python=options.python,
     ) as pool:
         async with GatewayOwner(options.gateway, token, turns=options.turns, tokens=options.tokens) as owner:
             async for one in play_rows(rows, pool, owner):

@@ -42,24 +42,34 @@ class WorkerProcess[Answer: Message]:
         answers: decodes what it sends.
         longest: largest answer in bytes.
         tail_bytes: how much of the end of its output is kept.
+        python: interpreter to run it with; None: this one. Another one needs the packages that the module imports, and
+            moe_rl itself where that is installed rather than a checkout.
 
     Raises:
         OSError: the process cannot be started.
     """
 
-    def __init__(self, module: str, answers: msgspec.msgpack.Decoder[Answer], *, longest: int, tail_bytes: int):
+    def __init__(
+        self,
+        module: str,
+        answers: msgspec.msgpack.Decoder[Answer],
+        *,
+        longest: int,
+        tail_bytes: int,
+        python: Path | None = None,
+    ):
         self._tail, self._tail_bytes = b"", tail_bytes
         self._mark = f"{_MARK}={secrets.token_hex(16)}"
         ours, theirs = socket.socketpair()
         self._output, their_output = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", module]
+                [str(python or sys.executable), "-P", "-u", "-X", "faulthandler", "-m", module]
                 + [str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,
-                env=_environment(self._mark),
+                env=_environment(self._mark, python),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -136,12 +146,14 @@ class WorkerProcess[Answer: Message]:
         return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}", text
 
 
-def _environment(mark: str) -> dict[str, str]:
+def _environment(mark: str, python: Path | None) -> dict[str, str]:
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     name, _, value = mark.partition("=")
+    home = Path(moe_rl.__file__).parents[1]
+    if python is None or not home.is_relative_to(sys.prefix):  # another interpreter must not see our packages
+        kept["PYTHONPATH"] = str(home)
     return kept | {
         name: value,
-        "PYTHONPATH": str(Path(moe_rl.__file__).parents[1]),
         "PYTHONHASHSEED": "0",  # code that iterates over a set must give the same result in every run
         "OMP_NUM_THREADS": "1",
     }

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moe_rl.config.check_files import dotted_path_problem
@@ -61,7 +62,8 @@ class Episode:
 class _Run:
     """Holds the process of one episode, so that another thread can end it."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: Path | None) -> None:
+        self._python = python
         self._lock = threading.Lock()  # held while `_process` changes
         self._process: WorkerProcess[EpisodeAnswer] | None = None
         self._ended = False
@@ -75,6 +77,7 @@ class _Run:
                 EPISODE_ANSWERS,
                 longest=_MAX_ANSWER_BYTES,
                 tail_bytes=_TAIL_BYTES,
+                python=self._python,
             )
             return self._process
 
@@ -100,24 +103,34 @@ class EnvironmentPool:
         concurrent: most episodes that run at once.
         seconds: time limit of an episode, by the monotonic clock, without the import.
         memory_limit_mib: address space that each process of an episode may map.
+        python: interpreter for the episodes, from 3.12 on, with packages of its own; None: this one. It needs msgspec,
+            and moe_rl where that is installed rather than a checkout.
 
     Raises:
         ConfigError: the environment cannot be used.
     """
 
-    def __init__(self, environment: str, *, concurrent: int, seconds: float, memory_limit_mib: int = 4096):
+    def __init__(
+        self,
+        environment: str,
+        *,
+        concurrent: int,
+        seconds: float,
+        memory_limit_mib: int = 4096,
+        python: Path | None = None,
+    ):
         if problem := dotted_path_problem(environment):
             raise _unusable(problem)
         self._prepare = Prepare(
-            sys_path=[os.path.abspath(folder) for folder in sys.path],
+            sys_path=[os.path.abspath(folder) for folder in sys.path if python is None or not _installed(folder)],
             environment=environment,
             memory_limit_bytes=memory_limit_mib << 20,
         )
-        self.concurrent, self._seconds = concurrent, seconds
+        self.concurrent, self._seconds, self._python = concurrent, seconds, python
         # The threads live as long as the pool, because the kernel kills a process when the thread that started it ends.
         self._threads = ThreadPoolExecutor(concurrent)
         self._closed = False
-        first = _Run()
+        first = _Run(python)
         self._runs = {first}
         try:
             tried = self._threads.submit(self._episode, first, None).result()
@@ -153,7 +166,7 @@ class EnvironmentPool:
         if self._closed:
             raise RewardError(describe("the pool of environments is closed", fault="closed"))
         play = Play(access, self._seconds, json.dumps(row).encode())
-        run = _Run()
+        run = _Run(self._python)
         self._runs.add(run)
         try:
             return await asyncio.wrap_future(self._threads.submit(self._episode, run, play))
@@ -194,6 +207,11 @@ class EnvironmentPool:
             case Prepared() if play is None:
                 return Episode(None)
         return Episode(None, f"its process sent an unexpected {type(answer).__name__}", seconds=seconds)
+
+
+def _installed(folder: str) -> bool:
+    """Return whether a folder of sys.path belongs to this interpreter."""
+    return any(Path(folder).absolute().is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
 
 
 def _asked(process: WorkerProcess[EpisodeAnswer], message: Message, deadline: float) -> EpisodeAnswer:

@@ -32,7 +32,10 @@ STACKS_AFTER, KILL_AFTER = 0.5, 1.0
 
 
 class Prepare(Message, frozen=True):
-    """Sent by the pool first: the environment's dotted path, and how much address space its process may map."""
+    """Sent by the pool first: the environment's dotted path, and how much address space its process may map.
+
+    sys_path: searched before the interpreter's own.
+    """
 
     sys_path: list[str]
     environment: str
@@ -75,7 +78,7 @@ def main(socket_fd: int, parent_pid: int) -> None:
         asked = channel.receive()
         assert isinstance(asked, Prepare)  # the pool sends Prepare first, and Play after it
         limit_resources(asked.memory_limit_bytes, _MAX_FILE_BYTES)
-        sys.path[:] = asked.sys_path
+        sys.path[:] = dict.fromkeys([*asked.sys_path, *sys.path])
         try:
             environment = _load(asked.environment)
         except ValueError as error:
