@@ -63,6 +63,10 @@ setup(
         "analysis": ["pyarrow>=17"],
         # Needed by rewards of kind math_verify.
         "math": ["math-verify==0.9.0"],
+        # Adapters of moe_rl.tasks.environments.adapters. verifiers wants another version of openai than dev has.
+        "openenv": ["websockets>=15"],
+        "textarena": ["textarena==0.7.4"],
+        "verifiers": ["verifiers==0.4.0"],
         # Experiment trackers, see docs/howto/trackers.md. Each is used only by a run that asks for it.
         "mlflow": ["mlflow-skinny>=3,<4"],
         "tensorboard": ["tensorboard>=2.19,<3"],

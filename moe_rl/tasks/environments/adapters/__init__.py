@@ -1,0 +1,17 @@
+"""Runs environments of other packages. Each adapter is an environment, and needs the extra of its package."""
+
+from __future__ import annotations
+
+from moe_rl.errors import describe
+
+
+def missing(extra: str, error: ImportError) -> ImportError:
+    """Return the error of an adapter whose package cannot be imported."""
+    return ImportError(
+        describe(
+            "a package of this adapter cannot be imported",
+            where={"part": f"extra {extra}"},
+            got=error,
+            do=f"pip install 'moe_rl[{extra}]' where the environment runs (see --python)",
+        )
+    )

@@ -1,0 +1,80 @@
+"""Plays a text game of the package `textarena`, alone or against players that a function of yours plays.
+
+A row has
+
+    game        id of the game, such as GuessTheNumber-v0
+    seed        of the game (default 0)
+    arguments   of textarena.make, such as {"max_turns": 5} (default none)
+    players     how many there are (default 1)
+    player      which of them the model is, from 0 (default 0)
+    opponent    with several players: dotted path of a function that plays the others. It gets what the game tells
+                a player, and returns the move
+    sampling    fields of each request, such as max_tokens (default none)
+
+The game tells the model only what is new to it, so each turn continues the one before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from moe_rl.errors import DataError, describe
+from moe_rl.tasks.environments.adapters import missing
+from moe_rl.tasks.environments.agent_session import AgentSession, ChatError
+
+try:
+    import textarena
+except ImportError as error:
+    raise missing("textarena", error) from error
+
+# The form of a game without wrappers: others repeat the whole history in each observation.
+_RAW = "-raw"
+_UNFINISHED = 0.0
+
+
+async def run(session: AgentSession, row: dict[str, Any]) -> float:
+    """Return the game's reward for the model's player; 0 if the session's limits end before the game does."""
+    players, player = row.get("players", 1), row.get("player", 0)
+    opponent = _opponent(row.get("opponent"), players)
+    game = textarena.make(row["game"].removesuffix(_RAW) + _RAW, **row.get("arguments", {}))
+    game.reset(num_players=players, seed=row.get("seed", 0))
+    messages: list[dict[str, Any]] = []
+    done = False
+    while not done:
+        turn, observation = game.get_observation()
+        # The player's own moves come back; the model has said its own already.
+        told = "\n".join(text for sender, text, _ in observation if sender != turn)
+        if turn != player:
+            move = opponent(told)
+        else:
+            messages.append({"role": "user", "content": told})
+            try:
+                reply = await session.chat(messages, **row.get("sampling", {}))
+            except ChatError as error:
+                if error.code in ("session_limit", "context_length_exceeded"):
+                    return _UNFINISHED
+                raise
+            messages.append(reply)
+            move = reply["content"] or ""
+        done, _ = game.step(move)
+    rewards, _ = game.close()
+    return float(rewards[player])
+
+
+def _opponent(path: str | None, players: int) -> Callable[[str], str]:
+    if (path is None) != (players == 1):
+        raise DataError(
+            describe(
+                "the players of a game do not fit together",
+                where={"field": "opponent"},
+                got=f"{path} with {players} players",
+                expected="a dotted path with several players, and none with one",
+            )
+        )
+    if path is None:
+        return str
+    module, _, name = path.rpartition(".")
+    found: Callable[[str], str] = getattr(importlib.import_module(module), name)
+    return found
