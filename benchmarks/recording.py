@@ -84,7 +84,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
             sampled = sample(llm if on else plain, options, pair, f"pair{pair}" if on else None)
             if on:
                 sequences = sampled
-                (claims,) = llm.collective_rpc("moe_rl_publish", args=(f"pair{pair}", sequences))
+                llm.collective_rpc("moe_rl_publish", args=(f"pair{pair}", sequences))
+                (claims,) = llm.collective_rpc("moe_rl_claims", args=(f"pair{pair}",))
             took[on], worked[on] = time.perf_counter() - start, time.process_time() - start_cpu
         if pair == 0:
             continue  # the first pair allocates memory that later ones reuse
@@ -175,7 +176,7 @@ def validation_seconds(root: Path, sequences: dict[str, list[int]], claims: dict
     from moe_rl.trace import TraceStore, validate
     from moe_rl.vllm.route_source import join_parts
 
-    store, seconds, refs = TraceStore(root), 0.0, join_parts(sequences, [claims])
+    store, seconds, refs = TraceStore(root), 0.0, join_parts([claims])
     for key, tokens in sequences.items():
         ref = refs[key]
         record = store.read(ref)

@@ -80,13 +80,14 @@ def writing(what: str, path: Path | str, *, size: int | None = None, do: str = "
         raise DiskError(refusal(error, what, path, size=size, do=do)) from error
 
 
-def write_whole(path: Path, content: str | bytes, what: str = "") -> None:
+def write_whole(path: Path, content: str | bytes, what: str = "", *, synced: bool = True) -> None:
     """Replace a file atomically and sync it to disk. Readers, and a power cut, see the old content or the new.
 
     Args:
         path: the file to replace. A pipe or a device, such as /dev/null, is written to and stays.
         content: the new content.
         what: how error messages call the file; default: its name.
+        synced: False leaves the syncing to the system. After a power cut the file may then be cut short.
 
     Raises:
         DiskError: the write failed; the old file is unchanged.
@@ -100,9 +101,11 @@ def write_whole(path: Path, content: str | bytes, what: str = "") -> None:
         try:
             with unfinished.open("wb", buffering=0) as file:
                 write_all(file.fileno(), data)
-                os.fsync(file.fileno())
+                if synced:
+                    os.fsync(file.fileno())
             unfinished.replace(path)
-            sync(path.parent)
+            if synced:
+                sync(path.parent)
         except BaseException:
             with suppress(OSError):
                 unfinished.unlink()  # a partial file would keep the disk full

@@ -66,8 +66,8 @@ class GroupFiles:
         return group_shard_name(cursor, self._used[cursor])
 
     def save(self, group: KeptGroup) -> None:
-        """Write a group. It is durable on return, and appears complete or not at all."""
-        sealed.save(self._path(group.cursor), _HEAD, group, _WHAT)
+        """Write a group. The file appears complete or not at all. A power cut may damage it: then `load` deletes it."""
+        sealed.save(self._path(group.cursor), _HEAD, group, _WHAT, synced=False)
 
     def load(self, source: PromptSource, unusable: list[str]) -> Iterator[KeptGroup]:
         """Read all groups, in the order of their cursors. A group that cannot be used is deleted.

@@ -238,10 +238,12 @@ class KeptRollouts:
         Args:
             groups: cursors of groups that were sampled one by one, of these steps and of those to come. None: all.
         """
+        gone = []
         for name in self.store.shards():
             group = shard_group(name)
             if not (_is_of(name, steps) if group is None else groups is None or group[0] in groups):
-                self.store.remove(name)
+                gone.append(name)
+        self.store.remove(*gone)
         for path in self.folder.glob("*.tmp"):
             if not _is_of(path.name.partition(".")[0], steps):  # the pool may be writing the file of the next step
                 path.unlink(missing_ok=True)

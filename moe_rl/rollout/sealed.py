@@ -15,12 +15,13 @@ from moe_rl.disk import write_whole, writing
 from moe_rl.errors import DataError, describe
 
 
-def save(path: Path, head: str, value: object, what: str) -> None:
+def save(path: Path, head: str, value: object, what: str, *, synced: bool = True) -> None:
     """Write a value. Creates the folder.
 
     Args:
         head: names the kind of file and the version of its format.
         what: how error messages call the file, such as "a step's rollouts".
+        synced: as in `disk.write_whole`. `load` refuses a file that was cut short.
 
     Raises:
         DiskError: the write failed; an old file is unchanged.
@@ -28,7 +29,7 @@ def save(path: Path, head: str, value: object, what: str) -> None:
     with writing(f"the folder for {what} could not be created", path.parent):
         path.parent.mkdir(exist_ok=True)
     payload = messages.encode(value)
-    write_whole(path, _first_line(head, payload) + b"\n" + payload, what)
+    write_whole(path, _first_line(head, payload) + b"\n" + payload, what, synced=synced)
 
 
 def load[T](path: Path, head: str, kind: type[T], what: str, do: str) -> T:

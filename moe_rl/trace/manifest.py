@@ -19,7 +19,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,20 +66,20 @@ class ManifestFile:
         self._root, self._fd = root, fd
         self._end = os.fstat(fd).st_size
 
-    def append(self, event: str, shard: str, **fields: object) -> None:
-        """Append one line and sync it; after an OSError the file is unchanged."""
-        line = _line({"event": event, "shard": shard, **fields})
+    def append(self, event: str, shards: Sequence[str], **fields: object) -> None:
+        """Append a line for each shard and sync them; after an OSError the file is unchanged."""
+        lines = b"".join(_line({"event": event, "shard": shard, **fields}) for shard in shards)
         if self._end and os.pread(self._fd, 1, self._end - 1) != b"\n":
-            line = b"\n" + line  # a writer died in the middle of a line
+            lines = b"\n" + lines  # a writer died in the middle of a line
         try:
-            write_all(self._fd, line, self._end)
+            write_all(self._fd, lines, self._end)
             os.fsync(self._fd)
         except OSError:
             self.undo()
             raise
 
     def undo(self) -> None:
-        """Remove the last appended line."""
+        """Remove the lines that were appended last."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, self._end)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import About, TraceError, describe
 from moe_rl.trace.files import TMP, LocalFolder
 from moe_rl.trace.frame import count_experts
 from moe_rl.trace.library import Found, Library, Reading, RowSegment, parent_part
@@ -261,27 +261,33 @@ class TraceStore:
                 )
             )
 
-    def remove(self, shard: str) -> None:
-        """Delete a shard. Its records, and records that continue them, can then no longer be read.
+    def remove(self, *shards: str) -> None:
+        """Delete shards. Their records, and records that continue them, can then no longer be read.
 
-        Raises TraceError if the shard does not exist.
+        Raises TraceError for the first shard that does not exist; those before it are deleted.
         """
-        root, path = self._local(), self._local() / (check_name(shard) + SUFFIX)
+        if not shards:
+            return
+        root, removed = self._local(), list[str]()
+        paths = [root / (check_name(shard) + SUFFIX) for shard in shards]
         try:
             with locked_manifest(root) as manifest:
-                os.unlink(path)
-                # The shard is gone even if the line cannot be written, which is likely on a full disk.
-                with contextlib.suppress(OSError, TraceError):
-                    manifest.append("removed", shard)
-                    with self._library.manifest() as read:
-                        mostly_removed = read.mostly_removed
-                    if mostly_removed:
-                        manifest.compact()
+                try:
+                    for shard, path in zip(shards, paths, strict=True):
+                        os.unlink(path)
+                        self._library.forget(shard)
+                        removed.append(shard)
+                finally:
+                    # The shards are gone even if the lines cannot be written, which is likely on a full disk.
+                    with contextlib.suppress(OSError, TraceError):
+                        manifest.append("removed", removed)
+                        with self._library.manifest() as read:
+                            mostly_removed = read.mostly_removed
+                        if mostly_removed:
+                            manifest.compact()
         except OSError as error:
-            raise TraceError(
-                describe("shard could not be removed", where={"shard": shard, "folder": root}, got=error.strerror)
-            ) from error
-        self._library.forget(shard)
+            where: About = {"shard": shards[len(removed)], "folder": root}
+            raise TraceError(describe("shard could not be removed", where=where, got=error.strerror)) from error
 
     def retain(self, *, keep_shards: int | None = None, max_bytes: int | None = None) -> list[str]:
         """Remove the oldest shards until at most `keep_shards` shards with at most `max_bytes` in all are left.
@@ -306,8 +312,7 @@ class TraceStore:
                 break
             kept |= group
         removed = [name for name in reversed(newest) if name not in kept]
-        for name in removed:
-            self.remove(name)
+        self.remove(*removed)
         return removed
 
     def collect_garbage(self) -> list[str]:

@@ -213,7 +213,7 @@ class ShardWriter:
                     raise FileExistsError
                 manifest.append(
                     "published",
-                    sealed.name,
+                    [sealed.name],
                     digest=digest,
                     bytes=self._end + len(index),
                     records=sealed.records,

@@ -103,8 +103,7 @@ class Canary:
         return world.broadcast(self._heard(*own, sampler, version, exact) if sampler is not None else None, Heard)
 
     def _heard(self, ours: np.ndarray, witness: np.ndarray, sampler: WeightHolder, version: int, exact: float) -> Heard:
-        for name in self._shards():  # left by a run that ended during a comparison
-            self.store.remove(name)
+        self.store.remove(*self._shards())  # left by a run that ended during a comparison
         heard, scores = [], dict[str, np.ndarray]()
         for one in sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"):
             scores[one.by] = np.concatenate(one.logprobs)
@@ -114,8 +113,7 @@ class Canary:
                 heard.append(self._align(one, apart, witness, version, suspects))
             else:
                 heard.append(Heard(float(apart.mean()), float(apart.mean()), one.by, suspects=suspects))
-        for name in self._shards():
-            self.store.remove(name)
+        self.store.remove(*self._shards())
         worst = max(heard, key=lambda one: math.inf if math.isnan(one.settled) else one.settled)
         recorded = sum(one.mismatch is not None for one in heard) / len(heard)
         return replace(worst, recorded=recorded, change=self._change(version, ours, scores))

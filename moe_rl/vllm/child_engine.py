@@ -1,7 +1,8 @@
 """Runs vLLM in the engine process: several calls at a time, pauses, and new weights while requests are under way.
 
 begin         a call's requests join those that vLLM already has
-step          one step of vLLM; a call whose requests have all ended publishes its shard and is answered
+step          one step of vLLM; a call whose requests have all ended begins to publish its shard, behind later steps,
+              and is answered when that is done
 leave         what is unfinished of a call is aborted; it ends with the tokens so far
 pause         vLLM makes no forward pass; requests keep their KV cache; new weights may go in
 """
@@ -10,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -20,7 +19,7 @@ from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import arguments, sampling, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.route_source import NativeSource, WorkerSource
-from moe_rl.vllm.sampling import Growing, ReportedSpan
+from moe_rl.vllm.running_calls import RunningCall, SampledCall, ScoredCall
 from moe_rl.vllm.wire import SLEEPING_PARTS, EngineSettings
 from moe_rl.weights.update import Holding, agreement, encode, refusal
 
@@ -28,62 +27,6 @@ from moe_rl.weights.update import Holding, agreement, encode, refusal
 _DISCARDS_WEIGHTS = 2
 # How many tokens of completions that have ended are told in one step: 16,384 take 0.1 ms.
 _TOLD_TOKENS = 1 << 14
-
-
-@dataclass(slots=True)
-class _Output(Growing):
-    """Collects the output of one request. `result` is vLLM's latest output; `came` says which weights sampled what came
-    piece by piece."""
-
-    result: Any = None
-    came: list[ReportedSpan] = field(default_factory=list)
-
-    def take(self, result, version: int) -> None:
-        """Add what is new since the previous output."""
-        self.result = result
-        last = result.outputs[0]
-        of, logprobs = ([], []) if last.logprobs is None else (last.logprobs.token_ids, last.logprobs.logprobs)
-        if last.logprobs is not None and of != list(last.token_ids):
-            raise RuntimeError(f"vLLM returned log-probabilities of other tokens: {result.request_id}")
-        self.add(last.token_ids, logprobs, last.finish_reason, last.weight_versions, last.stop_reason)
-        if last.token_ids:
-            begun = self.came.pop() if self.came and self.came[-1].version == str(version) else None
-            start = begun.start if begun is not None else len(self.token_ids) - len(last.token_ids)
-            self.came.append(ReportedSpan(str(version), start, len(self.token_ids)))
-
-    def abort(self) -> None:
-        """End with the tokens so far. vLLM says nothing more about an aborted request."""
-        self.finish_reason, self.versions = "abort", self.came
-
-
-@dataclass(slots=True)
-class _Running:
-    """Holds one call while vLLM works on it.
-
-    Attributes:
-        source: what records the requests; None records nothing.
-        shard: the shard that is open there.
-        asks: what each request records.
-        finish: makes the reply when all have ended, and publishes the shard.
-        enough: as in wire.Generate.
-        tells: whether the trainer gets completions as they end.
-        outputs: what came of each request.
-        unfinished: how many requests have not ended.
-    """
-
-    number: int
-    source: WorkerSource | NativeSource | None
-    shard: str
-    requests: list[GenerateRequest]
-    asks: list[RecordingRequest | None]
-    finish: Callable[[_Running], wire.Reply]
-    enough: int | None = None
-    tells: bool = False
-    outputs: list[_Output] = field(init=False)
-    unfinished: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.outputs, self.unfinished = [_Output() for _ in self.requests], len(self.requests)
 
 
 class ChildEngine:
@@ -101,9 +44,9 @@ class ChildEngine:
         self._asleep: set[str] = set()
         self._paused = False
         # By the numbers of the calls.
-        self.running: dict[int, _Running] = {}
+        self.running: dict[int, RunningCall] = {}
         # The requests that have ended and of which `news` has not told, with their places in their calls.
-        self._ended: list[tuple[_Running, int]] = []
+        self._ended: list[tuple[RunningCall, int]] = []
         recording = None
         if settings.trace_root is not None:
             recording = Recording(
@@ -182,19 +125,22 @@ class ChildEngine:
         return any(call.unfinished == 0 or not self._paused for call in self.running.values())
 
     def step(self) -> list[tuple[int, wire.Reply | Exception]]:
-        """Make one step of vLLM. Returns the reply, or the error, of each call whose requests ended before it.
+        """Make one step of vLLM. Returns the reply, or the error, of each call whose requests ended before it and whose
+        shard is published.
 
         The workers learn in this step which requests ended before it; only then a shard can be published.
         """
         ended = [call for call in self.running.values() if not call.unfinished]
+        idle = self._paused or len(ended) == len(self.running)
         self._advance()
-        return [(call.number, self._end(call)) for call in ended]
+        replies = ((call.number, self._end(call, wait=idle)) for call in ended)
+        return [(number, reply) for number, reply in replies if reply is not None]
 
     def news(self) -> list[wire.RequestsEnded]:
         """Return completions that have ended: all of calls that have ended too, of others as many as hold a step up for
         less than a millisecond."""
         found: dict[int, list[tuple[int, Completion]]] = {}
-        later: list[tuple[_Running, int]] = []
+        later: list[tuple[RunningCall, int]] = []
         tokens = 0
         for call, at in self._ended:
             if call.number in self.running and tokens >= _TOLD_TOKENS:
@@ -231,8 +177,7 @@ class ChildEngine:
             (request.prompt_token_ids, _parameters(request, ask, grows))
             for request, ask in zip(call.requests, asks, strict=True)
         ]
-        running = _Running(number, source, call.shard, call.requests, asks, self._generated, call.enough, tells=True)
-        self._begin(running, prompts)
+        self._begin(SampledCall(number, source, call.shard, call.requests, asks, call.enough), prompts)
 
     def _score(self, number: int, runs: list[list[int]], shard: str | None) -> None:
         self._check_ready()
@@ -244,10 +189,9 @@ class ChildEngine:
         requests = sampling.scoring(runs, record=source is not None)
         asks = [RecordingRequest.of(request, shard or "") for request in requests]
         asked = [_parameters(r, ask, grows=False, scores=True) for r, ask in zip(requests, asks, strict=True)]
-        running = _Running(number, source, shard or "", requests, asks, self._scored)
-        self._begin(running, list(zip(runs, asked, strict=True)))
+        self._begin(ScoredCall(number, source, shard or "", requests, asks), list(zip(runs, asked, strict=True)))
 
-    def _begin(self, call: _Running, prompts: list) -> None:
+    def _begin(self, call: RunningCall, prompts: list) -> None:
         """Open the call's shard, if it records, and give its requests to vLLM."""
         if call.source is not None:
             call.source.open(call.shard)
@@ -264,46 +208,41 @@ class ChildEngine:
             call.outputs[int(at)].take(result, self._version)
             if result.finished:
                 call.unfinished -= 1
-                if call.tells:
+                if isinstance(call, SampledCall):
                     self._ended.append((call, int(at)))
         for call in self.running.values():
             if call.enough is not None and call.unfinished and len(call.requests) - call.unfinished >= call.enough:
                 self._abort_rest(call)
 
-    def _abort_rest(self, call: _Running) -> None:
+    def _abort_rest(self, call: RunningCall) -> None:
         left = [at for at, output in enumerate(call.outputs) if not output.finish_reason]
         self._llm.llm_engine.abort_request([f"{call.number}-{at}" for at in left])
         for at in left:
             call.outputs[at].abort()
         call.unfinished = 0
 
-    def _end(self, call: _Running) -> wire.Reply | Exception:
-        """Return the reply of a call, or why there is none; its shard is then abandoned."""
-        del self.running[call.number]
+    def _end(self, call: RunningCall, *, wait: bool) -> wire.Reply | Exception | None:
+        """Return the reply of a call, or why there is none; its shard is then abandoned.
+
+        Args:
+            wait: for the shard to be published. Otherwise the result is None while it is not.
+        """
+        refs: dict[str, RouteRef] = {}
         try:
-            return call.finish(call)
+            if (source := call.source) is not None:
+                if not call.publishes:
+                    call.publish(source)
+                    call.publishes = True
+                if not (wait or source.published(call.shard)):
+                    return None
+                refs = source.references(call.shard)
+            reply: wire.Reply | Exception = call.reply(refs)
         except Exception as error:
+            reply = error
             if call.source is not None:
                 call.source.abandon(call.shard)
-            return error
-
-    def _generated(self, call: _Running) -> wire.Reply:
-        refs = {} if call.source is None else _publish(call.source, call)
-        pairs = zip(call.requests, call.outputs, strict=True)
-        return wire.Generated([output.completion(request, refs) for request, output in pairs])
-
-    def _scored(self, call: _Running) -> wire.Reply:
-        refs: dict[str, RouteRef] = {}
-        if call.source is not None:
-            wanted = {request.key: list(request.prompt_token_ids[:-1]) for request in call.requests}
-            refs = call.source.publish(call.shard, wanted, [])
-        return wire.Scored(
-            [
-                sampling.prompt_logprobs(output.result, request.prompt_token_ids)
-                for output, request in zip(call.outputs, call.requests, strict=True)
-            ],
-            [refs[request.key] for request in call.requests if request.key in refs],
-        )
+        del self.running[call.number]
+        return reply
 
     def _pause(self) -> None:
         """Stop scheduling, and take the outputs of batches that are under way on the device."""
@@ -368,19 +307,6 @@ class ChildEngine:
     def _forget_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache though no request runs")
-
-
-def _publish(source: WorkerSource | NativeSource, call: _Running) -> dict[str, RouteRef]:
-    """Publish the routes of what was sampled."""
-    sequences, aborted = sampling.forwarded(call.requests, call.asks, call.outputs)
-    for request, ask, output in zip(call.requests, call.asks, call.outputs, strict=True):
-        if ask is not None and ask.key in sequences and not output.aborted:
-            source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
-    refs = source.publish(call.shard, sequences, aborted)
-    stats = ", ".join(f"{count} {name}" for name, count in sorted(source.stats().items()))
-    rows = sum(map(len, sequences.values()))
-    print(f"shard {call.shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
-    return refs
 
 
 def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: bool, *, scores: bool = False):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -81,6 +82,7 @@ class Recorder:
         self._partial_hits: dict[int, int] = {}
         self._step_is_open = False
         self.weight_version = 0
+        self.publications: dict[str, Future[dict[str, RouteRef]]] = {}
         self.stats: Counter[str] = Counter(witnessed=0)
         self._journal = SlotJournal(self.stats)
 
@@ -88,8 +90,8 @@ class Recorder:
 
     def publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
-    ) -> dict[str, RouteRef]:
-        """Make a shard visible.
+    ) -> Future[dict[str, RouteRef]]:
+        """Begin to make a shard visible, behind the engine's steps.
 
         Args:
             sink: name of the shard.
@@ -97,13 +99,12 @@ class Recorder:
             aborted: keys of requests stopped early; their records are marked.
 
         Returns:
-            For each key this worker's reference, with one part and the sum over its layers.
-
-        Raises:
+            For each key this worker's reference, with one part and the sum over its layers, when the shard is visible.
             EngineError: a sequence was not recorded, or was recorded with other tokens. The shard then stays as it was.
         """
         self._journal.work_off(wait=True)
-        return self.sinks.publish(sink, sequences, aborted)
+        self.publications[sink] = publication = self.sinks.publish(sink, sequences, aborted)
+        return publication
 
     def open(self, sink: str, folder: str = "") -> None:
         """Begin a shard, or begin it anew. `folder` is the store's, below the trace root. Raises TraceError."""

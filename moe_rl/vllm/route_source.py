@@ -7,6 +7,7 @@ capture, whose arrays come with every output. Both use the same sinks, the same 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.vllm.slots import Recorded, Rows
 
-# What a worker reports of its part of a record: shard, digest, first row stored, source sum. Plain values for transfer.
-Claim = tuple[str, str, int, str]
+# What a worker reports of its part of a record: shard, digest, first row, rows, source sum. Plain values for transfer.
+Claim = tuple[str, str, int, int, str]
 
 
 class WorkerSource:
@@ -40,10 +41,17 @@ class WorkerSource:
     def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
         """Do nothing: the workers see finished requests themselves."""
 
-    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
-        """Return references to the records of `sequences`: key -> token ids that must have been forwarded."""
-        answers = self._llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
-        return join_parts(sequences, answers)
+    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> None:
+        """Begin to publish the records of `sequences`: key -> token ids that must have been forwarded."""
+        self._llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
+
+    def published(self, sink: str) -> bool:
+        """Return whether `references` would not wait."""
+        return all(self._llm.collective_rpc("moe_rl_published", args=(sink,)))
+
+    def references(self, sink: str) -> dict[str, RouteRef]:
+        """Wait until a shard is published, and return references to its records by their keys."""
+        return join_parts(self._llm.collective_rpc("moe_rl_claims", args=(sink,)))
 
     def abandon(self, sink: str) -> None:
         self._llm.collective_rpc("moe_rl_abandon", args=(sink,))
@@ -66,6 +74,7 @@ class NativeSource:
         self._sinks = Sinks(Path(recording.trace_root), spec, layers=tuple(layers), suffix="")
         self._dtype = spec.dtype
         self._version = 0
+        self._publications: dict[str, Future[dict[str, RouteRef]]] = {}
         self._stats = dict.fromkeys(("requests", "recorded", "forwarded", "refused"), 0)
 
     def open(self, sink: str) -> None:
@@ -115,8 +124,14 @@ class NativeSource:
         sums = rows_of(chosen, self._layers.tolist(), token_ids)
         return Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64), sums)
 
-    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
-        return self._sinks.publish(sink, sequences, aborted)
+    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> None:
+        self._publications[sink] = self._sinks.publish(sink, sequences, aborted)
+
+    def published(self, sink: str) -> bool:
+        return self._publications[sink].done()
+
+    def references(self, sink: str) -> dict[str, RouteRef]:
+        return self._publications.pop(sink).result()
 
     def abandon(self, sink: str) -> None:
         self._sinks.abandon(sink)
@@ -130,20 +145,19 @@ class NativeSource:
 
 
 def claims(refs: Mapping[str, RouteRef]) -> dict[str, Claim]:
-    """Convert what one worker published into its answer to `moe_rl_publish`."""
+    """Convert what one worker published into its answer to `moe_rl_claims`."""
     return {
-        key: (part.shard, part.digest, ref.start, ref.source_sum) for key, ref in refs.items() for part in ref.parts
+        key: (part.shard, part.digest, ref.start, ref.rows, ref.source_sum)
+        for key, ref in refs.items()
+        for part in ref.parts
     }
 
 
-def join_parts(
-    sequences: Mapping[str, Sequence[int]], answers: Sequence[Mapping[str, Claim] | None]
-) -> dict[str, RouteRef]:
-    """Make references from the workers' answers to `moe_rl_publish`: one part per recording worker."""
+def join_parts(answers: Sequence[Mapping[str, Claim] | None]) -> dict[str, RouteRef]:
+    """Make references from the workers' answers to `moe_rl_claims`: one part per recording worker."""
     recorded = [answer for answer in answers if answer is not None]
     refs = {}
-    for key, token_ids in sequences.items():
-        shards, digests, (start, *_), sums = zip(*(answer[key] for answer in recorded), strict=True)
-        parts = tuple(map(RoutePart, shards, digests))
-        refs[key] = RouteRef(key, len(token_ids) - start, parts, start, added(sums))
+    for key in recorded[0]:
+        shards, digests, (start, *_), (rows, *_), sums = zip(*(answer[key] for answer in recorded), strict=True)
+        refs[key] = RouteRef(key, rows, tuple(map(RoutePart, shards, digests)), start, added(sums))
     return refs

@@ -124,8 +124,10 @@ class Control:
         if unknown := set(message.aborted) - message.sequences.keys():
             raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences")
         await _settle(engine, message.sink)
-        answers = await _call(engine, "moe_rl_publish", message.sink, message.sequences, message.aborted)
-        return join_parts(message.sequences, answers)
+        await _call(engine, "moe_rl_publish", message.sink, message.sequences, message.aborted)
+        while not all(await _call(engine, "moe_rl_published", message.sink)):
+            await asyncio.sleep(_SETTLE_POLL_SECONDS)
+        return join_parts(await _call(engine, "moe_rl_claims", message.sink))
 
     async def _abandon(self, engine, message: Sink) -> None:
         await _settle(engine, message.sink)

@@ -1,9 +1,9 @@
 """Fills trace shards: takes the rows of finished requests and returns references.
 
 A sink is one unpublished shard. Records are appended in the order in which requests finish, behind the engine's steps:
-a step only copies the rows, and one thread encodes and writes them. Two things of each record stay in memory: its
-tokens, to verify at publication that they are those of the sequence, and each row's checksum from the engine's buffer,
-for the reference.
+a step only copies the rows, and one thread encodes, writes and publishes them. Two things of each record stay in
+memory: its tokens, to verify at publication that they are those of the sequence, and each row's checksum from the
+engine's buffer, for the reference.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class _Sink:
         writer: writes the shard.
         records: key -> reference to all stored rows, token ids and sums of all rows, first row to refer to.
         families: prompt -> a record that begins with this prompt, and the prompt's rows.
-        last: the writing of the last request. Until it is done, only the writing thread uses `writer`, `records` and
+        last: the last work that the writing thread got. Until it is done, only this thread uses `writer`, `records` and
             `families`.
         dropped: what still waits need not be written.
     """
@@ -55,13 +56,13 @@ class _Sink:
     writer: ShardWriter
     records: dict[str, tuple[RouteRef, np.ndarray, np.ndarray, int]] = field(default_factory=dict)
     families: OrderedDict[bytes, tuple[RouteRef, Rows]] = field(default_factory=OrderedDict)
-    last: Future[None] | None = None
+    last: Future[Any] | None = None
     dropped: bool = False
 
     def wait(self) -> None:
         """Wait until nothing of this shard waits to be written."""
         if self.last is not None:
-            self.last.result()
+            self.last.exception()  # whoever publishes hears of it
 
 
 class Sinks:
@@ -182,14 +183,14 @@ class Sinks:
             if len(self._refused) > _MAX_REFUSALS:
                 self._refused.popitem(last=False)
 
-    def publish(self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
-        """Publish a shard, see Recorder.publish. Waits until all its records are written."""
-        if (sink := self._open.get(name)) is not None:
-            sink.wait()
-        self.check()
-        if (lost := self._lost.get(name)) is not None:
-            raise lost
-        if sink is None:
+    def publish(
+        self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]
+    ) -> Future[dict[str, RouteRef]]:
+        """Begin to publish a shard, see Recorder.publish. It comes behind its records, in the writing thread."""
+        if (sink := self._open.get(name)) is None:
+            self.check()
+            if (lost := self._lost.get(name)) is not None:
+                raise lost
             with self._lock:
                 reasons = [reason for (shard, _), reason in self._refused.items() if shard == name]
             raise EngineError(
@@ -200,20 +201,32 @@ class Sinks:
                     fault="nothing",
                 )
             )
+        sink.last = publication = self._thread.submit(partial(self._publish, name, sink, sequences, aborted), 0)
+        return publication
+
+    def _publish(
+        self, name: str, sink: _Sink, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]
+    ) -> dict[str, RouteRef]:
+        """Publish a shard, in the writing thread. All its records are written."""
+        self.check()
+        if (lost := self._lost.get(name)) is not None:
+            raise lost
         refs = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
         for key in aborted:
             sink.writer.mark_aborted(key)
-        # Published or gone: a writer whose disk failed leaves nothing behind.
-        del self._open[name]
-        sink.writer.publish()
+        try:
+            sink.writer.publish()
+        finally:
+            del self._open[name]  # published or gone: a writer whose disk failed leaves nothing behind
         return refs
 
     def abandon(self, name: str) -> None:
         """Drop an unpublished shard, if it exists."""
-        if (sink := self._open.pop(name, None)) is not None:
+        if (sink := self._open.get(name)) is not None:
             sink.dropped = True
             sink.wait()
-            sink.writer.abandon()
+            sink.writer.abandon()  # does nothing to a shard that was being published
+            self._open.pop(name, None)
         self._lost.pop(name, None)
 
     def _claim(self, name: str, sink: _Sink, key: str, wanted: np.ndarray) -> RouteRef:

@@ -50,13 +50,20 @@ class RecorderControl:
         if self.moe_rl_recorder is not None:
             self.moe_rl_recorder.open(sink, folder)
 
-    def moe_rl_publish(
-        self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
-    ) -> dict[str, Claim] | None:
-        """Publish a shard and return this worker's part of each record. See Recorder.publish."""
+    def moe_rl_publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()) -> None:
+        """Begin to publish a shard, see Recorder.publish."""
+        if self.moe_rl_recorder is not None:
+            self.moe_rl_recorder.publish(sink, sequences, aborted)
+
+    def moe_rl_published(self, sink: str) -> bool:
+        """Return whether a shard that is being published waits for this worker no more."""
+        return self.moe_rl_recorder is None or self.moe_rl_recorder.publications[sink].done()
+
+    def moe_rl_claims(self, sink: str) -> dict[str, Claim] | None:
+        """Wait until a shard is published, and return this worker's part of each record."""
         if self.moe_rl_recorder is None:
             return None
-        return claims(self.moe_rl_recorder.publish(sink, sequences, aborted))
+        return claims(self.moe_rl_recorder.publications.pop(sink).result())
 
     def moe_rl_abandon(self, sink: str) -> None:
         if self.moe_rl_recorder is not None:

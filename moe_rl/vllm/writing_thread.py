@@ -22,7 +22,7 @@ class WritingThread:
         self._room = threading.Condition()
         self._thread = ThreadPoolExecutor(1, "trace-writing")  # starts its thread with the first work
 
-    def submit(self, work: Callable[[], None], size: int) -> Future[None]:
+    def submit[T](self, work: Callable[[], T], size: int) -> Future[T]:
         """Run `work`, which holds `size` bytes, after all earlier work. Wait if there is no room for it."""
 
         def there_is_room() -> bool:

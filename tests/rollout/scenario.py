@@ -217,8 +217,8 @@ def _sample(llm, act: dict) -> dict:
                  "versions": versions, "aborted": key in aborted}
             )  # fmt: skip
     sequences = {one["key"]: [*one["prompt"], *one["token_ids"][:-1]] for one in completions}
-    answers = llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
-    refs = join_parts(sequences, answers)
+    llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
+    refs = join_parts(llm.collective_rpc("moe_rl_claims", args=(sink,)))
     for one in completions:
         one["rows"] = len(sequences[one["key"]])
         one["ref"] = dataclasses.asdict(refs[one["key"]])

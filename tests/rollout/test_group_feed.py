@@ -54,8 +54,9 @@ class Store:
         with open(self.root / f"{shard}.safetensors", "xb") as file:
             file.write(b"x" * 10)
 
-    def remove(self, shard):
-        (self.root / f"{shard}.safetensors").unlink()
+    def remove(self, *shards):
+        for shard in shards:
+            (self.root / f"{shard}.safetensors").unlink()
 
     def check_published(self, shards):
         if lost := set(shards) - set(self.shards()):

@@ -6,7 +6,8 @@ import pytest
 
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm import child_engine
-from moe_rl.vllm.child_engine import ChildEngine, _Output, _Running
+from moe_rl.vllm.child_engine import ChildEngine
+from moe_rl.vllm.running_calls import RequestOutput, SampledCall
 
 LENGTH = 5000
 
@@ -16,7 +17,7 @@ def output(length):
     last = SimpleNamespace(
         token_ids=tokens, logprobs=flat, finish_reason="length", weight_versions=None, stop_reason=None
     )
-    made = _Output()
+    made = RequestOutput()
     made.take(SimpleNamespace(request_id="0-0", outputs=[last]), version=3)
     made.versions = made.came
     return made
@@ -24,7 +25,7 @@ def output(length):
 
 def running(number, count):
     requests = [GenerateRequest(f"r{at}", (1, 2), 0, LENGTH, 1.0, ()) for at in range(count)]
-    call = _Running(number, None, "", requests, [None] * count, lambda call: None, tells=True)
+    call = SampledCall(number, None, "", requests, [None] * count)
     call.outputs = [output(LENGTH) for _ in range(count)]
     return call
 

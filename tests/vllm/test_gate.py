@@ -93,6 +93,7 @@ class Engine:
         )
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
         self.sinks = Sinks(root, SPEC, layers=(0,), suffix="")
+        self.publications = {}
         self.held = False
 
     async def collective_rpc(self, name: str, args: tuple) -> list:
@@ -107,8 +108,14 @@ class Engine:
     def moe_rl_open(self, sink: str, folder: str) -> None:
         self.sinks.open(sink, folder)
 
-    def moe_rl_publish(self, sink: str, sequences: dict, aborted: list) -> dict:
-        return claims(self.sinks.publish(sink, sequences, aborted))
+    def moe_rl_publish(self, sink: str, sequences: dict, aborted: list) -> None:
+        self.publications[sink] = self.sinks.publish(sink, sequences, aborted)
+
+    def moe_rl_published(self, sink: str) -> bool:
+        return self.publications[sink].done()
+
+    def moe_rl_claims(self, sink: str) -> dict:
+        return claims(self.publications.pop(sink).result())
 
     def moe_rl_abandon(self, sink: str) -> None:
         self.sinks.abandon(sink)
@@ -136,6 +143,7 @@ class Engine:
         self.left = names
 
     async def resume_generation(self) -> None:
+        self.publications = {}
         self.held = False
 
     async def reset_prefix_cache(self) -> bool:

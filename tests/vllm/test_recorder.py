@@ -153,7 +153,7 @@ class Engine:
 
     def check(self, key: str, tokens, routes, *, versions=None) -> None:
         """Publish the open shard and compare the record of `key`."""
-        (ref,) = self.recorder.publish("shard", {key: tokens}).values()
+        (ref,) = self.recorder.publish("shard", {key: tokens}).result().values()
         self.compare(key, ref, tokens, routes, versions)
 
     def compare(self, key, ref, tokens, routes, versions=None) -> None:
@@ -181,7 +181,7 @@ def test_prefix_chunks_and_a_surplus_row(fake):
     fake.step(cached=[("b", None, 5, [99], [5, 9])])
     # The blocks of both requests get new owners in the same step in which their end is reported.
     fake.step(new=[("c", None, [5, 2], 0, [1] * 8)], finished=["a", "b"])
-    refs = fake.recorder.publish("shard", {"key/a": a, "key/b": b})
+    refs = fake.recorder.publish("shard", {"key/a": a, "key/b": b}).result()
     first, second = fake.routes(a, range(7), 0), fake.routes(a, range(7), 1)
     fake.compare("key/a", refs["key/a"], a, np.concatenate([first[:6], second[6:]]))
     fake.compare("key/b", refs["key/b"], b, np.concatenate([first[:4], fake.routes(b, range(5), 1)[4:]]))
@@ -199,7 +199,7 @@ def test_a_block_may_be_shared_in_the_step_it_is_given_out(fake):
     fake.step(cached=[("a", [2], 4, a[4:], [1, 2])], new=[("b", "b", [1, 2, 3], 8, [29])])
     fake.step(finished=["a", "b"])
     b = [*a, 29]
-    refs = fake.recorder.publish("shard", {"a": a, "b": b})
+    refs = fake.recorder.publish("shard", {"a": a, "b": b}).result()
     routes = np.concatenate([fake.routes(a, range(8), 1)[:4], fake.routes(a, range(8), 2)[4:]])
     fake.compare("a", refs["a"], a, routes)
     fake.compare("b", refs["b"], b, np.concatenate([routes, fake.routes(b, range(9), 2)[8:]]))
@@ -234,7 +234,7 @@ def test_a_cached_prefix_of_older_weights_is_refused(fake):
     fake.step(cached=[("early", None, 5, [18], [1, 3])])
     fake.step(finished=["early"])
     early = [*tokens[:4], 17, 18]
-    refs = fake.recorder.publish("shard", {"a": tokens, "early": early})
+    refs = fake.recorder.publish("shard", {"a": tokens, "early": early}).result()
     assert [(s.rows, s.weight_version) for s in fake.store.read(refs["early"]).spans] == [(4, 0), (1, 0), (1, 7)]
 
     (part,) = refs["a"].parts
@@ -244,8 +244,8 @@ def test_a_cached_prefix_of_older_weights_is_refused(fake):
         fake.step(new=[(key, {"moe_rl_key": key, "moe_rl_sink": "late"} | more, [1, 4], 4, later[4:])])
         fake.step(finished=[key])
     with refused(EngineError, request="b", got=("weight version 0, 4 rows", "expected weight version 7")):
-        fake.recorder.publish("late", {"b": later})
-    kept = fake.store.read(fake.recorder.publish("late", {"c": later})["c"])
+        fake.recorder.publish("late", {"b": later}).result()
+    kept = fake.store.read(fake.recorder.publish("late", {"c": later}).result()["c"])
     assert [(span.rows, span.weight_version) for span in kept.spans] == [(6, 0), (1, 7)]
 
 
@@ -288,7 +288,7 @@ def test_a_block_copied_for_a_partial_hit(fake):
     fake.step(new=[("b", "b", [5, 7], 5, [26])], copies=[(2, 7)])
     fake.step(finished=["a", "b"])
     b = [*a[:5], 26]
-    refs = fake.recorder.publish("shard", {"a": a, "b": b})
+    refs = fake.recorder.publish("shard", {"a": a, "b": b}).result()
     routes = np.concatenate([fake.routes(a, range(6), 0)[:5], fake.routes(b, range(6), 1)[5:]])
     fake.compare("b", refs["b"], b, routes)
 
@@ -312,7 +312,7 @@ def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
     shard = fake.recorder.sinks._open["shard"]
     shard.wait()
     assert list(shard.records) == ["a"]
-    refs = fake.recorder.publish("shard", {"a": a, "b": b})
+    refs = fake.recorder.publish("shard", {"a": a, "b": b}).result()
     assert waits == [events[1], events[2]]
     fake.compare("a", refs["a"], a, fake.routes(a, range(4), 0))
     fake.compare("b", refs["b"], b, fake.routes(b, range(4), 1))
@@ -332,7 +332,7 @@ def test_a_step_takes_the_rows_of_one_finished_request(fake, monkeypatch):
     assert added == ["a"]
     fake.step(new=[("f", None, [2], 0, [1])])  # gets the block of c
     assert added == ["a", "b", "c", "d"]  # d is the one of this step
-    refs = fake.recorder.publish("shard", tokens)
+    refs = fake.recorder.publish("shard", tokens).result()
     assert added == [*tokens] and [ref.key for ref in fake.store.records("shard")] == [*tokens]
     for key, ids in tokens.items():
         fake.compare(key, refs[key], ids, fake.routes(ids, range(3), 0))
@@ -346,7 +346,7 @@ def test_rows_that_are_still_to_be_taken_do_not_enter_a_shard_begun_anew(fake, c
         fake.step(finished=[*tokens])
         getattr(fake.recorder, call)("shard")
     with refused(EngineError, fault="nothing" if call == "abandon" else "not recorded"):
-        fake.recorder.publish("shard", tokens)
+        fake.recorder.publish("shard", tokens).result()
     assert not fake.store.shards()
 
 
@@ -386,7 +386,7 @@ def test_a_step_that_nobody_announced_is_missed(fake):
     fake.step(cached=[("a", None, 3, [11], [1])])
     fake.step(finished=["a"])
     with refused(EngineError, fault="nothing", got=("position 2",)):
-        fake.recorder.publish("shard", {"a": [8, 9, 10, 11]})
+        fake.recorder.publish("shard", {"a": [8, 9, 10, 11]}).result()
 
 
 def test_a_duplicated_step_is_an_error(fake):
@@ -410,7 +410,7 @@ def test_a_reused_block_is_refused_for_its_request_alone(fake):
     fake.step(new=[("c", None, [1], 0, [8, 9])])
     fake.step(finished=["a", "b"])
     with refused(EngineError, fault="not recorded", request="a", shard="shard", got=("position 0, block 1",)):
-        fake.recorder.publish("shard", {"a": [8, 9], "b": [8, 9]})
+        fake.recorder.publish("shard", {"a": [8, 9], "b": [8, 9]}).result()
 
 
 def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
@@ -421,16 +421,18 @@ def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
         fake.step(new=[("a", "a", [1], 0, [8, 9, 10])])
         fake.step(finished=["a"])
         with pytest.raises(EngineError, match=message):
-            fake.recorder.publish("shard", {"a": wanted})
+            fake.recorder.publish("shard", {"a": wanted}).result()
         assert fake.store.shards() == []
         fake.recorder.sinks.abandon("shard")
     fake.step(new=[("a", "a", [1], 0, [8, 9, 10])])
     fake.step(finished=["a"])
     with refused(EngineError, fault="not recorded", request="b"):
-        fake.recorder.publish("shard", {"a": [8, 9, 10], "b": [1]})
-    assert list(fake.recorder.publish("shard", {"a": [8, 9, 10]})) == ["a"], "a wrong claim costs the others nothing"
+        fake.recorder.publish("shard", {"a": [8, 9, 10], "b": [1]}).result()
+    assert list(fake.recorder.publish("shard", {"a": [8, 9, 10]}).result()) == ["a"], (
+        "a wrong claim costs the others nothing"
+    )
     with refused(EngineError, fault="nothing"):
-        fake.recorder.publish("other", {"never-sampled": [1]})
+        fake.recorder.publish("other", {"never-sampled": [1]}).result()
 
 
 @pytest.mark.parametrize(
@@ -468,14 +470,14 @@ def test_a_request_that_asks_for_the_impossible_is_told_when_its_routes_are_want
     fake.step(finished=["a", "b"])
     sink = asks.get("moe_rl_sink", "None")
     with pytest.raises(EngineError, match=reason):
-        fake.recorder.publish(sink, {asks["moe_rl_key"]: [8, 9, 10]})
+        fake.recorder.publish(sink, {asks["moe_rl_key"]: [8, 9, 10]}).result()
     if sink != "shard":
         fake.check("b", [8, 9, 10], fake.routes([8, 9, 10], range(3), 0))
 
 
 def test_a_shard_that_exists_is_refused(fake):
     fake.recorder.sinks.open("shard")
-    fake.recorder.publish("shard", {})
+    fake.recorder.publish("shard", {}).result()
     with refused(TraceError, fault="exists"):
         fake.recorder.sinks.open("shard")
 
@@ -542,11 +544,11 @@ def test_a_shard_whose_disk_is_full_is_told_as_that_whatever_is_asked_for(fake, 
     fake.step(finished=["a", "b"])
     for _ in range(2):
         with refused(TraceDiskError, fault="ENOSPC", shard="shard", got=("No space left",)):
-            fake.recorder.publish("shard", {"key/b": [3, 4]})
+            fake.recorder.publish("shard", {"key/b": [3, 4]}).result()
     assert fired
     fake.recorder.sinks.abandon("shard")
     with refused(EngineError, fault="nothing"):
-        fake.recorder.publish("shard", {})
+        fake.recorder.publish("shard", {}).result()
 
 
 def test_the_sum_is_of_the_rows_that_the_reference_names(fake):
@@ -555,7 +557,7 @@ def test_the_sum_is_of_the_rows_that_the_reference_names(fake):
     fake.step(new=[("a", "a", [5, 2], 0, a)])
     fake.step(new=[("b", {"moe_rl_key": "b", "moe_rl_sink": "shard", "moe_rl_start": 2}, [3, 4], 0, [*b, 99])])
     fake.step(finished=["a", "b"])
-    refs = fake.recorder.publish("shard", {"a": a, "b": b})
+    refs = fake.recorder.publish("shard", {"a": a, "b": b}).result()
     late = fake.routes(b, range(5), 1)[2:]
     assert (refs["b"].start, refs["b"].rows) == (2, 3)
     assert refs["b"] == signed(refs["b"], late, LAYERS, b[2:]) and len(refs["b"].source_sum) == 16
@@ -569,7 +571,7 @@ def test_the_sum_is_of_the_rows_that_the_reference_names(fake):
     c = [*a, 18, 19]
     fake.step(new=[("c", asks, [5, 2, 9], 4, c[4:])])
     fake.step(finished=["c"])
-    (ref,) = fake.recorder.publish("turn2", {"c": c}).values()
+    (ref,) = fake.recorder.publish("turn2", {"c": c}).result().values()
     fake.compare("c", ref, c, np.concatenate([fake.routes(a, range(7), 0), fake.routes(c, range(9), 3)[7:]]))
 
 
@@ -583,7 +585,7 @@ def replayed(fake):
         fake.step(cached=[("a", None, 4, a[4:], [5, 2]), ("b", None, 4, b[4:], [3, 4])])
         plant(fake)
         fake.step(finished=["a", "b"])
-        refs = fake.recorder.publish("shard", {"a": a, "b": b})
+        refs = fake.recorder.publish("shard", {"a": a, "b": b}).result()
         spec, sequences, nothing = fake.recorder.spec, [], np.zeros(1, np.float32)
         for key, tokens in (("a", a), ("b", b)):
             sequences.append(Sequence(key, tuple(tokens), (0,), nothing, 1.0, sampled_by(0, 1), refs[key]))

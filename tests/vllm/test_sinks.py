@@ -67,7 +67,7 @@ def test_rows_are_stored_once_where_every_expert_is_the_same(tmp_path, row):
         ask = RecordingRequest(key, "shard")
         rows = Rows(chosen, tokens, np.zeros(ROWS, np.int64), np.zeros(ROWS, np.uint64))
         sinks.add(Recorded(number, ask, tokens[:PROMPT], cached=0, greedy=False), ask, rows, {})
-    refs, store = sinks.publish("shard", {"a": tokens, "b": tokens}, []), TraceStore(tmp_path)
+    refs, store = sinks.publish("shard", {"a": tokens, "b": tokens}, []).result(), TraceStore(tmp_path)
     assert np.array_equal(store.read(refs["a"]).routes, routes)
     assert np.array_equal(store.read(refs["b"]).routes, other)
     shared = PROMPT if row is None else row
@@ -82,7 +82,7 @@ def test_a_step_does_not_wait_for_a_record_to_be_written(sinks, tmp_path, monkey
     assert gate.entered.acquire(timeout=30) and sinks.waits == 0
     assert not TraceStore(tmp_path).shards()  # here the engine's thread goes on, while nothing is written
     gate.open()
-    refs = sinks.publish("shard", {key: one.token_ids for key, one in rows.items()}, [])
+    refs = sinks.publish("shard", {key: one.token_ids for key, one in rows.items()}, []).result()
     store = TraceStore(tmp_path)
     assert [ref.key for ref in store.records("shard")] == ["c", "a", "b"]  # the order of adding
     for key, one in rows.items():
@@ -108,7 +108,7 @@ def test_waiting_rows_are_bounded_and_waits_counted(sinks, monkeypatch):
     gate.open()
     engine.join(30)
     assert done == [0, 1, 2, 3] and 1 <= sinks.waits <= 2
-    assert len(sinks.publish("shard", {str(n): rows.token_ids for n in range(4)}, [])) == 4
+    assert len(sinks.publish("shard", {str(n): rows.token_ids for n in range(4)}, []).result()) == 4
 
 
 def test_a_full_disk_is_told_by_every_publication_of_the_shard(sinks, tmp_path, monkeypatch):
@@ -127,14 +127,14 @@ def test_a_full_disk_is_told_by_every_publication_of_the_shard(sinks, tmp_path, 
         add(sinks, "b", rows)
         for _ in range(2):
             with refused(TraceDiskError, shard="shard", folder=tmp_path, got=(os.strerror(errno.ENOSPC),)):
-                sinks.publish("shard", {"a": rows.token_ids}, [])
+                sinks.publish("shard", {"a": rows.token_ids}, []).result()
     assert os.listdir(tmp_path) == []
     add(sinks, "a", rows, shard="next")
     sinks.check()
-    assert list(sinks.publish("next", {"a": rows.token_ids}, [])) == ["a"]
+    assert list(sinks.publish("next", {"a": rows.token_ids}, []).result()) == ["a"]
     sinks.open("shard")  # begun anew
     add(sinks, "a", rows)
-    assert list(sinks.publish("shard", {"a": rows.token_ids}, [])) == ["a"]
+    assert list(sinks.publish("shard", {"a": rows.token_ids}, []).result()) == ["a"]
 
 
 def test_a_fault_of_the_writing_thread_is_raised_by_name(sinks, monkeypatch):
@@ -145,7 +145,7 @@ def test_a_fault_of_the_writing_thread_is_raised_by_name(sinks, monkeypatch):
     monkeypatch.setattr(module.ShardWriter, "add", broken)
     add(sinks, "first", rows)
     add(sinks, "second", rows)
-    for call in (lambda: sinks.publish("shard", {"first": rows.token_ids}, []), sinks.check):
+    for call in (lambda: sinks.publish("shard", {"first": rows.token_ids}, []).result(), sinks.check):
         with refused(EngineError, request="first", shard="shard", fault="writing", got=("ZeroDivisionError",)):
             call()
 
