@@ -1086,8 +1086,8 @@ MUTANTS: list[Mutant] = [
         (
             "publication that does not wait",
             "sinks.py",
-            "is not None:\n            sink.wait()\n",
-            "is not None:\n            pass\n",
+            "publication = self._thread.submit(partial(self._publish, name, sink, sequences, aborted), 0)",
+            "publication = Future()\n        publication.set_result(self._publish(name, sink, sequences, aborted))",
             "A shard is published without the records that are still being written, or their requests are refused.",
             "tests/vllm/test_sinks.py",
         ),

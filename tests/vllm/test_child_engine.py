@@ -55,3 +55,55 @@ def test_log_probabilities_of_other_tokens_are_refused():
     made.result.outputs[0].logprobs.token_ids = [0, 1, 3]
     with pytest.raises(RuntimeError, match="log-probabilities of other tokens: 0-0"):
         made.take(made.result, version=3)
+
+
+class SlowSource:
+    """Publishes a shard when it is told to."""
+
+    def __init__(self):
+        self.ready, self.published_shards, self.waited = False, [], 0
+
+    def finished(self, *_):
+        pass
+
+    def stats(self):
+        return {}
+
+    def publish(self, sink, sequences, aborted):
+        self.published_shards.append(sink)
+
+    def published(self, sink):
+        return self.ready
+
+    def references(self, sink):
+        self.waited += not self.ready
+        return {}
+
+
+def stepping(calls):
+    """Return an engine that has these calls, and makes steps in which nothing happens."""
+    engine = object.__new__(ChildEngine)
+    engine.running, engine._paused, engine._advance = {call.number: call for call in calls}, False, lambda: None
+    return engine
+
+
+def published_slowly(number, source):
+    call = running(number, 1)
+    call.source, call.shard, call.unfinished = source, f"shard{number}", 0
+    return call
+
+
+def test_a_call_is_answered_when_its_shard_is_published_and_the_engine_goes_on_meanwhile():
+    source, other = SlowSource(), running(8, 1)
+    engine = stepping([published_slowly(7, source), other])
+    assert engine.step() == engine.step() == [] and source.published_shards == ["shard7"]
+    assert list(engine.running) == [7, 8]  # nobody may take the engine for idle
+    source.ready = True
+    assert [number for number, _ in engine.step()] == [7] and not source.waited
+    assert list(engine.running) == [8]
+
+
+def test_an_engine_without_other_work_waits_for_the_shard():
+    source = SlowSource()
+    engine = stepping([published_slowly(7, source)])
+    assert [number for number, _ in engine.step()] == [7] and source.waited == 1

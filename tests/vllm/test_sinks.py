@@ -74,6 +74,26 @@ def test_rows_are_stored_once_where_every_expert_is_the_same(tmp_path, row):
     assert store.info(refs["b"]).own_rows == ROWS - (shared if shared >= 8 else 0)
 
 
+def test_a_step_does_not_wait_for_a_shard_to_be_published(sinks, tmp_path, monkeypatch):
+    gate, rows = Gate(monkeypatch), rows_of(1)
+    add(sinks, "a", rows)
+    publication = sinks.publish("shard", {"a": rows.token_ids}, [])
+    assert not publication.done() and not TraceStore(tmp_path).shards()
+    gate.open()
+    ref = publication.result(30)["a"]
+    assert np.array_equal(TraceStore(tmp_path).read(ref).routes, rows.routes)
+
+
+def test_a_shard_that_is_being_published_is_abandoned_no_more(sinks, tmp_path, monkeypatch):
+    gate, rows = Gate(monkeypatch), rows_of(1)
+    add(sinks, "a", rows)
+    publication = sinks.publish("shard", {"a": rows.token_ids}, [])
+    threading.Timer(0.1, gate.open).start()
+    sinks.abandon("shard")
+    assert publication.done() and list(publication.result()) == ["a"]
+    assert TraceStore(tmp_path).shards() == ["shard"]
+
+
 def test_a_step_does_not_wait_for_a_record_to_be_written(sinks, tmp_path, monkeypatch):
     gate, rows = Gate(monkeypatch), {key: rows_of(number) for number, key in enumerate("cab")}
     for key, one in rows.items():
