@@ -1006,8 +1006,8 @@ MUTANTS: list[Mutant] = [
         (
             "copies not waited for",
             "recorder.py",
-            "self._journal.work_off(wait=True)\n        return",
-            "self._journal.work_off()\n        return",
+            "self._journal.work_off(wait=True)\n        self.publications",
+            "self._journal.work_off()\n        self.publications",
             "A shard is published before the last rows have arrived from the device.",
             "tests/vllm/test_recorder.py",
         ),
