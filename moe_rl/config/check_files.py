@@ -169,7 +169,15 @@ def _same_prompts(one: PromptSourceConfig, other: PromptSourceConfig) -> bool:
 
 def _reward_problems(config: Config) -> Iterator[Problem]:
     if (environment := config.task.environment) is not None:
-        if wrong := dotted_path_problem(environment.run):
+        if environment.python is not None:  # the environment may be one of its packages
+            if not os.access(environment.python, os.X_OK):
+                yield describe(
+                    "this is no program",
+                    where={"key": "task.environment.python"},
+                    got=environment.python,
+                    expected="an interpreter",
+                )
+        elif wrong := dotted_path_problem(environment.run):
             yield describe(wrong, where={"key": "task.environment.run"}, got=environment.run)
         if importlib.util.find_spec("uvicorn") is None:
             yield describe(

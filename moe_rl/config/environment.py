@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moe_rl.config.section import Count, Few, Reward, Seconds, Section
+from moe_rl.config.section import Count, Few, Location, Reward, Seconds, Section
 
 
 class EnvironmentConfig(Section):
@@ -14,6 +14,9 @@ class EnvironmentConfig(Section):
     run: str
     """Dotted path of the environment, an async function run(session, row). Each row of the prompt sources is the `row`
     of the episodes of one group."""
+    python: Location | None = None
+    """Interpreter for the episodes, from 3.12 on, with packages of its own, such as .environments/bin/python. It needs
+    msgspec, and moe_rl where that is installed rather than a checkout. null: the run's own."""
     concurrent: Few = 16
     """Number of episodes that are played at once. Each has a process of its own."""
     seconds: Seconds = 300.0

@@ -54,6 +54,7 @@ def pool_of(environment: EnvironmentConfig, *, concurrent: int | None = None) ->
         concurrent=environment.concurrent if concurrent is None else concurrent,
         seconds=environment.seconds,
         memory_limit_mib=environment.memory_limit_mib,
+        python=environment.python,
     )
 
 

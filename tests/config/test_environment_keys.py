@@ -1,5 +1,6 @@
 """Which keys go together with an environment."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_rewards_or_an_environment_are_needed():
         ("gateway.max_sessions=15", "task.environment.concurrent"),
         ("task.environment.run=moe_rl.tasks.environments.examples.calculator.no_such", "task.environment.run"),
         ("task.environment.run=calculator", "task.environment.run"),
+        ("task.environment.python=no_such", "task.environment.python"),
         ("task.environment.turns=0", "task.environment.turns"),
     ],
 )
@@ -55,6 +57,12 @@ def test_what_an_environment_does_not_go_with(override, key):
     before = found(*PLAYS, *NO_REWARDS)
     (problem,) = [one for one in found(*PLAYS, *NO_REWARDS, override) if one not in before]
     tells(problem, key=key)
+
+
+def test_an_environment_may_be_a_package_of_its_own_interpreter():
+    assert (
+        found(*PLAYS, *NO_REWARDS, "task.environment.run=only.there", f"task.environment.python={sys.executable}") == []
+    )
 
 
 def test_an_environment_is_read_back_from_the_resolved_config(tmp_path):

@@ -22,7 +22,9 @@ import httpx
 import msgspec
 import pytest
 
+from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.errors import ConfigError
+from moe_rl.gateway.episode_gateway import pool_of
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool, Episode
 from tests.tasks.model_stub import ModelStub
 
@@ -302,13 +304,15 @@ def test_an_episode_with_another_interpreter_has_its_packages_and_none_of_ours(t
     python = tmp_path / "bin/python"
     with pytest.raises(ConfigError, match="msgspec"):
         EnvironmentPool("adapted.facts", concurrent=1, seconds=5, python=python)
+    with pytest.raises(ConfigError, match="nowhere"):
+        EnvironmentPool("nowhere.run", concurrent=1, seconds=5, python=PYTHON)
     with pytest.raises(ConfigError, match="no_such"):
         EnvironmentPool("adapted.facts", concurrent=1, seconds=5, python=tmp_path / "no_such")
     ours = Path(msgspec.__file__).parents[1]
     theirs = tmp_path / f"lib/python3.{sys.version_info.minor}/site-packages"
     (theirs / "msgspec").symlink_to(ours / "msgspec")
     (theirs / "only_there.py").write_text("HERE = True\n")
-    with EnvironmentPool("adapted.facts", concurrent=1, seconds=20, python=python) as pool:
+    with pool_of(EnvironmentConfig(run="adapted.facts", python=python), concurrent=1) as pool:
         stub = ModelStub(lambda body: {})
         row = {"prefix": str(tmp_path), "not_there": str(ours)}
         episode = asyncio.run(pool.play(stub.access, row))

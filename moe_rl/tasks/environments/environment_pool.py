@@ -119,7 +119,7 @@ class EnvironmentPool:
         memory_limit_mib: int = 4096,
         python: Path | None = None,
     ):
-        if problem := dotted_path_problem(environment):
+        if python is None and (problem := dotted_path_problem(environment)):
             raise _unusable(problem)
         self._prepare = Prepare(
             sys_path=[os.path.abspath(folder) for folder in sys.path if python is None or not _installed(folder)],
