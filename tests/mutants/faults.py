@@ -889,11 +889,11 @@ MUTANTS: list[Mutant] = [
             "tests/replay/test_routes.py",
         ),
         (
-            "versions one token late",
+            "versions one token early",
             "routes.py",
-            "versions[len(sequence.prompt_token_ids) - 1 :]",
-            "versions[len(sequence.prompt_token_ids) :]",
-            "A token is compared with its own row, not with the row that it was sampled from.",
+            "versions[sequence.positions - 1] =",
+            "versions[sequence.positions - 2] =",
+            "A token is compared with the row before the one that it was sampled from.",
             "tests/replay/test_routes.py",
         ),
         (
@@ -1554,8 +1554,8 @@ MUTANTS: list[Mutant] = [
         (
             "targets one row late",
             "microbatch.py",
-            "np.arange(end - len(sequence.token_ids), end)",
-            "np.arange(end - len(sequence.token_ids), end) - 1",
+            "start + sequence.positions - 1",
+            "start + sequence.positions - 2",
             "Each token is scored by the logits of the token two before it.",
             "tests/megatron/test_microbatch.py",
         ),
@@ -1685,7 +1685,7 @@ MUTANTS: list[Mutant] = [
         (
             "supports of the last piece for the whole completion",
             "sampling_support.py",
-            "max(0, info.parent.rows + 1 - prompt)",
+            "int(np.searchsorted(positions[:end], info.parent.rows + 1))",
             "0",
             "A completion that was continued is refused.",
             "tests/train/test_support.py",
