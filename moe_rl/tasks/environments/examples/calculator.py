@@ -25,6 +25,7 @@ TOOL = {
     },
 }
 _MOST_TURNS = 4
+_MOST_TOKENS = 256
 _LONGEST = 200
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -38,32 +39,61 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:/\d+)?")
 
 async def run(session: AgentSession, row: dict[str, Any]) -> float:
     """Return 1 if the last number that the model says is the row's answer, else 0."""
-    wanted = Fraction(str(row["answer"]))
-    messages: list[dict[str, Any]] = [{"role": "user", "content": row["question"]}]
+    said, _ = await converse(session, row["question"], TOOL, answer, _MOST_TOKENS)
+    return float(is_right(said, row["answer"]))
+
+
+async def converse(
+    session: AgentSession,
+    question: str,
+    tool: dict[str, Any],
+    answer_call: Callable[[dict[str, str]], str],
+    max_tokens: int,
+) -> tuple[str, int]:
+    """Let the model call a tool until it says something without a call, at most for a few turns.
+
+    Args:
+        answer_call: returns what the model gets for a call.
+        max_tokens: most tokens of a turn.
+
+    Returns:
+        What it says in the end, "" if it comes to no end; and how many calls it made.
+    """
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    calls = 0
     for _ in range(_MOST_TURNS):
         try:
-            reply = await session.chat(messages, tools=[TOOL], max_tokens=256)
+            reply = await session.chat(messages, tools=[tool], max_tokens=max_tokens)
         except ChatError as error:
             if error.code in ("session_limit", "context_length_exceeded"):
-                return 0.0  # the model used up what it has, which is no fault of the environment
+                break  # the model used up what it has, which is no fault of the environment
             raise
         messages.append(reply)
         if not reply.get("tool_calls"):
-            numbers = _NUMBER.findall(reply["content"] or "")
-            return float(bool(numbers) and _same(numbers[-1], wanted))
+            return reply["content"] or "", calls
         for call in reply["tool_calls"]:
-            result = answer(call["function"])
+            result = answer_call(call["function"])
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-    return 0.0
+            calls += 1
+    return "", calls
 
 
-def answer(function: dict[str, str]) -> str:
-    """Return what the model gets for a call of the tool. What it did wrong is told as text, so that it can mend it."""
+def is_right(said: str, wanted: object) -> bool:
+    """Return whether the last number in a text is the wanted one."""
+    numbers = _NUMBER.findall(said)
+    return bool(numbers) and _same(numbers[-1], Fraction(str(wanted)))
+
+
+def answer(function: dict[str, str], compute: Callable[[str], Fraction] | None = None) -> str:
+    """Return what the model gets for a call of the tool. What it did wrong is told as text, so that it can mend it.
+
+    compute: computes the expression, as `calculate` does, which is the default.
+    """
     if function["name"] != "calculate":
         return f"error: there is no tool {function['name']}"
     try:
         arguments = json.loads(function["arguments"])
-        return str(calculate(arguments["expression"]))
+        return str((compute or calculate)(arguments["expression"]))
     except ZeroDivisionError:
         return "error: division by zero"
     except (ValueError, KeyError, TypeError) as error:
