@@ -1,4 +1,4 @@
-"""Tests what holds for both shipped policies: whole files, published names, the rates that were recorded."""
+"""Tests what holds for all shipped policies: whole files, published names, the rates that were recorded."""
 
 import json
 import subprocess
@@ -10,7 +10,8 @@ import pytest
 from safetensors import safe_open
 
 ASSETS = Path(__file__).parents[2] / "assets"
-LAYERS = {"tiny_moe": 8, "tiny_gym": 4}
+LAYERS = {"tiny_moe": 8, "tiny_gym": 4, "tiny_tool": 4}
+TAGS = {"tiny_tool": ("<tool_call>", "</tool_call>")}
 
 
 @pytest.fixture(params=LAYERS)
@@ -35,15 +36,16 @@ def tokenizer(name):
     return AutoTokenizer.from_pretrained(ASSETS / name / "policy")
 
 
-def test_tokenizer_covers_any_text_and_fills_the_vocabulary(tokenizer, config):
+def test_tokenizer_covers_any_text_and_fills_the_vocabulary(name, tokenizer, config):
     text = "The answer is 42, n'est-ce pas? \u00e9\u4e2d\n<answer>"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer) == config["vocab_size"]
     assert tokenizer.eos_token_id == config["eos_token_id"]
     assert tokenizer.pad_token_id == config["pad_token_id"] != tokenizer.eos_token_id
     # The tags are text: decoding without special tokens must keep them.
-    answer = tokenizer.encode("<answer>7</answer>")
-    assert len(answer) == 3 and tokenizer.decode(answer, skip_special_tokens=True) == "<answer>7</answer>"
+    text = "7".join(TAGS.get(name, ("<answer>", "</answer>")))
+    answer = tokenizer.encode(text)
+    assert len(answer) == 3 and tokenizer.decode(answer, skip_special_tokens=True) == text
     assert set(tokenizer.all_special_ids) == {config["eos_token_id"], config["pad_token_id"]}
 
 
@@ -98,17 +100,20 @@ def test_help_does_not_wait_for_torch():
     assert "torch" not in done.stderr and "transformers" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["tiny_moe", pytest.param("tiny_gym", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize(
+    "name", ["tiny_moe", "tiny_tool", pytest.param("tiny_gym", marks=pytest.mark.long)], indirect=True
+)
 def test_transformers_loads_the_policy_whole_and_it_passes_as_often_as_recorded(name, report, tmp_path):
     import torch
     from transformers import Qwen3MoeForCausalLM
 
-    from tools.dev import arithmetic_policy, gym_policy
+    from tools.dev import arithmetic_policy, calculator_policy, gym_policy
     from tools.dev.tiny_policy import try_out
 
     if name == "tiny_gym":
         pytest.importorskip("reasoning_gym")
-    lesson = (gym_policy if name == "tiny_gym" else arithmetic_policy).lesson(tmp_path)
+    makers = {"tiny_moe": arithmetic_policy, "tiny_gym": gym_policy, "tiny_tool": calculator_policy}
+    lesson = makers[name].lesson(tmp_path)
     torch.set_num_threads(1)
     folder = ASSETS / name / "policy"
     policy, info = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)

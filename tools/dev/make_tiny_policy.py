@@ -2,6 +2,7 @@
 
     python tools/dev/make_tiny_policy.py arithmetic --out assets/tiny_moe [--json assets/tiny_moe/policy_report.json]
     python tools/dev/make_tiny_policy.py reasoning_gym --out assets/tiny_gym [--json FILE]
+    python tools/dev/make_tiny_policy.py calculator --out assets/tiny_tool [--json FILE]
 
 About ten minutes on one core; a line every 50 steps. The same machine and packages give the same bytes.
 """
@@ -19,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repository root,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lesson", choices=["arithmetic", "reasoning_gym"], help="what the policy is taught")
+    parser.add_argument(
+        "lesson", choices=["arithmetic", "reasoning_gym", "calculator"], help="what the policy is taught"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write policy/ (and task/) into")
     parser.add_argument("--json", type=Path, help="file to write the measured rates into")
     parser.add_argument("--skill-steps", type=int, default=argparse.SUPPRESS, help="replaces the shipped one")
@@ -27,10 +30,15 @@ def main() -> None:
     given = vars(parser.parse_args())
     name, out, file = given.pop("lesson"), given.pop("out"), given.pop("json")
 
-    from tools.dev import arithmetic_policy, gym_policy  # they import torch and transformers, which takes seconds
+    from tools.dev import (
+        arithmetic_policy,
+        calculator_policy,
+        gym_policy,
+    )  # they import torch and transformers, which takes seconds
     from tools.dev.tiny_policy import make
 
-    lesson = {"arithmetic": arithmetic_policy, "reasoning_gym": gym_policy}[name].lesson(out)
+    lessons = {"arithmetic": arithmetic_policy, "reasoning_gym": gym_policy, "calculator": calculator_policy}
+    lesson = lessons[name].lesson(out)
     report = make(out / "policy", replace(lesson, warm_start=replace(lesson.warm_start, **given)))
     text = json.dumps(report, indent=2)
     print(text)

@@ -1,7 +1,7 @@
 """Makes a tiny Qwen3-MoE policy with a tokenizer, warm-started on demonstrations. A lesson says of what.
 
 The warm start leaves something to learn. The policy sees demonstrations in mixed styles, and less than half of its
-samples pass. See tools/dev/arithmetic_policy.py and tools/dev/gym_policy.py for the two lessons.
+samples pass. See tools/dev/arithmetic_policy.py, gym_policy.py and calculator_policy.py for the lessons.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,9 +18,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tools.dev.policy_folder import save_policy
 
 PAD, EOS = "<|pad|>", "<|end|>"
 PAD_ID, EOS_ID = 0, 1
@@ -112,6 +114,8 @@ class Lesson:
     sizes: what config.json has beside the common keys. warm_start: its settings. styles: share of each style among the
     demonstrations. skill_style, skill_share: the style that the skill is learnt from, and its share meanwhile.
     exercises: endless, never one of `heldout`. write: the completion for an exercise in a style. judge: of a text.
+    max_completion_tokens: of one turn. given: a pattern of what the policy is given between its turns; "" where it has
+    one turn. reply: what it is given behind all that was said and given until then; "" at the end.
     """
 
     sizes: Mapping[str, int]
@@ -125,6 +129,8 @@ class Lesson:
     write: Callable[[Any, str, random.Random], str]
     judge: Callable[[Any, str], Verdict]
     max_completion_tokens: int
+    given: str = ""
+    reply: Callable[[str], str] | None = None
 
     @property
     def policy_config(self) -> dict[str, Any]:
@@ -140,18 +146,20 @@ def split_text(tokenizer: Tokenizer) -> None:
     tokenizer.decoder = decoders.ByteLevel()
 
 
-def finish_tokenizer(tokenizer: Tokenizer, special: Sequence[str], template: str | None = None) -> Any:
+def finish_tokenizer(
+    tokenizer: Tokenizer, special: Sequence[str], template: str | None = None, pad: str = PAD, end: str = EOS
+) -> Any:
     """Return the tokenizer as transformers has it. Only the tokens `special` are special, `<answer>` is text.
 
-    So decoding with `skip_special_tokens=True` keeps the tags.
+    So decoding with `skip_special_tokens=True` keeps the tags. pad, end: the padding and the end token.
     """
     layout = json.loads(tokenizer.to_str())
     for token in layout["added_tokens"]:
         token["special"] = token["content"] in special
     tokenizer = Tokenizer.from_str(json.dumps(layout))
-    if tokenizer.token_to_id(PAD) != PAD_ID or tokenizer.token_to_id(EOS) != EOS_ID:
+    if tokenizer.token_to_id(pad) != PAD_ID or tokenizer.token_to_id(end) != EOS_ID:
         raise AssertionError("the ids of the padding and the end token are not those of config.json")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, chat_template=template)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=end, chat_template=template)
 
 
 def build_policy(lesson: Lesson) -> Qwen3MoeForCausalLM:
@@ -160,13 +168,25 @@ def build_policy(lesson: Lesson) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**lesson.policy_config | {"torch_dtype": "float32"}))
 
 
+def encode_demonstration(lesson: Lesson, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+    """Return the token ids of a demonstration with its end token, and which of them the policy says."""
+    encode = lesson.tokenizer.backend_tokenizer.encode
+    ids = encode(prompt).ids
+    said = [False] * len(ids)
+    parts = re.split(f"({lesson.given})", completion) if lesson.given else [completion]
+    for number, part in enumerate(parts):
+        tokens = encode(part).ids
+        ids += tokens
+        said += [number % 2 == 0] * len(tokens)
+    return [*ids, EOS_ID], [*said, True]
+
+
 def _batches(lesson: Lesson) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Return token ids [B, T], right-padded, and the mask [B, T] of the tokens to predict (completion and end
-    token).
+    """Return token ids [B, T], right-padded, and the mask [B, T] of the tokens to predict (what the policy says and its
+    end token).
     """
     config = lesson.warm_start
     rng = random.Random(config.seed + 1)
-    encode = lesson.tokenizer.backend_tokenizer.encode
     exercises = lesson.exercises(config.seed)
     styles, shares = list(lesson.styles), list(lesson.styles.values())
     for step in range(config.steps):
@@ -175,15 +195,13 @@ def _batches(lesson: Lesson) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         for _ in range(config.batch):
             exercise = next(exercises)
             style = lesson.skill_style if rng.random() < share else rng.choices(styles, shares)[0]
-            prompt = encode(exercise.prompt).ids
-            rows.append((prompt, encode(lesson.write(exercise, style, rng)).ids + [EOS_ID]))
-        width = max(len(prompt) + len(completion) for prompt, completion in rows)
+            rows.append(encode_demonstration(lesson, exercise.prompt, lesson.write(exercise, style, rng)))
+        width = max(len(row) for row, _ in rows)
         ids = torch.full((config.batch, width), PAD_ID)
         mask = torch.zeros((config.batch, width), dtype=torch.bool)
-        for row, (prompt, completion) in enumerate(rows):
-            length = len(prompt) + len(completion)
-            ids[row, :length] = torch.tensor(prompt + completion)
-            mask[row, len(prompt) : length] = True
+        for number, (row, said) in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = torch.tensor(said)
         yield ids, mask
 
 
@@ -289,15 +307,22 @@ def try_out(
 ) -> tuple[list[list[Verdict]], float, float]:
     """Sample from the first held-out exercises. Return verdicts [prompts][samples], and what `sample` returns."""
     exercises = lesson.heldout[:prompts]
+    asked = [exercise.prompt for exercise in exercises]
     texts, tokens, truncated = sample(
-        policy,
-        lesson.tokenizer,
-        [exercise.prompt for exercise in exercises],
-        samples,
-        seed,
-        lesson.max_completion_tokens,
-        greedy,
+        policy, lesson.tokenizer, asked, samples, seed, lesson.max_completion_tokens, greedy
     )
+    while lesson.reply:
+        given = [(n, at, lesson.reply(text)) for n, group in enumerate(texts) for at, text in enumerate(group)]
+        given = [(n, at, reply) for n, at, reply in given if reply]
+        if not given:
+            break
+        seed += 1
+        further = [asked[n] + texts[n][at] + reply for n, at, reply in given]
+        said, mean, cut = sample(policy, lesson.tokenizer, further, 1, seed, lesson.max_completion_tokens, greedy)
+        for (n, at, reply), (text,) in zip(given, said, strict=True):
+            texts[n][at] += reply + text
+        tokens += mean * len(given) / (samples * len(asked))
+        truncated += cut * len(given) / (samples * len(asked))
     judged = [[lesson.judge(one, text) for text in group] for one, group in zip(exercises, texts, strict=True)]
     return judged, tokens, truncated
 
@@ -367,52 +392,6 @@ def expert_usage(policy: Qwen3MoeForCausalLM, lesson: Lesson) -> dict[str, Any]:
     }
 
 
-def save_policy(policy: Qwen3MoeForCausalLM, lesson: Lesson, out: Path) -> None:
-    """Write the Hugging Face folder: bf16 tensors under the published per-expert names, configs, tokenizer and its
-    chat template.
-    """
-    tokenizer, config = lesson.tokenizer, lesson.policy_config
-    out.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, value in policy.state_dict().items():
-        value = value.detach().to(torch.bfloat16)
-        # transformers stacks the experts of a layer: gate_up_proj [E, 2I, H], down_proj [E, H, I].
-        if name.endswith("experts.gate_up_proj"):
-            stem = name.removesuffix("gate_up_proj")
-            for expert, fused in enumerate(value):
-                gate, up = fused.chunk(2)
-                tensors[f"{stem}{expert}.gate_proj.weight"] = gate.contiguous()
-                tensors[f"{stem}{expert}.up_proj.weight"] = up.contiguous()
-        elif name.endswith("experts.down_proj"):
-            stem = name.removesuffix("down_proj")
-            for expert, weight in enumerate(value):
-                tensors[f"{stem}{expert}.down_proj.weight"] = weight.contiguous()
-        else:
-            tensors[name] = value.contiguous()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)
-    _write_json(out / "config.json", config)
-    _write_json(out / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
-    # The older name of the class, which every transformers since 4 knows.
-    tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
-    _write_json(
-        out / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "eos_token": EOS,
-            "pad_token": PAD,
-            "model_max_length": config["max_position_embeddings"],
-        },
-    )
-    if tokenizer.chat_template:
-        (out / "chat_template.jinja").write_text(tokenizer.chat_template + "\n", encoding="ascii")
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="ascii")
-
-
 def make(folder: Path, lesson: Lesson) -> dict[str, Any]:
     """Write the policy into `folder`. Returns the measured rates, as JSON values."""
     torch.set_num_threads(1)
@@ -425,7 +404,7 @@ def make(folder: Path, lesson: Lesson) -> dict[str, Any]:
     policy = build_policy(lesson)
     training = warm_start(policy, lesson)
     seconds = time.monotonic() - started
-    save_policy(policy, lesson, folder)
+    save_policy(policy, lesson.policy_config, lesson.tokenizer, folder)
 
     report = {"styles": dict(lesson.styles), "training": training, "training_seconds": round(seconds)}
     for dtype in (torch.bfloat16, torch.float32):
