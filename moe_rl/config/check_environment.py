@@ -33,12 +33,12 @@ def environment_problems(config: Config) -> Iterator[Problem]:
             expected="none",
             do="remove it, and send stop with the requests of the environment",
         )
-    if config.pipeline.mode != "sync":
+    if config.pipeline.kv == "recompute":
         yield describe(
-            "episodes are not played beside training yet",
-            where={"key": "pipeline.mode", **given},
-            got=config.pipeline.mode,
-            expected="sync",
+            "an episode whose turns were aborted cannot go on",
+            where={"key": "pipeline.kv", **given},
+            got="recompute",
+            expected="keep",
         )
     if config.task.environment.concurrent > config.gateway.max_sessions:
         yield describe(

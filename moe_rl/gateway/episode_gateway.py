@@ -59,11 +59,10 @@ def pool_of(environment: EnvironmentConfig, *, concurrent: int | None = None) ->
 
 
 class EpisodeGateway:
-    """Plays episodes in the event loop in which it is opened.
+    """Plays episodes in the event loop in which it is opened: a LivePlayer.
 
-    Attributes:
-        gateway: whoever sends the sampler new weights while episodes are played sets its `turns.version`. Between
-            episodes that is not needed: the first turn tells.
+    Whoever sends the sampler new weights while episodes are played calls `hold` before and `updated` after. Between
+    episodes that is not needed: the first turn tells the version.
 
     Args:
         config: with task.environment.
@@ -113,6 +112,14 @@ class EpisodeGateway:
                 one.cancel()
             await asyncio.gather(*played, return_exceptions=True)
 
+    def hold(self) -> None:
+        """Let no turn begin until `updated`, see LivePlayer."""
+        self.gateway.turns.hold()
+
+    def updated(self, version: int) -> None:
+        """Go on with weights of this version, see LivePlayer."""
+        self.gateway.turns.updated(version)
+
     def _fail(self, error: MoeRLError) -> None:
         """Let everything end that is played: the sampler is at fault, and no environment."""
         if not self._failed.done():
@@ -136,7 +143,7 @@ class EpisodeGateway:
         rule = SamplingRule(asked.temperature, asked.top_p, asked.top_k, asked.min_p, longest)
         limits = SessionLimits(environment.tokens, environment.turns, math.inf)  # the pool ends it in time
         opened = self.gateway.open(asked.prompt.id, limits, name=asked.name, rule=rule)
-        opened.session.seed = asked.name
+        opened.session.seed = asked.seed
         opened.session.shards = asked.name if asked.kept else None
         url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/s/{opened.key}"
         return opened.session, SessionAccess(

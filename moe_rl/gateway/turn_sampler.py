@@ -46,8 +46,8 @@ class TurnSampler:
     Attributes:
         version: of the weights that the sampler has. Whoever updates them sets it.
         counts: `sampled_again` after a lost server, `recorded_anew` under other weights than the parent's,
-            `over_older_rows` where weights changed just when a turn began, so that its record has the parent's rows
-            although the prefix was computed anew.
+            `over_older_rows`: turns that were sampled again because weights changed just when they began, so that their
+            record had the parent's rows although the prefix was computed anew.
     """
 
     def __init__(self, sampler: GroupSampler, bounds: SamplerBounds, *, seed: int, version: int = 0):
@@ -56,8 +56,19 @@ class TurnSampler:
         self._sampler, self._seed = sampler, seed
         self._running: Counter[int] = Counter()
         self._free = asyncio.Condition()
+        self._begins = asyncio.Event()
+        self._begins.set()
         self._homes: dict[str, int] = {}
         self._calls: Counter[str] = Counter()
+
+    def hold(self) -> None:
+        """Let no turn begin until `updated`. Those that are under way stay so."""
+        self._begins.clear()
+
+    def updated(self, version: int) -> None:
+        """Let turns begin again, with weights of this version."""
+        self.version = version
+        self._begins.set()
 
     def room(self, prompt: Sequence[int]) -> int:
         """Return how many tokens may follow a prompt."""
@@ -105,8 +116,10 @@ class TurnSampler:
                 await self._exit(at)
             began = [one.oldest_version for one in sampled if one.versions]
             self.version = max([self.version, *(one.newest_version for one in sampled if one.versions)])
+            if parent is not None and any(one != version for one in began):
+                self.counts["over_older_rows"] += 1
+                continue
             self.counts["recorded_anew"] += int(recorded and place.parent is not None and parent is None)
-            self.counts["over_older_rows"] += sum(parent is not None and one != version for one in began)
             return sampled, parent is not None
         raise AssertionError
 
@@ -152,18 +165,20 @@ class TurnSampler:
 
     async def _enter(self, session: Session) -> int:
         """Wait for room, and return the place: the one where the session was before, or the one with the most room."""
-        async with self._free:
-            while True:
+        while True:
+            await self._begins.wait()
+            async with self._free:
                 places = self._sampler.places
                 if not places:
                     raise SamplerGone(describe("No server is left that could sample", where={"session": session.name}))
                 home = self._homes.get(session.name)
                 place = home if home is not None and home in places else min(places, key=lambda one: self._running[one])
-                if self._running[place] < self.bounds.at_once:
+                if self._begins.is_set() and self._running[place] < self.bounds.at_once:
                     self._homes[session.name] = place
                     self._running[place] += 1
                     return place
-                await self._free.wait()
+                if self._begins.is_set():
+                    await self._free.wait()
 
     async def _exit(self, place: int) -> None:
         async with self._free:

@@ -7,52 +7,47 @@ from collections.abc import Sequence
 from moe_rl.config.prompt_sources import HeldoutSourceConfig
 from moe_rl.config.schema import Config
 from moe_rl.rollout.kept import episode_name
-from moe_rl.rollout.trajectories import EpisodePlayer, EpisodeRequest, Trajectory
-from moe_rl.types import Prompt, Verdict
+from moe_rl.rollout.trajectories import EpisodeRequest
+from moe_rl.types import Prompt
 
 Heldout = Sequence[tuple[HeldoutSourceConfig, Prompt]]
 
 
 class Episodes:
-    """Plays the prompts of a run, which are rows of its environment."""
+    """Makes the requests for the episodes of a run, whose prompts are rows of its environment."""
 
-    def __init__(self, config: Config, player: EpisodePlayer):
-        self.config, self.player = config, player
+    def __init__(self, config: Config):
+        self.config = config
 
-    def round(self, step: int, prompts: Sequence[Prompt], *, first: int) -> list[list[Trajectory]]:
-        """Play the groups of a round of a step.
+    def round(self, step: int, prompts: Sequence[Prompt], *, first: int) -> list[EpisodeRequest]:
+        """Return the requests for a round of a step, group by group.
 
         Args:
             first: number of the first prompt within the step.
         """
-        size = self.config.rollout.group_size
-        played = self.player.play(
-            [
-                self.request(episode_name(step, number, member), prompt)
-                for number, prompt in enumerate(prompts, start=first)
-                for member in range(size)
-            ]
-        )
-        return [played[at : at + size] for at in range(0, len(played), size)]
+        return [
+            self.request(name := episode_name(step, number, member), name, prompt)
+            for number, prompt in enumerate(prompts, start=first)
+            for member in range(self.config.rollout.group_size)
+        ]
 
-    def request(self, name: str, prompt: Prompt) -> EpisodeRequest:
+    def group(self, shard: str, cursor: int, prompt: Prompt) -> list[EpisodeRequest]:
+        """Return the requests for a group that is sampled on its own.
+
+        Args:
+            shard: name of a new trace shard of the group. Each turn has one whose name begins with it.
+        """
+        members = range(self.config.rollout.group_size)
+        return [self.request(f"{shard}-c{member}", f"group{cursor}-c{member}", prompt) for member in members]
+
+    def request(self, name: str, seed: str, prompt: Prompt) -> EpisodeRequest:
         """Return the request for an episode to train on."""
         rollout = self.config.rollout
-        return EpisodeRequest(name, prompt, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-
-    def evaluated(self, heldout: Heldout) -> list[tuple[list[int], list[Verdict]]]:
-        """Play held-out prompts as their sources ask for them, see Rollouts.evaluation. Nothing of it is kept.
-
-        Returns:
-            For sampled and for greedy episodes, the places of their prompts, and their verdicts.
-        """
-        return [
-            (places, [one.verdict for one in self.player.play(asked)]) for places, asked in self.evaluation(heldout)
-        ]
+        return EpisodeRequest(name, seed, prompt, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
 
     def evaluation(self, heldout: Heldout) -> list[tuple[list[int], list[EpisodeRequest]]]:
         """Return the requests of an evaluation for sampled episodes and for greedy ones, with the places of their
-        prompts. Prompts and seeds are the same at every call."""
+        prompts. Prompts and seeds are the same at every call. Nothing of it is kept."""
         rollout = self.config.rollout
         sampled: tuple[list[int], list[EpisodeRequest]] = [], []
         greedy: tuple[list[int], list[EpisodeRequest]] = [], []
@@ -63,9 +58,10 @@ class Episodes:
                 name = f"eval-sampled-p{place}-c{sample}"
                 sampled[0].append(place)
                 sampled[1].append(
-                    EpisodeRequest(name, prompt, temperature, top_p, rollout.top_k, rollout.min_p, kept=False)
+                    EpisodeRequest(name, name, prompt, temperature, top_p, rollout.top_k, rollout.min_p, kept=False)
                 )
             if source.greedy or not temperature:
+                name = f"eval-greedy-p{place}"
                 greedy[0].append(place)
-                greedy[1].append(EpisodeRequest(f"eval-greedy-p{place}", prompt, 0.0, kept=False))
+                greedy[1].append(EpisodeRequest(name, name, prompt, 0.0, kept=False))
         return [sampled, greedy]

@@ -11,6 +11,9 @@ What was sampled of a completion whose request was aborted is kept as a piece, w
 continues it, now, on another server or after a restart. Texts of rollout.stop may begin in one piece and end in the
 next, where the sampler does not see them, so with them a completion begins anew. With `exact`, all pieces of a
 completion are trained on in one microbatch. A piece that would leave no room for the next one is sampled again.
+
+A group of episodes is played in one call, and comes with its verdicts. No turn begins while weights go in. What was
+played of a group that a pool leaves unfinished is lost: the next pool plays it from the beginning.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, PipelineError, describe
 from moe_rl.rollout.batches import PromptGroup, discarded, recorded
 from moe_rl.rollout.group_files import GroupFiles, KeptGroup
@@ -29,6 +34,7 @@ from moe_rl.rollout.kept import RolloutBatch
 from moe_rl.rollout.pieces import all_pieces, joined, sampled_tokens, unfinished
 from moe_rl.rollout.pipeline_metrics import Usage, of_consumed, of_dropped
 from moe_rl.rollout.rollouts import Rollouts
+from moe_rl.rollout.trajectories import LivePlayer, Trajectory
 from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
 from moe_rl.weights.update import WeightUpdate
 
@@ -39,6 +45,7 @@ class _Work:
 
     Attributes:
         pieces: of each completion, in order.
+        trajectories: what was played, if these are episodes.
         leave: set to abort its requests.
         dropped: why it ended meanwhile.
     """
@@ -46,12 +53,16 @@ class _Work:
     group: Group
     prompt: Prompt
     pieces: list[list[Completion]]
+    trajectories: list[Trajectory] = field(default_factory=list)
     leave: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: Reason | None = None
 
     def kept(self, version: int, verdicts: Sequence[Verdict] = ()) -> KeptGroup:
         """Return what is kept of it."""
-        return KeptGroup(self.group.cursor, self.prompt.id, self.group.oldest, version, self.pieces, list(verdicts))
+        group = self.group
+        return KeptGroup(
+            group.cursor, self.prompt.id, group.oldest, version, self.pieces, list(verdicts), self.trajectories
+        )
 
 
 class GroupFeed:
@@ -66,10 +77,20 @@ class GroupFeed:
         files: the groups that no step has consumed yet.
         step: the next step to be taken. The prompt ledger has the lines of all steps before.
         version: the weights that the servers have.
+        player: plays the groups, if there is an environment.
     """
 
-    def __init__(self, rollouts: Rollouts, sampler: GroupSampler, files: GroupFiles, *, step: int, version: int):
-        self.rollouts, self.sampler, self.files = rollouts, sampler, files
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        sampler: GroupSampler,
+        files: GroupFiles,
+        *,
+        step: int,
+        version: int,
+        player: LivePlayer | None = None,
+    ):
+        self.rollouts, self.sampler, self.files, self._player = rollouts, sampler, files, player
         self.config = config = rollouts.config
         pipeline = config.pipeline
         self._staleness, self._recompute = pipeline.lag, pipeline.kv == "recompute"
@@ -77,7 +98,7 @@ class GroupFeed:
         self.unusable: list[str] = []
         left = {one.cursor: one for one in files.load(rollouts.source, self.unusable)}
         self.groups = Groups(
-            dict.fromkeys(sampler.places, config.rollout.max_concurrent),
+            dict.fromkeys(sampler.places, _slots(config, len(sampler.places))),
             batch=config.rollout.prompts_per_step,
             size=config.rollout.group_size,
             staleness=self._staleness,
@@ -228,7 +249,7 @@ class GroupFeed:
         """Sample a group and judge it."""
         if work.group.state == "sampling":
             try:
-                await self._sample(work)
+                await (self._sample(work) if self._player is None else self._play(work, self._player))
             except ServerLost as lost:
                 self._usage.sampled += lost.tokens
                 self._usage.waste("lost", lost.tokens)
@@ -238,11 +259,36 @@ class GroupFeed:
                 return
             self.groups.sampled(work.group.cursor)
             self._pump()
+        if work.trajectories:
+            self._judge(work, [one.verdict for one in work.trajectories])
+            return
         items = [self.rollouts.batches.item(work.prompt, joined(parts)) for parts in work.pieces]
         with self._usage.judging.one_more():
             verdicts = await self.rollouts.verifiers.judge(items)
         if work.dropped is None:
             self._judge(work, verdicts)
+
+    async def _play(self, work: _Work, player: LivePlayer) -> None:
+        """Play the episodes of a group. If it is left meanwhile, it has none."""
+        cursor = work.group.cursor
+        assert self.rollouts.episodes is not None  # they go with the player
+        asked = self.rollouts.episodes.group(self.files.shard(cursor), cursor, work.prompt)
+        playing = asyncio.ensure_future(player.play(asked))
+        left = asyncio.ensure_future(work.leave.wait())
+        self._calls += 1
+        try:
+            waits: set[asyncio.Future[Any]] = {playing, left}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if playing.done():
+                work.trajectories = playing.result()
+                work.pieces = [one.sequences for one in work.trajectories]
+                self._usage.sampled += sampled_tokens(work.pieces)
+        finally:
+            left.cancel()
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+            self._calls -= 1
+            self._changed.set()
 
     async def _sample(self, work: _Work) -> None:
         """Sample the completions of a group that have not ended, in as many calls as it takes."""
@@ -348,6 +394,8 @@ class GroupFeed:
 
     def _judged(self, kept: KeptGroup) -> PromptGroup:
         (prompt,) = self.rollouts.source.at(kept.cursor, 1)
+        if kept.trajectories:
+            return self.rollouts.batches.played(kept.cursor, prompt, kept.trajectories)
         return self.rollouts.batches.group(kept.cursor, prompt, kept.pieces, kept.verdicts)
 
     def _give_up(self, cursor: int, reason: Reason) -> None:
@@ -382,3 +430,9 @@ class GroupFeed:
                             expected=f"at least {oldest}",
                         )
                     )
+
+
+def _slots(config: Config, places: int) -> int:
+    """Return how many completions, or episodes, one of several places has at once."""
+    environment, most = config.task.environment, config.rollout.max_concurrent
+    return most if environment is None else min(most, math.ceil(environment.concurrent / places))

@@ -7,7 +7,7 @@ routes are in trace shards of the group's own, `group000012-0` and so on, one fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_rl.errors import DataError, MoeRLError, describe
@@ -15,6 +15,7 @@ from moe_rl.rollout import sealed
 from moe_rl.rollout.groups import Held, HeldState
 from moe_rl.rollout.kept import group_shard_name, shard_group, shards_of
 from moe_rl.rollout.pieces import all_pieces, unfinished
+from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, Verdict
@@ -31,6 +32,7 @@ class KeptGroup:
         oldest: the version of the weights with which its first request began.
         version: the weights that the servers had when it was kept.
         verdicts: one for each completion; empty until it is judged.
+        trajectories: what was played, if these are episodes. The sequences of each are its pieces.
     """
 
     cursor: int
@@ -39,11 +41,12 @@ class KeptGroup:
     version: int
     pieces: list[list[Completion]]
     verdicts: list[Verdict]
+    trajectories: list[Trajectory] = field(default_factory=list)
 
     @property
     def held(self) -> Held:
         """Return what a pool needs to know of it."""
-        left = len(unfinished(self.pieces))
+        left = 0 if self.trajectories else len(unfinished(self.pieces))
         state: HeldState = "waiting" if left else "ready" if self.verdicts else "judging"
         newest = max(one.newest_version for one in all_pieces(self.pieces))
         return Held(self.cursor, self.oldest, newest, left, state)

@@ -32,7 +32,7 @@ from moe_rl.types import Completion, InsertedText, Sequence
 _SHARD = re.compile(
     r"step(\d{6,})(?:-round\d+|-p\d+-c\d+(?:-\d+(?:-again\d+)?)?)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?"
 )
-_GROUP_SHARD = re.compile(r"group(\d{6,})-(\d+)(?:-server\d+)?(?:\.pp\d+of\d+)?")
+_GROUP_SHARD = re.compile(r"group(\d{6,})-(\d+)(?:-c\d+(?:-\d+(?:-again\d+)?)?)?(?:-server\d+)?(?:\.pp\d+of\d+)?")
 _SUFFIX = ".rollout"
 _HEAD, _WHAT = "moe_rl rollout 1", "a step's rollouts"
 _SAMPLED_SUFFIX = ".sampled"
@@ -238,16 +238,19 @@ class KeptRollouts:
         Args:
             groups: cursors of groups that were sampled one by one, of these steps and of those to come. None: all.
         """
-        gone = []
-        for name in self.store.shards():
+
+        def kept(name: str) -> bool:
             group = shard_group(name)
-            if not (_is_of(name, steps) if group is None else groups is None or group[0] in groups):
-                gone.append(name)
-        self.store.remove(*gone)
-        for path in self.folder.glob("*.tmp"):
-            if not _is_of(path.name.partition(".")[0], steps):  # the pool may be writing the file of the next step
+            return _is_of(name, steps) if group is None else groups is None or group[0] in groups
+
+        self.store.remove(*(name for name in self.store.shards() if not kept(name)))
+        for path in self.folder.glob(f"*{SESSION_SUFFIX}"):
+            if not kept(path.stem):
                 path.unlink(missing_ok=True)
-        for path in [file for suffix in (_SUFFIX, _SAMPLED_SUFFIX, SESSION_SUFFIX) for file in self._files(suffix)]:
+        for path in self.folder.glob("*.tmp"):
+            if not kept(path.name.partition(".")[0]):  # the pool may be writing the file of the next step, or a session
+                path.unlink(missing_ok=True)
+        for path in [*self._files(), *self._files(_SAMPLED_SUFFIX)]:
             if not _is_of(path.stem, steps):
                 path.unlink(missing_ok=True)
 

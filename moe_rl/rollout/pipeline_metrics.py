@@ -21,6 +21,7 @@ def of_consumed(step: int, groups: Sequence[KeptGroup]) -> dict[str, float]:
         (span.tokens, span.weight_version - piece.oldest_version) for _, piece in pieces for span in piece.versions
     ]
     forwarded = sum(one.forwarded for _, one in pieces)
+    again = [piece for one in groups if not one.trajectories for parts in one.pieces for piece in parts[1:]]
     versions = [
         len({span.weight_version for piece in parts for span in piece.versions})
         for one in groups
@@ -34,7 +35,7 @@ def of_consumed(step: int, groups: Sequence[KeptGroup]) -> dict[str, float]:
         "pipeline/versions_mean": float(np.mean(versions)),
         "pipeline/versions_max": max(versions),
         "pipeline/kv_age": sum(tokens * age for tokens, age in spans) / max(1, sum(tokens for tokens, _ in spans)),
-        "pipeline/prefilled_again": sum(len(one.prompt_token_ids) for at, one in pieces if at) / forwarded,
+        "pipeline/prefilled_again": sum(len(one.prompt_token_ids) for one in again) / forwarded,
     }
 
 

@@ -22,18 +22,23 @@ import threading
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
+from moe_rl.config.schema import Config
 from moe_rl.errors import MoeRLError
 from moe_rl.messages import Channel, Message
+from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model
 from moe_rl.rollout import pool_wire as wire
 from moe_rl.rollout.fleet_groups import groups_at
+from moe_rl.rollout.group_sampler import GroupSampler
 from moe_rl.rollout.pool_groups import GroupPool
 from moe_rl.rollout.rollouts import Rollouts, Unjudged, start_sampler
+from moe_rl.rollout.trajectories import EpisodePlayer, LivePlayer
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.tasks.verifiers import VerifierPool
@@ -44,21 +49,36 @@ from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update
 _ALIVE_SECONDS = 0.5
 
 
-def main() -> None:
+class Environments(Protocol):
+    """Makes what plays the episodes of a run. The gateway does, which stands above this room."""
+
+    def beside(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path) -> LivePlayer:
+        """Return a player for the event loop of the pool. It is not open."""
+        ...
+
+    def alone(
+        self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path
+    ) -> AbstractContextManager[EpisodePlayer]:
+        """Return a player with a thread of its own."""
+        ...
+
+
+def main(environments: Environments | None = None) -> None:
+    """Run the pool. environments: if there may be one in the config."""
     line = _PoolLine(channel_to_parent(wire.CALLS))
     with ExitStack() as stack:
         try:
             call = line.receive()
             assert isinstance(call, wire.OpenPool)  # rank 0 sends it first, and only once
             with line.beating():
-                rollouts = _open(call.run_dir, call.config, stack)
+                rollouts, player = _open(call.run_dir, call.config, stack, environments)
         except Exception as error:
             line.answer(_failed(error))
             return
         engine = rollouts.engine
         line.answer(wire.PoolOpened(engine.vllm_version, engine.workers, engine.address))
         if rollouts.config.pipeline.by_group:
-            asyncio.run(_by_group(line, GroupPool(rollouts, groups_at(engine), call.run_dir)))
+            asyncio.run(_by_group(line, GroupPool(rollouts, groups_at(engine), call.run_dir, player), player))
         else:
             _by_batch(line, rollouts)
     os._exit(0)
@@ -99,8 +119,10 @@ def _clock(parts: list[tuple[str, float, float]]) -> Clock:
     return Clock(ended=lambda *part: parts.append(part))
 
 
-async def _by_group(line: _PoolLine, pool: GroupPool) -> None:
+async def _by_group(line: _PoolLine, pool: GroupPool, player: LivePlayer | None) -> None:
     """Answer calls one by one until rank 0 closes, while groups are sampled and judged beside."""
+    if player is not None:
+        await player.open()
 
     async def beat() -> None:
         while True:
@@ -117,15 +139,29 @@ async def _by_group(line: _PoolLine, pool: GroupPool) -> None:
         line.answer(reply)
     beats.cancel()
     await pool.close()
+    if player is not None:
+        await player.close()
 
 
-def _open(run_dir: Path, config_file: Path, stack: ExitStack) -> Rollouts:
+def _open(
+    run_dir: Path, config_file: Path, stack: ExitStack, environments: Environments | None
+) -> tuple[Rollouts, LivePlayer | None]:
+    """Start the sampler and what judges. Return the player only where groups are played one by one."""
     config = load_config(config_file)
-    facts = read_model(config.model.path)
+    facts, store = read_model(config.model.path), TraceStore(run_dir / "trace")
     task = load_task(config, TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop))
-    verifiers = stack.enter_context(VerifierPool.of(config.task))
+    if config.task.environment is None:
+        verifiers = stack.enter_context(VerifierPool.of(config.task))
+        engine = stack.enter_context(closing(start_sampler(config, facts, run_dir)))
+        return Rollouts(config, facts, task, engine, verifiers, run_dir, store), None
+    assert environments is not None  # rank 0 starts the module that has them
     engine = stack.enter_context(closing(start_sampler(config, facts, run_dir)))
-    return Rollouts(config, facts, task, engine, verifiers, run_dir, TraceStore(run_dir / "trace"))
+    given = config, facts, groups_at(engine), run_dir
+    if config.pipeline.by_group:
+        rollouts = Rollouts(config, facts, task, engine, None, run_dir, store)
+        return rollouts, environments.beside(*given)
+    alone = stack.enter_context(environments.alone(*given))
+    return Rollouts(config, facts, task, engine, None, run_dir, store, alone), None
 
 
 def _reply(rollouts: Rollouts, call: wire.Call) -> wire.Reply:

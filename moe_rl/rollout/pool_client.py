@@ -29,7 +29,7 @@ class PooledSampler:
         """Start the pool with its sampler and verifiers. Raises EngineError if they cannot start."""
         self._child = ChildProcess(
             "pool",
-            "moe_rl.rollout.pool",
+            "moe_rl.rollout.pool" if config.task.environment is None else "moe_rl.gateway.episode_pool",
             log_path=run_dir / "pool.log",
             environment=child_environment(config.rollout.capture),
             replies=wire.REPLIES,

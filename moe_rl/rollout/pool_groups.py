@@ -14,6 +14,7 @@ from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
 from moe_rl.rollout.rollouts import EVALUATED, Rollouts
+from moe_rl.rollout.trajectories import LivePlayer
 from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm.wire import AskCounts, Counted, Score, Update
 from moe_rl.weights.update import WeightUpdate
@@ -22,8 +23,9 @@ from moe_rl.weights.update import WeightUpdate
 class GroupPool:
     """Owns the feed of groups, which begins when rank 0 says with which step and weights."""
 
-    def __init__(self, rollouts: Rollouts, sampler: GroupSampler, run_dir: Path):
-        self._rollouts, self._sampler = rollouts, sampler
+    def __init__(self, rollouts: Rollouts, sampler: GroupSampler, run_dir: Path, player: LivePlayer | None = None):
+        """player: plays the groups, if there is an environment. It is open."""
+        self._rollouts, self._sampler, self._player = rollouts, sampler, player
         self._files = GroupFiles(run_dir / "groups", rollouts.store)
         self._feed: GroupFeed | None = None
 
@@ -48,7 +50,11 @@ class GroupPool:
             case AskCounts():
                 return Counted(await self._sampler.counts())
             case Update(update):
+                if self._player is not None:
+                    self._player.hold()
                 await (self._load(update) if self._feed is None else self._feed.update(update))
+                if self._player is not None and update.final:
+                    self._player.updated(update.version)
                 return wire.SamplerUpdated(self._rollouts.engine.workers)
 
     async def close(self) -> None:
@@ -58,7 +64,8 @@ class GroupPool:
 
     async def _begin(self, step: int, version: int) -> list[str]:
         """Begin to sample groups. Return messages about groups of an earlier process that cannot be used."""
-        self._feed = GroupFeed(self._rollouts, self._sampler, self._files, step=step, version=version)
+        given = self._rollouts, self._sampler, self._files
+        self._feed = GroupFeed(*given, step=step, version=version, player=self._player)
         await self._feed.begin()
         return self._feed.unusable
 
@@ -73,6 +80,10 @@ class GroupPool:
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Sample held-out prompts beside the groups, and return the metrics."""
         rollouts, answers = self._rollouts, []
+        if self._player is not None and rollouts.episodes is not None:
+            for places, episodes in rollouts.episodes.evaluation(rollouts.heldout):
+                answers.append((places, [one.verdict for one in await self._player.play(episodes)]))
+            return rollouts.rates(answers)
         for name, asked in zip(EVALUATED, rollouts.evaluation(), strict=True):
             places, requests = [place for place, _ in asked], [one for _, one in asked]
             completions = await sample_beside(self._sampler, requests, shard=f"{name}-step{step:06d}")

@@ -22,7 +22,7 @@ from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name, shards_of
 from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
 from moe_rl.rollout.sampler import Sampler
-from moe_rl.rollout.trajectories import EpisodePlayer, Trajectory
+from moe_rl.rollout.trajectories import EpisodePlayer, EpisodeRequest, Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.tasks.tokenizer import stop_tokens
@@ -106,7 +106,7 @@ class Rollouts:
 
     Attributes:
         verifiers: judge completions, if there is no environment.
-        episodes: plays the prompts, if there is one.
+        episodes: the requests for them, if there is one.
         left_behind: the batch of the next step, if an earlier process of this run sampled it.
         unusable: what an earlier process has left and is sampled again, as messages.
     """
@@ -122,11 +122,16 @@ class Rollouts:
         store: TraceStore,
         player: EpisodePlayer | None = None,
     ):
-        """verifiers, player: one of the two, as the config says."""
+        """
+        Args:
+            verifiers: unless there is an environment.
+            player: of its episodes, unless they are played one group at a time.
+        """
         self.config, self.engine, self.store = config, engine, store
         if verifiers is not None:
             self.verifiers = verifiers
-        self.episodes = None if player is None else Episodes(config, player)
+        self._player = player
+        self.episodes = None if config.task.environment is None else Episodes(config)
         self.stop_tokens = stop_tokens(config, facts)
         self.batches = Batches(config, task.codec, run_dir / "trace")
         self.source = PromptSource(task.train, config.run.seed)
@@ -235,7 +240,9 @@ class Rollouts:
         prompts = self.source.at(first + done, rollout.prompts_per_step)
         if self.episodes is not None:
             with clock("sample"):
-                return SampledRound.played(prompts, self.episodes.round(step, prompts, first=done))
+                played = self._play(self.episodes.round(step, prompts, first=done))
+            members = range(0, len(played), rollout.group_size)
+            return SampledRound.played(prompts, [played[at : at + rollout.group_size] for at in members])
         requests = [
             self.request(f"s{step}/p{p}/c{c}", prompt.token_ids, rollout.temperature)
             for p, prompt in enumerate(prompts, start=done)
@@ -273,7 +280,8 @@ class Rollouts:
         """Return pass rates on held-out prompts, as each source asks for them. Prompts and seeds are the same at every
         call."""
         if self.episodes is not None:
-            return self.rates(self.episodes.evaluated(self.heldout))
+            episodes = self.episodes.evaluation(self.heldout)
+            return self.rates([(places, [one.verdict for one in self._play(each)]) for places, each in episodes])
         answers = []
         for name, asked in zip(EVALUATED, self.evaluation(), strict=True):
             places, requests = [place for place, _ in asked], [one for _, one in asked]
@@ -317,6 +325,10 @@ class Rollouts:
                 for (source, prompt), samples, at_zero in zip(self.heldout, *passed, strict=True)
             ]
         )
+
+    def _play(self, asked: Seq[EpisodeRequest]) -> list[Trajectory]:
+        assert self._player is not None  # there is an environment, and whole steps are sampled
+        return self._player.play(asked)
 
     def request(self, key: str, prompt_token_ids: tuple[int, ...], temperature: float) -> GenerateRequest:
         """Return a request of the run, see `generate_request`."""

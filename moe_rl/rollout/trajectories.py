@@ -16,13 +16,15 @@ class EpisodeRequest:
     """Asks for one episode.
 
     Attributes:
-        name: of its session, unique in a run. The seeds of its turns follow from it, and the names of its trace shards.
+        name: of its session, unique in a run. The names of its trace shards follow from it.
+        seed: what the seeds of its turns follow from.
         prompt: whose columns are the row that the environment gets.
         temperature, top_p, top_k, min_p: how all its turns are sampled, as in GenerateRequest.
         kept: whether its routes are recorded, and its session is checked and kept.
     """
 
     name: str
+    seed: str
     prompt: Prompt
     temperature: float
     top_p: float = 1.0
@@ -86,4 +88,28 @@ class EpisodePlayer(Protocol):
             EngineError: the sampler has no right record of a turn.
             SessionError: a session does not have the records of its turns. The message names both.
         """
+        ...
+
+
+class LivePlayer(Protocol):
+    """Plays episodes in an event loop, while the sampler gets new weights from time to time."""
+
+    async def open(self) -> None:
+        """Begin to serve, in this event loop."""
+        ...
+
+    async def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
+        """Play episodes, see EpisodePlayer.play. If this is cancelled, they are killed."""
+        ...
+
+    def hold(self) -> None:
+        """Let no turn begin until `updated`. Those that are under way stay so."""
+        ...
+
+    def updated(self, version: int) -> None:
+        """Go on, with weights of this version."""
+        ...
+
+    async def close(self) -> None:
+        """End all episodes."""
         ...

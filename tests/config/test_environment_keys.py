@@ -45,7 +45,6 @@ def test_rewards_or_an_environment_are_needed():
         ("task.overlong={cache_tokens: 2}", "task.overlong"),
         ("task.verifier_workers=2", "task.verifier_workers"),
         ("rollout.stop=[END]", "rollout.stop"),
-        ("pipeline.mode=one_step_off", "pipeline.mode"),
         ("gateway.max_sessions=15", "task.environment.concurrent"),
         ("task.environment.run=moe_rl.tasks.environments.examples.calculator.no_such", "task.environment.run"),
         ("task.environment.run=calculator", "task.environment.run"),
@@ -70,3 +69,9 @@ def test_an_environment_is_read_back_from_the_resolved_config(tmp_path):
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
     assert config.task.environment.turns == 3
+
+
+def test_an_episode_is_not_aborted_by_new_weights():
+    asynchronous = ["pipeline.mode=async", "rollout.sleep_level=0"]
+    assert found(*PLAYS, *NO_REWARDS, *asynchronous) == []
+    assert keys(*PLAYS, *NO_REWARDS, *asynchronous, "pipeline.kv=recompute") == ["pipeline.kv"]

@@ -56,3 +56,14 @@ async def branches(session, row):
     await session.chat(told, tools=[ADD], max_tokens=12)
     await session.chat([*asked, first, tool_says(first, "7")], tools=[ADD], max_tokens=12)
     return float((second["content"] or "").strip() == f"{row['answer']}.")
+
+
+async def chatters(session, row):
+    """Ask three times, whatever the model says. It earns the share of its characters that are no spaces."""
+    messages = [{"role": "user", "content": row["question"]}]
+    said = ""
+    for turn in range(3):
+        reply = await session.chat(messages, tools=[ADD], max_tokens=40)
+        said += reply["content"] or ""
+        messages += [reply, tool_says(reply, f"{turn} {row['answer']}")]
+    return sum(not letter.isspace() for letter in said) / max(1, len(said))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_rl.cli import main
 from moe_rl.clock import Clock
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import EngineError, MoeRLError, RewardError, RouteValidationError, SamplerGone, TraceError
@@ -136,9 +138,10 @@ def test_held_out_rows_are_played_and_not_recorded(opened, tmp_path):
 
 def test_an_episode_is_the_same_whenever_it_is_played(opened):
     rollouts = opened("rollout.temperature=1.0")
+    player = rollouts._player
     (prompt,) = rollouts.source.at(0, 1)
-    asked = [replace(rollouts.episodes.request(f"again-{at}", prompt), kept=False) for at in range(3)]
-    first, second = rollouts.episodes.player.play(asked), rollouts.episodes.player.play(asked[::-1])[::-1]
+    asked = [replace(rollouts.episodes.request(f"again-{at}", f"{at}", prompt), kept=False) for at in range(3)]
+    first, second = player.play(asked), player.play(asked[::-1])[::-1]
     assert [[one.ids for one in each.sequences] for each in first] == [
         [one.ids for one in each.sequences] for each in second
     ]
@@ -170,7 +173,7 @@ def test_a_fault_of_the_sampler_ends_the_run_and_is_no_failed_episode(opened, er
     rollouts = opened()
     config, facts = rollouts.config, read_model(checkpoint)
     with EpisodeThread(config, facts, FailingSampler(error), tmp_path, rollouts.store) as player:
-        asked = [rollouts.episodes.request("lost", *rollouts.source.at(0, 1))]
+        asked = [rollouts.episodes.request("lost", "lost", *rollouts.source.at(0, 1))]
         for _ in range(2):  # it stays lost
             with pytest.raises(type(error), match=str(error)):
                 player.play(asked)
@@ -230,3 +233,20 @@ def test_a_wrong_sequence_of_an_episode_is_refused_by_name(played):
         with pytest.raises((RouteValidationError, TraceError)) as refused:
             read(change(one, other))
         assert one.key in str(refused.value), fault
+
+
+def test_the_turns_of_an_episode_are_shown(opened, tmp_path, checkpoint, capsys):
+    opened().take(1, Clock())
+    assert main(["show", str(tmp_path), "--session", "step000001-p0-c0"]) == 0
+    told = capsys.readouterr().out
+    assert "session step000001-p0-c0 of sums/0: 4 turns, 2 branches" in told
+    assert "turn 0, first:" in told and "turn 3, forked, behind turn 0:" in told and told.count("  said  ") == 4
+    assert "step 1: reward 1, trained on as 2 sequences" in told and '"name": "add"' in told
+    alone = tmp_path / "elsewhere/sessions/step000001-p0-c0.session"
+    alone.parent.mkdir(parents=True)
+    shutil.copy(tmp_path / "rollouts/step000001-p0-c0.session", alone)
+    assert main(["show", str(alone)]) == 2
+    assert "--model FOLDER" in capsys.readouterr().err
+    assert main(["show", str(alone), "--model", str(checkpoint)]) == 0
+    assert told.partition("turn 0")[2] == capsys.readouterr().out.partition("turn 0")[2]
+    assert main(["show", str(tmp_path), "--session", "no-such"]) == 2

@@ -14,7 +14,7 @@ from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.rollout.group_sampler import EngineGroups, ServerLost
 from moe_rl.trace import TraceStore
 from tests.gateway.conftest import LONGEST, VOCAB
-from tests.gateway.session_turns import WIDE
+from tests.gateway.session_turns import WIDE, said
 
 BOUNDS = SamplerBounds(LONGEST, VOCAB, True, 2)
 
@@ -94,3 +94,49 @@ def test_a_prompt_that_cannot_be_sampled_is_refused_before_any_place_has_it(engi
             turns.check(place, wish)
         session.drop(place)
     assert sampler.at == []
+
+
+class ManyWeights:
+    """One place without an engine. `version` is that of its weights."""
+
+    places = (0,)
+
+    def __init__(self):
+        self.version, self.asked = 0, []
+
+    async def sample_group(self, place, requests, *, shard, leave):
+        self.asked.append(requests[0])
+        return [said(one.prompt_token_ids, [3], key=one.key, version=self.version) for one in requests]
+
+
+def test_a_turn_that_begins_just_as_the_weights_change_is_sampled_again():
+    async def run():
+        sampler = ManyWeights()
+        turns, session = TurnSampler(sampler, BOUNDS, seed=1), Session("changing", "g", WIDE, 0.0)
+        await say(turns, session, [1, 2])
+        sampler.version = 1
+        turn = await say(turns, session, [1, 2, 3, 4])
+        assert [one.parent is None for one in sampler.asked] == [True, False, True]
+        assert (turn.continues, turn.versions[0].weight_version, turns.version) == (False, 1, 1)
+        assert (turns.counts["over_older_rows"], turns.counts["recorded_anew"]) == (1, 1)
+        assert (await say(turns, session, [1, 2, 3, 4, 3, 5])).continues
+
+    asyncio.run(run())
+
+
+def test_no_turn_begins_while_weights_go_in():
+    async def run():
+        sampler = ManyWeights()
+        turns, session = TurnSampler(sampler, BOUNDS, seed=1), Session("held", "g", WIDE, 0.0)
+        await say(turns, session, [1, 2])
+        turns.hold()
+        waiting = asyncio.create_task(say(turns, session, [1, 2, 3, 4]))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not waiting.done() and len(sampler.asked) == 1
+        sampler.version = 1
+        turns.updated(1)
+        turn = await waiting
+        assert len(sampler.asked) == 2 and not turn.continues and turns.counts["over_older_rows"] == 0
+
+    asyncio.run(run())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.config.load import load_config
 from moe_rl.errors import EngineError, PipelineError, RewardError, TraceError
 from moe_rl.report.registry import find
@@ -17,7 +18,8 @@ from moe_rl.rollout.group_sampler import ServerLost
 from moe_rl.rollout.kept import shards_of
 from moe_rl.rollout.pool_groups import sample_beside
 from moe_rl.rollout.rollouts import Rollouts
-from moe_rl.types import Completion, RoutePart, RouteRef, Verdict, VersionSpan
+from moe_rl.rollout.trajectories import Trajectory
+from moe_rl.types import Completion, InsertedTokens, RoutePart, RouteRef, Verdict, VersionSpan
 from moe_rl.weights.update import Received, WeightUpdate
 from tests.support.refusals import refused
 from tests.support.simulated_time import run
@@ -168,7 +170,7 @@ def with_keys(config, section, **keys):
 class Rig:
     """A run whose weights are version numbers. It may be begun again in the same folder."""
 
-    def __init__(self, folder, config=CONFIG, *, done=0, places=2, slowest=0, fails=(), **pipeline):
+    def __init__(self, folder, config=CONFIG, *, done=0, places=2, slowest=0, fails=(), player=None, **pipeline):
         folder.mkdir(exist_ok=True)
         config = with_keys(config, "pipeline", **pipeline)
         self.folder, self.config, self.done = folder, config, done
@@ -180,7 +182,8 @@ class Rig:
         self.servers = Servers(self.store, places, slowest)
         self.servers.version = done
         files = GroupFiles(folder / "groups", self.store)
-        self.feed = GroupFeed(self.rollouts, self.servers, files, step=done + 1, version=done)
+        self.player = None if player is None else player(self.servers)
+        self.feed = GroupFeed(self.rollouts, self.servers, files, step=done + 1, version=done, player=self.player)
         self.batches = {}
 
     async def train(self, until=STEPS, seconds=3.0):
@@ -195,6 +198,65 @@ class Rig:
 
     def groups_on_disk(self):
         return sorted(int(path.stem) for path in (self.folder / "groups").glob("*.group"))
+
+
+class Player:
+    """Plays episodes of two turns with a result between them. A turn takes a second or some. One in five fails."""
+
+    def __init__(self, servers):
+        self.servers, self.draw, self.names, self.killed = servers, Random(2), [], 0
+
+    async def play(self, asked):
+        return await asyncio.gather(*map(self.one, asked))
+
+    async def one(self, asked):
+        self.names.append(asked.name)
+        spans = []
+        try:
+            for _ in range(2):
+                await asyncio.sleep(self.draw.choice((0.5, 1.0, 6.0)))
+                spans.append(VersionSpan(1, self.servers.version))
+        except asyncio.CancelledError:
+            self.killed += 1
+            raise
+        shard = f"{asked.name}-1"
+        self.servers.store.write(shard)
+        routes = RouteRef(f"{asked.name}/1/0", 5, (RoutePart(shard, "0" * 16),), 0, "0" * 16)
+        said = Completion(routes.key, (5, 6), (7, 8), np.zeros(2, np.float32), "stop", tuple(spans), routes,
+                          inserted=(InsertedTokens(1, (9, 10)),))  # fmt: skip
+        failed = len(self.names) % 5 == 0
+        verdict = Verdict("failed", None, detail="hung") if failed else Verdict("scored", self.draw.random())
+        return Trajectory(asked.name, [said], verdict, 2, 1, "d")
+
+
+ENVIRONMENT = {"environment": EnvironmentConfig(run="my.run"), "rewards": {}, "pass_reward": None}
+EPISODES = with_keys(CONFIG, "task", **ENVIRONMENT, max_failed_fraction=0.9)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_groups_of_episodes_are_played_while_it_trains_and_after_a_stop(tmp_path, stopped):
+    async def main():
+        rig = Rig(tmp_path, EPISODES, player=Player)
+        await rig.feed.begin()
+        if stopped:
+            await rig.train(2)
+            await rig.feed.stop()
+            assert rig.player.killed, "nothing was played just then"
+            left, names = rig.groups_on_disk(), rig.player.names
+            rig = Rig(tmp_path, EPISODES, done=2, player=Player)
+            await rig.feed.begin()
+            assert not set(names) & set(rig.player.names), "a shard is written twice"
+            assert not {int(name.split("-")[0][5:]) for name in rig.player.names} & set(left), "played again"
+        await rig.train()
+        return rig
+
+    rig = run(main())
+    check_of_all_runs(rig, 2)
+    metrics = [rig.batches[step].metrics for step in sorted(rig.batches)]
+    assert all(m["episode/turns_mean"] == 2 and m["episode/inserted_fraction"] == 0.5 for m in metrics)
+    assert sum(m["episode/failed"] for m in metrics) > 0 and max(m["pipeline/versions_max"] for m in metrics) == 2
+    for batch in rig.batches.values():
+        assert all(one.segment_of == one.key.removesuffix("/1/0") for one in batch.sequences)
 
 
 def check_of_all_runs(rig, staleness):
