@@ -8,7 +8,7 @@ import pytest
 from moe_rl.errors import SupportError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.sampling_support import read_head, read_support
-from moe_rl.types import Provenance, Sequence, Span, sampled_by
+from moe_rl.types import InsertedTokens, Provenance, Sequence, Span, sampled_by
 from tests.support.refusals import refused
 
 VOCABULARY = 50
@@ -73,6 +73,29 @@ def test_the_pieces_of_a_completion_have_the_supports_of_their_own_tokens(tmp_pa
     assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
     with refused(SupportError, fault="tokens", got=("1",), expected=("2",)):
         read(COUNTS[:1], IDS[:3])
+
+
+def test_the_turns_of_a_dialogue_have_the_supports_of_what_was_said(tmp_path):
+    """One more token was drawn behind the first turn, because its stop string was found late."""
+    spec = TraceSpec.from_layers("tiny", 4, 1, (0,), 1)
+
+    def add(writer, key, tokens, parent, counts, ids):
+        routes, spans = np.zeros((len(tokens), 1, 1), np.uint8), [Span(len(tokens), 0, Provenance.DECODE)]
+        return writer.add(key, routes, np.array(tokens, np.int32), spans, parent=parent, aux=recorded(counts, ids))
+
+    def read(late):
+        root = tmp_path / f"trace{len(list(tmp_path.iterdir()))}"
+        with ShardWriter(root, "step", spec) as writer:
+            ref = replace(add(writer, "turn0", (5, 6, 7), None, [COUNTS[0], *late], [*IDS[:3], *late]), rows=2)
+            ref = add(writer, "turn1", (7, 30, 31, 40), ref, COUNTS[1:], IDS[3:])
+        sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, sampled_by(0, 3), ref,
+                            inserted=(InsertedTokens(1, (30, 31)),))  # fmt: skip
+        return read_support(TraceStore(root), sequence, VOCABULARY)
+
+    support = read([1])
+    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+    with refused(SupportError, fault="tokens", got=("1",), expected=("2",)):
+        read([])
 
 
 @pytest.mark.parametrize(
