@@ -90,6 +90,22 @@ class InsertedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardedTurn:
+    """Holds a turn of an episode that has a reward of its own. Its tokens are a unit of the loss.
+
+    Attributes:
+        number: in its session.
+        parent: number of the turn that it continues; None for one that begins the session's dialogue.
+        tokens: how many the model said in it, at least 1.
+    """
+
+    number: int
+    parent: int | None
+    tokens: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
 class InsertedText:
     """Shows inserted tokens to a reader.
 
@@ -209,6 +225,7 @@ class Completion(_Dialogue):
         stop_token_id: the stop token that ended the completion, which is then its last token; otherwise None.
         stop_string: the stop string that ended the completion, which its last token completes; otherwise None.
         inserted: what the model was given between its turns, in order. No token of it is in `token_ids`.
+        turns: the turns of the sampled tokens, in order, if turns have rewards of their own.
     """
 
     key: str
@@ -221,6 +238,7 @@ class Completion(_Dialogue):
     stop_token_id: int | None = None
     stop_string: str | None = None
     inserted: tuple[InsertedTokens, ...] = ()
+    turns: tuple[RewardedTurn, ...] = ()
 
     @property
     def oldest_version(self) -> int:
@@ -309,7 +327,7 @@ class Sequence(_Dialogue):
     routes.
 
     Attributes:
-        prompt_token_ids, token_ids, versions, routes, inserted: as in GenerateRequest and Completion.
+        prompt_token_ids, token_ids, versions, routes, inserted, turns: as in GenerateRequest and Completion.
         rollout_logprobs: [T] float32.
         reward: the verifiers' reward plus the configured length terms; a KL penalty is subtracted later.
         segment_of: key of the completion or episode that these tokens are a segment of; "" for a whole completion. The
@@ -325,6 +343,7 @@ class Sequence(_Dialogue):
     routes: RouteRef | None
     segment_of: str = ""
     inserted: tuple[InsertedTokens, ...] = ()
+    turns: tuple[RewardedTurn, ...] = ()
 
     @classmethod
     def of(cls, completion: Completion, reward: float, segment_of: str = "") -> Sequence:
@@ -339,6 +358,7 @@ class Sequence(_Dialogue):
             routes=completion.routes,
             segment_of=segment_of,
             inserted=completion.inserted,
+            turns=completion.turns,
         )
 
     @property
@@ -363,3 +383,10 @@ def by_completion(sequences: Iterable[Sequence]) -> list[list[int]]:
     for place, sequence in enumerate(sequences):
         found.setdefault(sequence.completion, []).append(place)
     return list(found.values())
+
+
+def unit_lengths(sequences: list[Sequence]) -> list[int]:
+    """Return the number of sampled tokens of each unit of the loss: of each turn if turns have rewards of their own,
+    otherwise of each completion."""
+    turns = [turn.tokens for sequence in sequences for turn in sequence.turns]
+    return turns or [sum(len(sequences[i].token_ids) for i in places) for places in by_completion(sequences)]

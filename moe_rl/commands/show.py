@@ -94,7 +94,7 @@ def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[Sampl
 def text(sample: SampleLine) -> str:
     """Lay out one sample: what was earned, the prompt, the completion, and the tokens that differ most."""
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.parts.items())
-    advantage = "not trained on" if sample.advantage is None else f"advantage {sample.advantage:+.3f}"
+    advantage = sample.shown_advantages or "not trained on"
     mismatch = "not compared" if math.isnan(sample.mismatch) else f"mismatch {sample.mismatch:.4f} nats/token"
     lines = [
         f"step {sample.step}, {sample.key}: reward {sample.reward:g} ({parts}), {advantage}, {mismatch}",

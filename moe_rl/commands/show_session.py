@@ -88,7 +88,7 @@ def _earned(run: Path, name: str) -> Iterator[str]:
     yield f"  step {step}: reward {own[0].reward:g}, trained on as {len(own)} sequences"
     keys = {sequence.key for sequence in own}
     for sample in (one for one in (read_samples(run) if (run / FILE).exists() else []) if one.key in keys):
-        advantage = "" if sample.advantage is None else f", advantage {sample.advantage:+.3f}"
+        advantage = f", {sample.shown_advantages}" if sample.advantages else ""
         apart = "" if math.isnan(sample.mismatch) else f", mismatch {sample.mismatch:.4f} nats/token"
         parts = ", ".join(f"{part} {value:g}" for part, value in sample.parts.items())
         yield f"  {sample.key}: {len(sample.pieces)} tokens said ({parts}){advantage}{apart}"

@@ -33,6 +33,13 @@ def environment_problems(config: Config) -> Iterator[Problem]:
             expected="none",
             do="remove it, and send stop with the requests of the environment",
         )
+    if config.task.environment.credit == "turn" and config.objective.kl_coef > 0 and config.objective.kl_in == "reward":
+        yield describe(
+            "a KL penalty in the reward is one of a whole completion, and turns have rewards of their own",
+            where={"key": "objective.kl_in", "given": "task.environment.credit: turn"},
+            got="reward",
+            expected="loss",
+        )
     if config.pipeline.kv == "recompute":
         yield describe(
             "an episode whose turns were aborted cannot go on",

@@ -28,8 +28,10 @@ class EnvironmentConfig(Section):
     most rollout.max_prompt_tokens + rollout.max_completion_tokens tokens in all."""
     tokens: Count = 32768
     """Most tokens of an episode: those of its prompts that are new to it, and those of its completions."""
-    credit: Literal["trajectory"] = "trajectory"
+    credit: Literal["trajectory", "turn"] = "trajectory"
     """What gets an advantage. trajectory: all that the model said in an episode has the advantage of the episode. Where
-    the environment returns a reward for each turn, the reward of the episode is their sum."""
+    the environment returns a reward for each turn, the reward of the episode is their sum. turn: each turn has an
+    advantage of its own, from its reward and those of the turns that continue it, and counts in the loss as a
+    completion does. The environment must return a reward for each turn."""
     pass_threshold: Reward = 1.0
     """Smallest reward with which an episode passes, for the pass rates."""

@@ -166,7 +166,10 @@ class EpisodeGateway:
         self, asked: EpisodeRequest, session: Session, finished: FinishedSession, episode: Episode
     ) -> Trajectory:
         turns = len(finished.turns)
-        verdict, sequences = _verdict(episode, turns), sequences_of(finished)
+        by_turn = self._environment.credit == "turn"
+        verdict = _verdict(episode, turns, by_turn=by_turn)
+        rewards = episode.rewards if by_turn and verdict.scored and isinstance(episode.rewards, tuple) else ()
+        sequences = sequences_of(finished, rewards)
         played = Trajectory(asked.name, sequences, verdict, turns, len(session.branches()), finished.digest)
         most = self._config.train.microbatch_tokens
         if verdict.scored and asked.kept and played.forwarded > most:
@@ -186,13 +189,15 @@ class EpisodeGateway:
             file.write(head + (f"{episode.traceback.rstrip()}\n" if episode.traceback else ""))
 
 
-def _verdict(episode: Episode, turns: int) -> Verdict:
+def _verdict(episode: Episode, turns: int, *, by_turn: bool) -> Verdict:
     rewards = episode.rewards
     if rewards is None:
         return _failed(episode.problem)
     if not turns:
         return _failed("ended without a turn of the model")
     if not isinstance(rewards, tuple):
+        if by_turn:
+            return _failed("returned one reward, expected a list with one for each turn (task.environment.credit)")
         return Verdict("scored", rewards, {"episode": rewards})
     if len(rewards) != turns:
         return _failed(f"returned {len(rewards)} rewards, expected one for each of {turns} turns")

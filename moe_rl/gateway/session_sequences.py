@@ -18,17 +18,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_rl.gateway.sessions import FinishedSession, Session, Turn
-from moe_rl.types import Completion, InsertedTokens, VersionSpan
+from moe_rl.types import Completion, InsertedTokens, RewardedTurn, VersionSpan
 
 
-def sequences_of(finished: FinishedSession) -> list[Completion]:
+def sequences_of(finished: FinishedSession, rewards: Sequence[float] = ()) -> list[Completion]:
     """Return the sequences of a session, in the order of their branches. Their keys are those of their records.
+
+    Args:
+        rewards: of each turn, if turns are to have advantages of their own.
 
     Raises:
         SessionError: the chain of digests does not hold. The message names session and turn.
     """
     session = Session.of(finished)
-    return [_joined(session, turns) for turns in runs_of(session)]
+    return [_joined(session, turns, rewards) for turns in runs_of(session)]
 
 
 def runs_of(session: Session) -> list[list[Turn]]:
@@ -49,7 +52,7 @@ def runs_of(session: Session) -> list[list[Turn]]:
     return found
 
 
-def _joined(session: Session, turns: Sequence[Turn]) -> Completion:
+def _joined(session: Session, turns: Sequence[Turn], rewards: Sequence[float]) -> Completion:
     """Return the sequence of a run of turns. Its record is that of the last one, which has the rows of all."""
     first, last = turns[0], turns[-1]
     inserted, said = [], len(first.token_ids)
@@ -71,4 +74,8 @@ def _joined(session: Session, turns: Sequence[Turn]) -> Completion:
         versions=tuple(versions),
         routes=last.routes,
         inserted=tuple(inserted),
+        turns=tuple(
+            RewardedTurn(turn.number, turn.parent, len(turn.token_ids), rewards[turn.number])
+            for turn in (turns if rewards else ())
+        ),
     )

@@ -1,7 +1,7 @@
 """Defines a microbatch: sequences packed end to end, as tensors on this rank's device.
 
 Legend: T rows of this context-parallel rank, with padding; N completion tokens, n of them predicted on this rank; B
-sequences.
+units of the loss: sequences, or turns if these have rewards of their own.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Microbatch:
         predicted: int64 [n], which of the N completion tokens they are.
         support: The sampling supports of these n tokens; None if they were drawn from the whole vocabulary.
         head_ids: int64 [n, K], the sampler's likeliest ids at these n tokens; None if they were not recorded.
-        sequence_ids: int64 [N], in 0..B-1, of the sequence whose loss a token is part of: its own, or the first segment
-            of its completion. A later segment has no token of its own in the loss.
+        sequence_ids: int64 [N], in 0..B-1, of the unit whose loss a token is part of: its turn, its sequence, or the
+            first segment of its completion. A later segment has no token of its own in the loss.
         counts: Completion tokens of each packed sequence, N in all.
+        units: Units of the loss of each packed sequence, B in all.
         rollout_logprobs: float32 [N].
         versions: int64 [N], of the weights that sampled these tokens.
         head_logprobs: float32 [K, N], the sampler's, of the head ids of all N tokens; None without them.
@@ -62,6 +63,7 @@ class Microbatch:
     head_ids: torch.Tensor | None
     sequence_ids: torch.Tensor
     counts: tuple[int, ...]
+    units: tuple[int, ...]
     rollout_logprobs: torch.Tensor
     versions: torch.Tensor
     head_logprobs: torch.Tensor | None
@@ -100,9 +102,10 @@ class Microbatch:
             replay=None if session is None else session.handle(number),
         )
 
-    def give_advantages(self, values: Seq[float]) -> None:
-        """Set the advantages of the packed sequences. `values` has one entry for each sequence of the batch."""
-        self.advantages.copy_(torch.tensor([values[i] for i in self.indices], dtype=torch.float32))
+    def give_advantages(self, values: Seq[Seq[float]]) -> None:
+        """Set the advantages of the packed sequences. values: those of the units of each sequence of the batch."""
+        of_units = [value for i in self.indices for value in values[i]]
+        self.advantages.copy_(torch.tensor(of_units, dtype=torch.float32))
 
     def fed(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Return the tokens int64 [T_i] of each packed sequence.
@@ -214,13 +217,18 @@ def pack(
     starts = np.cumsum((0, *lengths))
     tokens, is_real = np.zeros(starts[-1], np.int64), np.zeros(starts[-1], bool)
     targets, sequence_ids, predicts = (np.empty(sum(len(s.token_ids) for s in chosen), np.int64) for _ in range(3))
-    done, begins = 0, dict[str, int]()
-    for number, (sequence, start) in enumerate(zip(chosen, starts, strict=False)):
+    done, begins, units = 0, dict[str, int](), list[int]()
+    for sequence, start in zip(chosen, starts, strict=False):
         end, completion = start + sequence.forwarded, slice(done, done + len(sequence.token_ids))
         tokens[start:end] = sequence.ids[:-1]
         is_real[start:end] = True
         targets[completion] = sequence.token_ids
-        sequence_ids[completion] = begins.setdefault(sequence.completion, number)
+        if sequence.turns:
+            sizes = [turn.tokens for turn in sequence.turns]
+            sequence_ids[completion] = np.repeat(np.arange(sum(units), sum(units) + len(sizes)), sizes)
+        else:
+            sequence_ids[completion] = begins.setdefault(sequence.completion, sum(units))
+        units.append(len(sequence.turns) or 1)
         predicts[completion] = start + sequence.positions - 1
         done = completion.stop
 
@@ -252,10 +260,11 @@ def pack(
         head_ids=None if not heads else on_device(np.concatenate([h.ids for h in heads])[predicted].astype(np.int64)),
         sequence_ids=on_device(sequence_ids),
         counts=tuple(len(s.token_ids) for s in chosen),
+        units=tuple(units),
         rollout_logprobs=on_device(logprobs.astype(np.float32)),
         versions=on_device(versions),
         head_logprobs=None if not heads else on_device(np.concatenate([h.logprobs for h in heads]).T),
-        advantages=torch.full((len(chosen),), torch.nan, device=device),
+        advantages=torch.full((sum(units),), torch.nan, device=device),
         indices=tuple(indices),
         real_tokens=sum(s.forwarded for s in chosen),
         padding=on_device(~is_real[own]),

@@ -45,7 +45,7 @@ class Trial:
         context = world.context_parallel()
         self.microbatches = [pack(self.sequences, indices, world.device(), context) for indices in mine]
         for microbatch in self.microbatches:
-            microbatch.give_advantages([s.reward for s in self.sequences])
+            microbatch.give_advantages([[s.reward] for s in self.sequences])
         self.tables = [self._table(microbatch) for microbatch in self.microbatches]
 
     def _table(self, microbatch: Microbatch) -> MicrobatchRoutes:

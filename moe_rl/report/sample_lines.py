@@ -22,7 +22,8 @@ class SampleLine:
         prompt, completion: texts. The completion leaves out the stop token, and what was inserted.
         reward: what the advantage was computed from, length terms included.
         parts: value of each reward function.
-        advantage: advantage of the sequence. None if the sequence was not trained on.
+        advantages: advantage of the sequence, or of each of its turns; None for one that is not finite. Empty if the
+            sequence was not trained on.
         finish_reason: "stop" or "length".
         versions: which weights sampled which of its tokens.
         prompt_tokens: number of tokens in the prompt.
@@ -42,7 +43,7 @@ class SampleLine:
     completion: str
     reward: float
     parts: dict[str, float]
-    advantage: float | None
+    advantages: list[float | None]
     finish_reason: str
     versions: tuple[VersionSpan, ...]
     prompt_tokens: int
@@ -58,6 +59,12 @@ class SampleLine:
         if len(self.versions) == 1:
             return str(self.versions[0].weight_version)
         return ", then ".join(f"{span.weight_version} ({span.tokens} tokens)" for span in self.versions)
+
+    @property
+    def shown_advantages(self) -> str:
+        """Return its advantages as text; "" if it was not trained on."""
+        numbers = ", ".join("not finite" if one is None else f"{one:+.3f}" for one in self.advantages)
+        return f"advantage {numbers}" if numbers else ""
 
     @property
     def differences(self) -> list[float]:

@@ -53,7 +53,8 @@ class PromptGroup:
     @property
     def informative(self) -> bool:
         """Return whether the rewards differ, so that group-relative advantages are not all zero."""
-        return has_spread(self.rewards)
+        of_turns = [turn.reward for piece in all_pieces(self.pieces) for turn in piece.turns]
+        return has_spread(self.rewards) or has_spread(of_turns)
 
 
 def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:

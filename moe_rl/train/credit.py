@@ -31,7 +31,7 @@ def give_credit(
     statistic. A KL that is not finite makes every advantage NaN, so that the guards skip the step's updates.
 
     The segments of a completion count as one: they have one reward, their lengths and KLs add up, and all get the
-    advantage of the completion.
+    advantage of the completion. Turns with rewards of their own have advantages of their own: see `_by_turn`.
 
     Args:
         sequences, group_ids: The whole batch.
@@ -40,6 +40,48 @@ def give_credit(
     Returns:
         Metrics, equal on all ranks.
     """
+    if any(sequence.turns for sequence in sequences):
+        of, metrics = _by_turn(objective, sequences, group_ids)
+    else:
+        of, metrics = _by_completion(objective, sequences, group_ids, shares)
+    # A sequence without an advantage is in no share.
+    for share in shares:
+        for work in share.work:
+            work.microbatch.give_advantages([of[key] for key in share.keys])
+    return metrics
+
+
+def _by_turn(
+    objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the advantages of the turns of each sequence, and metrics. This is GRPO with process supervision (arXiv
+    2402.03300, section 4.1.3), with any estimator in the place of its division by the group's std.
+
+    The reward of each turn is compared with those of all turns of its group. The advantage of a turn is the sum of what
+    this gives for it and for all turns that continue it.
+    """
+    turns = [(number, turn) for number, sequence in enumerate(sequences) for turn in sequence.turns]
+    values = advantages(
+        objective.advantage,
+        [turn.reward for _, turn in turns],
+        [group_ids[number] for number, _ in turns],
+        [turn.tokens for _, turn in turns],
+    )
+    places = {(sequences[number].completion, turn.number): at for at, (number, turn) in enumerate(turns)}
+    to_go = [value for value in values if value is not None]  # every turn has a reward
+    for (episode, _), at in sorted(places.items(), reverse=True):  # a turn has a larger number than its parent
+        if (parent := turns[at][1].parent) is not None:
+            to_go[places[episode, parent]] += to_go[at]
+    found: dict[str, list[float]] = {sequence.key: [] for sequence in sequences}
+    for (number, _), value in zip(turns, to_go, strict=True):
+        found[sequences[number].key].append(value)
+    return found, _of_zeros(to_go)
+
+
+def _by_completion(
+    objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int], shares: list[UpdateShare]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the advantage of each sequence, which is that of its completion, and metrics."""
     completions = by_completion(sequences)
     rewards: list[float | None] = [sequences[numbers[0]].reward for numbers in completions]
     lengths = [sum(len(sequences[n].token_ids) for n in numbers) for numbers in completions]
@@ -61,18 +103,17 @@ def give_credit(
         values = advantages(objective.advantage, rewards, groups, lengths)
     else:
         values = [math.nan] * len(rewards)
-    # A sequence without an advantage is in no share.
     of = {
-        sequences[n].key: value
+        sequences[n].key: [value]
         for value, numbers in zip(values, completions, strict=True)
         for n in numbers
         if value is not None
     }
-    for share in shares:
-        for work in share.work:
-            work.microbatch.give_advantages([of[key] for key in share.keys])
-    given = [value for value in values if value is not None]
-    return metrics | {"objective/zero_advantage_fraction": sum(value == 0 for value in given) / len(given)}
+    return of, metrics | _of_zeros([value for value in values if value is not None])
+
+
+def _of_zeros(values: list[float]) -> dict[str, float]:
+    return {"objective/zero_advantage_fraction": sum(value == 0 for value in values) / len(values)}
 
 
 def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateShare]) -> list[float | None]:

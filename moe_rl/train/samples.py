@@ -28,14 +28,14 @@ class View:
 
     Attributes:
         logprobs: the trainer's log-probabilities [T]; empty on ranks that do not speak for the sequence.
-        advantage: advantage of the sequence; None on these ranks.
+        advantages: those of the sequence's units of the loss; empty on these ranks.
         positions: forwarded tokens that this rank's routers saw.
         differing: for each of them, the number of this rank's layers whose router would choose other experts.
     """
 
     key: str
     logprobs: list[float]
-    advantage: float | None
+    advantages: list[float]
     positions: list[int]
     differing: list[int]
 
@@ -90,12 +90,12 @@ def _views(keys: frozenset[str], seen: PassSeen) -> list[View]:
         if seen.compared:
             differing = seen.compared[number].differs.sum(0).cpu().numpy()
         for at, name in wanted:
-            values, advantage = [], None
+            values, advantages = [], []
             if speaks:
                 values = seen.logprobs[number].split(batch.counts)[at].tolist()
-                advantage = float(batch.advantages[at])
+                advantages = batch.advantages.split(batch.units)[at].tolist()
             mine = sequence == at
-            found.append(View(name, values, advantage, positions[mine].tolist(), differing[mine].tolist()))
+            found.append(View(name, values, advantages, positions[mine].tolist(), differing[mine].tolist()))
     return found
 
 
@@ -108,12 +108,11 @@ def lines(
 
 
 def _line(step: int, sample: KeptSample, sequence: Sequence, views: Seq[View]) -> SampleLine:
-    spoken = [view for view in views if view.advantage is not None]
+    spoken = [view for view in views if view.advantages]
     differing = [0] * sequence.forwarded if any(view.positions for view in views) else []
     for view in views:
         for position, layers in zip(view.positions, view.differing, strict=True):
             differing[position] += layers
-    advantage = spoken[0].advantage if spoken else None
     return SampleLine(
         step=step,
         key=sample.key,
@@ -121,7 +120,7 @@ def _line(step: int, sample: KeptSample, sequence: Sequence, views: Seq[View]) -
         completion=sample.completion,
         reward=sequence.reward,
         parts=sample.parts,
-        advantage=advantage if advantage is None or math.isfinite(advantage) else None,
+        advantages=[one if math.isfinite(one) else None for one in (spoken[0].advantages if spoken else ())],
         finish_reason=sample.finish_reason,
         versions=sequence.versions,
         prompt_tokens=len(sequence.prompt_token_ids),

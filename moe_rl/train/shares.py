@@ -21,7 +21,7 @@ from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.assignment import agreed, assign, load_excess
 from moe_rl.train.sampling_support import read_head, read_support
-from moe_rl.types import SamplerHead, SamplingSupport, Sequence, by_completion
+from moe_rl.types import SamplerHead, SamplingSupport, Sequence, unit_lengths
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,8 @@ class UpdateShare:
 
     Attributes:
         denominator, sequences, tokens: Divisors of the policy loss, the KL penalty and the entropy bonus, for the whole
-            update on all ranks. The segments of a completion count as one sequence.
+            update on all ranks. The segments of a completion count as one sequence, and each turn with a reward of its
+            own as one.
         keys: Keys of all sequences of the update on all ranks. The microbatches' indices refer to these.
     """
 
@@ -71,7 +72,7 @@ def divisors(objective: str, sequences: list[Sequence], longest: int) -> tuple[i
         sequences: All of the update, on all ranks.
         longest: The longest completion allowed, in tokens.
     """
-    lengths = [sum(len(sequences[i].token_ids) for i in places) for places in by_completion(sequences)]
+    lengths = unit_lengths(sequences)
     return global_denominator(objective, lengths, longest), nonempty(lengths), sum(lengths)
 
 

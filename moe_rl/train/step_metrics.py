@@ -78,7 +78,7 @@ def mismatch_of(scored: Iterable[tuple[MicrobatchWork, torch.Tensor]]) -> Mismat
     total = MismatchSums.empty(world.device())
     for one, values in scored:
         batch = one.microbatch
-        sequences = len(batch.indices)
+        sequences = len(batch.advantages)
         total = total.merge(MismatchSums.of(values, batch.rollout_logprobs, batch.sequence_ids, sequences, one.lags))
     return total
 

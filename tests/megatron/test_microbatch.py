@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_rl.megatron.microbatch import pack
 from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_length
-from moe_rl.types import SamplingSupport, Sequence, VersionSpan, sampled_by
+from moe_rl.types import InsertedTokens, RewardedTurn, SamplingSupport, Sequence, VersionSpan, sampled_by, unit_lengths
 
 
 def sequence(key, prompt, completion, reward):
@@ -42,11 +42,27 @@ def test_rows_targets_and_padding():
     assert packed.advantages.isnan().tolist() == [True, True]
     mixed = dataclasses.replace(sequences[0], versions=(VersionSpan(1, 3), VersionSpan(1, 5)))
     assert pack([mixed, sequences[2]], [1, 0], torch.device("cpu")).versions.tolist() == [0, 0, 3, 5]
-    packed.give_advantages([0.5, 9.0, -1])
+    packed.give_advantages([[0.5], [9.0], [-1]])
     assert packed.advantages.tolist() == [-1, 0.5] and packed.advantages.dtype == torch.float32
     params = packed.begin_forward(None, 0)
     assert params.cu_seqlens_q.tolist() == [0, 2, 6, 8] and params.cu_seqlens_q.dtype == torch.int32
     assert params.max_seqlen_q == 4 and params.replay is None
+
+
+def test_turns_with_rewards_of_their_own_are_units_of_the_loss():
+    turns = (RewardedTurn(0, None, 1, 0.5), RewardedTurn(1, 0, 2, 1.0))
+    played = dataclasses.replace(
+        sequence("a", [1, 2], [3, 4, 5], 1.5), turns=turns, inserted=(InsertedTokens(1, (8, 9)),), segment_of="e"
+    )
+    branch = dataclasses.replace(
+        sequence("b", [1, 2, 3, 7], [6], 1.5), turns=(RewardedTurn(2, 0, 1, 0.0),), segment_of="e"
+    )
+    packed = pack([played, branch], [1, 0], torch.device("cpu"))
+    assert packed.units == (1, 2) and packed.counts == (1, 3)
+    assert packed.targets.tolist() == [6, 3, 4, 5] and packed.sequence_ids.tolist() == [0, 1, 2, 2]
+    packed.give_advantages([[0.5, 2.0], [-1.0]])
+    assert packed.advantages.tolist() == [-1.0, 0.5, 2.0]
+    assert unit_lengths([played, branch]) == [1, 2, 1]
 
 
 def test_the_tokens_of_segments_are_of_their_completion():

@@ -49,7 +49,7 @@ class Run:
             )
             chosen = rng.random((8, facts.layers, facts.num_experts)).argsort(-1)[..., : facts.top_k].astype(np.uint8)
             packed = pack([sequence], [0], torch.device("cpu"))
-            packed.give_advantages([sequence.reward])
+            packed.give_advantages([[sequence.reward]])
             spec = TraceSpec.from_layers("test", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
             fed = packed.fed([sequence])
             table = microbatch_routes(

@@ -85,7 +85,7 @@ def sample(step: int, key: str) -> SampleLine:
         completion="<answer>4</answer>\n# not a heading",
         reward=1.2,
         parts={"exact": 1.0},
-        advantage=0.5,
+        advantages=[0.5],
         finish_reason="stop",
         versions=sampled_by(step - 1, 1),
         prompt_tokens=4,

@@ -14,7 +14,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
 from moe_rl.train import credit
 from moe_rl.train.shares import MicrobatchWork, UpdateShare
-from moe_rl.types import Sequence, sampled_by
+from moe_rl.types import RewardedTurn, Sequence, sampled_by
 from tests.support.refusals import refused
 
 LENGTHS, REWARDS, GROUPS = [2, 3, 1, 4, 2], [1.0, 0.0, 0.5, 0.5, 3.0], [0, 0, 1, 1, 1]
@@ -140,7 +140,7 @@ def test_a_kl_that_is_not_finite_spoils_the_step_for_the_guards_to_see(monkeypat
 
 
 def test_equal_rewards_are_counted(monkeypatch):
-    whole = [SimpleNamespace(key=s.key, completion=s.key, reward=0.5, token_ids=s.token_ids) for s in sequences()]
+    whole = [replace(one, reward=0.5) for one in sequences()]
     found = credit.give_credit(GspoConfig(), whole, GROUPS, [])
     assert found == {"objective/zero_advantage_fraction": 1.0}
 
@@ -165,9 +165,58 @@ def test_the_segments_of_a_completion_count_as_one(monkeypatch):
     )
     found = credit.give_credit(GspoConfig(), cut, [0, 0, 0, 1, 1, 1], [share])
     assert given["of"] == (REWARDS, GROUPS, LENGTHS)
-    assert taken == [0.0, 1.0, 1.0, 2.0, 3.0, 4.0] and found == {"objective/zero_advantage_fraction": 0.2}
+    assert taken == [[0.0], [1.0], [1.0], [2.0], [3.0], [4.0]] and found == {"objective/zero_advantage_fraction": 0.2}
     # the KLs of the parts add up
     monkeypatch.setattr(credit, "_sequence_kl", lambda *_: [1.0, 0.25, 0.5, 1.0, 1.0, None])
     objective = GspoConfig(kl_in="reward", kl_coef=0.5, advantage="group_mean")
     credit.give_credit(objective, cut, [0, 0, 0, 1, 1, 1], [])
     assert given["of"][0] == [0.5, -0.375, 0.0, 0.0, None]
+
+
+# Two episodes of a group: turns 0, 1 and 3 in a row and turn 2 behind turn 0, then one of two turns; and one alone.
+EPISODES = {
+    "e0": (0, {0: (None, 1.0), 1: (0, 0.0), 2: (0, 0.5), 3: (1, 2.0)}, [[0, 1, 3], [2]]),
+    "e1": (0, {0: (None, 0.0), 1: (0, -1.0)}, [[0, 1]]),
+    "e2": (1, {0: (None, 7.0)}, [[0]]),
+}
+
+
+def episodes():
+    found, groups = [], []
+    for name, (group, turns, runs) in EPISODES.items():
+        for run in runs:
+            rewarded = tuple(RewardedTurn(n, turns[n][0], 2, turns[n][1]) for n in run)
+            size = 2 * len(run)
+            found.append(
+                Sequence(f"{name}/{run[-1]}", (1,), tuple(range(size)), np.zeros(size, np.float32), 0.0,
+                         sampled_by(0, size), None, name, turns=rewarded)
+            )  # fmt: skip
+            groups.append(group)
+    return found, groups
+
+
+def test_a_turn_has_the_advantages_of_itself_and_of_what_continues_it():
+    """Compares with GRPO's process supervision, by loops: rewards less the group's mean, over its std, then summed."""
+    whole, groups = episodes()
+    packed = pack(whole, None, torch.device("cpu"))
+    share = UpdateShare([MicrobatchWork(packed, None, None)], 1, 1, 1, keys=tuple(one.key for one in whole))
+    found = credit.give_credit(GspoConfig(advantage="group_std"), whole, groups, [share])
+    rewards = {group: [] for group in (0, 1)}
+    for group, turns, _ in EPISODES.values():
+        rewards[group] += [reward for _, reward in turns.values()]
+    expected = []
+    for sequence in whole:
+        group, turns, _ = EPISODES[sequence.segment_of]
+        own = rewards[group]
+        mean = sum(own) / len(own)
+        std = math.sqrt(sum((reward - mean) ** 2 for reward in own) / (len(own) - 1)) if len(own) > 1 else 1.0
+        for turn in sequence.turns:
+            total = 0.0
+            for number, (_, reward) in turns.items():
+                at = number
+                while at is not None and at != turn.number:
+                    at = turns[at][0]
+                total += (reward - mean) / std if at == turn.number else 0.0
+            expected.append(total)
+    assert packed.advantages.tolist() == pytest.approx(expected, rel=1e-6)
+    assert found == {"objective/zero_advantage_fraction": 1 / 7}

@@ -1,6 +1,7 @@
 """The loss of an update hides nothing that is not finite, whichever parts it consists of."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from moe_rl.megatron.microbatch import pack
 from moe_rl.objectives import corrections, second_moment
 from moe_rl.train.loss import LossSums, UpdateLoss
 from moe_rl.train.shares import MicrobatchWork, UpdateShare, divisors
-from moe_rl.types import Sequence, sampled_by
+from moe_rl.types import InsertedTokens, RewardedTurn, Sequence, sampled_by
 
 IDS, ADVANTAGES = [0, 0, 1, 1, 1, 3], [1.0, -1.0, 0.5, 0.0]
 LEVELS = [
@@ -125,7 +126,7 @@ def test_a_completion_has_the_same_loss_whole_and_in_segments(name):
     found = []
     for sequences in (whole, [before, *parts, behind]):
         microbatch = pack(sequences, None, torch.device("cpu"))
-        microbatch.give_advantages([one.reward for one in sequences])
+        microbatch.give_advantages([[one.reward] for one in sequences])
         logprobs, old, ref = near[0].clone().requires_grad_(), near[1], near[2]
         share = UpdateShare([MicrobatchWork(microbatch, None, old, ref)], *divisors(name, sequences, 20))
         sums = LossSums()
@@ -137,3 +138,30 @@ def test_a_completion_has_the_same_loss_whole_and_in_segments(name):
         assert torch.equal(one, other)
     # a token of the middle segment has a gradient of its own
     assert found[0][1][4] != 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_turn_counts_in_the_loss_as_a_completion_does(name):
+    """An episode of two turns has the value and the gradient of two completions with the same advantages."""
+    rng = np.random.default_rng(6)
+    rollout = rng.normal(-2, 0.3, 7).astype(np.float32)
+    before, first, second = (0, 2), (2, 5), (5, 7)
+    apart = [sequence(f"s{at}", (3,) * (b - a), rollout[a:b], 0.0) for at, (a, b) in enumerate((before, first, second))]
+    turns = tuple(RewardedTurn(n, n - 1 if n else None, b - a, 0.0) for n, (a, b) in enumerate((first, second)))
+    episode = replace(sequence("e", (3,) * 5, rollout[2:], 0.0), turns=turns, inserted=(InsertedTokens(3, (8, 9)),))
+    alone = replace(apart[0], turns=(RewardedTurn(0, None, 2, 0.0),))
+    section = {"name": name, **LOSS_PARAMETERS[name], "kl_coef": 0.3, "off_policy_delta": 0.2, "entropy_coef": 0.1}
+    objective = TypeAdapter(AnyObjective).validate_python(section)
+    near = [torch.from_numpy(rollout + rng.normal(0, 0.15, 7).astype(np.float32)) for _ in range(3)]
+    found = []
+    for sequences, advantages in ((apart, [[1.0], [-0.5], [2.0]]), ([alone, episode], [[1.0], [-0.5, 2.0]])):
+        microbatch = pack(sequences, None, torch.device("cpu"))
+        microbatch.give_advantages(advantages)
+        logprobs = near[0].clone().requires_grad_()
+        share = UpdateShare([MicrobatchWork(microbatch, None, near[1], near[2])], *divisors(name, sequences, 20))
+        loss = UpdateLoss(objective, share, LossSums())(0, logprobs, torch.linspace(0, 1, 7))
+        loss.backward()
+        found.append([loss, logprobs.grad])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert (found[1][1] != 0).any()

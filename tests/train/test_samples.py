@@ -27,7 +27,7 @@ def seen(rows, differs, recorded=None):
     table = SimpleNamespace(
         names=("a", "b", "padding"), places=places, recorded=torch.from_numpy(np.flatnonzero(recorded[rows]))
     )
-    batch = SimpleNamespace(counts=(2, 3), advantages=torch.tensor([0.5, math.nan]))
+    batch = SimpleNamespace(counts=(2, 3), units=(1, 1), advantages=torch.tensor([0.5, math.nan]))
     work = SimpleNamespace(table=table, microbatch=batch)
     logprobs = torch.tensor([-0.1, -0.2, -0.3, -math.inf, -0.5])
     compared = [SimpleNamespace(differs=torch.tensor(differs))]
@@ -52,7 +52,8 @@ def test_ranks_with_other_rows_and_layers_add_up(monkeypatch):
     assert first.differing_layers == [2, 0, 0] and second.differing_layers == [1, 1, 1, 1]
     assert first.trainer_logprobs == [pytest.approx(-0.1), pytest.approx(-0.2)]
     assert second.trainer_logprobs == [pytest.approx(-0.3), None, pytest.approx(-0.5)]
-    assert (first.advantage, second.advantage) == (0.5, None)
+    assert (first.advantages, second.advantages) == ([0.5], [None])
+    assert (first.shown_advantages, second.shown_advantages) == ("advantage +0.500", "advantage not finite")
     assert (first.step, first.reward, first.versions, first.prompt_tokens) == (7, 0.25, sampled_by(6, 2), 2)
 
 
@@ -60,7 +61,7 @@ def test_rows_without_a_record_count_nothing(monkeypatch):
     monkeypatch.setattr(samples.world, "speaks_for_its_sequences", lambda: False)
     recorded = np.array([True, False, True, True, True, True, True, False])
     (view,) = samples._views(frozenset({"a"}), seen(slice(None), [[True, True, False, False, False, False]], recorded))
-    assert (view.positions, view.differing) == ([0, 2], [1, 1]) and view.logprobs == [] and view.advantage is None
+    assert (view.positions, view.differing) == ([0, 2], [1, 1]) and view.logprobs == view.advantages == []
 
 
 def test_a_log_probability_that_is_not_finite_is_kept_as_none():
@@ -72,5 +73,5 @@ def test_a_log_probability_that_is_not_finite_is_kept_as_none():
 
 def test_a_sequence_that_no_pass_had_is_kept_without_numbers():
     (line,) = samples.lines(1, [KeptSample("a", "p", "c", ["x"], {}, "length")], [sequence("a", 1)], {})
-    assert line.trainer_logprobs == [] and line.differing_layers == [] and line.advantage is None
+    assert line.trainer_logprobs == [] and line.differing_layers == line.advantages == []
     assert math.isnan(line.mismatch)
