@@ -75,3 +75,10 @@ def test_an_episode_is_not_aborted_by_new_weights():
     asynchronous = ["pipeline.mode=async", "rollout.sleep_level=0"]
     assert found(*PLAYS, *NO_REWARDS, *asynchronous) == []
     assert keys(*PLAYS, *NO_REWARDS, *asynchronous, "pipeline.kv=recompute") == ["pipeline.kv"]
+
+
+def test_a_kl_penalty_in_the_reward_is_of_whole_completions():
+    kl = ["objective.kl_coef=0.1", "objective.kl_in=reward"]
+    by_turn = "task.environment.credit=turn"
+    assert keys(*PLAYS, *NO_REWARDS, by_turn) == [] == keys(*PLAYS, *NO_REWARDS, *kl)
+    assert keys(*PLAYS, *NO_REWARDS, by_turn, *kl) == ["objective.kl_in"]

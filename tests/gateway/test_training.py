@@ -105,6 +105,32 @@ def test_a_dialogue_with_a_branch_is_trained_on_as_transformers_computes_it(open
         np.testing.assert_allclose(seen["logprobs"][one.key], expected, rtol=0, atol=5e-4)
 
 
+@pytest.mark.timeout(300)
+def test_each_turn_has_an_advantage_where_each_has_a_reward(opened, tmp_path):
+    """Four turns, of which the last is a branch behind the first. Both episodes of the group earn the same."""
+    rollouts = opened(
+        "task.environment.credit=turn", "objective.advantage=group_mean", run="played_environments.branches_by_turn"
+    )
+    batch = rollouts.take(1, Clock())
+    assert [[turn.number for turn in one.turns] for one in batch.sequences] == [[0, 1, 2], [3]] * 2
+    assert [[turn.reward for turn in one.turns] for one in batch.sequences] == [[1.0, 0.0, 2.0], [-1.0]] * 2
+    ended = alone("tests/gateway/train_once.py", tmp_path)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    # The mean is 0.5. Turn 0 is continued by all others, turn 1 by turn 2.
+    for one in batch.sequences:
+        assert seen["advantages"][one.key] == ([0.0, 1.0, 1.5] if len(one.turns) == 3 else [-1.5])
+    assert seen["metrics"]["objective/zero_advantage_fraction"] == 0.25
+    assert seen["metrics"]["routing/coverage"] == 1 and seen["metrics"]["optim/skipped"] == 0
+
+
+@pytest.mark.timeout(300)
+def test_an_episode_with_one_reward_fails_where_each_turn_needs_one(opened):
+    rollouts = opened("task.environment.credit=turn", "task.max_failed_fraction=1.0")
+    with pytest.raises(RewardError, match="returned one reward, expected a list"):
+        rollouts.take(1, Clock())
+
+
 def test_an_episode_that_fails_has_no_reward_and_is_told_with_its_traceback(opened, tmp_path):
     good, bad = {"question": "2+3?", "answer": 5}, {"question": "2+3?", "answer": 5, "fault": "raise"}
     rollouts = opened("task.max_failed_fraction=0.5", rows=[good, bad])

@@ -3,7 +3,7 @@
     python train_once.py FOLDER
 
 FOLDER has config.yaml, trace, and rollouts with the batch of step 1. FOLDER/seen.json gets the step's metrics and the
-trainer's log-probabilities of each sequence.
+trainer's log-probabilities and the advantages of each sequence.
 """
 
 import json
@@ -38,7 +38,8 @@ def main(folder: Path) -> None:
         samples=keys,
     )
     logprobs = {key: next(view.logprobs for view in views if view.logprobs) for key, views in step.views.items()}
-    (folder / "seen.json").write_text(json.dumps({"metrics": metrics, "logprobs": logprobs}))
+    advantages = {key: next(view.advantages for view in views if view.advantages) for key, views in step.views.items()}
+    (folder / "seen.json").write_text(json.dumps({"metrics": metrics, "logprobs": logprobs, "advantages": advantages}))
     world.stop()
 
 
