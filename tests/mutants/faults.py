@@ -1562,8 +1562,8 @@ MUTANTS: list[Mutant] = [
         (
             "advantages of the first sequences",
             "microbatch.py",
-            "[values[i] for i in self.indices]",
-            "[values[i] for i in range(len(self.indices))]",
+            "for i in self.indices for value in values[i]",
+            "for i in range(len(self.indices)) for value in values[i]",
             "A microbatch is trained with the advantages of other sequences.",
             "tests/megatron/test_microbatch.py tests/train/test_credit.py",
         ),
@@ -1673,6 +1673,14 @@ MUTANTS: list[Mutant] = [
             "sorted(at for at in one)",
             "Sequences that no rank trains on, where completions were continued.",
             "tests/train/test_assignment.py",
+        ),
+        (
+            "turns without what they led to",
+            "credit.py",
+            "to_go[places[episode, parent]] += to_go[at]",
+            "to_go[places[episode, parent]] += 0.0",
+            "A turn has the advantage of its own reward alone.",
+            "tests/train/test_credit.py",
         ),
         (
             "segments that count as completions",
