@@ -35,9 +35,14 @@ def test_the_config_has_room_for_every_turn(lesson):
     """A call and the longest prompt fit, and so does the longest dialogue of the demonstrations."""
     config = load_config(ROOT / CONFIG, [])
     room, rng = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens, random.Random(5)
-    longest = [len(lesson.tokenizer.encode(one.prompt + lesson.write(one, "all calls", rng))) for one in lesson.heldout]
-    assert max(longest) + MOST_TOKENS <= room <= lesson.sizes["max_position_embeddings"]
-    assert max(longest) + MOST_TOKENS <= config.task.environment.tokens
+    lengths = [
+        len(lesson.tokenizer.encode(one.prompt + lesson.write(one, style, rng)))
+        for one in lesson.heldout
+        for style in lesson.styles
+    ]
+    assert min(lengths) >= 30 and max(lengths) <= 170
+    assert max(lengths) + MOST_TOKENS <= room <= lesson.sizes["max_position_embeddings"]
+    assert max(lengths) + MOST_TOKENS <= config.task.environment.tokens
 
 
 @pytest.fixture(scope="module")
