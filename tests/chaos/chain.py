@@ -21,7 +21,7 @@ CONFIG = [
 ]  # fmt: skip
 # Each launch takes a step or two. With 8 requests at once the engine is never idle.
 ASYNCHRONOUS = [
-    "--config", "configs/tiny_moe_cpu.yaml", "run.steps=12", "run.peer_timeout_seconds=15",
+    "--config", "configs/tiny_moe_cpu.yaml", "run.steps=90", "run.peer_timeout_seconds=15",
     "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.kv_cache_mib=64", "rollout.max_concurrent=8",
     "eval.prompts=8", "eval.every_steps=1000", "checkpoint.every_steps=1", "replay.native_every=0",
     "pipeline.mode=async", "pipeline.max_staleness=2", "rollout.sleep_level=0", "rollout.dynamic_sampling_rounds=1",

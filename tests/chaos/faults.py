@@ -5,6 +5,7 @@ docs/internals/chaos.md is written from this list: python -m tests.chaos.table >
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,10 @@ from tests.chaos.plants import (
     OTHER_EXPERT,
     OTHER_LAYER,
     STALE_TENSOR,
+    STATES,
+    STRIKES,
     UNWATCHED,
+    VICTIMS,
     struck,
 )
 
@@ -234,23 +238,27 @@ def _flies(victim: str, how: str, state: str) -> Fault:
                  status=3)  # fmt: skip
 
 
-# Groups wait only at the start of a run that was asked to stop.
-FLIGHT = (
-    Fault(
+def _in_flight() -> Iterator[Fault]:
+    """Yield every strike, in the order in which one run can meet them.
+
+    Groups wait only at the start of a run that was asked to stop. No verifier has begun to work then.
+    """
+    yield Fault(
         ASKED, "P15, P3", "pool: SIGTERM to all ranks", "all ranks", "", ("asked to stop", "--resume {run}"),
         "within checkpoint.grace_seconds", f"what was sampled is kept; {ENDS_ONCE}", "flight", status=5,
-    ),
-    _flies("the pool", "killed", "waits"),
-    Fault(
+    )  # fmt: skip
+    for state in STATES:
+        for victim in VICTIMS:
+            for how in STRIKES:
+                if (victim, state) != ("a verifier", "waits"):
+                    yield _flies(victim, how, state)
+    yield Fault(
         NOT_LOADED, "P6", "engine: behind the digests, before vLLM loads", "rank 0, by the canary", "WeightSyncError",
         ("an update has not reached a sampler", "--resume {run}"), "behind the update", ENDS_ONCE, "flight",
-    ),
-    _flies("the engine", "killed", "is sampled"),
-    _flies("a rank", "stopped", "is judged"),
-    _flies("a verifier", "killed", "is judged"),
-    _flies("the pool", "stopped", "is ready"),
-    _flies("the engine", "stopped", "is being consumed"),
-)  # fmt: skip
+    )  # fmt: skip
+
+
+FLIGHT = tuple(_in_flight())
 
 FOLDER = (
     Fault(
