@@ -19,6 +19,7 @@ from moe_rl import checkpoint_folder
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, ConfigError, Stopped, describe
+from moe_rl.gateway.trained_sessions import check_trained
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.cpu import without_mode
 from moe_rl.megatron.exporting import Exports
@@ -198,6 +199,8 @@ class Trainer:
                 main.log.note(unusable)
             main.rollouts.unusable.clear()
             if batch is not None:
+                if self.config.task.environment is not None:
+                    check_trained(batch.sequences, main.rollouts.kept.folder)
                 self._rest(main, clock)
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch | None)

@@ -1,0 +1,53 @@
+"""Checks what a step is about to train on against the sessions that it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from moe_rl.errors import SessionError, describe
+from moe_rl.gateway.finishing import read_session
+from moe_rl.gateway.session_sequences import sequences_of
+from moe_rl.types import Completion, Sequence
+
+
+def check_trained(sequences: Iterable[Sequence], folder: Path) -> None:
+    """Check the digest chain of every session, and that these are its sequences: all, in order, and unchanged.
+
+    Args:
+        sequences: of the episodes of a step.
+        folder: of the session files.
+
+    Raises:
+        DataError: a session file is missing, cut short or changed.
+        SessionError: a turn is not what it was when its session ended, or a sequence is not of its session.
+    """
+    episodes: dict[str, list[Sequence]] = {}
+    for sequence in sequences:
+        episodes.setdefault(sequence.segment_of, []).append(sequence)
+    for name, own in episodes.items():
+        kept = sequences_of(read_session(folder / f"{name}.session"))
+        if [one.key for one in own] != (keys := [one.key for one in kept]):
+            raise _not_of(name, "Sequences of a session are missing, or are of another one", [o.key for o in own], keys)
+        for one, other in zip(own, kept, strict=True):
+            differ = [field for field, mine in _fields(one).items() if mine != _fields(other)[field]]
+            if differ:
+                raise _not_of(name, "A sequence is not what its session says", f"other {', '.join(differ)}", one.key)
+
+
+def _fields(one: Sequence | Completion) -> dict[str, object]:
+    logprobs = one.rollout_logprobs if isinstance(one, Sequence) else one.logprobs
+    return {
+        "prompt": one.prompt_token_ids,
+        "tokens": one.token_ids,
+        "inserted tokens": one.inserted,
+        "log-probabilities": logprobs.tobytes(),
+        "versions": one.versions,
+        "record": one.routes,
+    }
+
+
+def _not_of(name: str, what: str, got: object, expected: object) -> SessionError:
+    return SessionError(
+        describe(what, where={"session": name}, got=got, expected=expected, do="sample the step again", fault="chain")
+    )
