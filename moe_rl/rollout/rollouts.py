@@ -69,6 +69,7 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
         head=config.objective.score_centering or 0,
         sleeps=rollout.sleep_level > 0,
         reads_text=bool(rollout.stop) or config.task.environment is not None,  # environments send texts that end a turn
+        yields=config.pipeline.mode != "sync",
     )
 
 

@@ -9,6 +9,7 @@ pause         vLLM makes no forward pass; requests keep their KV cache; new weig
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,6 +28,7 @@ from moe_rl.weights.update import Holding, agreement, encode, refusal
 _DISCARDS_WEIGHTS = 2
 # How many tokens of completions that have ended are told in one step: 16,384 take 0.1 ms.
 _TOLD_TOKENS = 1 << 14
+_YIELDING = 10
 
 
 class ChildEngine:
@@ -40,6 +42,8 @@ class ChildEngine:
 
         self.vllm_version: str = vllm.__version__
         self._on_cpu: bool = current_platform.is_cpu()
+        if self._on_cpu and settings.yields:
+            os.nice(_YIELDING)
         self._holding = Holding(version=0, digest="", whole=True)
         self._asleep: set[str] = set()
         self._paused = False

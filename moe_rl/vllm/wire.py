@@ -38,6 +38,8 @@ class EngineSettings:
         support, log_normalizer, router_logits_fraction, head: as in recording.Recording.
         sleeps: whether the engine must support sleep.
         reads_text: whether the engine must support stop strings.
+        yields: whether on a CPU the trainer's ranks go before it. They wait for each other, so one that waits for a core
+            holds all up.
     """
 
     model_path: Path
@@ -58,6 +60,7 @@ class EngineSettings:
     head: int = 0
     sleeps: bool = False
     reads_text: bool = False
+    yields: bool = False
 
 
 class Start(Message, frozen=True):

@@ -1,6 +1,6 @@
 """Tests sampling with real vLLM: what was computed, what was recorded and what the completion says agree."""
 
-from __future__ import annotations
+from __future__ import os
 
 from dataclasses import replace
 
@@ -191,9 +191,11 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         log_normalizer=True,
         router_logits_fraction=1.0,
         head=4,
+        yields=True,
     )
     requests = [replace(request, top_k=10, top_p=0.9) for request in requests_of(2, 1, max_tokens=40)]
     with VllmEngine(asked) as engine:
+        assert os.getpriority(os.PRIO_PROCESS, engine.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
         completions = engine.generate(requests, shard="extras")
         codec = TextCodec(settings.model_path, ())
         texts = [[codec.decode([token]) for token in one.token_ids[:-1] if token < TEXTS] for one in completions]
