@@ -38,8 +38,8 @@ class EngineSettings:
         support, log_normalizer, router_logits_fraction, head: as in recording.Recording.
         sleeps: whether the engine must support sleep.
         reads_text: whether the engine must support stop strings.
-        yields: whether on a CPU the trainer's ranks go before it. They wait for each other, so one that waits for a core
-            holds all up.
+        yields: whether on a CPU the trainer's ranks go first. They wait for each other, so a rank without a core holds all
+            up.
     """
 
     model_path: Path

@@ -1,7 +1,8 @@
 """Tests sampling with real vLLM: what was computed, what was recorded and what the completion says agree."""
 
-from __future__ import os
+from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
