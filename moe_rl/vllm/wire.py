@@ -38,7 +38,7 @@ class EngineSettings:
         support, log_normalizer, router_logits_fraction, head: as in recording.Recording.
         sleeps: whether the engine must support sleep.
         reads_text: whether the engine must support stop strings.
-        yields: whether on a CPU the trainer's ranks go first. They wait for each other, so a rank without a core holds all
+        yields: whether the trainer's ranks go first on a CPU. They wait for each other: one without a core holds all
             up.
     """
 
