@@ -204,7 +204,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
         support=config.rollout.keep_sampling_mask,
         router_logits_fraction=config.rollout.router_logits_fraction,
         head=config.objective.score_centering or 0,
-        reads_text=bool(config.rollout.stop),
+        reads_text=config.reads_text,
         token_file=options.token_file or config.rollout.token_file,
         **address,
     )

@@ -372,3 +372,8 @@ class Config(Section):
     export: ExportConfig = ExportConfig()
     eval: EvalConfig = EvalConfig()
     report: ReportConfig = ReportConfig()
+
+    @property
+    def reads_text(self) -> bool:
+        """Return whether the sampler must find texts that end a completion. An environment may send some."""
+        return bool(self.rollout.stop) or self.task.environment is not None

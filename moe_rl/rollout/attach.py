@@ -93,8 +93,9 @@ def _differences(config: Config, facts: ModelFacts, url: str, served: Served) ->
         "rollout.router_logits_fraction": (served.router_logits_fraction, rollout.router_logits_fraction),
         "objective.score_centering": (served.head, config.objective.score_centering or 0),
     }
-    if rollout.stop:
-        needed["rollout.stop"] = ("no tokenizer" if not served.reads_text else "a tokenizer", "a tokenizer")
+    if config.reads_text:
+        what = "rollout.stop" if rollout.stop else "task.environment"
+        needed[what] = ("a tokenizer" if served.reads_text else "no tokenizer", "a tokenizer")
     if config.cluster is not None:
         needed["cluster.gpus_per_engine"] = (served.gpus, config.cluster.gpus_per_engine)
     for what, (got, expected) in needed.items():

@@ -68,7 +68,7 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
         router_logits_fraction=rollout.router_logits_fraction,
         head=config.objective.score_centering or 0,
         sleeps=rollout.sleep_level > 0,
-        reads_text=bool(rollout.stop) or config.task.environment is not None,  # environments send texts that end a turn
+        reads_text=config.reads_text,
         yields=config.pipeline.mode != "sync",
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -16,7 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_rl.config.load import load_config
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
+from moe_rl.models.hf import read_model
+from moe_rl.rollout.attach import attach_problems
 from moe_rl.rollout.distribution import assign
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.fleet_groups import FleetGroups
@@ -39,7 +43,7 @@ def asked(prompt: int, member: int, *, max_tokens: int = 4) -> GenerateRequest:
     return GenerateRequest(f"p{prompt}/c{member}", (prompt, 1, 2), 10 * prompt + member, max_tokens, 1.0, ())
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """A stand-in server. `fails` names the calls that raise, each as often as it is listed."""
 
@@ -381,3 +385,15 @@ def test_some_of_each_servers_share_may_be_enough(fleet):
         )
     made.generate(REQUESTS, shard="step000001", enough=7)
     assert seen == [4, 4]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_servers_of_a_run_with_an_environment_must_read_text(tmp_path, reads):
+    """An episode may send texts that end a turn. A server that finds none would refuse them, and be lost for that."""
+    plays = "task.environment={run: moe_rl.tasks.environments.examples.calculator.run}"
+    config = load_config("configs/tiny_moe_cpu.yaml", [plays, "task.rewards={}", "task.pass_reward=null"])
+    server = Server("http://a:1", served_=msgspec.structs.replace(SERVED, reads_text=reads))
+    with patch("moe_rl.rollout.attach.servers_of", return_value=[server]):
+        found = attach_problems(config, read_model(config.model.path), tmp_path)
+    told = [one for one in found if "task.environment" in one]
+    assert [("got no tokenizer" in one, server.url in one) for one in told] == ([] if reads else [(True, True)])

@@ -16,6 +16,8 @@ from moe_rl.vllm import api_server
 from moe_rl.vllm.control import read_token
 from tests.rollout.serving import ROOT
 
+ENVIRONMENT = "task.environment={run: moe_rl.tasks.environments.examples.calculator.run}"
+
 
 @pytest.mark.parametrize(
     ("mode", "text", "message"),
@@ -122,5 +124,18 @@ def test_what_is_to_be_served_is_said_once(arguments, said, capsys):
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     given = [str(ROOT / "configs/tiny_moe_cpu.yaml") if one == "CONFIG" else one for one in arguments]
     assert main(["serve", *given]) == 2 and said in capsys.readouterr().err
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reads"),
+    [([], False), (["rollout.stop=['##']"], True), ([ENVIRONMENT, "task.rewards={}", "task.pass_reward=null"], True)],
+)
+def test_a_server_of_a_run_reads_text_where_a_text_may_end_a_completion(overrides, reads):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with patch("moe_rl.commands.serve.serve") as served:
+        assert main(["serve", "--config", str(ROOT / "configs/tiny_moe_cpu.yaml"), *overrides]) == 0
+    assert served.call_args.args[0].reads_text is reads
     for number, handler in before.items():
         signal.signal(number, handler)
