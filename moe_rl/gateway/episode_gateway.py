@@ -112,6 +112,11 @@ class EpisodeGateway:
                 one.cancel()
             await asyncio.gather(*played, return_exceptions=True)
 
+    @property
+    def lost_tokens(self) -> int:
+        """Return how many tokens lost servers had sampled, see LivePlayer."""
+        return self.gateway.turns.counts["lost_tokens"]
+
     def hold(self) -> None:
         """Let no turn begin until `updated`, see LivePlayer."""
         self.gateway.turns.hold()

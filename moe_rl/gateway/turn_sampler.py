@@ -45,14 +45,14 @@ class TurnSampler:
 
     Attributes:
         version: of the weights that the sampler has. Whoever updates them sets it.
-        counts: `sampled_again` after a lost server, `recorded_anew` under other weights than the parent's,
-            `over_older_rows`: turns that were sampled again because weights changed just when they began, so that their
-            record had the parent's rows although the prefix was computed anew.
+        counts: `sampled_again` after a lost server, `lost_tokens` that it had sampled of them, `recorded_anew` under
+            other weights than the parent's, `over_older_rows`: turns that were sampled again because weights changed
+            just when they began, so that their record had the parent's rows although the prefix was computed anew.
     """
 
     def __init__(self, sampler: GroupSampler, bounds: SamplerBounds, *, seed: int, version: int = 0):
         self.bounds, self.version = bounds, version
-        self.counts: Counter[str] = Counter(sampled_again=0, recorded_anew=0, over_older_rows=0)
+        self.counts: Counter[str] = Counter(sampled_again=0, lost_tokens=0, recorded_anew=0, over_older_rows=0)
         self._sampler, self._seed = sampler, seed
         self._running: Counter[int] = Counter()
         self._free = asyncio.Condition()
@@ -109,8 +109,9 @@ class TurnSampler:
                 requests = self._requests(call, seed, place, wish, parent, record=recorded)
                 shard = f"{session.shards or session.name}-{number}" + (f"-again{again}" if again else "")
                 sampled = await self._sampler.sample_group(at, requests, shard=shard, leave=leave)
-            except ServerLost:
+            except ServerLost as lost:
                 self.counts["sampled_again"] += 1
+                self.counts["lost_tokens"] += lost.tokens
                 continue
             finally:
                 await self._exit(at)

@@ -125,6 +125,7 @@ class GroupFeed:
         self._refused: list[PromptGroup] = []  # judged groups that were dropped since the last step
         self._verdicts: list[Verdict] = []  # of all groups judged since the last step
         self._usage = Usage(asyncio.get_running_loop().time)
+        self._lost_tokens = 0  # of turns, as the player counts them
 
     async def begin(self) -> None:
         """Begin to sample and judge groups."""
@@ -158,6 +159,7 @@ class GroupFeed:
         chosen = [self._judged(one) for one in groups]
         batch = self.rollouts.batches.make(step, [*chosen, *self._refused], chosen, exact=self._exact)
         counts = await self.sampler.counts()
+        self._count_lost_turns()
         batch.metrics.update(
             of_consumed(step, groups) | of_dropped(taken.dropped) | self._usage.next() | self.rollouts.lost_servers(),
             **recorded(self._counts, counts),
@@ -368,6 +370,13 @@ class GroupFeed:
         self.groups.put_back(cursor, requests=len(unfinished(kept.pieces)), kept=sampled_tokens(kept.pieces) > 0)
         self._left[cursor] = kept
         del self._work[cursor]
+
+    def _count_lost_turns(self) -> None:
+        """Count what lost servers had sampled of episodes since the last step. Their turns go on elsewhere."""
+        if self._player is not None and (lost := self._player.lost_tokens - self._lost_tokens):
+            self._usage.sampled += lost
+            self._usage.waste("lost", lost)
+            self._lost_tokens += lost
 
     def _judge(self, work: _Work, verdicts: Sequence[Verdict]) -> None:
         """Keep a judged group for the steps, or drop it."""

@@ -102,6 +102,11 @@ class LivePlayer(Protocol):
         """Play episodes, see EpisodePlayer.play. If this is cancelled, they are killed."""
         ...
 
+    @property
+    def lost_tokens(self) -> int:
+        """Return how many tokens of turns were lost with their servers so far. These turns were sampled again."""
+        ...
+
     def hold(self) -> None:
         """Let no turn begin until `updated`. Those that are under way stay so."""
         ...

@@ -63,7 +63,8 @@ def test_a_turn_of_a_lost_place_is_sampled_again_elsewhere(engine, settings):
         sampler.lost.add(home)
         await say(turns, session, [*session.ids(0), 9])
         await say(turns, session, [*session.ids(1), 9])
-        assert sampler.at == [home, home, 1 - home, 1 - home] and turns.counts["sampled_again"] == 1
+        assert sampler.at == [home, home, 1 - home, 1 - home]
+        assert (turns.counts["sampled_again"], turns.counts["lost_tokens"]) == (1, len(session.turns[1].token_ids))
         assert [turn.continues for turn in session.turns] == [False, True, True]
         check_session(session.finish(), TraceStore(settings.trace_root))
         sampler.there = []

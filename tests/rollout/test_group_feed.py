@@ -204,7 +204,7 @@ class Player:
     """Plays episodes of two turns with a result between them. A turn takes a second or some. One in five fails."""
 
     def __init__(self, servers):
-        self.servers, self.draw, self.names, self.killed = servers, Random(2), [], 0
+        self.servers, self.draw, self.names, self.killed, self.lost_tokens = servers, Random(2), [], 0, 0
 
     async def play(self, asked):
         return await asyncio.gather(*map(self.one, asked))
@@ -257,6 +257,19 @@ def test_groups_of_episodes_are_played_while_it_trains_and_after_a_stop(tmp_path
     assert sum(m["episode/failed"] for m in metrics) > 0 and max(m["pipeline/versions_max"] for m in metrics) == 2
     for batch in rig.batches.values():
         assert all(one.segment_of == one.key.removesuffix("/1/0") for one in batch.sequences)
+
+
+def test_what_lost_servers_had_sampled_of_episodes_is_counted_once(tmp_path):
+    async def main():
+        rig = Rig(tmp_path, EPISODES, player=Player)
+        await rig.feed.begin()
+        for step, lost in ((1, 7), (2, 0), (3, 5)):
+            rig.player.lost_tokens += lost
+            await rig.train(step)
+        return rig
+
+    batches = run(main()).batches
+    assert [batches[step].metrics.get("pipeline/wasted_tokens/lost", 0) for step in (1, 2, 3)] == [7, 0, 5]
 
 
 def check_of_all_runs(rig, staleness):
