@@ -380,7 +380,8 @@ TESTED = (
         "SamplerGone", "address and cause", "at the call",
         "the other samples the turn again; the last one ends the gateway",
         "tests/gateway/test_standalone.py::test_over_two_servers_of_which_one_dies",
-        "tests/gateway/test_turn_sampler.py::test_a_turn_of_a_lost_place_is_sampled_again_elsewhere"),
+        "tests/gateway/test_turn_sampler.py::test_a_turn_of_a_lost_place_is_sampled_again_elsewhere",
+        "tests/end_to_end/test_episodes_servers.py::test_an_asynchronous_run_goes_on_when_a_server_is_killed"),
     # P6: no stale or torn weights
     _by("an update torn, stale, of another set of tensors, of other bytes (disk, shared memory, broadcast)", "P6",
         "between trainer and engine", "engine", "WeightSyncError", "tensor, or version", BEFORE_SAMPLING,

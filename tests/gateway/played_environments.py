@@ -58,15 +58,20 @@ async def branches(session, row):
     return float((second["content"] or "").strip() == f"{row['answer']}.")
 
 
-async def chatters(session, row):
+async def chatters(session, row, **more):
     """Ask three times, whatever the model says. It earns the share of its characters that are no spaces."""
     messages = [{"role": "user", "content": row["question"]}]
     said = ""
     for turn in range(3):
-        reply = await session.chat(messages, tools=[ADD], max_tokens=40)
+        reply = await session.chat(messages, tools=[ADD], max_tokens=40, **more)
         said += reply["content"] or ""
         messages += [reply, tool_says(reply, f"{turn} {row['answer']}")]
     return sum(not letter.isspace() for letter in said) / max(1, len(said))
+
+
+async def chatters_with_a_stop(session, row):
+    """Do what `chatters` does, with a text that ends a turn."""
+    return await chatters(session, row, stop=["##"])
 
 
 async def branches_by_turn(session, row):
