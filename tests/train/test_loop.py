@@ -72,6 +72,7 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
         peers=SimpleNamespace(phase=phase, to_be_left=nullcontext, asked=False),
         checkpoints=SimpleNamespace(pending=None),
         exports=SimpleNamespace(pending=None),
+        config=SimpleNamespace(task=SimpleNamespace(environment=None)),
         _rest=lambda main, clock: None,
         _retain_rollouts=lambda main, step: None,
     )

@@ -122,7 +122,7 @@ def gradients(step, policy, ready, scores, order, *, wrong=False):
         return torch.from_numpy(np.concatenate([np.empty(0, np.float32), *own]))
 
     for work in share.work:
-        work.microbatch.give_advantages([sequence.reward for sequence in ready])
+        work.microbatch.give_advantages([[sequence.reward] for sequence in ready])
         work.old_logprobs, work.ref_logprobs = of(work.microbatch, scores.old), of(work.microbatch, scores.reference)
     limit = step.config.objective.second_moment_limit
     trust = {} if limit is None else scoring.trust(limit, [share])
