@@ -15,6 +15,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -25,13 +26,31 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.attach import folder_problem, servers_of
 from moe_rl.rollout.distribution import assign
-from moe_rl.rollout.held_weights import HeldWeights
 from moe_rl.rollout.sampler import Hears, nobody
 from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Identifies the weights of a server: which start of the server holds them, after how many updates, their
+    digest."""
+
+    start: str
+    updates: int
+    version: int
+    digest: str
+
+    @classmethod
+    def of(cls, served: Served) -> Self:
+        """Return what a server says that it holds."""
+        return cls(served.start, served.updates, served.weight_version, served.weight_digest)
+
+    def __str__(self) -> str:
+        return f"version {self.version}, {f'digest {self.digest}' if self.digest else 'no digest'}"
 
 
 class _UpdateRefused(WeightSyncError):

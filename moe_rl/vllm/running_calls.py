@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,7 @@ class RequestOutput(Growing):
 
 
 @dataclass(slots=True)
-class RunningCall:
+class RunningCall(ABC):
     """Holds one call while vLLM works on it.
 
     Attributes:
@@ -65,13 +66,13 @@ class RunningCall:
     def __post_init__(self) -> None:
         self.outputs, self.unfinished = [RequestOutput() for _ in self.requests], len(self.requests)
 
+    @abstractmethod
     def publish(self, source: WorkerSource | NativeSource) -> None:
         """Begin to publish the shard. All requests have ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reply(self, refs: dict[str, RouteRef]) -> wire.Reply:
         """Return the reply. refs: references to the records by the keys of the requests."""
-        raise NotImplementedError
 
 
 class SampledCall(RunningCall):

@@ -148,6 +148,18 @@ def _complete_and_be_left(client, answers: list) -> None:
         answers += client.completions.create(model="any", prompt="ab", max_tokens=900).choices
 
 
+def kill_while_asked(running, client) -> None:
+    """Kill a gateway while it samples for a client."""
+    answers: list = []
+    asking = threading.Thread(target=_complete_and_be_left, args=(client, answers))
+    asking.start()
+    time.sleep(0.3)
+    running.process.kill()
+    running.process.wait()
+    asking.join()
+    assert answers == [], "it had been answered before"
+
+
 def _ask_and_be_left(client, messages) -> None:
     with suppress(openai.APIConnectionError, openai.InternalServerError):
         ask(client, messages, temperature=1, max_tokens=390, stop=["never said"])
@@ -165,14 +177,7 @@ def test_a_killed_gateway_goes_on_in_its_folder(checkpoint, router, tmp_path):
         reply = ask(client, first, [ADD]).choices[0].message
         ask(client_of(running, changed), first, max_tokens=2)
         assert main(["serve", "--gateway", "--resume", str(running.folder)]) == 2  # it still runs there
-        answers: list = []
-        asking = threading.Thread(target=_complete_and_be_left, args=(client, answers))
-        asking.start()
-        time.sleep(0.3)
-        running.process.kill()
-        running.process.wait()
-        asking.join()
-        assert answers == [], "it had been answered before"
+        kill_while_asked(running, client)
     journals = running.folder / "sessions"
     assert opened["key"].partition(".")[2].encode() not in b"".join(path.read_bytes() for path in journals.iterdir())
     journal = journals / f"{changed['session']}.journal"
@@ -215,14 +220,7 @@ def test_a_killed_gateway_goes_on_over_its_server(checkpoint, router, tmp_path):
             opened = owner(running, "POST", "/sessions", json={})
             client = client_of(running, opened)
             reply = ask(client, first, [ADD]).choices[0].message
-            answers: list = []
-            asking = threading.Thread(target=_complete_and_be_left, args=(client, answers))
-            asking.start()
-            time.sleep(0.3)
-            running.process.kill()
-            running.process.wait()
-            asking.join()
-            assert answers == [], "it had been answered before"
+            kill_while_asked(running, client)
         (tmp_path / "gateway.json").unlink()
         port = int(running.url.rpartition(":")[2])
         again = stack.enter_context(gateway_process(checkpoint, tmp_path, resume=running.folder, port=port))

@@ -13,7 +13,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tools.dev.arithmetic_task import Problem, build_splits, problem_stream, wanted_completion, write_jsonl
+from tools.dev.arithmetic_task import Problem, build_splits, problem_stream, wanted_completion
+from tools.dev.task_files import write_splits
 from tools.dev.tiny_policy import EOS, PAD, TAGS, Lesson, Verdict, WarmStartConfig, finish_tokenizer, split_text
 
 MAX_COMPLETION_TOKENS = 10
@@ -72,9 +73,8 @@ def _judge(problem: Problem, text: str) -> Verdict:
 def lesson(out: Path) -> Lesson:
     """Write the splits of the task into `out/task`. Return the lesson, which has no held-out problem."""
     train, heldout = build_splits()
-    (out / "task").mkdir(parents=True, exist_ok=True)
-    write_jsonl(out / "task" / "train.jsonl", "train", train)
-    write_jsonl(out / "task" / "heldout.jsonl", "heldout", heldout)
+    splits = {"train": train, "heldout": heldout}
+    write_splits(out / "task", {name: [problem.row for problem in split] for name, split in splits.items()})
     excluded = {problem.key for problem in heldout}
     return Lesson(
         sizes={

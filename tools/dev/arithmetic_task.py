@@ -7,11 +7,10 @@ with its terms in another order.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 TRAIN_SIZE = 4096
 HELDOUT_SIZE = 512
@@ -37,6 +36,11 @@ class Problem:
     def key(self) -> tuple[int, ...]:
         """Return a key that is equal for problems that differ only in the order of their terms."""
         return tuple(sorted(self.terms))
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Return its row of the task, without the id."""
+        return {"prompt": self.prompt, "answer": self.answer, "level": self.level}
 
 
 def _one_digit(rng: random.Random) -> tuple[int, ...]:
@@ -110,11 +114,3 @@ def problem_stream(seed: int, excluded: Collection[tuple[int, ...]]) -> Iterable
         problem = sample_problem(rng, rng.choices(list(LEVEL_SHARES), list(LEVEL_SHARES.values()))[0])
         if problem.key not in excluded:
             yield problem
-
-
-def write_jsonl(path: Path, split: str, problems: list[Problem]) -> None:
-    """Write one line per problem: id (`split-00000`), prompt, answer, level."""
-    with path.open("w", encoding="ascii") as file:
-        for number, problem in enumerate(problems):
-            row = {"id": f"{split}-{number:05d}", "prompt": problem.prompt, "answer": problem.answer}
-            file.write(json.dumps(row | {"level": problem.level}) + "\n")

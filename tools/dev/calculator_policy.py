@@ -20,7 +20,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from moe_rl.tasks.environments.examples.pocket_calculator import MOST_TOKENS, TOOL, answer, reward
-from tools.dev.calculator_task import Problem, build_splits, problem_stream, write_jsonl
+from tools.dev.calculator_task import Problem, build_splits, problem_stream
+from tools.dev.task_files import write_splits
 from tools.dev.tiny_policy import Lesson, Verdict, WarmStartConfig, finish_tokenizer, split_text
 
 _PAD, _END, _START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
@@ -148,9 +149,8 @@ def _build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 def lesson(out: Path) -> Lesson:
     """Write the splits of the task into `out/task`. Return the lesson."""
     train, heldout = build_splits()
-    (out / "task").mkdir(parents=True, exist_ok=True)
-    write_jsonl(out / "task" / "train.jsonl", "train", train)
-    write_jsonl(out / "task" / "heldout.jsonl", "heldout", heldout)
+    splits = {"train": train, "heldout": heldout}
+    write_splits(out / "task", {name: [problem.row for problem in split] for name, split in splits.items()})
     excluded = {problem.key for problem in heldout}
     rng = random.Random(0)
     parts = [f"system\nuser\nassistant\n{one.question}" for one in train[:200]]

@@ -7,13 +7,12 @@ training split or in the policy's warm start, not even with its factors or terms
 
 from __future__ import annotations
 
-import json
 import operator
 import random
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 TRAIN_SIZE = 4096
 HELDOUT_SIZE = 256
@@ -64,6 +63,16 @@ class Problem:
             else:
                 terms.append((sign, [number]))
         return tuple(sorted((sign, tuple(sorted(factors))) for sign, factors in terms))
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Return its row of the task, without the id."""
+        return {
+            "question": self.question,
+            "answer": self.answer,
+            "level": self.level,
+            "calls": int(self.level),
+        }
 
 
 def _round_sum(rng: random.Random) -> Problem:
@@ -124,11 +133,3 @@ def problem_stream(seed: int, excluded: Collection[object]) -> Iterator[Problem]
         problem = rng.choice(list(LEVELS.values()))(rng)
         if problem.key not in excluded:
             yield problem
-
-
-def write_jsonl(path: Path, split: str, problems: list[Problem]) -> None:
-    """Write one line per problem: id (`split-00000`), question, answer, level, and the calls that it needs."""
-    with path.open("w", encoding="ascii") as file:
-        for number, problem in enumerate(problems):
-            row = {"id": f"{split}-{number:05d}", "question": problem.question, "answer": problem.answer}
-            file.write(json.dumps(row | {"level": problem.level, "calls": int(problem.level)}) + "\n")

@@ -12,18 +12,24 @@ from typing import Any
 
 from moe_rl.tasks.environments.agent_session import AgentSession, ChatError
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "calculate",
-        "description": "Computes an expression of numbers with + - * / and brackets.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
+
+def tool(description: str) -> dict[str, Any]:
+    """Return the tool, in OpenAI's form. description: what the model is told of it."""
+    return {
+        "type": "function",
+        "function": {
+            "name": "calculate",
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
         },
-    },
-}
+    }
+
+
+TOOL = tool("Computes an expression of numbers with + - * / and brackets.")
 _MOST_TURNS = 4
 _MOST_TOKENS = 256
 _LONGEST = 200
@@ -46,13 +52,14 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
 async def converse(
     session: AgentSession,
     question: str,
-    tool: dict[str, Any],
+    offered: dict[str, Any],
     answer_call: Callable[[dict[str, str]], str],
     max_tokens: int,
 ) -> tuple[str, int]:
     """Let the model call a tool until it says something without a call, at most for a few turns.
 
     Args:
+        offered: the tool.
         answer_call: returns what the model gets for a call.
         max_tokens: most tokens of a turn.
 
@@ -63,7 +70,7 @@ async def converse(
     calls = 0
     for _ in range(_MOST_TURNS):
         try:
-            reply = await session.chat(messages, tools=[tool], max_tokens=max_tokens)
+            reply = await session.chat(messages, tools=[offered], max_tokens=max_tokens)
         except ChatError as error:
             if error.code in ("session_limit", "context_length_exceeded"):
                 break  # the model used up what it has, which is no fault of the environment

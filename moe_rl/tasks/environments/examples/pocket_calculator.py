@@ -12,18 +12,7 @@ from typing import Any
 from moe_rl.tasks.environments.agent_session import AgentSession
 from moe_rl.tasks.environments.examples import calculator
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "calculate",
-        "description": "Computes one operation on two whole numbers, such as 12*34.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
+TOOL = calculator.tool("Computes one operation on two whole numbers, such as 12*34.")
 # A call takes about 25 tokens.
 MOST_TOKENS = 48
 _CALL_COST = 0.1
