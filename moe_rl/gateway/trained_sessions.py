@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from moe_rl.errors import SessionError, describe
@@ -11,12 +12,13 @@ from moe_rl.gateway.session_sequences import sequences_of
 from moe_rl.types import Completion, Sequence
 
 
-def check_trained(sequences: Iterable[Sequence], folder: Path) -> None:
+def check_trained(sequences: Iterable[Sequence], folder: Path, part: tuple[int, int] = (0, 1)) -> None:
     """Check the digest chain of every session, and that these are its sequences: all, in order, and unchanged.
 
     Args:
         sequences: of the episodes of a step.
         folder: of the session files.
+        part: (which, of how many): check this part of the sessions.
 
     Raises:
         DataError: a session file is missing, cut short or changed.
@@ -25,7 +27,8 @@ def check_trained(sequences: Iterable[Sequence], folder: Path) -> None:
     episodes: dict[str, list[Sequence]] = {}
     for sequence in sequences:
         episodes.setdefault(sequence.segment_of, []).append(sequence)
-    for name, own in episodes.items():
+    which, parts = part
+    for name, own in islice(episodes.items(), which, None, parts):
         kept = sequences_of(read_session(folder / f"{name}.session"))
         if [one.key for one in own] != (keys := [one.key for one in kept]):
             raise _not_of(name, "Sequences of a session are missing, or are of another one", [o.key for o in own], keys)

@@ -44,6 +44,7 @@ from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
+from moe_rl.train.assignment import agreed
 from moe_rl.train.canary import Canary, Native
 from moe_rl.train.peers import Peers, StopRequested
 from moe_rl.train.progress import Progress
@@ -81,6 +82,7 @@ class Trainer:
 
     Attributes:
         replay_ends: the last step of the run that this one replays; None if it samples.
+        sessions: the folder with those of the episodes that are trained on.
     """
 
     def __init__(self, config: Config, folder: RunFolder, task: TaskPrompts | None, peers: Peers, stack: ExitStack):
@@ -89,7 +91,7 @@ class Trainer:
         self.facts = read_model(config.model.path)
         replayed = config.run.replays
         sampled = folder if replayed is None else RunFolder(replayed)
-        self.store = TraceStore(sampled.trace)
+        self.store, self.sessions = TraceStore(sampled.trace), sampled.rollouts
         self.replay_ends = None if replayed is None else last_step(replayed)
         self.checkpoints = Checkpoints(
             folder.checkpoints,
@@ -199,11 +201,12 @@ class Trainer:
                 main.log.note(unusable)
             main.rollouts.unusable.clear()
             if batch is not None:
-                if self.config.task.environment is not None:
-                    check_trained(batch.sequences, main.rollouts.kept.folder)
                 self._rest(main, clock)
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch | None)
+            if batch is not None and self.config.task.environment is not None:
+                sequences, mine = batch.sequences, (dist.get_rank(), dist.get_world_size())
+                agreed(lambda: check_trained(sequences, self.sessions, mine))
         for part, behind in (("checkpoint", self.checkpoints), ("export", self.exports)):
             if batch is not None and behind.pending is not None:
                 with self.peers.phase(part, step), self.saving(part):

@@ -63,6 +63,13 @@ def test_a_changed_sequence_is_named_with_what_differs(trained, tmp_path, change
         check_trained([changed(trained[0]), trained[1]], tmp_path)
 
 
+def test_the_parts_of_several_ranks_are_all_sessions(trained, tmp_path):
+    others = [replace(one, segment_of="lost") for one in trained]
+    check_trained([*trained, *others], tmp_path, (0, 2))
+    with pytest.raises(DataError, match="lost"):
+        check_trained([*trained, *others], tmp_path, (1, 2))
+
+
 def test_a_sequence_that_is_lost_or_of_another_place_is_named(trained, tmp_path):
     for sequences in (trained[:1], trained[::-1]):
         with refused(SessionError, session=NAME):
