@@ -37,7 +37,7 @@ from tests.gateway.played_environments import ADD
 from tests.gateway.session_turns import WIDE
 from tests.rollout.serving import Router, agree
 
-VOCAB, LONGEST = 384, 1024
+VOCAB, LONGEST = 384, 4096
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 OWNER = "o" * 43

@@ -31,8 +31,8 @@ CONFIG = str(ROOT / "configs/tiny_moe_cpu.yaml")
 
 def overrides(checkpoint: Path, folder: Path, *more: str) -> list[str]:
     return [
-        f"model.path={checkpoint}", f"run.runs_dir={folder / 'runs'}", f"rollout.max_prompt_tokens={LONGEST - 400}",
-        "rollout.max_completion_tokens=400", "rollout.dtype=float32", "rollout.max_concurrent=16",
+        f"model.path={checkpoint}", f"run.runs_dir={folder / 'runs'}", f"rollout.max_prompt_tokens={LONGEST - 3000}",
+        "rollout.max_completion_tokens=3000", "rollout.dtype=float32", "rollout.max_concurrent=16",
         "rollout.kv_cache_mib=64", "gateway.renderer={name: qwen3}", *more,
     ]  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_over_an_engine_of_its_own(checkpoint, router, tmp_path):
 def _complete_and_be_left(client, answers: list) -> None:
     """Ask for what nothing but its length ends."""
     with suppress(openai.APIConnectionError, openai.InternalServerError):
-        answers += client.completions.create(model="any", prompt="ab", max_tokens=900).choices
+        answers += client.completions.create(model="any", prompt="ab", max_tokens=3000).choices
 
 
 def kill_while_asked(running, client) -> None:

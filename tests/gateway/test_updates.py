@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from moe_rl.gateway.finishing import check_session
 from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.trace.spans import versions_of_rows
 from tests.gateway.test_openai import ask, client_of
+from tests.gateway.test_web import left_while_sampled
 from tests.rollout.in_flight import Change, forwarded
 from tests.rollout.serving import Router
 from tests.weights.sending import by_disk
@@ -60,14 +60,11 @@ def flight(running, engine, checkpoint, others, tmp_path):
         await groups.resume()
         turns.version += 1
 
-    def send() -> None:
+    async def send() -> None:
         sent.append(True)
-        asyncio.run(change(others))
+        await change(others)
 
-    async def wait(more: int) -> None:
-        await forwarded(groups, more)
-
-    yield SimpleNamespace(send=send, wait=lambda more: asyncio.run(wait(more)), old=turns.version)
+    yield SimpleNamespace(send=send, groups=groups, old=turns.version)
     if sent:
         asyncio.run(change(load_file(checkpoint / "model.safetensors")))
 
@@ -81,7 +78,7 @@ def test_a_turn_under_new_weights_has_the_rows_that_it_attended_to(running, flig
         messages.extend([ask(client, messages, temperature=1, max_tokens=20).choices[0].message, TOOL])
 
     say()
-    flight.send()
+    asyncio.run(flight.send())
     say()
     say()
     assert [turn.kind for turn in session.turns] == ["first", "continued", "continued"]
@@ -96,18 +93,16 @@ def test_a_turn_under_new_weights_has_the_rows_that_it_attended_to(running, flig
         change.check(completion, record, 0 if version else len(record.token_ids))
 
 
-def test_a_turn_that_sees_an_update_keeps_its_keys_and_values(running, flight, other_router, router):
+def test_a_turn_that_sees_an_update_keeps_its_keys_and_values(running, engine, flight, other_router, router):
+    async def meanwhile() -> None:
+        await flight.send()
+        await forwarded(flight.groups, 40)
+
     opened = running.open()
-    client, session = client_of(running, opened), running.session(opened)
-    asked = threading.Thread(target=lambda: ask(client, FIRST, temperature=1, max_tokens=400, stop=["never said"],
-                                                extra_body={"min_p": 0.0}))  # fmt: skip
-    asked.start()
-    flight.wait(40)
-    flight.send()
-    asked.join()
+    session = left_while_sampled(running, opened, engine, meanwhile)
     (turn,) = session.turns
-    assert [span.weight_version for span in turn.versions] == [flight.old, flight.old + 1], "it had ended before"
-    ask(client, [{"role": "user", "content": "ab"}], max_tokens=3)
+    assert [span.weight_version for span in turn.versions] == [flight.old, flight.old + 1]
+    ask(client_of(running, opened), [{"role": "user", "content": "ab"}], max_tokens=3)
     check_session(session.finish(), running.store)
     first, second = running.completions(session)
     record = running.store.read(first.routes)

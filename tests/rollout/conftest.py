@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm.wire import EngineSettings
+from tests.rollout.serving import MAX_LEN
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 16, 4, 512
 TEXTS = 320  # the tokenizer knows these first ids
@@ -37,7 +38,7 @@ def make_checkpoint(folder: Path, seed: int) -> Path:
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        max_position_embeddings=1024,
+        max_position_embeddings=MAX_LEN,
         tie_word_embeddings=False,
         eos_token_id=1,
         initializer_range=0.15,
@@ -75,7 +76,7 @@ def settings(checkpoint, tmp_path_factory) -> EngineSettings:
     return EngineSettings(
         model_path=checkpoint,
         dtype="float32",
-        max_model_len=256,
+        max_model_len=MAX_LEN,
         max_concurrent=256,
         kv_cache_mib=64,
         trace_root=folder / "trace",

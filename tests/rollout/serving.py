@@ -29,7 +29,8 @@ from moe_rl.weights.update import Files, WeightUpdate
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "serve_vllm.py"
-MAX_LEN = 256
+# A request of this length goes on for seconds, so a test can do its part meanwhile.
+MAX_LEN = 4096
 # Rounding in float32 may exchange a k-th and a (k+1)-th router logit that are closer than this.
 TIE = 2e-6
 START_SECONDS = 600

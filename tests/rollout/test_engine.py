@@ -17,6 +17,7 @@ from moe_rl.trace import TraceStore
 from moe_rl.train.sampling_support import read_head, read_support
 from moe_rl.types import Sequence
 from tests.rollout.conftest import TEXTS, VOCAB, check_stopped, two_stop_strings
+from tests.rollout.serving import MAX_LEN
 
 
 def check_against_reference(completions, settings, reference, temperature=1.0) -> int:
@@ -118,7 +119,7 @@ def test_score_equals_hugging_face(engine, reference):
 def test_what_cannot_be_sampled_is_refused_and_the_engine_goes_on(engine, requests_of):
     (request,) = requests_of(1, 1)
     for wrong, message in (
-        ([replace(request, max_tokens=300)], "370 tokens, more than max_model_len 256"),
+        ([replace(request, max_tokens=MAX_LEN)], f"{MAX_LEN + 70} tokens, more than max_model_len {MAX_LEN}"),
         ([replace(request, max_tokens=0)], "max_tokens 0"),
         ([replace(request, prompt_token_ids=())], "an empty prompt"),
         ([request, request], "a key used twice"),

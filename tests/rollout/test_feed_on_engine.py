@@ -19,7 +19,7 @@ OVERRIDES = {
     "rollout.prompts_per_step": 2,
     "rollout.group_size": 2,
     "rollout.max_concurrent": 8,
-    "rollout.max_completion_tokens": 230,
+    "rollout.max_completion_tokens": 600,
     "eval.prompts": 1,
     "pipeline.mode": "async",
     "pipeline.max_staleness": 2,

@@ -13,7 +13,16 @@ from moe_rl.errors import EngineError, WeightSyncError
 from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.trace import TraceStore
 from tests.rollout.conftest import make_requests
-from tests.rollout.in_flight import Change, by_broadcast, forwarded, keep, recompute, refuses_exchanged_versions
+from tests.rollout.in_flight import (
+    ENDLESS,
+    PROMPT,
+    Change,
+    by_broadcast,
+    forwarded,
+    keep,
+    recompute,
+    refuses_exchanged_versions,
+)
 from tests.weights.sending import by_disk
 
 NAMES = (f"flight-{number}" for number in itertools.count())
@@ -74,7 +83,7 @@ def test_what_a_pause_allows(flight):
 
     async def run():
         groups, leave = flight.groups, asyncio.Event()
-        requests = make_requests(1, 2, prompt=40, max_tokens=150)
+        requests = make_requests(1, 2, prompt=PROMPT, max_tokens=ENDLESS)
         update = by_disk(flight.folder, flight.others, version=flight.new, replaces=flight.old)
         group = asyncio.ensure_future(groups.sample_group(0, requests, shard=f"{flight.name}-left", leave=leave))
         await forwarded(groups, 100)

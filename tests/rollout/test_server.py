@@ -353,7 +353,7 @@ def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, 
         ({"rollout.top_k": 5, "rollout.keep_sampling_mask": "true"}, "keep_sampling_mask.*got False, expected True"),
         ({"rollout.router_logits_fraction": 0.5}, "router_logits_fraction"),
         ({"objective.score_centering": 8}, "score_centering.*got 0, expected 8"),
-        ({"rollout.max_completion_tokens": 1000}, f"too short.*max_model_len {MAX_LEN}"),
+        ({"rollout.max_completion_tokens": MAX_LEN}, f"too short.*max_model_len {MAX_LEN}"),
         ({"cluster": "{gpus: 2, gpu_memory_gib: 1, gpus_per_engine: 4}"}, "gpus_per_engine.*got 1, expected 4"),
     ):
         (problem,) = problems(**one | changed)

@@ -12,7 +12,7 @@ from moe_rl.errors import SamplerGone, WeightSyncError
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.fleet_groups import FleetGroups
 from tests.rollout.conftest import make_requests
-from tests.rollout.in_flight import Change, begin_late, by_broadcast, forwarded, keep, recompute
+from tests.rollout.in_flight import ENDLESS, PROMPT, Change, begin_late, by_broadcast, forwarded, keep, recompute
 from tests.rollout.serving import serving
 from tests.weights.sending import by_disk
 
@@ -48,7 +48,7 @@ def test_a_server_samples_through_updates(checkpoint, weights, others, reference
                                name="late", at_once=AT_ONCE))  # fmt: skip
 
         async def pauses():
-            requests, leave = make_requests(1, 2, prompt=40, max_tokens=150), asyncio.Event()
+            requests, leave = make_requests(1, 2, prompt=PROMPT, max_tokens=ENDLESS), asyncio.Event()
             group = asyncio.ensure_future(groups.sample_group(0, requests, shard="a", leave=leave))
             await forwarded(groups, 100)
             with pytest.raises(WeightSyncError, match="pause"):
