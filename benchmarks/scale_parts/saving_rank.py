@@ -1,4 +1,4 @@
-"""Saves a checkpoint as one of several replicas, and writes how much memory that took over its own state."""
+"""Saves a checkpoint as one of several replicas, and writes how much memory that took over what it updates."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -16,10 +17,10 @@ from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
 
 
-def main(folder: Path) -> None:
-    parallel, model = ParallelConfig(), folder / "model"
+def main(model: Path, dtype: Literal["bfloat16", "float32"], out: Path) -> None:
+    parallel = ParallelConfig()
     world.start(parallel, seed=1, timeout_seconds=600)
-    train = TrainConfig(microbatch_tokens=1024, optimizer=OptimizerConfig(lr=1e-12))
+    train = TrainConfig(dtype=dtype, microbatch_tokens=1024, optimizer=OptimizerConfig(lr=1e-12))
     policy = Policy(read_model(model), train, parallel, model, temperature=1.0)
     own = 0
     for optimizer in policy.optimizers:
@@ -28,11 +29,11 @@ def main(folder: Path) -> None:
             own += weight.nbytes + sum(moment.fill_(0.5).nbytes for moment in moments.values())
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # reset the kernel's high-water mark
-    before, replicas = _status("VmRSS"), dist.get_world_size()
-    saving = Checkpoints(folder / str(replicas), parallel, keep=1, asynchronous=True)
+    before = _status("VmRSS")
+    saving = Checkpoints(out, parallel, keep=1, asynchronous=True)
     saving.save(1, policy, {})
     saving.finish()
-    (folder / f"{replicas}-{dist.get_rank()}.json").write_text(json.dumps((_status("VmHWM") - before) / own))
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps((_status("VmHWM") - before) / own))
     world.stop()
 
 
@@ -43,4 +44,4 @@ def _status(key: str) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,7 +106,9 @@ def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
 
 def _restore(path: Path, policy: Policy, optimizer_step: int) -> None:
     """Restore weights and optimizer."""
-    loaded = _read_tensors(path, sharded(policy, loading=True), StrictHandling.RAISE_ALL)
+    with _reading(path):
+        there = dist_checkpointing.load_tensors_metadata(str(path)).keys()
+    loaded = _read_tensors(path, sharded(policy, loading=True, there=there), StrictHandling.RAISE_ALL)
     _set_weights(policy, loaded)
     for number, optimizer in enumerate(policy.optimizers):
         # Megatron leaves out what is empty: a rank may have no slice of any parameter.
@@ -239,11 +242,18 @@ def _damage(file: Path, expected: str) -> str:
 def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
     """Read the tensors in `wanted` from the files. None may be missing; `strict` says whether others may be left
     over."""
+    with _reading(path):
+        return dist_checkpointing.load(wanted, str(path), strict=strict)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Within this context, Megatron reads files without trusting them. Raises its errors as CheckpointError."""
     try:
         with warnings.catch_warnings(), unpickling.restricted(path):
             # Every rank would warn about how Megatron calls torch, which a user cannot change.
             warnings.simplefilter("ignore")
-            return dist_checkpointing.load(wanted, str(path), strict=strict)
+            yield
     except (CheckpointingException, CheckpointException) as error:
         failures = error.failures if isinstance(error, CheckpointException) else {}
         reason = next((failure for failure, _ in failures.values()), error)
@@ -272,8 +282,10 @@ def _sharded_model(policy: Policy | ReferencePolicy) -> dict:
     }
 
 
-def sharded(policy: Policy, *, loading: bool) -> dict:
+def sharded(policy: Policy, *, loading: bool, there: Collection[str] = ()) -> dict:
     """Return the sharded tensors of the model and its optimizers, and nothing else.
+
+    `there` has the names of the tensors in the checkpoint that is loaded.
 
     Tensors are named after their parameter, whichever chunk or optimizer holds them. Values that are not tensors (lr,
     betas, step) would be named after the chunk or optimizer, so they are left out: they come from the config, and the
@@ -286,7 +298,7 @@ def sharded(policy: Policy, *, loading: bool) -> dict:
         # Adam has no moments before its first step, but a checkpoint always contains them.
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         if isinstance(optimizer, DistributedOptimizer):
-            optimizers[str(number)] = sharded_slices(optimizer, model, loading=loading)
+            optimizers[str(number)] = sharded_slices(optimizer, model, loading=loading, there=there)
         else:
             whole = optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(CONTENT))
             optimizers[str(number)], _ = extract_sharded_base(whole)

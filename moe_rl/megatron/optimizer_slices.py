@@ -5,6 +5,9 @@ in a tensor. Successive elements of a tensor are a few boxes: the rest of a row,
 torch's format stores a tensor as boxes of any size. So each rank writes and reads only its own boxes of whole tensors,
 which have the same names and shapes in every layout.
 
+The main parameter of a float32 parameter is a slice of the parameter itself, in the same memory. It is stored once, as
+part of the weights. Main parameters of other precisions are stored as "param".
+
 Megatron's own formats do one of two things: they gather all data-parallel slices on a rank (`fully_reshardable`, whose
 names these are), or they can be loaded only by the layout that wrote them, apart from its data-parallel size
 (`dp_reshardable`).
@@ -13,7 +16,7 @@ names these are), or they can be loaded only by the layout that wrote them, apar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -26,12 +29,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @torch.no_grad()
-def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: bool) -> dict:
+def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: bool, there: Collection[str] = ()) -> dict:
     """Return the boxes of this rank's state: {number of the parameter: {"param", "exp_avg", ...: [box, ...]}}.
+
+    A parameter whose slice the optimizer updates in place has no "param": the weights hold it.
 
     Args:
         model: The sharded state dict of the model, with the parameters themselves. It says where each is stored.
         loading: Leave the boxes without data, to be filled in. Otherwise they share memory with the optimizer's state.
+        there: Names of the tensors in the checkpoint that is loaded. Older ones have "param" of every parameter.
     """
     kinds = ShardedTensor | ShardedTensorFactory
     stored = {entry.data: entry for entry in nested_values(model) if isinstance(entry, kinds)}
@@ -41,11 +47,14 @@ def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: boo
         boxes = list(_stored_boxes(stored[parameter], parameter, own.start, own.end))
         found[number] = {}
         for kind, state in optimizer._get_main_param_and_optimizer_states(parameter).items():
+            in_place = state.data_ptr() == parameter.data_ptr() + own.start * parameter.element_size()
+            if in_place and not any(_key(kind, box) in there for box in boxes):
+                continue
             values = state.detach().split([math.prod(box.local_shape) for box in boxes])
             found[number][kind] = [
                 replace(
                     box,
-                    key=f"optimizer.state.{kind}.{box.key}",
+                    key=_key(kind, box),
                     data=None if loading else value.view(box.local_shape),
                     dtype=state.dtype,
                     replica_id=(*box.replica_id[:2], optimizer.distributed_optimizer_instance_id),
@@ -57,10 +66,18 @@ def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: boo
 
 @torch.no_grad()
 def set_slices(optimizer: DistributedOptimizer, loaded: dict) -> None:
-    """Copy into the optimizer what was loaded for `sharded_slices`: the same dict, with tensors as boxes."""
+    """Copy into the optimizer what was loaded for `sharded_slices`: the same dict, with tensors as boxes.
+
+    Load the weights before: they bring the main parameters for which nothing was loaded.
+    """
     for number, parameter in enumerate(optimizer.model_param_gbuf_map):
         state = {kind: torch.cat([box.flatten() for box in boxes]) for kind, boxes in loaded[number].items()}
+        state.setdefault("param", None)  # Megatron's function leaves it as it is
         optimizer._set_main_param_and_optimizer_states(parameter, state)
+
+
+def _key(kind: str, box: ShardedTensor) -> str:
+    return f"optimizer.state.{kind}.{box.key}"
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:

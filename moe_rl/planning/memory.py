@@ -49,12 +49,6 @@ def state_bytes(dtype: str) -> int:
     return ADAM_MOMENTS_BYTES + (4 if DTYPE_BYTES[dtype] < 4 else 0)
 
 
-def saved_state_bytes(train: TrainConfig) -> int:
-    """Return the bytes of optimizer state per parameter in a checkpoint: as `state_bytes`, but the distributed
-    optimizer writes main weights of float32 parameters too."""
-    return ADAM_MOMENTS_BYTES + 4 if train.distributed_optimizer else state_bytes(train.dtype)
-
-
 def buffer_elements(buffer: Buffer, train: TrainConfig) -> int:
     """Return the elements of a flat buffer, with padding where ranks share its pieces."""
     return buffer.padded_elements if train.distributed_optimizer else buffer.elements
@@ -86,12 +80,12 @@ def optimizer_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> li
 def checkpoint_copy_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> int:
     """Return the bytes that the fullest of the `ranks` of a stage copies to host memory to write a checkpoint.
 
-    `saved_state_bytes` x the parameters whose state it owns, and bytes of a number x its share of the parameters, which
+    `state_bytes` x the parameters whose state it owns, and bytes of a number x its share of the parameters, which
     all their copies write together. Without the distributed optimizer the copies share the state too.
     """
-    shares, state = sum(-(-buffer.elements // buffer.copies) for buffer in buffers), saved_state_bytes(train)
-    owned = max(optimizer_bytes(buffers, train, ranks)) // state_bytes(train.dtype)
-    return (owned if train.distributed_optimizer else shares) * state + shares * DTYPE_BYTES[train.dtype]
+    shares, state = sum(-(-buffer.elements // buffer.copies) for buffer in buffers), state_bytes(train.dtype)
+    owned = max(optimizer_bytes(buffers, train, ranks)) if train.distributed_optimizer else shares * state
+    return owned + shares * DTYPE_BYTES[train.dtype]
 
 
 def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[StageMemory, ...]:

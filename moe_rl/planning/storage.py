@@ -11,7 +11,7 @@ from moe_rl.config.training import TrainConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import expected_tensors, parameter_count
 from moe_rl.planning.batch_sizes import Batch
-from moe_rl.planning.memory import DTYPE_BYTES, saved_state_bytes
+from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def node_share(layout: Layout, gpus_per_node: int) -> float:
 
 def checkpoint_bytes(facts: ModelFacts, train: TrainConfig) -> int:
     """Return the bytes of a checkpoint: every parameter and its optimizer state, once."""
-    return parameter_count(facts).total * (DTYPE_BYTES[train.dtype] + saved_state_bytes(train))
+    return parameter_count(facts).total * (DTYPE_BYTES[train.dtype] + state_bytes(train.dtype))
 
 
 def weight_sync_bytes(facts: ModelFacts, dtype: str) -> int:

@@ -299,7 +299,7 @@ def resume(new, saved, name=""):
 def gathered(new, saved, name):
     """Load the checkpoint `saved` and save it as `name`, with the optimizer's state as Megatron itself gathers it."""
 
-    def megatrons(optimizer, model, loading):
+    def megatrons(optimizer, model, **_):
         state = optimizer.sharded_state_dict(model, metadata=dict(checkpoint.CONTENT))
         return checkpoint.extract_sharded_base({"param_state": state["param_state"]})[0]
 
@@ -313,7 +313,7 @@ def copied_to_write(new, saved):
     """The bytes that a rank copies to write a checkpoint, and those of its own optimizer state."""
     case = new()
     case.load(saved)
-    writes = case.saving("copied")
+    writes = case.saving(f"{saved} copied")
     with held_writers() as release:
         writes.save(STEP, case.policy, {"cursor": 5})
         part = writes._pending.writer._write
