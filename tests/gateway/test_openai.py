@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from moe_rl.gateway.finishing import check_session
-from tests.gateway.conftest import ADD
+from tests.gateway.conftest import ADD, LONGEST
 
 
 def client_of(running, opened, *, retries=0) -> openai.OpenAI:
@@ -183,7 +183,7 @@ WRONG = [
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "invalid_value"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "invalid_value"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "unsupported_value"),
-    ({"messages": [{"role": "user", "content": "x" * 4000}]}, None, "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "x" * 4 * LONGEST}]}, None, "context_length_exceeded"),
     ({"tools": [{**ADD, "function": {**ADD["function"], "strict": True}}]}, "tools.0.function.strict",
      "unsupported_value"),
 ]  # fmt: skip
