@@ -23,10 +23,18 @@ gradient reduction, pipeline, loading, the cost of moving placed experts; kernel
     load           packing by load (moe_rl/planning/balance.py)
     placement      experts placed by the batches before (moe_rl/planning/expert_placement.py), then packed by load
     copies         of popular experts, up to COPIES a rank for each layer and microbatch
-                   (moe_rl/planning/expert_copies.py); their weights travel in the forward, gradients in the backward.
-                   Packed by length: copies even out experts, and packing by load makes tokens less even
-    overlap        dispatch, experts and combine in chunks, two at once (of exchange and computation, the longer one)
-    ideal          tokens and rows even on all ranks in all layers, with plan and overlap and nothing to check
+                   (moe_rl/planning/copy_choice.py); their weights travel in the forward, gradients in the backward.
+                   Chosen as if all ranks were in one node. Packed by length: copies even out experts, and packing by
+                   load makes tokens less even
+    nodes          copies chosen for the nodes that there are, so that they also keep rows within a node
+    overlap        dispatch, experts and combine in chunks, two at once (of exchange and computation, the longer one).
+                   Each chunk has copies of its own
+    ideal          tokens and rows even on all ranks in all layers, with plan and overlap and nothing to check. It is no
+                   bound: each rank sends its rows to all ranks alike, and copies can keep more of them within a node
+
+The second table takes apart what `overlap` has above `ideal`, in points: the check; the weights and gradients of
+copies, if they took no time; rows, if they were even besides; and at last tokens. Rows below 0 are fewer rows between
+nodes than `ideal` has.
 
 Batches: recorded (the last shard; those before it place the experts; one recorded token stands for --weight tokens),
 and those of benchmarks/packing.py.
@@ -43,6 +51,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -50,11 +59,13 @@ import packing as batches
 import yaml
 
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
-from moe_rl.planning.expert_copies import choose_copies, with_copies
+from moe_rl.planning.copy_choice import choose_copies
+from moe_rl.planning.expert_copies import with_copies
 from moe_rl.planning.expert_placement import natural_order, place
 from moe_rl.planning.packing import pack
 
-VARIANTS = ("native", "replay", "plan", "load", "placement", "copies", "overlap", "ideal")
+PARTS = ("check", "copies", "rows", "tokens")
+VARIANTS = ("native", "replay", "plan", "load", "placement", "copies", "nodes", "overlap", "ideal")
 COPIES = 2
 
 
@@ -106,8 +117,8 @@ def main() -> int:
     parser.add_argument("--check", type=Path, nargs="*", default=[], metavar="STEP_OVERHEAD.json")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    checks = (one for file in options.check for one in checked(file))
-    rows = list(checks if options.check else simulated(options))
+    checks = [one for file in options.check for one in checked(file)]
+    rows = checks if options.check else simulated(options)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0
@@ -119,7 +130,8 @@ def read_costs[T](path: Path, kind: type[T]) -> tuple[str, T]:
     return given["name"], kind(**{field.name: float(given[field.name][0]) for field in fields(kind)})
 
 
-def simulated(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+def simulated(options: argparse.Namespace) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
     name, costs = read_costs(options.costs, Costs)
     print(
         f"A model, not a measurement: {name}, Qwen3-30B-A3B's sizes, {options.ranks} ranks, microbatches of "
@@ -139,7 +151,18 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, object]]:
                 f"{seconds['ideal'] / seconds['overlap']:.3f} | {planning:.3g} |",
                 flush=True,
             )
-            yield {"costs": name, "batch": batch, "expert_parallel": parts, "seconds": seconds, "planning": planning}
+            rows.append(
+                {"costs": name, "batch": batch, "expert_parallel": parts, "seconds": seconds, "planning": planning}
+            )
+    print(f"\n| batch | EP | above ideal | {' | '.join(PARTS)} |")
+    print("|" + "---|" * (len(PARTS) + 3))
+    for row in rows:
+        seconds = row["seconds"]
+        stages = [seconds[kind] / seconds["ideal"] for kind in ("overlap", *(f"no {part}" for part in PARTS))]
+        points = [100 * (one - other) for one, other in pairwise(stages)]
+        cells = [f"{100 * stages[0] - 100:.1f}%", *(f"{part:.1f}" for part in points)]
+        print(f"| {row['batch']} | {row['expert_parallel']} | {' | '.join(cells)} |")
+    return rows
 
 
 def batches_of(options: argparse.Namespace) -> Iterator[tuple[str, int, np.ndarray, list[int], np.ndarray]]:
@@ -157,7 +180,7 @@ def batches_of(options: argparse.Namespace) -> Iterator[tuple[str, int, np.ndarr
 def variants(
     costs: Costs, past: np.ndarray, lengths: list[int], counts: np.ndarray, parts: int, ranks: int, tokens: int
 ) -> dict[str, float]:
-    """Return the seconds of a step for each of VARIANTS."""
+    """Return the seconds of a step for each of VARIANTS, and of `overlap` without each of PARTS and those before it."""
     _, layers, experts = counts.shape
     by_length = pack(lengths, ranks=ranks, microbatch_tokens=tokens)
     order, _ = place(past, parts, current=natural_order(layers, experts))
@@ -170,29 +193,37 @@ def variants(
     asking = _latency(costs, parts) + costs.host_sync
     natural, placed_rows = load_of(counts, parts), load_of(placed, parts)
     step = lambda plan, loads, **how: _step(costs, plan, lengths, loads, **how)  # noqa: E731
+    ideal = step(by_length, placed_rows, dispatch=0.0, overlap=True, even=("rows", "tokens"))
     return {
         "native": step(by_length, natural, dispatch=asking),
         "replay": step(by_length, natural, dispatch=asking + costs.check),
         "plan": step(by_length, natural, dispatch=costs.check),
         "load": step(by_load, natural, dispatch=costs.check),
         "placement": step(loaded, placed_rows, dispatch=costs.check),
-        "copies": step(by_length, placed_rows, dispatch=costs.check, copied=placed),
+        "copies": step(by_length, placed_rows, dispatch=costs.check, copied=placed, known=False),
+        "nodes": step(by_length, placed_rows, dispatch=costs.check, copied=placed),
         "overlap": step(by_length, placed_rows, dispatch=costs.check, copied=placed, overlap=True),
-        "ideal": step(by_length, placed_rows, dispatch=0.0, overlap=True, even=True),
+        "ideal": ideal,
+        "no check": step(by_length, placed_rows, dispatch=0.0, copied=placed, overlap=True),
+        "no copies": step(by_length, placed_rows, dispatch=0.0, copied=placed, overlap=True, free=True),
+        "no rows": step(by_length, placed_rows, dispatch=0.0, overlap=True, even=("rows",)),
+        "no tokens": ideal,
     }
 
 
 def _step(
     costs: Costs, plan: Plan, lengths: list[int], loads_SLP: np.ndarray, *, dispatch: float, overlap: bool = False,
-    even: bool = False, copied: np.ndarray | None = None,
+    even: tuple[str, ...] = (), copied: np.ndarray | None = None, free: bool = False, known: bool = True,
 ) -> float:  # fmt: skip
     """Return the seconds of the slowest group.
 
-    dispatch: seconds added to every dispatch. even: whether tokens and rows are the same on all ranks. copied: counts
-    [S, L, E] by slot, where experts are copied.
+    dispatch: seconds added to every dispatch. even: which of tokens and rows are the same on all ranks. copied: counts
+    [S, L, E] by slot, where experts are copied. free: whether copies take no time to travel. known: whether they are
+    chosen for the nodes.
     """
     parts = loads_SLP.shape[2]
-    sizes = np.array(lengths, np.float64)
+    chunks = int(costs.overlap_chunks) if overlap else 1
+    sizes, node = np.array(lengths, np.float64), np.arange(parts) // int(costs.ranks_of_a_node)
     slowest = 0.0
     for first in range(0, len(plan), parts):
         group, seconds = plan[first : first + parts], 0.0
@@ -203,13 +234,15 @@ def _step(
             sent_PLP = np.stack([loads_SLP[one].sum(axis=0, dtype=np.int64) for one in members]).astype(np.float64)
             moved_PLP = np.zeros_like(sent_PLP)
             if copied is not None:
-                counts = np.stack([copied[one].sum(axis=0, dtype=np.int64) for one in members])
-                chosen = choose_copies(counts.sum(0), parts, COPIES, -(-3 * SHAPE.width // 2))
-                sent_PLP = with_copies(counts, chosen).reshape(*sent_PLP.shape, -1).sum(-1).astype(np.float64)
+                counts = np.stack([copied[one].sum(axis=0, dtype=np.int64) for one in members]) // chunks
+                chosen = choose_copies(counts, parts, COPIES, -(-3 * SHAPE.width // 2), node if known else None)
+                sent_PLP = chunks * with_copies(counts, chosen).reshape(*sent_PLP.shape, -1).sum(-1).astype(np.float64)
                 owner = np.where(chosen.slot >= 0, chosen.slot // (counts.shape[2] // parts), -1)
                 moved_PLP = (owner[None] == np.arange(parts)[:, None, None, None]).sum(-1).astype(np.float64)
-            if even:
+                moved_PLP *= 0 if free else chunks
+            if "tokens" in even:
                 tokens, squares = np.full(parts, tokens.mean()), np.full(parts, squares.mean())
+            if "rows" in even:
                 sent_PLP = np.broadcast_to(sent_PLP.mean(axis=(0, 2), keepdims=True), sent_PLP.shape)
             seconds += _microbatch(costs, tokens, squares, sent_PLP, moved_PLP, dispatch, overlap)
         slowest = max(slowest, seconds)
@@ -233,11 +266,11 @@ def _microbatch(
     experts_L = rows_LP.max(axis=1) * 6 * hidden * SHAPE.width / costs.gemm_rate
     exchange_L = _exchange(costs, sent_PLP * hidden * 2)
     copies_L = _exchange(costs, moved_PLP * 3 * hidden * SHAPE.width * 2)
-    latency = _latency(costs, len(sent_PLP))
-    copies_L += latency * (moved_PLP.sum((0, 2)) > 0)
+    latency, chunks = _latency(costs, len(sent_PLP)), int(costs.overlap_chunks) if overlap else 1
+    copies_L += chunks * latency * (moved_PLP.sum((0, 2)) > 0)
     total = 3 * vocabulary
     for compute in (1, 2):  # forward, backward
-        inner = _inner(experts_L * compute, exchange_L, latency, int(costs.overlap_chunks) if overlap else 1)
+        inner = _inner(experts_L * compute, exchange_L, latency, chunks)
         total += layers * (costs.layer_overhead + compute * attention) + inner.sum() + copies_L.sum()
     return float(total + layers * dispatch)
 

@@ -82,11 +82,15 @@ class PlacementConfig(Section):
     """Largest share of a layer's experts that one plan may move to other ranks."""
     copies: Annotated[int, Field(ge=0, le=2**10)] = 0
     """Number of other ranks' experts that a rank may compute in addition, in each layer of a microbatch. An expert with
-    more rows than a rank's share is copied to ranks with fewer rows, just for this layer and microbatch. Gradients of
-    copies are added to those of the expert. Needs dispatch plans, and experts without TransformerEngine. 0: none."""
+    more rows than a rank's share is copied to ranks with fewer rows, just for this layer and microbatch. Across hosts
+    (`node_ranks`), copies also keep rows within a host. Gradients of copies are added to those of the expert. Needs
+    dispatch plans, and experts without TransformerEngine. 0: none."""
     least_copied_rows: Count | None = None
     """Fewest rows for which an expert is copied. A row is a (token, expert) pair. null: as many as take about as long
     to exchange as the expert's weights and gradients: 1.5 times the width of an expert."""
+    node_ranks: Count | None = None
+    """Number of neighbouring ranks whose links to each other are fast, such as NVLink. Experts are also copied for
+    rows that would otherwise leave these ranks. null: the ranks of a host."""
 
 
 class OptimizerConfig(Section):

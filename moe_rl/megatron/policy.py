@@ -119,13 +119,14 @@ class Policy:
         overlap_chunks: int = 0,
         copies: int = 0,
         least_copied_rows: int | None = None,
+        node_ranks: int | None = None,
     ) -> list[dict[int, LayerPlan] | None]:
         """Plan how the dispatchers send the rows of these microbatches, see `replay.plans.plan_dispatch`.
 
         The ranks exchange their counts once for all tables.
 
         Args:
-            copies, least_copied_rows: See `PlacementConfig`.
+            copies, least_copied_rows, node_ranks: See `PlacementConfig`.
         """
         group = world.dispatch_group(self.facts.num_experts)
         return plan_dispatch(
@@ -139,6 +140,7 @@ class Policy:
             # An expert has three matrices of its width, sent once forward, and once backward as gradients. A row goes
             # there and back, twice.
             least=least_copied_rows or -(-3 * self.facts.moe_intermediate_size // 2),
+            nodes=world.dispatch_nodes(node_ranks) if copies else None,
         )
 
     def check_copies(self) -> None:

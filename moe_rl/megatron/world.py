@@ -205,6 +205,19 @@ def dispatch_group(experts: int) -> DispatchGroup:
     )
 
 
+def dispatch_nodes(node_ranks: int | None) -> np.ndarray:
+    """Return int64 [G]: the first rank on the node of each rank that dispatches tokens to the same experts.
+
+    All ranks call this together.
+
+    Args:
+        node_ranks: How many neighbouring ranks make a node. None: those that torchrun started together.
+    """
+    rank = dist.get_rank()
+    first = ranks_of_this_node().start if node_ranks is None else rank - rank % node_ranks
+    return gather_over_dispatch(np.array([first]))[:, 0]
+
+
 def dispatching_shares() -> int:
     """Return how many neighbouring shares of the sequences are dispatched to the same copies of the experts.
 

@@ -30,6 +30,7 @@ class Case:
         plan: Whether dispatch follows plans of the replayed routes.
         overlap_chunks: In how many chunks to compute while rows are exchanged; 0 turns this off.
         expert_copies: How many copies of other ranks' experts a rank may take; every copy that evens out rows is made.
+        node_ranks: How many neighbouring ranks count as a node, for these copies; None for all.
         after_failure: Whether an update that fails in the middle of its schedule comes first.
     """
 
@@ -40,6 +41,7 @@ class Case:
     plan: bool = True
     overlap_chunks: int = 0
     expert_copies: int = 0
+    node_ranks: int | None = None
     after_failure: bool = False
 
     @property
@@ -51,6 +53,7 @@ class Case:
         words += ["unplanned"] if not self.plan else []
         words += [f"overlap_chunks={self.overlap_chunks}"] if self.overlap_chunks else []
         words += [f"expert_copies={self.expert_copies}"] if self.expert_copies else []
+        words += [f"node_ranks={self.node_ranks}"] if self.node_ranks else []
         words += ["after a failure"] if self.after_failure else []
         return " ".join(words)
 

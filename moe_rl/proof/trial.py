@@ -21,6 +21,7 @@ from moe_rl.planning.packing import fill_rounds
 from moe_rl.planning.packing import pack as assign
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import MICROBATCH_TOKENS, Case
+from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.routes import SequenceRoutes
 from moe_rl.replay.session import Mode, ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
@@ -61,9 +62,16 @@ class Trial:
 
     def session(self, tables: list[MicrobatchRoutes], mode: Mode, name: str, **options) -> ReplaySession:
         """Make the session of one pass, with plans if the case uses them. For `options` see `Policy.session`."""
-        planned = self.case.plan and mode == "replay"
-        how = {"overlap_chunks": self.case.overlap_chunks, "copies": self.case.expert_copies, "least_copied_rows": 1}
-        plans = self.policy.plan_dispatch(tables, **how) if planned else []
+        case = self.case
+        plans: list[dict[int, LayerPlan] | None] = []
+        if case.plan and mode == "replay":
+            plans = self.policy.plan_dispatch(
+                tables,
+                overlap_chunks=case.overlap_chunks,
+                copies=case.expert_copies,
+                least_copied_rows=1,
+                node_ranks=case.node_ranks,
+            )
         return self.policy.session(tables, mode=mode, name=name, plans=plans, **options)
 
     def first_pass(self) -> tuple[list[torch.Tensor], ReplaySession, list[MicrobatchRoutes]]:

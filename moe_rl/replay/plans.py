@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from moe_rl.planning.copy_choice import choose_copies
 from moe_rl.planning.dispatch import DispatchGroup, chunk_rows, count, send_order, splits
-from moe_rl.planning.expert_copies import ExpertCopies, choose_copies, send_to_copies, with_copies
+from moe_rl.planning.expert_copies import ExpertCopies, send_to_copies, with_copies
 from moe_rl.replay.tables import MicrobatchRoutes
 
 
@@ -84,6 +85,7 @@ def plan_dispatch(
     overlap_chunks: int = 0,
     copies: int = 0,
     least: int = 1,
+    nodes: np.ndarray | None = None,
 ) -> list[dict[int, LayerPlan] | None]:
     """Make the dispatch plans {layer: plan} of each microbatch.
 
@@ -99,6 +101,7 @@ def plan_dispatch(
         overlap_chunks: C, for an overlapped plan. 0 makes a plan that is not overlapped, with C = 1.
         copies: c, 0 for no copies of experts.
         least: The fewest rows of a chunk for which an expert is copied.
+        nodes: int64 [G], the node of each rank of the group. None: copies are chosen as if all were in one.
 
     Returns:
         One entry per microbatch. It is None if on any rank of the group a router must choose for rows without a route:
@@ -113,7 +116,7 @@ def plan_dispatch(
     everyone = exchange(counts)
     by_slot = np.take_along_axis(everyone, order.reshape(*[1] * (everyone.ndim - 2), *order.shape), -1)
     slots, local = np.argsort(order, -1), group.experts // group.expert_parallel
-    chosen = choose_copies(by_slot.clip(0).sum(0), group.expert_parallel, copies, least)
+    chosen = choose_copies(by_slot.clip(0), group.expert_parallel, copies, least, nodes)
     copied, sent = chosen.used, with_copies(by_slot.clip(0), chosen)
     numbers = splits(sent, replace(group, experts=group.expert_parallel * (local + copies)))
     loads = sent.sum(0).reshape(*copied.shape, group.expert_parallel, -1).sum(-1)

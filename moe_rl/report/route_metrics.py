@@ -150,7 +150,8 @@ ROUTES = (
     Metric("placement/excess_copied", "fraction", "lower",
         "routing/load_excess with the copies of experts that the dispatch plans make. Padding counts. Logged only with "
         "placement.copies.",
-        "Not below routing/load_excess: raise placement.copies, or lower placement.least_copied_rows.",
+        "Not below routing/load_excess: raise placement.copies, or lower placement.least_copied_rows. Ranks in several "
+        "nodes also use copies to keep rows within a node.",
         "when measured"),
     Metric("placement/experts_moved", "count", "neutral",
         "Number of experts, over all layers, that the plan moved to another rank.",

@@ -64,6 +64,7 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], config: Config, st
         overlap_chunks=settings.overlap_chunks,
         copies=config.placement.copies,
         least_copied_rows=config.placement.least_copied_rows,
+        node_ranks=config.placement.node_ranks,
     )
     limit, (peak,) = settings.max_rows, world.all_reduce([peak_rows(plans)], dist.ReduceOp.MAX)
     if limit is not None and peak > limit:

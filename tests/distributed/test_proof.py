@@ -52,6 +52,8 @@ COPIED = [
     Case(2, EP2, {"recompute": "uniform"}, expert_copies=2),
     Case(2, TP2_EP2, {"recompute": "moe"}, expert_copies=1, overlap_chunks=2),
     Case(4, {"expert": 4}, expert_copies=2),
+    Case(2, EP2, expert_copies=1, node_ranks=1),
+    Case(4, {"expert": 4}, expert_copies=2, node_ranks=2),
     Case(4, {"expert": 2, "expert_tensor": 2}, expert_copies=1),
     Case(4, {"expert": 2, **PP2}, {"dtype": "bfloat16"}, expert_copies=1),
 ]
@@ -73,6 +75,7 @@ USUAL = [
     Case(2, TP2_EP2, {"recompute": "moe"}, overlap_chunks=1),
     Case(2, TP2_EP2, {"recompute": "moe"}, overlap_chunks=3),
     Case(2, EP2, expert_copies=1),
+    Case(2, EP2, expert_copies=1, node_ranks=1),
     Case(2, CP2, after_failure=True),
     Planted(2, EP2, fault="swapped"),
     Planted(2, CP2, fault="swapped"),
@@ -264,14 +267,24 @@ def test_in_chunks_the_gradient_changes_by_the_rounding_of_its_sums(proven, case
 @pytest.mark.parametrize("case", COPIED, ids=name)
 def test_copies_of_experts_compute_rows_and_the_gradient_is_the_same(proven, case):
     """Each row is computed once, by its expert or a copy. Sums over rows are rounded in another order."""
-    outcome, plain = proven.outcome(case), proven.outcome(replace(case, expert_copies=0))
+    uncopied = replace(case, expert_copies=0, node_ranks=None)
+    outcome, plain = proven.outcome(case), proven.outcome(uncopied)
     assert (outcome.wrong_maps, outcome.wrong_received) == (0, 0) and outcome.maps == plain.maps > 0
     assert outcome.consumed == outcome.expected == plain.expected
     ranks = proven.ranks(case)
     assert sum(rank["dispatch"]["copied"] for rank in ranks) > 0
-    assert all(rank["dispatch"]["copied"] == 0 for rank in proven.ranks(replace(case, expert_copies=0)))
+    assert all(rank["dispatch"]["copied"] == 0 for rank in proven.ranks(uncopied))
     bound = 2e-2 if case.train.get("dtype") == "bfloat16" else 1e-6
     assert outcome.gradients < bound < outcome.free_gradients and outcome.logprobs < 2 * bound
+
+
+def test_ranks_on_nodes_of_their_own_copy_more(proven):
+    """Copies then also keep rows where they come from."""
+    copied = [
+        sum(rank["dispatch"]["copied"] for rank in proven.ranks(Case(2, EP2, expert_copies=1, node_ranks=node_ranks)))
+        for node_ranks in (None, 1)
+    ]
+    assert 0 < copied[0] < copied[1]
 
 
 def budget_of(case: Case, checkpoint) -> tuple:

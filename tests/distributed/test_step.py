@@ -69,6 +69,9 @@ CASES = {
     "placed-by-load": {"overrides": [*SMALL, "placement.experts=traced", "train.packing=load"]},
     "placed-off": {"overrides": [*SMALL, "placement.experts=traced", "replay.mode=off"]},
     "copied": {"overrides": [*SMALL, "placement.copies=1", "placement.least_copied_rows=1"]},
+    "copied-apart": {
+        "overrides": [*SMALL, "placement.copies=1", "placement.least_copied_rows=1", "placement.node_ranks=1"]
+    },
     "too-many-rows": {"overrides": [*SMALL, "replay.max_rows=40"]},
     "r2-too-many-rows": {"overrides": ["replay.mode=r2", "replay.max_rows=40"]},
     "missing-refused": {"missing": [3]},
@@ -235,13 +238,19 @@ def test_the_peak_of_a_step_is_what_plan_says_of_its_trace(steps, checkpoint, ca
     assert limit_problem(found, limited[0]) is None and f"got {found.rows.rank}" in limit_problem(found, limited[1])
 
 
-def test_copies_of_experts_even_out_a_step_and_change_nothing_else(steps):
-    (copied, _), (plain, _) = steps["copied"], steps["by-length"]
+@pytest.mark.parametrize("kind", ["copied", "copied-apart"])
+def test_copies_of_experts_even_out_a_step_and_change_nothing_else(steps, kind):
+    (copied, _), (plain, _) = steps[kind], steps["by-length"]
+    copied = dict(copied)
     assert 0 <= copied.pop("placement/excess_copied") < copied["routing/load_excess"] == plain["routing/load_excess"]
-    assert copied["routing/peak_rows"] < plain["routing/peak_rows"]
+    assert copied["routing/peak_rows"] <= plain["routing/peak_rows"]
     rest = {key: value for key, value in plain.items() if key not in ("routing/peak_rows", "routing/alignment_margin")}
     assert {key: copied[key] for key in rest} == pytest.approx(rest, rel=1e-5, abs=1e-7)
     assert copied["routing/planned_fraction"] == 1 and copied["routing/applied_mismatch"] == 0
+
+
+def test_copies_of_a_step_are_others_where_each_rank_is_a_node(steps):
+    assert steps["copied"][0]["placement/excess_copied"] < steps["copied-apart"][0]["placement/excess_copied"]
 
 
 def test_more_rows_than_allowed_are_refused_on_all_ranks_before_a_pass_under_them(steps):

@@ -635,10 +635,18 @@ MUTANTS: list[Mutant] = [
     *_room(
         "planning",
         (
+            "rows between nodes count as near",
+            "copy_choice.py",
+            "self.far_NP = node_P != np.arange",
+            "self.far_NP = node_P == np.arange",
+            "Copies are made for rows that stay in their node, and not for those that leave it.",
+            "tests/planning/test_copy_choice.py",
+        ),
+        (
             "rows of two copies overlap",
-            "expert_copies.py",
-            "left[go, giver, expert] -= amount",
-            "left[go, giver, expert] -= amount // 2",
+            "copy_choice.py",
+            "left[go, :, expert] -= amount[go, :, rank, copy]",
+            "left[go, :, expert] -= amount[go, :, rank, copy] // 2",
             "Two copies of an expert compute the same rows, and others are computed nowhere.",
             "tests/planning/test_expert_copies.py",
         ),

@@ -71,3 +71,15 @@ def test_copies_of_a_popular_expert_shorten_a_step_by_more_than_their_weights_co
     counts[:, :, 3] = 17_000
     seconds = model.variants(costs, counts.sum(axis=0)[None], lengths, counts, 4, 4, 16_000)
     assert seconds["ideal"] < seconds["copies"] < 0.9 * seconds["placement"]
+    assert seconds["nodes"] == seconds["copies"]  # there is one
+
+
+def test_copies_that_keep_rows_within_a_node_shorten_a_step(model, costs):
+    """Experts are even, but half of all rows go to the other node. The parts add up to what is above `ideal`."""
+    lengths, counts = [4_000] * 16, np.full((16, 2, 8), 4_000)
+    seconds = model.variants(replace(costs, ranks_of_a_node=2), counts.sum(0)[None], lengths, counts, 4, 4, 16_000)
+    assert seconds["copies"] == seconds["placement"] and seconds["nodes"] < 0.9 * seconds["copies"]
+    assert seconds["overlap"] < seconds["ideal"]
+    assert seconds["overlap"] - seconds["no check"] == pytest.approx(2 * costs.check)  # in two layers
+    assert seconds["no copies"] < seconds["no check"] and seconds["no copies"] < seconds["no rows"]
+    assert seconds["no rows"] == pytest.approx(seconds["no tokens"]) and seconds["no tokens"] == seconds["ideal"]
