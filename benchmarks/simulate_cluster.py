@@ -28,7 +28,7 @@ gradient reduction, pipeline, loading, the cost of moving placed experts; kernel
                    load makes tokens less even
     nodes          copies chosen for the nodes that there are, so that they also keep rows within a node
     overlap        dispatch, experts and combine in chunks, two at once (of exchange and computation, the longer one).
-                   Each chunk has copies of its own
+                   Each chunk has copies of its own; all chunks have the same mix of rows
     ideal          tokens and rows even on all ranks in all layers, with plan and overlap and nothing to check. It is no
                    bound: each rank sends its rows to all ranks alike, and copies can keep more of them within a node
 

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from tests.distributed.jobs.placement import CASES, SHARDED, TOP_4, compared, different, faults
+from tests.distributed.jobs.placement import CASES, SHARDED, TOP_4, compared, different, faults, nodes
 
 USUAL = ["EP2"]
 EXACT = [name for name in CASES if name != TOP_4]
@@ -98,3 +98,7 @@ def test_what_does_not_fit_together_is_refused(on_ranks, top_2):
     assert all("another placement" in one["plans of before"] for one in told)
     for name in ("only dispatcher", "only weights"):
         assert all("not where their tokens are sent" in one[name] for one in told), name
+
+
+def test_a_node_is_a_host_or_what_the_config_says(on_ranks):
+    assert on_ranks(2, nodes) == [([0, 0], [0, 1], [0, 1], [0, 0])] * 2

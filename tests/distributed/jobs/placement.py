@@ -1,5 +1,6 @@
 """Jobs for ranks: a policy whose experts move after its first update goes on beside one whose experts never do."""
 
+import os
 from functools import partial
 from unittest.mock import patch
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
@@ -52,6 +54,18 @@ def different(one, two):
         return torch.equal(a, b) if torch.is_tensor(a) else a == b
 
     return one.keys() ^ two.keys() | {name for name in one.keys() & two.keys() if not same(one[name], two[name])}
+
+
+def nodes():
+    """What the ranks of an expert take for their nodes: together on a host, each on one, and if the config says so."""
+    world.lay_out(ParallelConfig(expert=dist.get_world_size()), seed=0)
+    with patch.dict(os.environ):
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        together = world.dispatch_nodes(None).tolist()
+        by_config = world.dispatch_nodes(1).tolist()
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        return together, by_config, world.dispatch_nodes(None).tolist(), world.dispatch_nodes(2).tolist()
 
 
 class Run:
