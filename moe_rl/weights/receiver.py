@@ -34,6 +34,7 @@ from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from moe_rl.errors import MoeRLError, WeightSyncError, describe
 from moe_rl.weights.digest import dtype_name
+from moe_rl.weights.expert_loads import collect_experts, experts_of
 from moe_rl.weights.intake import Intake
 from moe_rl.weights.reader import Reader
 from moe_rl.weights.shared_disk import checkpoint_shapes
@@ -160,6 +161,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
         if not self._open:
             self._open = True
             initialize_layerwise_reload(self.model)
+            collect_experts(self.model)
         with disable_mtp_completeness_check():
             self.model.load_weights(self._counted(tensors))
 
@@ -212,9 +214,7 @@ def _lacks_experts(layer: RoutedExperts, info: LayerReloadingInfo, key: str) -> 
     calls = [bound.arguments for parameter, bound in info.loaded_weights if parameter == key]
     if not all("expert_id" in call for call in calls):
         return False  # loaded as one stacked tensor, hence complete
-    halves = 2 if key.startswith("w13") and layer.moe_config.is_act_and_mul else 1
-    came = {(call["shard_id"], call["expert_id"]) for call in calls}
-    return len(came) < halves * layer.moe_config.num_logical_experts
+    return not experts_of(layer, key) <= {(call["shard_id"], call["expert_id"]) for call in calls}
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)

@@ -48,6 +48,7 @@ def worker(taker, tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr(receiver, "initialize_layerwise_reload", lambda model: opened.append("open"))
     monkeypatch.setattr(receiver, "finalize_layerwise_reload", lambda model, config: opened.append("closed"))
+    monkeypatch.setattr(receiver, "collect_experts", lambda model: None)
     monkeypatch.setattr(receiver, "not_loaded", lambda model: [])
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     model = SimpleNamespace(loaded={}, fault=None, opened=opened)
