@@ -14,7 +14,9 @@ padded batch. Every round times both once, and the ratio is the median over the 
 
 An RL step is sampling, rewards, old log-probabilities and all updates. Theirs is TRL's GRPOTrainer with its own
 generation, in one process of two threads, with the same policy, prompts, group size, number of updates, clipping and
-precision. Ours is `moe-rl train` with all its proof. The short case has the demo's answers. In the long case nothing
+precision. Ours is `moe-rl train` with all its proof, on two ranks that both have all experts, and with all completions
+of a step in the sampler at once, as theirs. The demo divides the experts among its ranks and samples 256 at once; the
+short case is also timed that way, without a key. The short case has the demo's answers. In the long case nothing
 ends an answer before 100 tokens, because the token that ends it is one that the policy does not know. Every round makes
 a run of each, and the ratio is that of the medians over all steps but the first of each run.
 
@@ -95,6 +97,9 @@ def main() -> int:
             seen = [
                 (our_steps(todo, folder / f"{case}{n}"), trl_steps(todo, peers)) for n in range(options.step_rounds)
             ]
+            if case == "short":
+                as_demo = our_steps(todo, folder / "demo", "parallel.expert=2", "rollout.max_concurrent=256")
+                figures["step short, our seconds with the demo's settings"] = quartiles(as_demo["seconds"])[1]
             middle = {}
             for side, runs in (("our", [ours for ours, _ in seen]), ("their", [theirs for _, theirs in seen])):
                 low, middle[side], high = quartiles([one for run in runs for one in run["seconds"]])
@@ -171,7 +176,7 @@ def endless(folder: Path) -> Path:
     return folder
 
 
-def our_steps(todo: Steps, folder: Path) -> dict:
+def our_steps(todo: Steps, folder: Path, *settings: str) -> dict:
     """Make a run, and return the seconds of its steps and of their phases, without the first step."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["tools/train_moe_rl.py", "--config", "configs/tiny_moe_cpu.yaml", f"run.runs_dir={folder}"]
@@ -180,6 +185,7 @@ def our_steps(todo: Steps, folder: Path) -> dict:
     command += [f"rollout.max_completion_tokens={todo.longest_answer}", f"train.updates_per_step={todo.updates}"]
     command += ["task.rewards.parity.function=peer_sides.rewards.parity", "task.rewards.parity.weight=1.0"]
     command += ["eval.every_steps=1000", "eval.prompts=8", "checkpoint.every_steps=1000"]
+    command += ["parallel.expert=1", f"rollout.max_concurrent={todo.prompts * todo.group}", *settings]
     paths = os.pathsep.join([str(ROOT), str(SIDES.parent)])
     run = subprocess.run(
         command,

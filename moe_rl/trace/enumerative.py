@@ -98,10 +98,7 @@ def _pack(values: np.ndarray, width: int) -> bytes:
     bits = len(values) * width
     if not bits:
         return b""
-    # Word q holds the bits [64q, 64q + 64): the end of value `first`, then the values after it.
-    start = np.arange(-(-bits // 64), dtype=np.int64) * 64
-    first = start // width
-    used = (start - first * width).astype(_WORD)
+    first, used = _words(bits, width)
     most = 64 // width + 2
     padded = np.concatenate([values, np.zeros(most, _WORD)])
     words = padded[first] >> used
@@ -109,6 +106,17 @@ def _pack(values: np.ndarray, width: int) -> bytes:
         # A shift by 64 or more gives 0 in numpy.
         words |= padded[first + ahead] << (np.uint64(ahead * width) - used)
     return words.tobytes()[: -(-bits // 8)]
+
+
+@lru_cache(maxsize=64)
+def _words(bits: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each word of 64 bits of a stream the value whose end it begins with, and how many of the value's bits
+    the word before has. The values after it follow."""
+    start = np.arange(-(-bits // 64), dtype=np.int64) * 64
+    first = start // width
+    used = (start - first * width).astype(_WORD)
+    first.flags.writeable = used.flags.writeable = False
+    return first, used
 
 
 def _unpack(data: np.ndarray, count: int, width: int) -> tuple[np.ndarray, int]:

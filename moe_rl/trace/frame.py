@@ -182,6 +182,11 @@ def head_size(data: bytes | memoryview) -> int:
     return size
 
 
+def digest_of(data: bytes, head_bytes: int) -> bytes:
+    """Return the digest of the frame that starts with `data`, whose head has so many bytes."""
+    return data[head_bytes - _CHECKSUM : head_bytes]
+
+
 def parse_head(shard: ShardHeader, data: bytes | memoryview) -> Frame:
     """Parse exactly one head. Raises TraceError with what is wrong; the caller adds where."""
     size = head_size(data)

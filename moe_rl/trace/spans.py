@@ -71,14 +71,14 @@ def spans_of_rows(weight_versions: np.ndarray, *, cached: int, prompt: int) -> t
 
     `cached` rows were computed for another request. Rows after the `prompt` rows were decoded.
     """
-    kinds = np.full(len(weight_versions), Provenance.DECODE)
-    kinds[:prompt] = Provenance.PREFILL
-    kinds[:cached] = Provenance.CACHED
-    changes = np.flatnonzero((kinds[1:] != kinds[:-1]) | (weight_versions[1:] != weight_versions[:-1])) + 1
-    bounds = [0, *changes.tolist(), len(kinds)]
-    return tuple(
-        Span(end - at, int(weight_versions[at]), Provenance(int(kinds[at]))) for at, end in pairwise(bounds) if end > at
-    )
+    rows = len(weight_versions)
+    changes = np.flatnonzero(weight_versions[1:] != weight_versions[:-1]) + 1
+    bounds = sorted({0, min(cached, rows), min(max(cached, prompt), rows), *changes.tolist(), rows})
+
+    def kind(at: int) -> Provenance:
+        return Provenance.CACHED if at < cached else Provenance.PREFILL if at < prompt else Provenance.DECODE
+
+    return tuple(Span(end - at, int(weight_versions[at]), kind(at)) for at, end in pairwise(bounds))
 
 
 def versions_of_rows(spans: Iterable[Span]) -> np.ndarray:

@@ -18,7 +18,7 @@ import xxhash
 from moe_rl.disk import refusal
 from moe_rl.errors import About, TraceDiskError, TraceError, describe
 from moe_rl.trace.files import create_locked, make_directory, sync_directory, write_all
-from moe_rl.trace.frame import MAX_DEPTH, Frame, Parent, build_frame, head_size, parse_head
+from moe_rl.trace.frame import MAX_DEPTH, Frame, Parent, build_frame, digest_of, head_size
 from moe_rl.trace.library import Library, Reading
 from moe_rl.trace.manifest import locked_manifest
 from moe_rl.trace.record import MAX_ROWS, TraceSpec, as_token_ids, check_key, check_name
@@ -144,8 +144,9 @@ class ShardWriter:
                 describe("sequence is too long to store", where=where, got=rows, expected=f"at most {MAX_ROWS} tokens")
             )
         data = build_frame(header, key, routes, token_ids, spans, link, aux or {})
-        frame = parse_head(header, data[: head_size(data)])
-        return self._append(frame, data)
+        head = head_size(data)
+        stored = _Stored(len(data), head, rows, link.depth if link else 0)
+        return self._append(key, digest_of(data, head), stored, link.shard if link else "", data)
 
     def adopt(self, frame: Frame, data: bytes) -> RouteRef:
         """Append a frame of another file unchanged, for recover(). The caller has verified its checksums.
@@ -158,20 +159,21 @@ class ShardWriter:
             stored = self._frames.get(parent.digest)
             if stored is None or stored.depth + 1 != parent.depth or stored.rows < parent.rows:
                 raise TraceError("it continues a record that is not there")
-        return self._append(frame, data)
+        stored = _Stored(len(data), frame.head_bytes, frame.rows, frame.depth)
+        return self._append(frame.key, frame.digest, stored, parent.shard if parent else "", data)
 
-    def _append(self, frame: Frame, data: bytes) -> RouteRef:
+    def _append(self, key: str, digest: bytes, stored: _Stored, parent_shard: str, data: bytes) -> RouteRef:
         fd = self._open_fd()
         try:
             write_all(fd, data, self._end)
         except OSError as error:
             raise self._failed(error, len(data)) from error
         self._end += len(data)
-        self._keys[frame.key] = frame.digest
-        self._frames[frame.digest] = _Stored(len(data), frame.head_bytes, frame.rows, frame.depth)
-        if frame.parent is not None and frame.parent.shard:
-            self._parents.add(frame.parent.shard)
-        return RouteRef(frame.key, frame.rows, (RoutePart(self._header.name, frame.digest.hex()),))
+        self._keys[key] = digest
+        self._frames[digest] = stored
+        if parent_shard:
+            self._parents.add(parent_shard)
+        return RouteRef(key, stored.rows, (RoutePart(self._header.name, digest.hex()),))
 
     def mark_aborted(self, key: str) -> None:
         """Mark a record as aborted by the sampler. Raises TraceError if the record does not exist."""

@@ -6,6 +6,7 @@ done when all that was noted before it is done and its own copy has arrived.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from moe_rl.vllm.slots import BlockTable, SlotTable
 
 # Steps whose copies may be in flight before the next step waits; this bounds memory.
 _MAX_STEPS_IN_FLIGHT = 4
+# How long a step goes on to take rows, if one request has not taken so long.
+_TAKING_SECONDS = 1e-3
 
 
 @dataclass(slots=True)
@@ -44,7 +47,7 @@ class _Leaving:
     """Holds a finished request whose rows are still in their slots.
 
     Several requests may finish in one step. Taking the rows of all would hold up the step, so a step takes those of
-    one, and of the others only if their blocks get new owners.
+    one, of more for a millisecond, and of the others only if their blocks get new owners.
     """
 
     sink: str
@@ -88,7 +91,7 @@ class SlotJournal:
     def work_off(self, *, wait: bool = False) -> None:
         """Do what is ready, in order. Wait for copies if `wait` is set or too many are in flight.
 
-        Then take the rows of one request that left, or of all of them if `wait` is set.
+        Then take the rows of requests that left: of all of them if `wait` is set, else for a short time.
         """
         while self._acts:
             ready, act = self._acts[0]
@@ -99,7 +102,10 @@ class SlotJournal:
                 ready.synchronize()
             self._acts.popleft()
             act()
+        ends = time.perf_counter() + _TAKING_SECONDS
         self._take(len(self._leaving) if wait else 1)
+        while self._leaving and time.perf_counter() < ends:
+            self._take(1)
 
     def _give(self, allotted: Allotted, slots: SlotTable) -> None:
         lose = [at for at, one in enumerate(self._leaving) if not one.blocks.isdisjoint(allotted.fresh)]

@@ -9,6 +9,8 @@ from collections import deque
 import numpy as np
 
 _ALIGNED = 64
+# What is smaller comes from memory that the allocator has at hand.
+_SMALL = 1 << 15
 
 
 class UsedMemory:
@@ -27,16 +29,19 @@ class UsedMemory:
         self._returned: deque[int] = deque()  # appended to by threads that drop arrays
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array with any content, in the first gap that is large enough; in new memory if there is none."""
+        """Return an array with any content, in the first gap that is large enough; in new memory if there is none, or
+        if the array is small."""
+        size, at = math.prod(shape) * dtype.itemsize, 0
+        if size < _SMALL:
+            return np.empty(shape, dtype)
         while self._returned:
             del self._lent[self._returned.popleft()]
-        size, at = math.prod(shape) * dtype.itemsize, 0
         room = -(-size // _ALIGNED) * _ALIGNED
         for first, end in sorted(self._lent.items()):
             if first - at >= room:
                 break
             at = end
-        if not size or at + room > len(self._memory):
+        if at + room > len(self._memory):
             return np.empty(shape, dtype)
         self._lent[at] = at + room
         # Views of this array keep it alive. If the memory were an array, NumPy would let them keep that one instead.

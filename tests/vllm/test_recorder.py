@@ -19,6 +19,7 @@ from moe_rl.trace import TraceStore, signed
 from moe_rl.trace.source_sum import rows_of, total
 from moe_rl.types import Provenance, Sequence, sampled_by
 from moe_rl.vllm import recorder as module
+from moe_rl.vllm import slot_journal
 from moe_rl.vllm.hooks import attach_recorder, refuse_layout
 from moe_rl.vllm.recorder import Recorder
 from tests.support.refusals import refused
@@ -318,8 +319,10 @@ def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
     fake.compare("b", refs["b"], b, fake.routes(b, range(4), 1))
 
 
-def test_a_step_takes_the_rows_of_one_finished_request(fake, monkeypatch):
+@pytest.mark.parametrize("has_time", [False, True])
+def test_a_step_takes_the_rows_of_one_finished_request_and_of_more_for_a_while(fake, monkeypatch, has_time):
     """The other rows are taken in later steps, and at once where their blocks get new owners, always in order."""
+    monkeypatch.setattr(slot_journal, "_TAKING_SECONDS", 1e9 if has_time else 0.0)
     added, tokens = [], {key: [number, 10 + number, 20 + number] for number, key in enumerate("abcde")}
 
     def add(sinks, request, ask, rows, aux, real=module.Sinks.add):
@@ -329,9 +332,9 @@ def test_a_step_takes_the_rows_of_one_finished_request(fake, monkeypatch):
     monkeypatch.setattr(module.Sinks, "add", add)
     fake.step(new=[(key, key, [number], 0, ids) for number, (key, ids) in enumerate(tokens.items())])
     fake.step(finished=[*tokens])
-    assert added == ["a"]
+    assert added == [*tokens] if has_time else ["a"]
     fake.step(new=[("f", None, [2], 0, [1])])  # gets the block of c
-    assert added == ["a", "b", "c", "d"]  # d is the one of this step
+    assert added == [*tokens] if has_time else ["a", "b", "c", "d"]  # d is the one of this step
     refs = fake.recorder.publish("shard", tokens).result()
     assert added == [*tokens] and [ref.key for ref in fake.store.records("shard")] == [*tokens]
     for key, ids in tokens.items():

@@ -5,16 +5,31 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
+from moe_rl.vllm import used_memory
 from moe_rl.vllm.used_memory import UsedMemory
 
 ROW = np.dtype("u2")
+
+
+@pytest.fixture
+def small_too(monkeypatch):
+    """Lends small arrays as it does large ones."""
+    monkeypatch.setattr(used_memory, "_SMALL", 1)
 
 
 def lent(memory: UsedMemory, array: np.ndarray) -> bool:
     return np.shares_memory(np.frombuffer(memory._memory, np.uint8), array)
 
 
+def test_small_arrays_are_not_lent():
+    memory = UsedMemory(1 << 16)
+    assert not lent(memory, memory.array((1 << 14,), np.dtype("u1")))
+    assert lent(memory, memory.array((1 << 15,), np.dtype("u1")))
+
+
+@pytest.mark.usefixtures("small_too")
 def test_memory_that_came_back_is_lent_again():
     memory = UsedMemory(128)
     one, two = (memory.array((4, 8), ROW) for _ in range(2))
@@ -27,6 +42,7 @@ def test_memory_that_came_back_is_lent_again():
     assert again.ctypes.data == place and again.shape == (2, 16)
 
 
+@pytest.mark.usefixtures("small_too")
 def test_no_two_arrays_share_memory():
     rng, kept, found = random.Random(0), {}, []
     memory = UsedMemory(1 << 12)
