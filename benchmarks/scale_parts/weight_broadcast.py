@@ -16,7 +16,8 @@ RANKS = 4
 
 
 def measured(target: Target) -> dict[str, float]:
-    """Return the seconds of the whole model by the law of bytes, by the clock, and the processor seconds of rank 0."""
+    """Return what the whole model takes by the law of bytes: seconds by the clock, and the processor seconds of rank 0
+    and what it sends, in GB."""
     with tempfile.TemporaryDirectory() as folder:
         seen = Path(folder) / "seen.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
@@ -27,4 +28,5 @@ def measured(target: Target) -> dict[str, float]:
     return {
         "weight_broadcast_seconds": found["clock"] * times,
         "weight_broadcast_rank_0_cpu_seconds": found["processor"] * times,
+        "weight_broadcast_rank_0_sent_gb": found["sent"] * times / 1e9,
     }

@@ -58,11 +58,15 @@ class RolloutConfig(Section):
     `dtype`."""
     weight_transfer: Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"] = "auto"
     """How new weights reach the sampler. shared_memory: through the memory of one host. cuda_ipc: through GPUs that
-    trainer and sampler share. broadcast: through vLLM's broadcast over NCCL, or gloo without GPUs. disk: through the
-    run folder, which both see. auto: the way that --plan shows."""
+    trainer and sampler share. broadcast: from several trainer ranks, over NCCL, or over gloo without GPUs. disk:
+    through the run folder, which both see. auto: the way that --plan shows."""
     weight_bucket_mib: Annotated[float, Field(gt=0.0, le=2**20)] = 256.0
     """Largest amount of weights that a rank holds at a time on their way to the sampler. A larger tensor travels
     alone."""
+    weight_senders: Count = 4
+    """Largest number of trainer ranks that broadcast weights. Ranks beyond it hand theirs over to one of these. Every
+    sender has a connection of its own to all workers of the samplers, which takes memory of their GPUs. For other ways
+    than broadcast it does not matter."""
     sleep_level: Annotated[Literal[0, 1, 2], Number] = 0
     """GPU memory that a sampler on the trainer's GPUs gives back while the trainer works. 0: none. 1: it drops the KV
     cache and moves its weights to the host. 2: it drops both, and gets weights with the next update. No effect on a

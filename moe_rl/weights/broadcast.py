@@ -1,12 +1,12 @@
-"""Broadcasts an update in vLLM's packed buckets, from one trainer rank to the workers of all samplers.
+"""Broadcasts an update from some ranks of the trainer to the workers of all samplers.
 
-    trainer (rank 0)                        each worker
-    Sender: a store at address:port  <----  Receiver: ready for the n-th update
-    packed_nccl_broadcast_producer   ---->  packed_nccl_broadcast_consumer: unpacked, digested, loaded, bucket by bucket
+    a rank of the trainer                   each worker
+    Sender: a store at address:port  <----  Receiver: ready for the n-th update, at every sender
+    packs a bucket, broadcasts it    ---->  digests and loads it, while the next sender's bucket arrives
 
-Both ends cut the stream into the same buckets from names, shapes and the bucket size alone. On GPUs the group is vLLM's
-NCCL communicator; on CPUs it is gloo with the same packing. vLLM's code takes seconds to import, so it is imported only
-when a broadcast is first used.
+Each sender has a group with all workers. Who sends which tensors is part of the announcement, and all workers take the
+buckets in this one order, so the groups never wait for each other in a circle. On GPUs a group is vLLM's NCCL
+communicator; on CPUs it is gloo.
 """
 
 from __future__ import annotations
@@ -16,148 +16,253 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import islice
 from typing import Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from moe_rl.errors import About, WeightSyncError, describe
 from moe_rl.weights.digest import as_announced
-from moe_rl.weights.update import Broadcast, TensorInfo
+from moe_rl.weights.run_of_bytes import packed, unpacked
+from moe_rl.weights.update import Broadcast, SenderAt, TensorInfo
 
 _TIMEOUT = timedelta(minutes=10)
-# The trainer listens before it announces its address: a worker that cannot connect in this time never will.
+# A sender listens before it announces its address: a worker that cannot connect in this time never will.
 _REACHED = timedelta(minutes=1)
 _POLL_SECONDS = 0.01
-# vLLM gives each buffer a CUDA stream of its own. With several buffers, memory allocated on one stream may still be
-# read
-# on another when its last tensor is freed: a round of another rank here, tensors that vLLM keeps for a layer there. The
-# allocator does not see that read and reuses the memory for the next bucket, so the loaded bytes would differ from the
-# digested ones.
-_BUFFERS = 1
+_RANK = "moe_rl/rank"
 
 
 class Communicator(Protocol):
-    """Implements the part of a communicator that vLLM's packed code uses."""
+    """Joins a sender, which is rank 0, and all workers."""
 
-    def broadcast(self, tensor: Tensor, src: int) -> None: ...
+    def start(self, octets: Tensor) -> Callable[[], object]:
+        """Begin to broadcast rank 0's bytes into all others'. The returned function waits until this is done."""
+        ...
 
-    def destroy(self) -> None: ...
+    def destroy(self) -> None:
+        """Leave the group, also in the middle of a broadcast. The others get an error, or wait for ever (NCCL)."""
+        ...
 
 
 class Sender:
-    """Broadcasts from the trainer. It listens only on `address` of this host, for `workers` workers of samplers."""
+    """Broadcasts from a rank of the trainer.
 
-    def __init__(self, address: str, workers: int, bucket_bytes: int, device: torch.device):
+    It listens only on `address` of this host, for `workers` workers of samplers. Two buckets exist at a time: one is
+    packed while the one before is sent.
+    """
+
+    def __init__(self, rank: int, address: str, workers: int, device: torch.device):
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        self.workers, self._port, self._device = workers, listener.getsockname()[1], device
-        self._address, self._bucket_bytes = address, bucket_bytes
+        self.workers, self.at = workers, SenderAt(rank, address, listener.getsockname()[1])
+        self._device = device
         self._store = dist.TCPStore(
             address,
-            self._port,
+            self.at.port,
             is_master=True,
             timeout=_TIMEOUT,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+        self._store.set(_RANK, str(rank))
         self._group: Communicator | None = None
+        self._under_way = _UnderWay()
         self._sent = 0
-        _lend_streams(device)
-
-    def source(self, first_rank: int = 1) -> Broadcast:
-        """Return how the workers of a sampler reach the next update; their ranks start at `first_rank`."""
-        return Broadcast(self._address, self._port, self.workers + 1, first_rank, self._bucket_bytes)
 
     def send(
-        self, infos: Sequence[TensorInfo], tensors: Iterator[tuple[str, Tensor]], stopped: threading.Event
+        self, buckets: Sequence[Sequence[TensorInfo]], tensors: Iterator[tuple[str, Tensor]], stopped: threading.Event
     ) -> bool:
-        """Broadcast tensors, which must match `infos`, once every worker is ready.
+        """Broadcast tensors, which must match `buckets`, once every worker is ready.
 
         Returns:
             False if `stopped` was set before all workers were ready.
 
         Raises:
-            WeightSyncError: a tensor differs from its announcement, by which the workers cut the stream. It is not
-                sent.
+            WeightSyncError: a tensor differs from its announcement, by which the workers cut the bytes. Its bucket is
+                not sent.
         """
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
+        self._store.set(_plan(self._sent), _plan_digest(buckets))
         keys = [_ready(self._sent, rank) for rank in range(1, self.workers + 1)]
         while not self._store.check(keys):
             if stopped.wait(_POLL_SECONDS):
                 return False
         self._sent += 1
         if self._group is None:
-            self._group = _connect(self._store, self._address, 0, self.workers + 1, self._device)
-        checked = as_announced(infos, tensors)
-        packed_nccl_broadcast_producer(checked, self._group, 0, lambda item: item[1], self._bucket_bytes, _BUFFERS)
+            self._group = _joined(self._store, self.at.address, 0, self.workers + 1, self._device)
+        checked = as_announced([info for infos in buckets for info in infos], tensors)
+        for infos in buckets:
+            octets = packed(infos, (tensor for _, tensor in islice(checked, len(infos))), self._device)
+            self._under_way.end()
+            self._under_way.begin(self._group, octets)
+        # Ranks that share tensors end their last round together, and workers may wait for another of them first.
+        for _ in checked:
+            pass
+        self._under_way.end()
         return True
 
     def close(self) -> None:
-        """Close the group. A worker that still waits for bytes gets an error."""
+        """Leave the group. A worker that still waits for bytes gets an error."""
         if self._group is not None:
             self._group.destroy()
-        self._group = None
+        self._group, self._under_way = None, _UnderWay()
 
 
 class Receiver:
-    """Receives broadcasts in a worker. `rank` is the worker's rank in the group."""
+    """Receives broadcasts in a worker. `rank` is the worker's rank in the groups of all senders."""
 
     def __init__(self, source: Broadcast, rank: int, device: torch.device):
-        self.source, self._rank, self._device = source, rank, device
-        try:
-            self._store = dist.TCPStore(source.address, source.port, timeout=_REACHED, wait_for_workers=False)
-            self._store.set_timeout(_TIMEOUT)
-        except RuntimeError as error:
-            where: About = {"host": f"{source.address}:{source.port}"}
-            raise WeightSyncError(describe("The trainer cannot be reached", where=where, got=error)) from error
-        self._group: Communicator | None = None
+        self._way, self._rank, self._device = _way(source), rank, device
+        self._senders = source.senders
+        self._stores = [_store_of(sender) for sender in source.senders]
+        self._groups: list[Communicator] = []
+        self._under_way = _UnderWay()
         self._received = 0
-        _lend_streams(device)
 
-    def receive(self, infos: Sequence[TensorInfo], take: Callable[[list[tuple[str, Tensor]]], None]) -> None:
-        """Receive the tensors in this order and pass each bucket to `take`.
+    def reaches(self, source: Broadcast) -> bool:
+        """Return whether an update from there can come over these connections."""
+        return self._way == _way(source)
+
+    def receive(
+        self, source: Broadcast, infos: Sequence[TensorInfo], take: Callable[[list[tuple[str, Tensor]]], None]
+    ) -> None:
+        """Receive the tensors in this order and pass each bucket to `take`, while the next one arrives.
 
         Raises:
-            WeightSyncError: the bytes stop coming.
+            WeightSyncError: the bytes of a sender stop coming, or the buckets are not those of `infos`, or not those
+                that a sender has. In the latter cases nothing is sent.
         """
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
+        buckets, number = list(_buckets(source, infos)), self._received
+        links = list(zip(self._senders, self._stores, strict=True))
+        for at, (sender, store) in enumerate(links):
+            if _told(sender, store.get, _plan(number)) != _plan_digest([run for by, run in buckets if by == at]):
+                raise WeightSyncError(
+                    describe("A rank sends other tensors than were announced", where=_where(sender), fault="buckets")
+                )
+        for sender, store in links:
+            _told(sender, store.set, _ready(number, self._rank), b"1")
+        self._received += 1
+        for sender, store in links[len(self._groups) :]:
+            self._groups.append(_told(sender, self._join, sender, store))
+        if buckets:
+            self._begin(*buckets[0])
+        for (at, run), following in zip(buckets, [*buckets[1:], None], strict=True):
+            octets = _told(self._senders[at], self._under_way.end)
+            if following is not None:
+                self._begin(*following)
+            take(list(unpacked(octets, run)))
+            del octets  # else three buckets would be held
 
-        expected = ((info.name, (list(info.shape), getattr(torch, info.dtype))) for info in infos)
-        try:
-            self._store.set(_ready(self._received, self._rank), b"1")
-            self._received += 1
-            if self._group is None:
-                own, size = own_address(self.source.address, self.source.port), self.source.world_size
-                self._group = _connect(self._store, own, self._rank, size, self._device)
-            packed_nccl_broadcast_consumer(
-                expected, self._group, 0, take, self.source.bucket_bytes, _BUFFERS, self._device
-            )
-        except (RuntimeError, OSError) as error:
-            got = str(error).splitlines()[0]
-            do = "check whether the trainer ended, and the network between the hosts"
-            raise WeightSyncError(describe("The broadcast of weights broke off", got=got, do=do)) from error
+    def _join(self, sender: SenderAt, store: dist.Store) -> Communicator:
+        own = own_address(sender.address, sender.port)
+        return _joined(store, own, self._rank, self._way[1], self._device)
+
+    def _begin(self, at: int, run: Sequence[TensorInfo]) -> None:
+        octets = torch.empty(sum(info.size for info in run), dtype=torch.uint8, device=self._device)
+        _told(self._senders[at], self._under_way.begin, self._groups[at], octets)
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.destroy()
-        self._group = None
+        for group in self._groups:
+            group.destroy()
+        self._groups, self._under_way = [], _UnderWay()
+
+
+class _UnderWay:
+    """Holds the bytes of a broadcast until it is done: they must not be freed before."""
+
+    def __init__(self) -> None:
+        self._now: tuple[Tensor, Callable[[], object]] | None = None
+
+    def begin(self, group: Communicator, octets: Tensor) -> None:
+        self._now = octets, group.start(octets)
+
+    def end(self) -> Tensor:
+        """Wait for the broadcast that began last, if it has not ended, and return its bytes."""
+        if self._now is None:
+            return torch.empty(0, dtype=torch.uint8)
+        octets, wait = self._now
+        wait()
+        self._now = None
+        return octets
+
+
+def _way(source: Broadcast) -> tuple[list[SenderAt], int, int]:
+    return source.senders, source.world_size, source.first_rank
+
+
+def _buckets(source: Broadcast, infos: Sequence[TensorInfo]) -> Iterator[tuple[int, Sequence[TensorInfo]]]:
+    """Yield (index of its sender, its tensors) of each bucket."""
+    named, tensors = {at for at, _ in source.buckets}, sum(count for _, count in source.buckets)
+    if tensors != len(infos) or not named <= set(range(len(source.senders))):
+        raise WeightSyncError(
+            describe(
+                "The buckets of a broadcast are not those of its tensors",
+                got=f"{tensors} tensors of senders {sorted(named)}",
+                expected=f"{len(infos)} tensors of {len(source.senders)} senders",
+                fault="buckets",
+            )
+        )
+    rest = iter(infos)
+    for at, count in source.buckets:
+        yield at, list(islice(rest, count))
+
+
+def _plan(number: int) -> str:
+    return f"moe_rl/update {number}/buckets"
+
+
+def _plan_digest(buckets: Sequence[Sequence[TensorInfo]]) -> bytes:
+    """Return a digest of what each bucket holds. Gloo ends the process where two ends expect other sizes."""
+    told = [[(info.name, info.dtype, info.shape) for info in run] for run in buckets]
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(told)).encode()
 
 
 def _ready(number: int, rank: int) -> str:
     return f"moe_rl/update {number}/rank {rank}"
 
 
-def _connect(store: dist.Store, address: str, rank: int, size: int, device: torch.device) -> Communicator:
+def _store_of(sender: SenderAt) -> dist.Store:
+    try:
+        store = dist.TCPStore(sender.address, sender.port, timeout=_REACHED, wait_for_workers=False)
+        found = store.get(_RANK).decode()
+    except RuntimeError as error:
+        raise WeightSyncError(describe("The trainer cannot be reached", where=_where(sender), got=error)) from error
+    if found != str(sender.rank):
+        raise WeightSyncError(
+            describe(
+                "Another rank of the trainer sends from there", where=_where(sender), got=found, expected=sender.rank
+            )
+        )
+    store.set_timeout(_TIMEOUT)
+    return store
+
+
+def _where(sender: SenderAt) -> About:
+    return {"rank": sender.rank, "host": f"{sender.address}:{sender.port}"}
+
+
+def _told[T](sender: SenderAt, act: Callable[..., T], *arguments: object) -> T:
+    """Return `act(*arguments)`. An error of the connection names the sender."""
+    try:
+        return act(*arguments)
+    except (RuntimeError, OSError) as error:
+        raise WeightSyncError(
+            describe(
+                "The broadcast of weights broke off",
+                where=_where(sender),
+                got=str(error).splitlines()[0],
+                do="check whether this rank of the trainer ended, and the network between the hosts",
+            )
+        ) from error
+
+
+def _joined(store: dist.Store, address: str, rank: int, size: int, device: torch.device) -> Communicator:
     if device.type == "cpu":
         return GlooGroup(store, address, rank, size)
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
-
-    if rank == 0:
-        store.set("moe_rl/nccl", bytes(NCCLLibrary().ncclGetUniqueId().internal))
-    return uid_init_process_group(store.get("moe_rl/nccl"), rank, size, device)
+    return NcclGroup(store, rank, size, device)
 
 
 class GlooGroup:
@@ -172,30 +277,40 @@ class GlooGroup:
         options._devices = [gloo.create_device(hostname=address)]
         self._group = gloo(dist.PrefixStore("moe_rl/gloo", store), rank, size, options)
 
-    def broadcast(self, tensor: Tensor, src: int) -> None:
+    def start(self, octets: Tensor) -> Callable[[], object]:
         options = dist.BroadcastOptions()
-        options.rootRank = src
-        self._group.broadcast([tensor], options).wait()
+        options.rootRank = 0
+        return self._group.broadcast([octets], options).wait
 
     def destroy(self) -> None:
-        self._group = None
+        self._group.abort()  # otherwise the group would wait for a broadcast that is under way
 
 
-class _NoStream:
-    """Stands in for a CUDA stream on the CPU, where work is never asynchronous."""
+class NcclGroup:
+    """Broadcasts over vLLM's NCCL communicator, on a CUDA stream of its own. Never run.
 
-    def synchronize(self) -> None:
-        pass
+    The bytes are allocated, packed, read and freed in the order of the caller's stream. A broadcast begins behind what
+    that stream was given before, and `wait` makes the stream wait for it. So the allocator, which knows the caller's
+    stream alone, never reuses bytes that a broadcast still needs.
+    """
 
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device):
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-def _lend_streams(device: torch.device) -> None:
-    """Give a process without a GPU no-op CUDA streams, which vLLM's packed code asks for. Lasts for the whole
-    process."""
-    if device.type == "cpu":
-        from vllm.distributed.weight_transfer import packed_tensor
+        if rank == 0:
+            store.set("moe_rl/nccl", bytes(NCCLLibrary().ncclGetUniqueId().internal))
+        self._group = uid_init_process_group(store.get("moe_rl/nccl"), rank, size, device)
+        self._stream = torch.cuda.Stream(device)
 
-        packed_tensor._get_streams = lambda _, count: (_NoStream(),) * count
-        torch.accelerator.current_device_index = lambda: 0
+    def start(self, octets: Tensor) -> Callable[[], object]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._group.broadcast(octets, 0, stream=self._stream)
+        done = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def destroy(self) -> None:
+        self._group.destroy()
 
 
 def own_address(host: str, port: int) -> str:
@@ -213,5 +328,9 @@ def reached_by_all(others: Iterable[tuple[str, int]]) -> str:
     `own_address` does.
     """
     found = [own_address(*other) for other in others]
-    outer = (address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback)
-    return next(outer, found[0])
+    return next((address for address in found if not is_loopback(address)), found[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is reached from its own host alone."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

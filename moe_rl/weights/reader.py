@@ -72,7 +72,7 @@ class Reader:
             self._importer.close()
 
     def close(self) -> None:
-        """Also close the broadcast group. A peer that still waits in a broadcast gets an error."""
+        """Also leave the broadcast's groups. A peer that still waits in a broadcast gets an error."""
         self.release()
         if self._link is not None:
             self._link.close()
@@ -92,11 +92,11 @@ class Reader:
             self._intake.received(tensors, self._on_tensor)
             self._load(dict(tensors))
 
-        if self._link is None or self._link.source != source:
+        if self._link is None or not self._link.reaches(source):
             self.close()
             self._link = Receiver(source, source.first_rank + self._rank, self._device)
         try:
-            self._link.receive(update.tensors, take)
+            self._link.receive(source, update.tensors, take)
         except BaseException:
             self.close()  # bytes still in flight belong to no update
             raise

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,16 +18,17 @@ from torch import Tensor
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import ConfigError, describe
 from moe_rl.planning.transfer import Place, Way, weight_transfer
-from moe_rl.weights.broadcast import Sender
+from moe_rl.weights.broadcast import Sender, is_loopback, own_address
 from moe_rl.weights.conservation import Conservation, Content
 from moe_rl.weights.shared_disk import DiskWay
 from moe_rl.weights.shared_memory import MemoryWay
 from moe_rl.weights.start import Checkpoint, check_start
-from moe_rl.weights.stream import Ranks, Recipient, Round, WeightStream, broadcast, by_cuda_ipc
-from moe_rl.weights.update import Bucket, WeightUpdate
+from moe_rl.weights.stream import Ranks, Recipient, Round, WeightStream, broadcast, by_cuda_ipc, take_part
+from moe_rl.weights.update import Bucket, SenderAt, WeightUpdate
 
 FP8_BLOCK = 128
 """Rows and columns of a weight matrix that share one scale."""
+_ANY_PORT = 9
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max  # 448
 
@@ -53,6 +55,13 @@ class Exporter(Protocol):
             WeightSyncError: the ranks do not hold what the optimizer wrote.
         """
         ...
+
+
+class _Workers(msgspec.Struct, frozen=True):
+    """Tells the other ranks how many workers the samplers have, and by which address they reach rank 0."""
+
+    count: int
+    address: str
 
 
 class WeightSender:
@@ -166,17 +175,39 @@ class WeightSender:
         return sent
 
     def _stream(self, sampler: Recipient | None, part: Callable[..., WeightUpdate]) -> int:
-        stream = WeightStream(self._rounds(host=False), self._ranks)
         settle = partial(self._conservation.settle, self._ranks.device())
-        if sampler is None:
-            return stream.hand_over(settle)
         if self._named == "cuda_ipc":
-            return by_cuda_ipc(stream, sampler, part, self._bucket_bytes, settle)
-        if self._sender is None or self._sender.workers != sampler.workers:
-            if self._sender is not None:
-                self._sender.close()
-            self._sender = Sender(sampler.address, sampler.workers, self._bucket_bytes, self._ranks.device())
-        return broadcast(stream, self._sender, sampler, part, settle)
+            stream = WeightStream(self._rounds(host=False), self._ranks)
+            if sampler is not None:
+                return by_cuda_ipc(stream, sampler, part, self._bucket_bytes, settle)
+            stream.hand_over()
+            settle()
+            return 0
+        told = _Workers(sampler.workers, sampler.address) if sampler is not None else _Workers(0, "")
+        workers, *others = self._ranks.gather(told, _Workers)
+        # Samplers that reach the trainer by a loopback address reach no other host.
+        near = is_loopback(workers.address) and not _one_host(1 + len(others))
+        stream = WeightStream(
+            self._rounds(host=False), self._ranks, senders=1 if near else self._rollout.weight_senders
+        )
+        self._listen(workers, stream)
+        places = self._ranks.gather([self._sender.at] if self._sender is not None else [], list[SenderAt])
+        if sampler is None:
+            take_part(stream, self._sender, self._ranks, settle)
+            return 0
+        assert self._sender is not None  # rank 0 always sends
+        senders = [at for ranks_at in places for at in ranks_at]
+        return broadcast(stream, self._sender, senders, sampler, self._ranks, part, settle)
+
+    def _listen(self, workers: _Workers, stream: WeightStream) -> None:
+        """Have an end of the broadcast for these workers, if this rank sends, and else none."""
+        if self._sender is not None and (not stream.sends or self._sender.workers != workers.count):
+            self._sender.close()
+            self._sender = None
+        if self._sender is None and stream.sends:
+            # Another host has another address. It is the one on the route to rank 0's, in the samplers' network.
+            address = own_address(workers.address, _ANY_PORT) if stream.rank else workers.address
+            self._sender = Sender(stream.rank, address, workers.count, self._ranks.device())
 
     def _rounds(self, *, host: bool) -> list[Round]:
         rounds = self._conservation.watched(self._exported(host=host))
@@ -188,11 +219,15 @@ class WeightSender:
         return self._policy.export_rounds(self._dtype, self._bucket_bytes, host=host)
 
 
+def _one_host(ranks: int) -> bool:
+    """Return whether all of so many trainer ranks are on one host."""
+    return ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def _way(rollout: RolloutConfig, ranks: Ranks) -> Way:
-    one_host = dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     place: Place = "servers" if rollout.servers else "child"
     gpu = ranks.device().type == "cuda"
-    transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place, one_host=one_host)
+    transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place, one_host=_one_host(dist.get_world_size()))
     if transfer.way is None:
         raise ConfigError(transfer.problem or "")
     return transfer.way

@@ -1,8 +1,9 @@
-"""Streams the tensors of all ranks through rank 0, for updates by broadcast or CUDA IPC."""
+"""Streams the tensors of all ranks through the ranks that send, for updates by broadcast or CUDA IPC."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,9 +16,11 @@ from torch import Tensor
 from moe_rl.errors import WeightSyncError
 from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.digest import TensorDigests, as_announced, dtype_name
-from moe_rl.weights.update import Received, TensorInfo, WeightUpdate
+from moe_rl.weights.run_of_bytes import packed, unpacked
+from moe_rl.weights.update import Broadcast, Received, SenderAt, TensorInfo, WeightUpdate
 
 _LEAVE_SECONDS = 5.0
+_FIRST_TELLS_SECONDS = 20.0
 _DIGEST_BYTES = 16
 
 
@@ -67,66 +70,95 @@ class Announced(msgspec.Struct, frozen=True):
 
 
 class WeightStream:
-    """Merges the exports of all ranks into one stream on rank 0: round by round, rank by rank. All ranks create it
-    together."""
+    """Merges the exports of all ranks into one stream, round by round and rank by rank, which some ranks send. All
+    ranks create it together.
 
-    def __init__(self, rounds: list[Round], ranks: Ranks):
+    Successive ranks with tensors share a sender, the first of them: the others hand their rounds over to it. A round of
+    a rank travels as one bucket.
+
+    Attributes:
+        infos: all tensors of the stream in order, without digests.
+        senders: the ranks that send. The first one is rank 0.
+        buckets: for each bucket in order, which of the senders has it, and the number of its tensors.
+    """
+
+    def __init__(self, rounds: list[Round], ranks: Ranks, *, senders: int = 1):
+        """Plan the stream.
+
+        Args:
+            rounds: what this rank exports.
+            ranks: the trainer's ranks.
+            senders: how many ranks send, at most.
+        """
         self.device = ranks.device()
         everyone = ranks.gather(Announced([[_info(*one) for one in run.whole] for run in rounds]), Announced)
+        self.rank = dist.get_rank() if len(everyone) > 1 else 0
+        exporting = [rank for rank, one in enumerate(everyone) if rank == 0 or any(one.rounds)]
+        blocks = [number * min(senders, len(exporting)) // len(exporting) for number in range(len(exporting))]
+        self.senders = [exporting[blocks.index(block)] for block in range(blocks[-1] + 1)]
+        # Ranks without tensors may have rounds, in which they give others a share of theirs.
+        self._sender = dict.fromkeys(range(len(everyone)), 0) | dict(zip(exporting, blocks, strict=True))
         count = max((len(one.rounds) for one in everyone), default=0)
-        self._order = [(rank, at) for at in range(count) for rank, one in enumerate(everyone) if at < len(one.rounds)]
-        self._rounds, self._everyone = rounds, everyone
-        self.infos = [info for rank, at in self._order for info in everyone[rank].rounds[at]]
-        """On rank 0: all tensors of the stream in order, without digests."""
-        self._digests, self._told = TensorDigests(), dict[str, str]()  # of rank 0's tensors; of those of other ranks
+        order = [(rank, at) for at in range(count) for rank, one in enumerate(everyone) if at < len(one.rounds)]
+        full = [(rank, everyone[rank].rounds[at]) for rank, at in order if everyone[rank].rounds[at]]
+        self.infos = [info for _, infos in full for info in infos]
+        self.buckets = [(self._sender[rank], len(infos)) for rank, infos in full]
+        self.sends = self.rank in self.senders
+        self.own = [infos for rank, infos in full if self.senders[self._sender[rank]] == self.rank]
+        """The tensors of each bucket that this rank sends."""
+        self._passing = [
+            (rank, at, everyone[rank].rounds[at])
+            for rank, at in order
+            if rank == self.rank or (everyone[rank].rounds[at] and self.senders[self._sender[rank]] == self.rank)
+        ]
+        self._rounds = rounds
+        self._digests, self._told = TensorDigests(), dict[str, str]()  # of this rank's tensors; of those of other ranks
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors on rank 0, once. Rank 0 holds at most one round of its own, and two of other ranks: while
-        one is yielded, the next one arrives."""
+        """Yield the tensors of `own` on a rank that sends, once. It holds at most one tensor of its own, and two rounds
+        of other ranks: while one is yielded, the next one arrives."""
         arrivals = self._arrivals()
-        for rank, at in self._order:
-            if rank == 0:
+        for rank, at, infos in self._passing:
+            if rank == self.rank:
                 for name, tensor in self._rounds[at].tensors:
                     self._digests.add(name, tensor)
                     yield name, tensor
-            elif infos := self._everyone[rank].rounds[at]:
-                yield from self._unpacked(next(arrivals), infos)
+            else:
+                yield from self._handed_over(next(arrivals), infos)
 
     def digested(self, infos: list[TensorInfo]) -> list[TensorInfo]:
-        """Return `infos` with the digests of their tensors, which the stream has already yielded."""
+        """Return `infos` with the digests of their tensors, which this rank has already yielded."""
         known = self._told | self._digests.read()
         return [msgspec.structs.replace(info, digest=known[info.name]) for info in infos]
 
-    def hand_over(self, settle: Callable[[], None]) -> int:
-        """Send each round to rank 0 as one run of bytes, with the digests of its tensors; called on the other ranks.
+    def all_digested(self, ranks: Ranks) -> list[TensorInfo]:
+        """Return `infos` with the digests of all tensors, when all are sent. All ranks call this together."""
+        own = self.digested([info for infos in self.own for info in infos]) if self.sends else []
+        known = {info.name: info for one in ranks.gather(own, list[TensorInfo]) for info in one}
+        return [known[info.name] for info in self.infos]
 
-        Args:
-            settle: see `broadcast`.
-
-        Returns:
-            0, the bytes that this rank sent to a sampler.
+    def hand_over(self) -> None:
+        """Send each round to this rank's sender as one run of bytes, with the digests of its tensors; called on ranks
+        that do not send.
 
         Raises:
             WeightSyncError: a tensor differs from its announcement.
         """
-        for run, infos in zip(self._rounds, self._everyone[dist.get_rank()].rounds, strict=True):
-            digests, octets = TensorDigests(), []
-            for name, tensor in as_announced(infos, run.tensors):
-                digests.add(name, tensor)
-                octets.append(tensor.view(-1).view(torch.uint8))
-            if octets:
+        for run, (_, _, infos) in zip(self._rounds, self._passing, strict=True):
+            digests = TensorDigests()
+            tensors = _noted(as_announced(infos, run.tensors), digests)
+            octets = packed(infos, tensors, self.device, after=_DIGEST_BYTES * len(infos))
+            if infos:
                 told = bytearray.fromhex("".join(digests.read()[info.name] for info in infos))
-                dist.send(torch.cat([*octets, torch.frombuffer(told, dtype=torch.uint8).to(self.device)]), 0)
+                octets[-len(told) :] = torch.frombuffer(told, dtype=torch.uint8)
+                dist.send(octets, self.senders[self._sender[self.rank]])
             del octets  # otherwise the bytes of two rounds would be held at once
-        settle()
-        return 0
 
     def _arrivals(self) -> Iterator[Tensor]:
         """Yield the bytes of each round of another rank, and receive the next round meanwhile."""
         before: tuple[dist.Work, Tensor] | None = None
-        for rank, at in self._order:
-            infos = self._everyone[rank].rounds[at]
-            if rank == 0 or not infos:
+        for rank, _, infos in self._passing:
+            if rank == self.rank:
                 continue
             count = sum(info.size for info in infos) + _DIGEST_BYTES * len(infos)
             octets = torch.empty(count, dtype=torch.uint8, device=self.device)
@@ -138,32 +170,30 @@ class WeightStream:
         if before is not None:
             yield _arrived(*before)
 
-    def _unpacked(self, octets: Tensor, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+    def _handed_over(self, octets: Tensor, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a round of another rank, and note their digests."""
-        *pieces, told = octets.split([*(info.size for info in infos), _DIGEST_BYTES * len(infos)])
-        for info, digest in zip(infos, told.cpu().view(len(infos), _DIGEST_BYTES), strict=True):
-            self._told[info.name] = bytes(digest.tolist()).hex()
-        for info, piece in zip(infos, pieces, strict=True):
-            # A tensor may start at an offset that is not a multiple of its item size; a view needs an aligned copy
-            # then.
-            dtype = getattr(torch, info.dtype)
-            aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
-            yield info.name, aligned.view(dtype).view(info.shape)
+        told = octets[-_DIGEST_BYTES * len(infos) :].cpu().view(len(infos), _DIGEST_BYTES)
+        self._told |= {info.name: bytes(digest.tolist()).hex() for info, digest in zip(infos, told, strict=True)}
+        yield from unpacked(octets, infos)
 
 
 def broadcast(
     stream: WeightStream,
     sender: Sender,
+    senders: list[SenderAt],
     sampler: Recipient,
+    ranks: Ranks,
     part: Callable[..., WeightUpdate],
     settle: Callable[[], None],
 ) -> int:
-    """Send the stream in two parts: the bytes, then their digests.
+    """Send the stream from rank 0 and `senders` in two parts: the bytes, then their digests.
 
     Args:
         stream: the tensors of all ranks.
-        sender: the trainer's end of the broadcast.
+        sender: rank 0's end of the broadcast.
+        senders: where the workers reach each rank of `stream.senders`.
         sampler: receives them.
+        ranks: the trainer's ranks. The others call `take_part` meanwhile.
         part: makes a part of the update from number, final, tensors and source.
         settle: called on all ranks after the last tensor and before the final part; an exception it raises ends the
             update.
@@ -177,7 +207,8 @@ def broadcast(
     """
     sending, refused = _Sending(sender, stream), None
     try:
-        sampler.update_weights(part(number=0, final=False, tensors=stream.infos, source=sender.source()))
+        source = Broadcast(senders, stream.buckets, world_size=sender.workers + 1, first_rank=1)
+        sampler.update_weights(part(number=0, final=False, tensors=stream.infos, source=source))
     except WeightSyncError as error:
         refused = error
     finally:
@@ -188,8 +219,33 @@ def broadcast(
     if refused is not None:
         raise refused
     settle()
-    sampler.update_weights(part(number=1, final=True, tensors=stream.digested(stream.infos), source=Received()))
+    sampler.update_weights(part(number=1, final=True, tensors=stream.all_digested(ranks), source=Received()))
     return sum(info.size for info in stream.infos)
+
+
+def take_part(stream: WeightStream, sender: Sender | None, ranks: Ranks, settle: Callable[[], None]) -> None:
+    """Do the part of another rank than 0 in `broadcast`, with whose arguments it is called.
+
+    Args:
+        sender: this rank's end, if it sends. Otherwise it hands its tensors over.
+
+    Raises:
+        WeightSyncError: a tensor differs from its announcement, or the workers are gone.
+    """
+    if sender is None:
+        stream.hand_over()
+    else:
+        try:
+            sender.send(stream.own, iter(stream), threading.Event())
+        except Exception as error:
+            sender.close()  # otherwise the workers would keep waiting for bytes
+            if not isinstance(error, WeightSyncError):
+                # Rank 0, whose call fails too, knows which workers are gone. torchrun ends all ranks when one ends.
+                time.sleep(_FIRST_TELLS_SECONDS)
+            message = f"The broadcast of weights failed on rank {stream.rank} of the trainer: {error}"
+            raise WeightSyncError(message) from error
+    settle()
+    stream.all_digested(ranks)
 
 
 def by_cuda_ipc(
@@ -236,8 +292,8 @@ class _Sending:
         try:
             if self._stream.device.type == "cuda":
                 torch.cuda.set_device(self._stream.device)
-                torch.cuda.synchronize()  # wait for kernels that write the weights: vLLM packs on its own stream
-            self._sender.send(self._stream.infos, iter(self._stream), self._stopped)
+                torch.cuda.synchronize()  # wait for kernels that write the weights, on whatever stream
+            self._sender.send(self._stream.own, iter(self._stream), self._stopped)
         except Exception as error:
             self._error = error
             self._sender.close()  # otherwise the sampler would keep waiting for bytes
@@ -252,6 +308,12 @@ class _Sending:
 def _arrived(work: dist.Work, octets: Tensor) -> Tensor:
     work.wait()
     return octets
+
+
+def _noted(tensors: Iterator[tuple[str, Tensor]], digests: TensorDigests) -> Iterator[Tensor]:
+    for name, tensor in tensors:
+        digests.add(name, tensor)
+        yield tensor
 
 
 def _info(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:

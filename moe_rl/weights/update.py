@@ -71,18 +71,29 @@ class Bucket(msgspec.Struct, frozen=True):
     place: str | MemorySegment | None
 
 
-class Broadcast(msgspec.Struct, frozen=True, tag="broadcast", forbid_unknown_fields=True):
-    """Says that the tensors are broadcast in order during the call, in buckets of `bucket_bytes` or one tensor more.
+class SenderAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Says where a rank of the trainer that broadcasts is reached."""
 
-    The trainer is rank 0 of a group of `world_size` at address:port. The workers of this sampler have ranks from
-    `first_rank`. The digests follow in the next call, as Received.
-    """
-
+    rank: Natural
     address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class Broadcast(msgspec.Struct, frozen=True, tag="broadcast", forbid_unknown_fields=True):
+    """Says that the tensors are broadcast in order during the call, bucket by bucket.
+
+    The digests follow in the next call, as Received.
+
+    Attributes:
+        senders: ranks of the trainer. Each is rank 0 of a group of `world_size`, and all groups have the same workers.
+        buckets: for each bucket, which of the senders has it, and how many tensors it brings.
+        first_rank: the workers of this sampler have ranks from here in every group.
+    """
+
+    senders: Annotated[list[SenderAt], msgspec.Meta(min_length=1)]
+    buckets: list[tuple[Natural, Natural]]
     world_size: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)]
     first_rank: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-    bucket_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 class Received(msgspec.Struct, frozen=True, tag="received", forbid_unknown_fields=True):

@@ -398,6 +398,8 @@ TESTED = (
         "nothing is sampled until a whole update arrives",
         "tests/weights/test_broadcast.py::test_a_broadcast_that_breaks_off_leaves_nothing_whole",
         "tests/weights/test_broadcast.py::test_a_stream_that_is_not_what_was_announced_is_broken_off",
+        "tests/weights/test_broadcast.py::test_a_sender_that_dies_is_named",
+        "tests/weights/test_broadcast.py::test_a_wrong_plan_of_senders_is_refused",
         "tests/weights/test_broadcast.py::test_of_a_broadcast_that_failed_both_ends_tell"),
     _by("one of two workers gets other bytes", "P6", "a server's worker", "server", "WeightSyncError",
         "the workers differ", BEFORE_SAMPLING, "nothing is sampled until a whole update arrives",

@@ -1164,7 +1164,23 @@ MUTANTS: list[Mutant] = [
             "digests.read()[info.name] for info in infos",
             "digests.read()[info.name] for info in infos[::-1]",
             "Weights of every rank but the first are refused, though nothing changed on the way.",
+            "tests/weights/test_weight_stream.py",
+        ),
+        (
+            "a rank in another's place",
+            "broadcast.py",
+            "if found != str(sender.rank):",
+            "if not found:",
+            "A worker takes the weights of one sender for those of another.",
             "tests/weights/test_broadcast.py",
+        ),
+        (
+            "one sender for all",
+            "stream.py",
+            "blocks.index(block)",
+            "0",
+            "Every rank hands its weights to rank 0, or two of them send the same.",
+            "tests/weights/test_weight_stream.py",
         ),
         (
             "digest by the order of names",

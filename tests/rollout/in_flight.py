@@ -136,8 +136,8 @@ async def by_broadcast(groups, workers: int, tensors, **about) -> None:
         asyncio.run_coroutine_threadsafe(groups.take_weights(part), loop).result()
 
     def send():
-        sender = Sender("127.0.0.1", workers, 100_000, torch.device("cpu"))
-        assert broadcast(SimpleNamespace(update_weights=take), sender, tensors, **about)
+        senders = [Sender(rank, "127.0.0.1", workers, torch.device("cpu")) for rank in (0, 1)]
+        assert broadcast(SimpleNamespace(update_weights=take), senders, tensors, bucket=100_000, **about)
 
     await asyncio.to_thread(send)
 

@@ -29,7 +29,7 @@ from moe_rl.rollout.sampler import nobody
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import own_address, reached_by_all
-from moe_rl.weights.update import Broadcast, Files, Holding, SharedMemory, WeightUpdate
+from moe_rl.weights.update import Broadcast, Files, Holding, SenderAt, SharedMemory, WeightUpdate
 from tests.support.refusals import refused
 
 SERVED = Served(
@@ -339,7 +339,7 @@ def test_a_server_that_two_calls_lose_is_lost_once(fleet):
 
 def test_a_broadcast_has_ranks_for_the_workers_of_every_server_that_is_left(fleet, tmp_path):
     made, servers = fleet(3, max_lost=2)
-    sent = Broadcast("10.0.0.1", 29000, 1 + made.workers, 1, 1024)
+    sent = Broadcast([SenderAt(0, "10.0.0.1", 29000)], [], 1 + made.workers, 1)
     made.update_weights(msgspec.structs.replace(update(tmp_path, 2), source=sent))
     assert [server.updates[-1].source.first_rank for server in servers] == [1, 2, 4] and made.workers == 4
     servers[1].fails.append("before")

@@ -25,6 +25,7 @@ from moe_rl.weights.digest import info_of
 from moe_rl.weights.update import Holding, Received, TensorInfo, WeightUpdate
 from tests.rollout.faulty_server import DAMAGED, UNLUCKY
 from tests.rollout.serving import Router, Running, agree, serving, whole_update
+from tests.weights.sending import in_buckets, in_turns
 
 # The first test waits for the server, which on a busy machine takes long.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(700)]
@@ -65,11 +66,12 @@ def by_broadcast(server: Running, checkpoint: Path, version: int, replaces: int)
     client, tensors, stopped = server.client(), load_file(checkpoint / "model.safetensors"), threading.Event()
     digests = [info_of(name, tensor) for name, tensor in tensors.items()]
     infos = [TensorInfo(info.name, info.dtype, info.shape) for info in digests]
-    sender, sent = Sender("127.0.0.1", client.recording().gpus, 1 << 20, torch.device("cpu")), []
-    thread = threading.Thread(target=lambda: sent.append(sender.send(infos, iter(tensors.items()), stopped)))
+    sender, sent = Sender(0, "127.0.0.1", client.recording().gpus, torch.device("cpu")), []
+    buckets = in_buckets(infos, 1 << 20)
+    thread = threading.Thread(target=lambda: sent.append(sender.send(buckets, iter(tensors.items()), stopped)))
     thread.start()
     try:
-        announced = WeightUpdate(version, replaces, 0, False, False, infos, sender.source())
+        announced = WeightUpdate(version, replaces, 0, False, False, infos, in_turns(buckets, sender))
         held = client.update_weights(announced)
         assert not held.whole and not held.refused, held
         return client.update_weights(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -162,21 +163,22 @@ def test_a_torn_update_leaves_an_engine_that_samples_nothing_until_a_whole_one(s
 
 
 def test_a_broadcast_is_loaded_bucket_by_bucket(send, weights, others, other_reference):
-    """Uses vLLM's packed buckets over gloo; a broadcast that breaks off leaves incomplete weights."""
+    """From three senders over gloo; a broadcast with wrong bytes leaves incomplete weights."""
     from moe_rl.weights.broadcast import Sender
 
     engine, version = send.engine, send.version()
 
-    sender = Sender("127.0.0.1", engine.workers, 100_000, torch.device("cpu"))
-    assert broadcast(engine, sender, others, version=version + 1, replaces=version)
+    senders = [Sender(rank, "127.0.0.1", engine.workers, torch.device("cpu")) for rank in range(3)]
+    send_all = partial(broadcast, engine, senders, bucket=100_000)
+    assert send_all(others, version=version + 1, replaces=version)
     np.testing.assert_allclose(engine.score([CANARY])[0].logprobs[0], other_reference(CANARY)[1], rtol=0, atol=1e-4)
     experts = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 5)]
-    turned = ((name, weights[dict([experts, experts[::-1]]).get(name, name)]) for name in weights)
+    turned = weights | dict(zip(experts, (weights[name] for name in experts[::-1]), strict=True))
     with pytest.raises(WeightSyncError, match="(?s)got other weights than were sent.*until then nothing is sampled"):
-        broadcast(engine, sender, weights, stream=turned, version=version + 2, replaces=version + 1)
+        send_all(weights, sent=turned, version=version + 2, replaces=version + 1)
     with pytest.raises(WeightSyncError, match="nothing is sampled"):
         engine.score([CANARY])[0].logprobs[0]
-    assert broadcast(engine, sender, weights, version=version + 2, replaces=version + 1), "the way is open still"
+    assert send_all(weights, version=version + 2, replaces=version + 1), "the way is open still"
     assert send.version() == version + 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ from moe_rl.errors import WeightSyncError
 from moe_rl.weights.digest import info_of
 from moe_rl.weights.shared_disk import write_part
 from moe_rl.weights.shared_memory import SegmentWriter
-from moe_rl.weights.update import Files, Received, SharedMemory, TensorInfo, WeightUpdate
+from moe_rl.weights.update import Broadcast, Files, Received, SharedMemory, TensorInfo, WeightUpdate
+
+BUCKET = 400  # bytes
 
 # A trainer with a single rank.
 ALONE = SimpleNamespace(gather=lambda message, kind: [message], device=lambda: torch.device("cpu"))
@@ -58,33 +61,53 @@ def _in_memory(tensors, **about) -> Iterator[WeightUpdate]:
             writer.close()
 
 
-def broadcast(sampler, sender, tensors, *, stream=None, **about) -> bool:
-    """Broadcast an update over `sender`; `stream` replaces the (name, tensor) pairs that are really sent.
+def in_turns(buckets, *senders) -> Broadcast:
+    """Say that these senders take turns with the buckets."""
+    turns = [(number % len(senders), len(infos)) for number, infos in enumerate(buckets)]
+    return Broadcast([sender.at for sender in senders], turns, senders[0].workers + 1, 1)
 
-    Returns whether anything was sent.
+
+def in_buckets(infos, size):
+    """Cut descriptions into runs of at most `size` bytes, or of one tensor that is larger."""
+    buckets: list[list[TensorInfo]] = [[]]
+    for info in infos:
+        if buckets[-1] and sum(one.size for one in buckets[-1]) + info.size > size:
+            buckets.append([])
+        buckets[-1].append(info)
+    return buckets
+
+
+def broadcast(sampler, senders, tensors, *, bucket=BUCKET, sent=None, streams=None, **about) -> bool:
+    """Broadcast an update over one sender or several, which take turns with buckets of so many bytes.
+
+    `sent` replaces the tensors that are really sent, `streams` the (name, tensor) pairs of each sender. Returns whether
+    all sent everything; `broadcast.sent` has what each of them says.
     """
-    stopped, sent, parts = threading.Event(), [], about.pop("parts", 2)
+    sent = sent or tensors
+    senders = senders if isinstance(senders, list) else [senders]
+    stopped, parts = threading.Event(), about.pop("parts", 2)
     whole = part(tensors, Received(), number=1, **about)
     infos = [TensorInfo(info.name, info.dtype, info.shape) for info in whole.tensors]
-    arguments = (sender, infos, stream or iter(tensors.items()), stopped)
-    thread = threading.Thread(target=lambda: sent.append(_sent(*arguments)), daemon=True)
-    thread.start()
-    try:
-        announced = (whole.version, whole.replaces, 0, False, whole.changed, infos, sender.source())
-        sampler.update_weights(WeightUpdate(*announced))
-        if parts == 2:
-            sampler.update_weights(whole)
-    finally:
-        stopped.set()
-        thread.join(20)
-        assert not thread.is_alive()
-        broadcast.sent = sent[0]
-    return broadcast.sent is True
+    buckets = in_buckets(infos, bucket)
+    shares = [buckets[at :: len(senders)] for at in range(len(senders))]
+    streams = streams or [((info.name, sent[info.name]) for run in share for info in run) for share in shares]
+    announced = (whole.version, whole.replaces, 0, False, whole.changed, infos, in_turns(buckets, *senders))
+    with ThreadPoolExecutor(len(senders)) as pool:
+        sending = [pool.submit(_sent, *one, stopped) for one in zip(senders, shares, streams, strict=True)]
+        try:
+            sampler.update_weights(WeightUpdate(*announced))
+        finally:
+            stopped.set()
+            broadcast.sent = [one.result(20) for one in sending]
+    sent_all = broadcast.sent == [True] * len(senders)
+    if sent_all and parts == 2:  # otherwise the trainer ends with its own error
+        sampler.update_weights(whole)
+    return sent_all
 
 
-def _sent(sender, infos, stream, stopped) -> bool | str:
+def _sent(sender, buckets, stream, stopped) -> bool | str:
     try:
-        return sender.send(infos, stream, stopped)
+        return sender.send(buckets, stream, stopped)
     except (RuntimeError, WeightSyncError) as error:  # the other end is gone, or the stream itself failed
         sender.close()
         return str(error)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_rl.errors import WeightSyncError
-from moe_rl.weights.update import Broadcast, Received, SharedMemory, TensorInfo, decode, encode
+from moe_rl.weights.update import Broadcast, Received, SenderAt, SharedMemory, TensorInfo, decode, encode
 from tests.support.refusals import refused
 from tests.weights.conftest import ATTENTION, EXPERT
 from tests.weights.sending import by_disk, by_memory, part
@@ -303,7 +303,7 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_whole(taker, put, o
 def test_digests_that_come_after_the_bytes_are_compared(taker, others):
     """The digests come in a later part, as with a broadcast."""
     infos = [TensorInfo(i.name, i.dtype, i.shape) for i in part(others, Received(), version=1).tensors]
-    stream = Broadcast("127.0.0.1", 1, 2, 1, 1 << 20)
+    stream = Broadcast([SenderAt(0, "127.0.0.1", 1)], [(0, len(infos))], 2, 1)
     announced = changed(part(others, stream, version=1, final=False), tensors=infos)
     confirmation = part(others, Received(), version=1, number=1)
     for fault in (None, "bit", "experts", "half", "of nothing"):

@@ -32,6 +32,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
 from moe_rl.proof.trial import Trial
 from moe_rl.train.guards import Guards
+from moe_rl.weights import run_of_bytes
 from moe_rl.weights.shared_memory import SegmentWriter
 from moe_rl.weights.stream import Round
 from tests.weights.taking import Taker, sender_of, taken
@@ -95,7 +96,10 @@ class Case:
         return (taker.weights, taker.places) if taker else ({}, [])
 
     def streamed(self, way):
-        """The same by a way, in buckets; and the most bytes that a rank held of tensors, and of shared memory."""
+        """The same by a way, in buckets; and the most bytes that a rank held of tensors, and of shared memory or packed
+        buckets. The way broadcast_by_1 has one sender."""
+        way, _, senders = way.partition("_by_")
+        settings = {"weight_bucket_mib": BUCKET / 2**20} | ({"weight_senders": int(senders)} if senders else {})
         held, most = [0, 0], [0, 0]
 
         def note(which, number):
@@ -118,9 +122,20 @@ class Case:
             write(writer, tensor)
             note(1, sum(os.fstat(int(link)).st_size for link in segments()) - held[1])
 
-        export_rounds, write = self.policy.export_rounds, SegmentWriter.append
-        with patch.object(self.policy, "export_rounds", rounds), patch.object(SegmentWriter, "append", append):
-            taker = taken(self.policy, self.build[-1], self.out / "parts", way, weight_bucket_mib=BUCKET / 2**20)
+        def packing(*arguments, **more):
+            octets = packed(*arguments, **more)
+            note(1, octets.nbytes)
+            weakref.finalize(octets.untyped_storage(), note, 1, -octets.nbytes)
+            return octets
+
+        export_rounds, write, packed = self.policy.export_rounds, SegmentWriter.append, run_of_bytes.packed
+        with (
+            patch.object(self.policy, "export_rounds", rounds),
+            patch.object(SegmentWriter, "append", append),
+            patch("moe_rl.weights.broadcast.packed", packing),
+            patch("moe_rl.weights.stream.packed", packing),
+        ):
+            taker = taken(self.policy, self.build[-1], self.out / "parts", way, **settings)
         return (taker.weights, taker.places) if taker else ({}, []), most
 
     def reference(self):
