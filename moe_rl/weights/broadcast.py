@@ -84,6 +84,7 @@ class Sender:
         Raises:
             WeightSyncError: a tensor differs from its announcement, by which the workers cut the bytes. Its bucket is
                 not sent.
+            ConnectionError: a worker is gone.
         """
         self._store.set(_plan(self._sent), _plan_digest(buckets))
         keys = [_ready(self._sent, rank) for rank in range(1, self.workers + 1)]
@@ -92,16 +93,16 @@ class Sender:
                 return False
         self._sent += 1
         if self._group is None:
-            self._group = _joined(self._store, self.at.address, 0, self.workers + 1, self._device)
+            self._group = _lost(_joined, self._store, self.at.address, 0, self.workers + 1, self._device)
         checked = as_announced([info for infos in buckets for info in infos], tensors)
         for infos in buckets:
             octets = packed(infos, (tensor for _, tensor in islice(checked, len(infos))), self._device)
-            self._under_way.end()
-            self._under_way.begin(self._group, octets)
+            _lost(self._under_way.end)
+            _lost(self._under_way.begin, self._group, octets)
         # Ranks that share tensors end their last round together, and workers may wait for another of them first.
         for _ in checked:
             pass
-        self._under_way.end()
+        _lost(self._under_way.end)
         return True
 
     def close(self) -> None:
@@ -244,6 +245,14 @@ def _where(sender: SenderAt) -> About:
     return {"rank": sender.rank, "host": f"{sender.address}:{sender.port}"}
 
 
+def _lost[T](act: Callable[..., T], *arguments: object) -> T:
+    """Return `act(*arguments)`. Raises ConnectionError for an error of the group."""
+    try:
+        return act(*arguments)
+    except (RuntimeError, OSError) as error:
+        raise ConnectionError(str(error).splitlines()[0]) from error
+
+
 def _told[T](sender: SenderAt, act: Callable[..., T], *arguments: object) -> T:
     """Return `act(*arguments)`. An error of the connection names the sender."""
     try:
@@ -275,15 +284,18 @@ class GlooGroup:
         options._timeout = _TIMEOUT
         # By default gloo resolves the host's name, which may give an address that the others cannot reach.
         options._devices = [gloo.create_device(hostname=address)]
-        self._group = gloo(dist.PrefixStore("moe_rl/gloo", store), rank, size, options)
+        self._group: dist.ProcessGroupGloo | None = gloo(dist.PrefixStore("moe_rl/gloo", store), rank, size, options)
 
     def start(self, octets: Tensor) -> Callable[[], object]:
+        assert self._group is not None, "this rank has left the group"
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return self._group.broadcast([octets], options).wait
 
     def destroy(self) -> None:
-        self._group.abort()  # otherwise the group would wait for a broadcast that is under way
+        if self._group is not None:
+            self._group.abort()  # otherwise the group would wait for a broadcast that is under way
+        self._group = None  # its connections close now, also while an error's traceback refers to this object
 
 
 class NcclGroup:

@@ -239,7 +239,7 @@ def take_part(stream: WeightStream, sender: Sender | None, ranks: Ranks, settle:
             sender.send(stream.own, iter(stream), threading.Event())
         except Exception as error:
             sender.close()  # otherwise the workers would keep waiting for bytes
-            if not isinstance(error, WeightSyncError):
+            if isinstance(error, ConnectionError):
                 # Rank 0, whose call fails too, knows which workers are gone. torchrun ends all ranks when one ends.
                 time.sleep(_FIRST_TELLS_SECONDS)
             message = f"The broadcast of weights failed on rank {stream.rank} of the trainer: {error}"

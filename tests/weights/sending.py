@@ -108,6 +108,10 @@ def broadcast(sampler, senders, tensors, *, bucket=BUCKET, sent=None, streams=No
 def _sent(sender, buckets, stream, stopped) -> bool | str:
     try:
         return sender.send(buckets, stream, stopped)
-    except (RuntimeError, WeightSyncError) as error:  # the other end is gone, or the stream itself failed
+    except (
+        RuntimeError,
+        ConnectionError,
+        WeightSyncError,
+    ) as error:  # the other end is gone, or the stream itself failed
         sender.close()
         return str(error)

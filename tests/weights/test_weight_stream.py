@@ -128,7 +128,7 @@ def test_bytes_of_another_rank_that_changed_on_the_way_to_its_sender_are_refused
     assert taker.intake.holding().whole is not flipped and equal(taker.weights, others) is not flipped
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), WeightSyncError("another tensor")])
+@pytest.mark.parametrize("error", [ConnectionError("closed by peer"), RuntimeError("no memory")])
 def test_a_sender_whose_workers_are_gone_lets_rank_0_say_which(monkeypatch, error):
     """Rank 0 knows the server. What the sender itself finds wrong, it says at once."""
     told = []
@@ -141,4 +141,4 @@ def test_a_sender_whose_workers_are_gone_lets_rank_0_say_which(monkeypatch, erro
     whole = streams([], [{"a": torch.zeros(1)}], senders=2)[1]
     with pytest.raises(WeightSyncError, match=f"failed on rank 1 of the trainer: {error}"):
         stream.take_part(whole, sender, ALONE, lambda: told.append("settled"))
-    assert told == (["closed"] if isinstance(error, WeightSyncError) else ["closed", 20.0])
+    assert told == (["closed"] if isinstance(error, RuntimeError) else ["closed", 20.0])
