@@ -170,6 +170,7 @@ class Recorder:
         if self._witness is not None:
             self._witness.begin_step(scheduled.total_num_scheduled_tokens, self._name_of_step(scheduled))
         self._journal.work_off()
+        self.sinks.hand_over()
 
     def after_forward(self, scheduled) -> None:
         """Take what the routers captured and which tokens were forwarded; both are stored when the copies have

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,8 @@ _MIN_SHARED_BYTES = 64
 _MAX_FAMILIES = 256
 # Bytes of rows that may wait to be written, over all shards: 250 requests of 10,000 tokens, 48 layers and top 8.
 _MAX_WAITING_BYTES = 1 << 30
+# Bytes of rows that are gathered before the writing thread gets them.
+_GATHERED_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -82,6 +84,8 @@ class Sinks:
         self._lost: dict[str, DiskError] = {}
         self._lock = threading.Lock()  # of the two above, which both threads change
         self._thread = WritingThread(_MAX_WAITING_BYTES)
+        self._gathered: list[tuple[_Sink, Callable[[], None]]] = []
+        self._gathered_bytes = 0
         self._broken: tuple[RecordingRequest, Exception] | None = None
 
     @property
@@ -109,13 +113,26 @@ class Sinks:
 
     def add(self, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
         """Append the rows of a finished request to its sink, behind the engine's steps; `ask` says which. The sink is
-        created if necessary.
+        created if necessary. The writing thread gets them with those of other requests: `hand_over`.
 
         `publish` says why a request has no record. Raises TraceError if the sink cannot be created.
         """
         sink = self._open.get(ask.sink) or self.open(ask.sink)
-        size = rows.nbytes + sum(array.nbytes for array in aux.values())
-        sink.last = self._thread.submit(partial(self._write, sink, request, ask, rows, aux), size)
+        self._gathered.append((sink, partial(self._write, sink, request, ask, rows, aux)))
+        self._gathered_bytes += rows.nbytes + sum(array.nbytes for array in aux.values())
+        if self._gathered_bytes >= _GATHERED_BYTES:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Give the writing thread what was added. It gets many short records as one piece of work, because two threads
+        that both run Python slow each other down."""
+        if not self._gathered:
+            return
+        writes = [write for _, write in self._gathered]
+        work = self._thread.submit(lambda: [write() for write in writes], self._gathered_bytes)
+        for sink, _ in self._gathered:
+            sink.last = work
+        self._gathered, self._gathered_bytes = [], 0
 
     def _write(
         self, sink: _Sink, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]
@@ -201,6 +218,7 @@ class Sinks:
                     fault="nothing",
                 )
             )
+        self.hand_over()
         sink.last = publication = self._thread.submit(partial(self._publish, name, sink, sequences, aborted), 0)
         return publication
 

@@ -375,8 +375,8 @@ MUTANTS: list[Mutant] = [
         (
             "weights change a row early",
             "spans.py",
-            "!= weight_versions[:-1])) + 1",
-            "!= weight_versions[:-1]))",
+            "!= weight_versions[:-1]) + 1",
+            "!= weight_versions[:-1])",
             "The last row of each span is said to be of the next weights.",
             "tests/trace/test_spans.py",
         ),

@@ -27,6 +27,7 @@ def rows_of(seed):
 def add(sinks, key, rows, shard="shard", number=0):
     ask = RecordingRequest(key, shard)
     sinks.add(Recorded(number, ask, rows.token_ids[:PROMPT], cached=0, greedy=False), ask, rows, {})
+    sinks.hand_over()
 
 
 class Gate:
@@ -182,3 +183,23 @@ def test_an_abandoned_shard_is_not_written_to_its_end(sinks, tmp_path, monkeypat
     gate.open()
     abandoning.join(30)
     assert len(gate.threads) == 1 and os.listdir(tmp_path) == []
+
+
+def test_the_short_records_of_a_step_are_one_piece_of_work(sinks, monkeypatch):
+    """Others are handed over when there are enough bytes, and what is left when the shard is published."""
+    pieces = []
+
+    def submit(work, size, real=sinks._thread.submit):
+        pieces.append(size)
+        return real(work, size)
+
+    monkeypatch.setattr(sinks._thread, "submit", submit)
+    monkeypatch.setattr(sinks, "hand_over", lambda real=sinks.hand_over: pieces.append("handed") or real())
+    monkeypatch.setattr(module, "_GATHERED_BYTES", 3 * rows_of(0).nbytes)
+    for number in range(5):
+        ask, rows = RecordingRequest(str(number), "shard"), rows_of(number)
+        sinks.add(Recorded(number, ask, rows.token_ids[:PROMPT], cached=0, greedy=False), ask, rows, {})
+    size = rows_of(0).nbytes
+    assert pieces == ["handed", 3 * size]
+    refs = sinks.publish("shard", {str(number): rows_of(number).token_ids for number in range(5)}, []).result()
+    assert pieces == ["handed", 3 * size, "handed", 2 * size, 0] and list(refs) == list("01234")
