@@ -281,6 +281,13 @@ def _share_problems(config: Config, world_size: int) -> Iterator[Problem]:
         )
     if config.placement.copies:
         yield from _copies_problems(config)
+    elif config.placement.node_ranks is not None:
+        yield describe(
+            "nodes matter for copies of experts alone",
+            where={"key": "placement.node_ranks", "given": "placement.copies is 0"},
+            got=config.placement.node_ranks,
+            expected="null",
+        )
 
 
 def _copies_problems(config: Config) -> Iterator[Problem]:
@@ -292,6 +299,13 @@ def _copies_problems(config: Config) -> Iterator[Problem]:
             1,
             "at least 2",
             "no other rank can take a copy",
+        ),
+        (
+            "placement.node_ranks",
+            (config.placement.node_ranks or 0) % config.parallel.expert_tensor != 0,
+            config.placement.node_ranks,
+            f"a multiple of parallel.expert_tensor, {config.parallel.expert_tensor}",
+            "ranks that share an expert's matrices would be in several nodes",
         ),
         ("replay.mode", config.replay.mode == "off", "off", "r3 or r2", "only known routes say which experts to copy"),
         ("replay.plan", config.replay.plan is False, False, "true or null", "copies are part of dispatch plans"),

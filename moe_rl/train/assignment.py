@@ -22,10 +22,12 @@ from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import RouteRef, Sequence, by_completion
 
 
-def agreed[Result](read: Callable[[], Result]) -> Result:
+def agreed[Result](read: Callable[[], Result], what: str = "recorded routes of its sequences") -> Result:
     """Return what `read` returns, once it has returned on every rank. If it raises on one rank, all ranks raise.
 
-    `read` must not wait for other ranks.
+    Args:
+        read: Must not wait for other ranks.
+        what: What it reads, for the error of the other ranks.
     """
     refused: MoeRLError | None = None
     try:
@@ -36,11 +38,7 @@ def agreed[Result](read: Callable[[], Result]) -> Result:
     if refused:
         raise refused
     if who:
-        raise ReplayError(
-            describe(
-                "another rank refused the recorded routes of its sequences", got=f"rank {who - 1:.0f}, see its error"
-            )
-        )
+        raise ReplayError(describe(f"another rank refused the {what}", got=f"rank {who - 1:.0f}, see its error"))
     return result
 
 

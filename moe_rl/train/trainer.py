@@ -206,7 +206,7 @@ class Trainer:
             batch = world.broadcast(batch, RolloutBatch | None)
             if batch is not None and self.config.task.environment is not None:
                 sequences, mine = batch.sequences, (dist.get_rank(), dist.get_world_size())
-                agreed(lambda: check_trained(sequences, self.sessions, mine))
+                agreed(lambda: check_trained(sequences, self.sessions, mine), "sessions of its episodes")
         for part, behind in (("checkpoint", self.checkpoints), ("export", self.exports)):
             if batch is not None and behind.pending is not None:
                 with self.peers.phase(part, step), self.saving(part):

@@ -71,7 +71,7 @@ class Sender:
         self._store.set(_RANK, str(rank))
         self._group: Communicator | None = None
         self._under_way = _UnderWay()
-        self._sent = 0
+        self._sent, self._closed = 0, False
 
     def send(
         self, buckets: Sequence[Sequence[TensorInfo]], tensors: Iterator[tuple[str, Tensor]], stopped: threading.Event
@@ -82,10 +82,19 @@ class Sender:
             False if `stopped` was set before all workers were ready.
 
         Raises:
-            WeightSyncError: a tensor differs from its announcement, by which the workers cut the bytes. Its bucket is
-                not sent.
+            WeightSyncError: a tensor differs from its announcement, by which the workers cut the bytes, and its bucket
+                is not sent; or the sender has left its group.
             ConnectionError: a worker is gone.
         """
+        if self._closed:
+            raise WeightSyncError(
+                describe(
+                    "A sender of weights has left its workers, after an earlier broadcast broke off",
+                    where=_where(self.at),
+                    do="resume the run from its last checkpoint",
+                    fault="closed",
+                )
+            )
         self._store.set(_plan(self._sent), _plan_digest(buckets))
         keys = [_ready(self._sent, rank) for rank in range(1, self.workers + 1)]
         while not self._store.check(keys):
@@ -106,10 +115,10 @@ class Sender:
         return True
 
     def close(self) -> None:
-        """Leave the group. A worker that still waits for bytes gets an error."""
+        """Leave the group, for good. A worker that still waits for bytes gets an error."""
         if self._group is not None:
             self._group.destroy()
-        self._group, self._under_way = None, _UnderWay()
+        self._group, self._under_way, self._closed = None, _UnderWay(), True
 
 
 class Receiver:
@@ -230,7 +239,9 @@ def _store_of(sender: SenderAt) -> dist.Store:
         store = dist.TCPStore(sender.address, sender.port, timeout=_REACHED, wait_for_workers=False)
         found = store.get(_RANK).decode()
     except RuntimeError as error:
-        raise WeightSyncError(describe("The trainer cannot be reached", where=_where(sender), got=error)) from error
+        do = "let the samplers' hosts reach this rank's host, or send from rank 0 alone: rollout.weight_senders=1"
+        message = describe("The trainer cannot be reached", where=_where(sender), got=error, do=do)
+        raise WeightSyncError(message) from error
     if found != str(sender.rank):
         raise WeightSyncError(
             describe(

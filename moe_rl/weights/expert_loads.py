@@ -57,11 +57,14 @@ def _collect(layer: RoutedExperts) -> None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             part, expert = bound.arguments["shard_id"], bound.arguments["expert_id"]
+            here = layer._map_global_expert_id_to_local_expert_id(expert) != -1
+            if not here:
+                bound.arguments["loaded_weight"] = None  # another rank's: only noted, and its memory is not held
             info.loaded_weights.append((name, bound))
             missing.discard((name, part, expert))
             if not missing:
                 _layerwise_process(layer, info)
-            return layer._map_global_expert_id_to_local_expert_id(expert) != -1
+            return here
 
         return online_process_loader
 

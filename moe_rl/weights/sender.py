@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_rl.config.sampling_keys import RolloutConfig
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError, WeightSyncError, describe
 from moe_rl.planning.transfer import Place, Way, weight_transfer
 from moe_rl.weights.broadcast import Sender, is_loopback, own_address
 from moe_rl.weights.conservation import Conservation, Content
@@ -206,8 +206,18 @@ class WeightSender:
             self._sender = None
         if self._sender is None and stream.sends:
             # Another host has another address. It is the one on the route to rank 0's, in the samplers' network.
-            address = own_address(workers.address, _ANY_PORT) if stream.rank else workers.address
-            self._sender = Sender(stream.rank, address, workers.count, self._ranks.device())
+            try:
+                address = own_address(workers.address, _ANY_PORT) if stream.rank else workers.address
+                self._sender = Sender(stream.rank, address, workers.count, self._ranks.device())
+            except OSError as error:
+                raise WeightSyncError(
+                    describe(
+                        "A rank cannot listen for the workers of the samplers",
+                        where={"rank": stream.rank, "host": workers.address},
+                        got=error,
+                        do="look at this host's network, or send from rank 0 alone: rollout.weight_senders=1",
+                    )
+                ) from error
 
     def _rounds(self, *, host: bool) -> list[Round]:
         rounds = self._conservation.watched(self._exported(host=host))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError
+from moe_rl.errors import WeightSyncError, describe
 from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.digest import TensorDigests, as_announced, dtype_name
 from moe_rl.weights.run_of_bytes import packed, unpacked
@@ -156,7 +156,7 @@ class WeightStream:
 
     def _arrivals(self) -> Iterator[Tensor]:
         """Yield the bytes of each round of another rank, and receive the next round meanwhile."""
-        before: tuple[dist.Work, Tensor] | None = None
+        before: tuple[int, dist.Work, Tensor] | None = None
         for rank, _, infos in self._passing:
             if rank == self.rank:
                 continue
@@ -166,7 +166,7 @@ class WeightStream:
             assert work is not None  # this rank is in the group
             if before is not None:
                 yield _arrived(*before)
-            before = work, octets
+            before = rank, work, octets
         if before is not None:
             yield _arrived(*before)
 
@@ -305,8 +305,12 @@ class _Sending:
         return self._error
 
 
-def _arrived(work: dist.Work, octets: Tensor) -> Tensor:
-    work.wait()
+def _arrived(rank: int, work: dist.Work, octets: Tensor) -> Tensor:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        message = describe("A rank did not hand its weights over", where={"rank": rank}, got=str(error).splitlines()[0])
+        raise WeightSyncError(message) from error
     return octets
 
 

@@ -121,6 +121,7 @@ def test_two_segments_of_a_completion_fit_into_a_microbatch(found):
                 ("train.overlap_expert_parallel_comm", "true", "got True"),
             )
         ),
+        (["placement.node_ranks=2"], ["placement.node_ranks", "placement.copies is 0", "got 2"]),
         (["train.updates_per_step=3"], ["train.updates_per_step", "got 3", "= 4"]),
         (["train.updates_per_step=8"], ["train.updates_per_step", "got 8", "= 4"]),
         (["rollout.prompts_per_step=10"], ["rollout.prompts_per_step", "at most 8"]),
@@ -181,6 +182,12 @@ def test_each_problem_is_one_message(found, overrides, parts):
     (message,) = found(*overrides)
     key, *pieces = parts
     tells(message, *pieces, key=key)
+
+
+def test_nodes_do_not_divide_the_ranks_of_an_expert(found):
+    _, told = found("placement.copies=2", "placement.node_ranks=3", "parallel.expert_tensor=2")
+    for part in ("placement.node_ranks", "got 3", "multiple of parallel.expert_tensor, 2"):
+        assert part in told
 
 
 def settings(name):

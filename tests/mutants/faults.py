@@ -1167,6 +1167,14 @@ MUTANTS: list[Mutant] = [
             "tests/weights/test_weight_stream.py",
         ),
         (
+            "experts loaded before the last has come",
+            "expert_loads.py",
+            "if not missing:",
+            "if len(missing) < 2:",
+            "A layer is loaded without one of its experts.",
+            "tests/weights/test_expert_loads.py",
+        ),
+        (
             "a rank in another's place",
             "broadcast.py",
             "if found != str(sender.rank):",

@@ -16,6 +16,7 @@ from moe_rl.weights import stream
 from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.digest import tensor_digest
 from moe_rl.weights.update import WeightUpdate
+from tests.support.refusals import refused
 from tests.weights.sending import ALONE
 from tests.weights.test_intake import equal
 
@@ -142,3 +143,11 @@ def test_a_sender_whose_workers_are_gone_lets_rank_0_say_which(monkeypatch, erro
     with pytest.raises(WeightSyncError, match=f"failed on rank 1 of the trainer: {error}"):
         stream.take_part(whole, sender, ALONE, lambda: told.append("settled"))
     assert told == (["closed"] if isinstance(error, RuntimeError) else ["closed", 20.0])
+
+
+def test_a_rank_that_does_not_hand_its_weights_over_is_named():
+    def wait():
+        raise RuntimeError("Connection closed by peer\nand more")
+
+    with refused(WeightSyncError, rank=3, got=("Connection closed by peer",)):
+        stream._arrived(3, SimpleNamespace(wait=wait), torch.zeros(1))
