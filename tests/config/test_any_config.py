@@ -13,7 +13,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.plan_table import render
-from moe_rl.train.run_folder import create
+from moe_rl.train.run_folder import create, start_problems
 
 KEYS = sorted(set(_all_keys()))
 VALUES = (
@@ -46,6 +46,7 @@ def test_it_is_refused_by_name_or_can_be_begun(config_file, tmp_path, overrides,
             plan = make_plan(config, facts, ranks)
             assert render(plan)
             found = [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
+            found += start_problems(config)
         if found:
             raise ConfigError(found)
     except ConfigError as error:
