@@ -46,6 +46,7 @@ async def two_steps(shared, feed):
     await forwarded(shared.groups, 60)
     await shared.send(SimpleNamespace(take_weights=feed.update))
     batches = [await feed.take(shared.old + 1), await feed.take(shared.old + 2)]
+    await feed.stop()  # the groups of later steps, which the engine would go on to sample
     kept = [feed.rollouts.kept.load(shared.old + n) for n in (1, 2)]
     assert [len(batch.sequences) for batch in kept] == [len(batch.sequences) for batch in batches]
     return [one for batch in kept for one in batch.sequences], [batch.metrics for batch in batches]
