@@ -36,7 +36,7 @@ def make_pool(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     pools = []
 
-    def make(*functions: str, timeout=2.0, workers=1, weights=None, batch=None, kinds=None, **more) -> VerifierPool:
+    def make(*functions: str, timeout=30.0, workers=1, weights=None, batch=None, kinds=None, **more) -> VerifierPool:
         rewards = {
             path.rpartition(".")[2]: FunctionReward(
                 function=path if "." in path else f"bad_rewards.{path}",
