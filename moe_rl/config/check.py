@@ -281,13 +281,15 @@ def _share_problems(config: Config, world_size: int) -> Iterator[Problem]:
         )
     if config.placement.copies:
         yield from _copies_problems(config)
-    elif config.placement.node_ranks is not None:
-        yield describe(
-            "nodes matter for copies of experts alone",
-            where={"key": "placement.node_ranks", "given": "placement.copies is 0"},
-            got=config.placement.node_ranks,
-            expected="null",
-        )
+    else:
+        for key in ("least_copied_rows", "node_ranks"):
+            if (got := getattr(config.placement, key)) is not None:
+                yield describe(
+                    "it has no effect where no expert is copied",
+                    where={"key": f"placement.{key}", "given": "placement.copies is 0"},
+                    got=got,
+                    expected="null",
+                )
 
 
 def _copies_problems(config: Config) -> Iterator[Problem]:

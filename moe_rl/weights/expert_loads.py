@@ -47,6 +47,9 @@ def _collect(layer: RoutedExperts) -> None:
     """Put wrappers around the loaders of a layer's weights that keep what comes, until all is there."""
     info = get_layerwise_info(layer)
     missing = {(name, *one) for name in _WEIGHTS for one in experts_of(layer, name)}
+    # Asked once for each expert, and not for each of its tensors: on a GPU the host waits for the answer.
+    experts = range(layer.moe_config.num_logical_experts)
+    here = {expert for expert in experts if layer._map_global_expert_id_to_local_expert_id(expert) != -1}
 
     def wrapper(name: str) -> Callable[..., bool]:
         loader = _get_original_loader(getattr(layer, name))
@@ -57,14 +60,13 @@ def _collect(layer: RoutedExperts) -> None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             part, expert = bound.arguments["shard_id"], bound.arguments["expert_id"]
-            here = layer._map_global_expert_id_to_local_expert_id(expert) != -1
-            if not here:
+            if expert not in here:
                 bound.arguments["loaded_weight"] = None  # another rank's: only noted, and its memory is not held
             info.loaded_weights.append((name, bound))
             missing.discard((name, part, expert))
             if not missing:
                 _layerwise_process(layer, info)
-            return here
+            return expert in here
 
         return online_process_loader
 

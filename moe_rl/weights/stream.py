@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, describe
-from moe_rl.weights.broadcast import Sender
+from moe_rl.weights.broadcast import Sender, packed, unpacked
 from moe_rl.weights.digest import TensorDigests, as_announced, dtype_name
-from moe_rl.weights.run_of_bytes import packed, unpacked
 from moe_rl.weights.update import Broadcast, Received, SenderAt, TensorInfo, WeightUpdate
 
 _LEAVE_SECONDS = 5.0

@@ -121,7 +121,10 @@ def test_two_segments_of_a_completion_fit_into_a_microbatch(found):
                 ("train.overlap_expert_parallel_comm", "true", "got True"),
             )
         ),
-        (["placement.node_ranks=2"], ["placement.node_ranks", "placement.copies is 0", "got 2"]),
+        *(
+            ([f"{key}=2"], [key, "placement.copies is 0", "got 2"])
+            for key in ("placement.node_ranks", "placement.least_copied_rows")
+        ),
         (["train.updates_per_step=3"], ["train.updates_per_step", "got 3", "= 4"]),
         (["train.updates_per_step=8"], ["train.updates_per_step", "got 8", "= 4"]),
         (["rollout.prompts_per_step=10"], ["rollout.prompts_per_step", "at most 8"]),

@@ -32,7 +32,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
 from moe_rl.proof.trial import Trial
 from moe_rl.train.guards import Guards
-from moe_rl.weights import run_of_bytes
+from moe_rl.weights import broadcast
 from moe_rl.weights.shared_memory import SegmentWriter
 from moe_rl.weights.stream import Round
 from tests.weights.taking import Taker, sender_of, taken
@@ -128,7 +128,7 @@ class Case:
             weakref.finalize(octets.untyped_storage(), note, 1, -octets.nbytes)
             return octets
 
-        export_rounds, write, packed = self.policy.export_rounds, SegmentWriter.append, run_of_bytes.packed
+        export_rounds, write, packed = self.policy.export_rounds, SegmentWriter.append, broadcast.packed
         with (
             patch.object(self.policy, "export_rounds", rounds),
             patch.object(SegmentWriter, "append", append),
