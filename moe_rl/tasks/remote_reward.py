@@ -83,6 +83,7 @@ async def _ask(
 
 async def _attempt(client: httpx.AsyncClient, url: str, row: dict[str, Any]) -> float:
     headers = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
+    headers["connection"] = "close"  # what a server sends behind its answer would be read as the next one's
     async with client.stream("POST", url, content=json.dumps(row).encode(), headers=headers) as response:
         body = b""
         async for piece in response.aiter_raw():  # not unpacked, so that a small answer cannot become a huge one

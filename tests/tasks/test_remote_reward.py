@@ -83,8 +83,10 @@ class Server:
         if status in (301, 307):
             more = f"location: {self.url}\r\n"
         answer = rest if word == "say" else '{"reward": 0.5, "why": "half"}'
-        data = answer.encode()
-        writer.write(f"HTTP/1.1 {status} X\r\n{more}content-length: {len(data)}\r\n\r\n".encode() + data)
+        data = f"HTTP/1.1 {status} X\r\n{more}content-length: {len(answer.encode())}\r\n\r\n{answer}".encode()
+        if word == "twice":  # a second answer, which nobody asked for
+            data += data.replace(b"0.5", b"1.0")
+        writer.write(data)
         await writer.drain()
         return True
 
@@ -145,6 +147,14 @@ def test_a_hostile_server_fails_its_items_and_no_others(ask, server):
         assert server.asked[does] == attempts, does
     assert [verdict.reward for verdict in (verdicts[0], *verdicts[len(HOSTILE) + 1 :])] == [0.5] * (len(MENDED) + 2)
     assert [server.asked[does] for does in MENDED] == [2] * len(MENDED)
+
+
+@pytest.mark.parametrize("does", ["twice", "status 204"])
+def test_what_comes_behind_an_answer_answers_no_other_request(ask, server, does):
+    first, *others = ask(does, "a", "b", concurrent_requests=1, attempts=1)
+    assert first.scored == (does == "twice")
+    assert [(other.status, other.reward) for other in others] == [("scored", 0.5)] * 2
+    assert [body["completion"] for body in server.bodies] == [does, "a", "b"]
 
 
 def test_one_attempt_is_one_attempt(ask, server):
