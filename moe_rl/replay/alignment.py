@@ -420,6 +420,8 @@ def _pieces(
     # Estimate the batch's agreement without suspicious pieces, so that they do not influence their own threshold.
     level = float(np.median(np.repeat(mean[present], rows[present].astype(int))))
     sound = present & (mean >= (level + unrelated) / 2)
+    if not sound.any():  # the whole batch agrees less than unrelated rows do
+        return (), 0.0
     count, total, by_token, by_position = table[sound].sum(0)
     level = min(total / count, 1 - 0.5 / (count * layers))
     between = (level + unrelated) / 2

@@ -148,6 +148,15 @@ def test_where_the_witness_is_weak_nothing_is_refused_and_the_power_says_so():
     assert found.power == pytest.approx(0.75, abs=0.01) and not found.faults
 
 
+def test_where_all_rows_agree_less_than_unrelated_ones_layers_are_named_and_no_piece():
+    pair = torch.from_numpy(np.random.default_rng(0).integers(0, 2, (len(LAYERS), sum(LENGTHS), 1)))
+    record, witness = (2 * one + torch.arange(TOP_K) for one in (1 - pair, pair))
+    with np.errstate(all="raise"):
+        found = verdict_of(record, witness, LENGTHS)
+    assert [one.layer for one in found.layers] == [*LAYERS] and found.power == 0
+    assert not any("has other rows at tokens" in text for text in found.sequences)
+
+
 def test_nothing_recorded_is_nothing_seen():
     places = RowPlaces.of([np.arange(3)], [1], np.zeros(3, bool), slice(None))
     test = AlignmentTest(LAYERS, [places], torch.device("cpu"))

@@ -103,7 +103,7 @@ def ask(make_pool, server):
     """Scores completions by the server; returns the verdicts."""
 
     def score(*completions: str, **keys):
-        keys = {"timeout_seconds": 0.5, "attempts": 2, "arguments": ("completion", "answer")} | keys
+        keys = {"timeout_seconds": 30.0, "attempts": 2, "arguments": ("completion", "answer")} | keys
         with make_pool(kinds={"judge": RemoteReward(kind="remote", url=server.url, **keys)}) as pool:
             return pool.score([RewardItem("", one, {"answer": 7, "hidden": 1}) for one in completions])
 
@@ -183,6 +183,6 @@ def test_requests_go_out_together_but_not_more_than_configured(ask, server):
 
 def test_a_remote_reward_may_take_longer_than_a_function(make_pool, server):
     judge = RemoteReward(kind="remote", url=server.url, arguments=("completion",), timeout_seconds=30.0, attempts=1)
-    with make_pool("good", kinds={"judge": judge}, timeout=0.3) as pool:
-        [verdict] = pool.score([RewardItem("", "slow 0.8")])
+    with make_pool("good", kinds={"judge": judge}, timeout=1.0) as pool:
+        [verdict] = pool.score([RewardItem("", "slow 1.5")])
     assert verdict.parts == {"good": 1.0, "judge": 0.5}

@@ -370,7 +370,7 @@ def test_chatter_does_not_disturb(make_pool, tmp_path):
 def test_hangs_do_not_starve_healthy_items(make_pool, tmp_path):
     hangs = [faulty(("loop", "c_sleep", "stop")[i % 3], tmp_path / f"witness-{i}") for i in range(9)]
     items = [item for hang in hangs for item in (HEALTHY, hang, *[HEALTHY] * 10)]
-    with make_pool("misbehave", timeout=0.2, workers=2) as pool:
+    with make_pool("misbehave", timeout=0.5, workers=2) as pool:
         start = time.monotonic()
         verdicts = pool.score(items)
         took = time.monotonic() - start
@@ -378,7 +378,7 @@ def test_hangs_do_not_starve_healthy_items(make_pool, tmp_path):
     assert len(list(tmp_path.iterdir())) == 9
     assert [verdict.scored for verdict in verdicts] == [item is HEALTHY for item in items]
     assert all(verdict.scored for verdict in afterwards)
-    assert took < 9 * (0.2 + 1.0)  # one limit and one restart each, were they one after the other
+    assert took < 9 * (0.5 + 1.0)  # one limit and one restart each, were they one after the other
 
 
 def test_every_item_hangs_or_dies(make_pool, tmp_path):
@@ -400,7 +400,7 @@ def test_a_forked_child_does_not_answer(make_pool, tmp_path):
 
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_hurt_in_idleness_costs_no_item(make_pool, helpers, harm):
-    with make_pool("good", timeout=0.3) as pool:
+    with make_pool("good", timeout=2.0) as pool:
         [pid] = pool.pids
         os.kill(pid, harm)
         hurt = "Z" if harm is signal.SIGKILL else "T"
@@ -444,7 +444,7 @@ def test_an_answer_that_lay_there_in_time_counts(make_pool, monkeypatch, tmp_pat
 
 
 def test_wall_clock_jumps_do_not_matter(make_pool, monkeypatch):
-    with make_pool("good", timeout=0.5) as pool:
+    with make_pool("good") as pool:
         jumps = []
 
         def clock():
