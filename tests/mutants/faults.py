@@ -830,6 +830,14 @@ MUTANTS: list[Mutant] = [
             "tests/tasks/test_verifiers.py",
         ),
         (
+            "a remote reward's connection used again",
+            "remote_reward.py",
+            'headers["connection"] = "close"',
+            'headers["connection"] = "keep-alive"',
+            "A second answer of the server is the reward of another completion.",
+            "tests/tasks/test_remote_reward.py",
+        ),
+        (
             "a worker's NaN",
             "verifier_process.py",
             "or abs(value) <= LARGEST_REWARD:",

@@ -27,8 +27,9 @@ from moe_rl.tasks.worker_side import limit_resources, open_channel, resolve, sen
 
 _MAX_FILE_BYTES = 1 << 30
 _MAX_TRACEBACK = 16000
-# A hang that an event loop cannot end, such as an endless loop, is killed this much later, behind its stacks.
-STACKS_AFTER, KILL_AFTER = 0.5, 1.0
+# A hang that an event loop cannot end, such as an endless loop, writes its stacks and is killed this much later. A busy
+# machine may need seconds to write them.
+STACKS_AFTER, KILL_AFTER = 0.5, 5.0
 
 
 class Prepare(Message, frozen=True):
