@@ -188,7 +188,7 @@ class Peers:
             # on another node is known only once a rank there reports it, or by silence.
             patience = time.monotonic()
             if isinstance(error, RuntimeError):
-                patience += self.timeout + 2 * _INTERVAL if self._several_nodes else _DYING_SECONDS
+                patience += _DYING_SECONDS + (self.timeout if self._several_nodes else 0.0)
             while (lost := self._lost()) is None and (self._failed_since or time.monotonic() < patience):
                 time.sleep(_INTERVAL / 5)
             if lost is not None:
