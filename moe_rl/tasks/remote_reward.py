@@ -19,6 +19,12 @@ import msgspec
 _LONGEST_ANSWER = 1 << 16
 _SHOWN = 200
 _TRY_AGAIN = (408, 429)
+_HEADERS = {
+    "content-type": "application/json",
+    "accept": "application/json",
+    "accept-encoding": "identity",
+    "connection": "close",  # in one that is used again, what a server sent behind its answer would be the next answer
+}
 
 
 class RemoteError(Exception):
@@ -50,7 +56,8 @@ def remote(
     async def ask_remote(**columns: list[Any]) -> list[float | RemoteError]:
         if not client:  # inside the event loop, which it belongs to
             # Redirects are not followed: they would carry data to a server that the config does not name.
-            client.append(httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None)))
+            limits = httpx.Limits(max_connections=None)
+            client.append(httpx.AsyncClient(headers=_HEADERS, timeout=None, trust_env=False, limits=limits))
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return await asyncio.gather(*(_ask(client[0], url, row, timeout_seconds, waits) for row in rows))
 
@@ -82,9 +89,7 @@ async def _ask(
 
 
 async def _attempt(client: httpx.AsyncClient, url: str, row: dict[str, Any]) -> float:
-    headers = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
-    headers["connection"] = "close"  # what a server sends behind its answer would be read as the next one's
-    async with client.stream("POST", url, content=json.dumps(row).encode(), headers=headers) as response:
+    async with client.stream("POST", url, content=json.dumps(row).encode()) as response:
         body = b""
         async for piece in response.aiter_raw():  # not unpacked, so that a small answer cannot become a huge one
             body += piece

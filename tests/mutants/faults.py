@@ -832,8 +832,8 @@ MUTANTS: list[Mutant] = [
         (
             "a remote reward's connection used again",
             "remote_reward.py",
-            'headers["connection"] = "close"',
-            'headers["connection"] = "keep-alive"',
+            '"connection": "close"',
+            '"connection": "keep-alive"',
             "A second answer of the server is the reward of another completion.",
             "tests/tasks/test_remote_reward.py",
         ),

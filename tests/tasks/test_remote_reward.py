@@ -137,8 +137,6 @@ HOSTILE = [  # what the server does, attempts at it, part of the reason
     ('say \xff{"reward": 1}', 1, "number"),
 ]
 MENDED = ["status 500,200", "status 429,200", "status 408,200", "closes_then"]
-
-
 HALF = ("scored", 0.5, "")
 
 

@@ -210,6 +210,15 @@ def test_ranks_on_other_nodes_give_the_same_reason(ranks, torchrun):
         torchrun.kill()
 
 
+def test_a_rank_on_another_node_waits_for_a_reason_before_it_gives_its_own_error(ranks):
+    """The node of a peer may be silent for the whole timeout, 2 s, and die up to 5 s after its connections."""
+    other, broken = ranks("sleep", "broken off", apart=True)
+    began = time.monotonic()
+    broken.wait(30)
+    assert time.monotonic() - began > 5  # 8 s from its own "ready"; the other one's may have come later
+    assert broken.returncode == 1 and "Connection closed by peer" in broken.errors() and other.poll() is None
+
+
 def test_a_rank_that_finished_is_not_missed(ranks):
     slower, done = ranks("hear", "finish")
     assert end(done, 10)[0] == 0

@@ -220,6 +220,16 @@ def test_a_rank_listens_on_the_address_by_which_its_host_is_reached_while_it_sen
     assert asked == ["10.0.0.1"]
 
 
+def test_a_rank_that_cannot_listen_is_named(tmp_path, monkeypatch):
+    from moe_rl.weights.sender import _Workers
+    from tests.weights.taking import sender_of
+
+    sender = sender_of(SimpleNamespace(moves=0), tmp_path, "broadcast", ALONE)
+    monkeypatch.setattr("moe_rl.weights.sender.own_address", lambda *other: "192.0.2.77")  # no host has this address
+    with refused(WeightSyncError, rank=3, host="10.0.0.1"):
+        sender._listen(_Workers(2, "10.0.0.1"), SimpleNamespace(rank=3, sends=True))
+
+
 @pytest.mark.parametrize(("to", "on_host", "senders"), [("127.0.0.1", 4, 3), ("127.0.0.1", 2, 1), ("10.0.0.1", 2, 3)])
 def test_samplers_that_no_other_host_reaches_get_all_from_rank_0(tmp_path, monkeypatch, to, on_host, senders):
     from tests.weights.taking import sender_of
@@ -354,6 +364,7 @@ def test_a_sender_that_dies_is_named(open_sender):
         # The one that lives does not wait for ever: the worker has left.
         assert isinstance(sending.exception(20), ConnectionError)
     process.join()
+    # 3: the second bucket of the dying sender was lost on its way. 5: its end was seen behind the other's next bucket.
     assert [name for tensors in got for name in tensors] == names[: len(got)] and len(got) in (3, 4, 5)
 
 
