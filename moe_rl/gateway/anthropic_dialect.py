@@ -35,9 +35,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 # Arguments that are no JSON object are the value of this name in the input of a tool.
 _RAW = "arguments"
 _KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    405: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     503: "overloaded_error",
 }
@@ -135,7 +136,8 @@ def messages_events(name: str, model: str, wish: ChatWish, replies: Sequence[Age
 def error_body(error: BadRequest) -> dict[str, Any]:
     """Return the body of an error."""
     text = f"{error.field}: {error}" if error.field else str(error)
-    return {"type": "error", "error": {"type": _KINDS.get(error.status, "api_error"), "message": text}}
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": text}}
 
 
 def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, Any]]:

@@ -10,6 +10,10 @@ import uvicorn
 
 # Time for replies in flight at shutdown.
 _LEAVE_SECONDS = 3
+# How long a connection stays open between two requests. A client that sends one just when the server closes gets no
+# answer, so this is longer than clients and balancers keep connections: aiohttp 15 s, or 75 s and more where a user
+# says so; Go and reqwest 90 s; balancers 60 to 600 s. At shutdown idle connections are closed at once.
+_IDLE_SECONDS = 650
 
 
 class GatewayListener:
@@ -25,6 +29,7 @@ class GatewayListener:
                 access_log=False,
                 log_level="warning",
                 server_header=False,
+                timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_LEAVE_SECONDS,
             )
         )

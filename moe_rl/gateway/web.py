@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -40,6 +42,7 @@ from moe_rl.vllm.server_control import RefusedCall
 
 _CLIENT_GONE = 499
 _SMALL_BODY = 1 << 16
+_ANTHROPIC_PATH = re.compile(r"(/s/[^/]*)?/v1/messages(/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class GatewayApp:
                 Route(f"{before}/v1/messages", self._serving(messages), methods=["POST"]),
                 Route(f"{before}/v1/models", self._models),
             ]
-        self.asgi = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown, Exception: _broken})
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _unknown, Exception: _broken})
 
     def _serving(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def serve(request: Request) -> Response:
@@ -155,7 +158,7 @@ class GatewayApp:
         try:
             self._session(request)
         except BadRequest as error:
-            return JSONResponse(openai.error_body(error), error.status, _headers(error.status))
+            return JSONResponse(_error_body(request, error), error.status, _headers(error.status))
         model = {"id": self._gateway.model, "object": "model", "created": 0, "owned_by": "moe_rl"}
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -218,15 +221,23 @@ async def _health(request: Request) -> Response:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    bad = BadRequest(f"no such route: {request.method} {request.url.path[:200]}", status=status, code="not_found")
-    return JSONResponse(openai.error_body(bad), status)
+    assert isinstance(error, HTTPException)  # the app registers it for these alone
+    bad = BadRequest(
+        f"no such route: {request.method} {request.url.path[:200]}", status=error.status_code, code="not_found"
+    )
+    return JSONResponse(_error_body(request, bad), bad.status, error.headers)
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    # The server logs the traceback.
+    # The server logs the traceback, and closes the connection.
     bad = BadRequest(f"a fault of the gateway: {type(error).__name__}", status=500, code="internal")
-    return JSONResponse(openai.error_body(bad), bad.status)
+    return JSONResponse(_error_body(request, bad), bad.status, {"Connection": "close"})
+
+
+def _error_body(request: Request, error: BadRequest) -> dict[str, Any]:
+    """Return the body of an error of no dialect's own, in the form that the client reads."""
+    of_anthropic = _ANTHROPIC_PATH.match(request.url.path) or "anthropic-version" in request.headers
+    return (anthropic if of_anthropic else openai).error_body(error)
 
 
 def _summary(session: Session) -> dict[str, Any]:

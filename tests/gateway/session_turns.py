@@ -10,7 +10,16 @@ from moe_rl.types import Completion, RoutePart, RouteRef, VersionSpan, sampled_b
 WIDE = SessionLimits(tokens=10**6, turns=10**4, seconds=1e6)
 
 
-def said(prompt, token_ids, *, key="k", version=0, versions: tuple[VersionSpan, ...] | None = None) -> Completion:
+def said(
+    prompt,
+    token_ids,
+    *,
+    key="k",
+    version=0,
+    versions: tuple[VersionSpan, ...] | None = None,
+    finish_reason="stop",
+    **more,
+) -> Completion:
     """Make a completion whose log-probabilities follow from its tokens."""
     token_ids = tuple(token_ids)
     return Completion(
@@ -18,9 +27,10 @@ def said(prompt, token_ids, *, key="k", version=0, versions: tuple[VersionSpan, 
         prompt_token_ids=tuple(prompt),
         token_ids=token_ids,
         logprobs=-np.asarray(token_ids, np.float32) - 1,
-        finish_reason="stop",
+        finish_reason=finish_reason,
         versions=sampled_by(version, len(token_ids)) if versions is None else versions,
         routes=RouteRef(key, len(prompt) + len(token_ids) - 1, (RoutePart("shard", "0" * 16),), 0, "0" * 16),
+        **more,
     )
 
 
