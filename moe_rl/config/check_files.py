@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import codecs
 import dataclasses
 import importlib.machinery
 import importlib.util
@@ -218,6 +219,18 @@ def existing_folder(path: Path) -> Path:
     return path
 
 
+def jsonl_lines(file: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a JSONL file that are not blank, each with its number from 1. Raises OSError.
+
+    A byte order mark at the beginning is left out. Lines end with a line feed only: JSON strings may contain U+2028 and
+    similar characters.
+    """
+    with open(file, "rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if content := (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
+                yield number, content
+
+
 def count_prompts(sources: Sequence[PromptSourceConfig]) -> list[int | None]:
     """Count the lines of each source that are not blank; None for one that cannot be read, drops rows or is no JSONL
     file."""
@@ -232,8 +245,7 @@ def together(counts: Sequence[int | None]) -> int | None:
 
 def _count_lines(file: str) -> int | None:
     try:
-        with open(file, "rb") as stream:
-            return sum(1 for line in stream if line.strip())
+        return sum(1 for _ in jsonl_lines(file))
     except OSError:
         return None
 

@@ -236,11 +236,9 @@ class _PromptMaker:
         """Return the prompt of a row. Raises _Unfit."""
         plays = self._config.task.environment is not None
         for column in filter(None, ("" if plays else source.prompt, source.id, source.level)):
-            if row.get(column) is None:
-                lacks = f"the row lacks the column {column}"
-                raise _Unfit(
-                    lacks, f"only {', '.join(row) or 'no column'}" if column not in row else "null", kind="missing"
-                )
+            if column not in row:
+                lacks = f"the row lacks the column {column}, or has null there"
+                raise _Unfit(lacks, f"only {', '.join(row) or 'no column'}", kind="missing")
         text, token_ids, messages = self._row_text(row) if plays else self._tokenised(source, row)
         return Prompt(
             id=f"{source.name}/{number if source.id is None else self._name(source.id, row)}",

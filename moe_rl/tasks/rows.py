@@ -1,4 +1,9 @@
-"""Reads the rows of a prompt source: a JSONL or Parquet file, a data set of the library `datasets`, or a generator."""
+"""Reads the rows of a prompt source: a JSONL or Parquet file, a data set of the library `datasets`, or a generator.
+
+The same rows are the same from every source. Two things that tables do to JSON are undone, for all sources alike. A
+table gives all objects of a column the same keys, and fills those that an object lacks with null: so a key with null is
+an absent key. A table makes all numbers of a column floats if one is: so a float without a fraction is an integer.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,13 @@ import importlib
 import json
 import math
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from moe_rl.config.check_files import jsonl_lines
 from moe_rl.config.prompt_sources import GENERATOR, PromptSourceConfig
 from moe_rl.errors import About, DataError, describe
 
@@ -21,6 +28,8 @@ _INSTALL = {"datasets": "datasets", "pyarrow.parquet": "pyarrow", "reasoning_gym
 # Generators draw item n from the seed `base + n`, and some take only seeds below 2^32.
 _ITEMS = 1 << 31
 _NOT_JSON = object()
+# The largest integer that a column of floats takes.
+_LARGEST_COUNT = 2**53
 
 
 def read_rows(source: PromptSourceConfig, key: str, left_out: set[str]) -> Iterator[Row]:
@@ -32,14 +41,19 @@ def read_rows(source: PromptSourceConfig, key: str, left_out: set[str]) -> Itera
         DataError: the source cannot be read at all.
     """
     if source.kind == "jsonl":
-        yield from _jsonl(source, key)
+        yield from _jsonl(source, key, left_out)
         return
-    rows = _parquet(source, key) if source.kind == "parquet" else _dataset(source, key)
-    for number, row in enumerate(rows):
-        plain = {name: _plain(value) for name, value in row.items()}
-        left_out.update(name for name, value in plain.items() if value is _NOT_JSON)
-        columns = {name: value for name, value in plain.items() if value is not _NOT_JSON}
-        yield {"key": key, "file": source.data, "row": number}, columns
+    number = 0
+    for table in _parquet(source, key) if source.kind == "parquet" else _dataset(source, key):
+        types = {field.name: field.type for field in table.schema}
+        # lossy: where a key of a map occurs twice, the last one counts
+        for row in table.to_pylist(maps_as_pydicts="lossy"):
+            where: About = {"key": key, "file": source.data, "row": number}
+            try:
+                yield where, _columns(row, left_out, types)
+            except ValueError as error:
+                yield where, error
+            number += 1
 
 
 def open_generator(source: PromptSourceConfig, key: str) -> Callable[[int], dict[str, Any]]:
@@ -87,46 +101,70 @@ def open_generator(source: PromptSourceConfig, key: str) -> Callable[[int], dict
                 do="take another task, or write its items to a JSONL file",
             )
         ) from error
-    return lambda n: _columns(items[n % _ITEMS])
+    return lambda n: _columns(items[n % _ITEMS], set())
 
 
-def _columns(item: dict[str, Any]) -> dict[str, Any]:
-    plain = {name: _plain(value) for name, value in item.items()}
+def _columns(row: dict[str, Any], left_out: set[str], types: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the columns of a row that have a JSON value. The names of the others go into `left_out`.
+
+    Raises:
+        ValueError: a text of JSON is damaged, or objects lie too deep. The text is for the user.
+    """
+    plain = {name: _as_json(value, (types or {}).get(name)) for name, value in row.items() if value is not None}
+    left_out.update(name for name, value in plain.items() if value is _NOT_JSON)
     return {name: value for name, value in plain.items() if value is not _NOT_JSON}
 
 
-def _jsonl(source: PromptSourceConfig, key: str) -> Iterator[Row]:
+def _jsonl(source: PromptSourceConfig, key: str, left_out: set[str]) -> Iterator[Row]:
     where: About = {"key": key, "file": source.data}
     try:
-        data = Path(source.data).read_bytes()
+        for number, line in jsonl_lines(source.data):
+            try:
+                yield {**where, "line": number}, _columns(_parse(line), left_out)
+            except ValueError as error:
+                yield {**where, "line": number}, error
     except OSError as error:
         raise DataError(
             describe("cannot read the prompts", where=where, got=error.strerror, fault="unreadable")
         ) from error
-    # splitlines() would also split at U+2028 and similar characters, which JSON strings may contain.
-    for number, line in enumerate(data.removesuffix(b"\n").split(b"\n") if data else [], start=1):
-        try:
-            yield {**where, "line": number}, _parse(line)
-        except ValueError as error:
-            yield {**where, "line": number}, error
 
 
 def _parse(line: bytes) -> dict[str, Any]:
     """Parse one line. Raises ValueError with a message for the user."""
     try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
+        text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+    record = _json(text)
     if not isinstance(record, dict):
         raise ValueError(f"not an object: {type(record).__name__}")
-    if b"\\u" in line:
+    return record
+
+
+def _json(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError with a message for the user."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if "\\u" in text:
         try:
-            json.dumps(record, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError("half of a surrogate pair, which is not valid text") from error
-    return record
+    return value
+
+
+def plain_json(text: str) -> Any:
+    """Return the value of a JSON text that stands in a column, in the form that all values of rows have.
+
+    Raises:
+        ValueError: it is no JSON. The text is for the user.
+    """
+    value = _as_json(_json(text))
+    if value is _NOT_JSON:
+        raise ValueError("a number that JSON does not have, such as NaN")
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,19 +174,20 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _parquet(source: PromptSourceConfig, key: str) -> Iterator[dict[str, Any]]:
+def _parquet(source: PromptSourceConfig, key: str) -> Iterator[Any]:
+    """Yield Arrow tables."""
     parquet = _library("pyarrow.parquet", source, key)
     try:
         with parquet.ParquetFile(source.data) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
+            yield from file.iter_batches()
     except (OSError, ValueError) as error:
         raise DataError(
             describe("cannot read the prompts", where={"key": key, "file": source.data}, got=error, fault="unreadable")
         ) from error
 
 
-def _dataset(source: PromptSourceConfig, key: str) -> Iterator[dict[str, Any]]:
+def _dataset(source: PromptSourceConfig, key: str) -> Iterator[Any]:
+    """Yield Arrow tables."""
     datasets = _library("datasets", source, key)
     where: About = {"key": key, "file": source.data}
     saved = (Path(source.data) / "dataset_info.json").is_file() or (Path(source.data) / "dataset_dict.json").is_file()
@@ -194,8 +233,7 @@ def _dataset(source: PromptSourceConfig, key: str) -> Iterator[dict[str, Any]]:
             )
         )
     # In Arrow's own form no image or sound is decoded.
-    for batch in found.with_format("arrow").iter(batch_size=1000):
-        yield from batch.to_pylist()
+    yield from found.with_format("arrow").iter(batch_size=1000)
 
 
 def _library(module: str, source: PromptSourceConfig, key: str) -> Any:
@@ -213,16 +251,42 @@ def _library(module: str, source: PromptSourceConfig, key: str) -> Any:
         ) from error
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it, or _NOT_JSON."""
+def _as_json(value: Any, arrow_type: Any = None) -> Any:
+    try:
+        return _plain(value, arrow_type)
+    except RecursionError as error:
+        raise ValueError("lists or objects lie too deep in one another") from error
+
+
+def _plain(value: Any, arrow_type: Any = None) -> Any:
+    """Return a value in the one form that all sources have, or _NOT_JSON.
+
+    arrow_type: of the value, None outside tables. `datasets` keeps values whose types differ as JSON text, of a type of
+    its own that may stand inside lists and objects.
+    """
+    if isinstance(value, str) and getattr(arrow_type, "extension_name", "") == "arrow.json":
+        return _plain(_json(value))
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else _NOT_JSON
+    if isinstance(value, float | Decimal):
+        if not math.isfinite(value):
+            return _NOT_JSON
+        return int(value) if -_LARGEST_COUNT <= value <= _LARGEST_COUNT and value == int(value) else float(value)
     if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
+        inner = getattr(arrow_type, "value_type", None)
+        items = [_plain(item, inner) for item in value]
         return _NOT_JSON if any(item is _NOT_JSON for item in items) else items
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        held = {name: _plain(item) for name, item in value.items()}
+        types = _field_types(arrow_type, value)
+        held = {name: _plain(item, types.get(name)) for name, item in value.items() if item is not None}
         return _NOT_JSON if any(item is _NOT_JSON for item in held.values()) else held
     return _NOT_JSON
+
+
+def _field_types(arrow_type: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """Return the types of the fields of an object in a table."""
+    if arrow_type is None:
+        return {}
+    if hasattr(arrow_type, "item_type"):  # a map
+        return dict.fromkeys(value, arrow_type.item_type)
+    return {field.name: field.type for field in arrow_type.fields}

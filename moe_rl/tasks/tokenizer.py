@@ -239,15 +239,13 @@ class ChatTemplate:
 def _message(message: Any) -> Mapping[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("a message is not an object with a role and a content")
-    # Tables fill what a message lacks with null.
-    kept = {name: value for name, value in message.items() if value is not None}
-    content = kept.get("content")
+    content = message.get("content")
     parts = content if isinstance(content, list) else []
     if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):
         raise ValueError("a message holds something else than text")
-    if not isinstance(content, str | list) and "tool_calls" not in kept:
+    if not isinstance(content, str | list) and "tool_calls" not in message:
         raise ValueError("a message has no content")
-    return kept
+    return message
 
 
 def _texts(content: Any) -> list[str]:

@@ -151,7 +151,6 @@ def test_other_columns_and_no_id(tmp_path, load):
 @pytest.mark.parametrize(
     ("line", "pieces"),
     [
-        (b"", ["JSON"]),
         (b"{", ["JSON"]),
         (b'{"id": "b"} {}', ["JSON"]),
         (b"[" * 100_000, ["JSON"]),
