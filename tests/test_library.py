@@ -9,9 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import moe_rl
+from moe_rl import messages
+from moe_rl.models.hf import read_model
+from moe_rl.trace import ShardWriter, TraceSpec, signed
+from moe_rl.types import Provenance, Sequence, Span, sampled_by
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/howto/library.md").read_text(encoding="utf-8")
@@ -38,13 +43,39 @@ def scripts(tmp_path) -> list[Path]:
     return paths
 
 
+def _check(path: Path, shown: str) -> None:
+    printed = run(path, folder=path.parent).splitlines()
+    assert [line for line in printed if line in shown.splitlines()] == shown.splitlines()
+
+
+@pytest.fixture
+def recorded(scripts) -> None:
+    """Leave what the first example leaves, a store and sequences, without an engine."""
+    folder, rng = scripts[0].parent, np.random.default_rng(0)
+    spec, sequences = TraceSpec.of(read_model(ROOT / "assets/tiny_moe/policy")), []
+    with ShardWriter(folder / "routes", "step0", spec) as writer:
+        for key, prompt, sampled in (("0", 6, 5), ("1", 4, 3)):
+            tokens, rows = tuple(map(int, rng.integers(2, 300, prompt + sampled))), prompt + sampled - 1
+            scores = rng.random((rows, len(spec.moe_layers), spec.num_experts))
+            routes = np.sort(np.argsort(scores, -1)[..., : spec.top_k]).astype(np.uint8)
+            ref = writer.add(key, routes, np.array(tokens[:-1], np.int32), [Span(rows, 0, Provenance.DECODE)])
+            ref = signed(ref, routes, spec.moe_layers, tokens[:-1])
+            logprobs, versions = np.zeros(sampled, np.float32), sampled_by(0, sampled)
+            sequences.append(Sequence(key, tokens[:prompt], tokens[prompt:], logprobs, 1.0, versions, ref))
+    (folder / "sequences").write_bytes(messages.encode(sequences))
+
+
+def test_the_examples_behind_the_recording_print_what_the_page_shows(scripts, recorded):
+    for path, (_, shown) in list(zip(scripts, EXAMPLES, strict=True))[1:]:
+        _check(path, shown)
+
+
 @pytest.mark.long
 def test_every_example_prints_what_the_page_shows(scripts):
     assert len(EXAMPLES) == PAGE.count("```python") == 4
     for path, (code, shown) in zip(scripts, EXAMPLES, strict=True):
         assert 20 <= len(code.splitlines()) <= 40
-        printed = run(path, folder=path.parent).splitlines()
-        assert [line for line in printed if line in shown.splitlines()] == shown.splitlines()
+        _check(path, shown)
 
 
 @pytest.mark.long

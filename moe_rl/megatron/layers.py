@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_rl.megatron.copied_experts import receive_copies
 from moe_rl.megatron.dispatcher import PlannedDispatcher
-from moe_rl.planning.token_layout import positions_of, rows_of
+from moe_rl.planning.token_layout import positions_of
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -142,14 +142,13 @@ class PackedSelfAttention(SelfAttention):
     """Extends SelfAttention: it rotates all sequences of a packed run at once.
 
     In every layer Megatron would cut the angles sequence by sequence, and the host would wait for the device each time.
+    The angles that Megatron's embedding hands over are those of the longest sequence, [longest, 1, 1, d].
     """
 
     def forward(self, *args, rotary_pos_emb: torch.Tensor, packed_seq_params, **kwargs):
-        context = self.pg_collection.cp
-        self._angles = rotary_pos_emb
-        if context.size() > 1:
-            own = _own_rows(packed_seq_params.lengths, context.rank(), context.size(), rotary_pos_emb.device)
-            self._angles = rotary_pos_emb.index_select(0, own)
+        context, lengths = self.pg_collection.cp, packed_seq_params.lengths
+        positions = _positions(lengths, context.rank(), context.size(), rotary_pos_emb.device)
+        self._angles = rotary_pos_emb.index_select(0, positions)
         return super().forward(*args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(self, *args, **kwargs):
@@ -163,13 +162,9 @@ class PackedSelfAttention(SelfAttention):
 
 
 @lru_cache(maxsize=8)  # every layer of a microbatch asks for the same result
-def _own_rows(lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(rows_of(lengths, rank, ranks)).to(device)
-
-
-@lru_cache(maxsize=8)
-def _positions(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
+def _positions(lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device) -> torch.Tensor:
+    """Return the position of each row of a context-parallel rank in its sequence, [rows]."""
+    return torch.from_numpy(np.concatenate([positions_of(n, rank, ranks) for n in lengths])).to(device)
 
 
 class PackedAttention(torch.nn.Module):
@@ -292,7 +287,7 @@ def _slots(
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
-    """Computes rotary angles for a packed run, with positions counted from 0 in every sequence.
+    """Computes the rotary angles of latent attention for a packed run, with positions counted from 0 in every sequence.
 
     Megatron's own forward gives angles up to the longest sequence, and its unfused rope then rotates one sequence at a
     time. YaRN's angles come with a scaling factor, as in Megatron.
@@ -315,7 +310,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, float]:
         found = self.angles.get_emb(max(lengths), offset)
         angles, *size = found if isinstance(found, tuple) else (found,)  # [longest, 1, 1, d]
-        packed = angles.index_select(0, _positions(lengths, angles.device))
+        packed = angles.index_select(0, _positions(lengths, 0, 1, angles.device))
         return (packed, *size) if size else packed
 
 

@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.megatron import hf_map, world
 from moe_rl.megatron.hf_files import CheckpointReader
-from moe_rl.megatron.layers import PackedRotaryEmbedding
 from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.specs import replay_spec
 from moe_rl.models.facts import ModelFacts, Yarn
@@ -281,8 +280,6 @@ def _build_chunk(
         share_embeddings_and_output_weights=facts.tie_word_embeddings,
         vp_stage=vp_stage,
     )
-    if facts.latent is None:
-        model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
     if torch.cuda.is_available():
         model.cuda()
     wrapped = Float16Module(config, model) if config.bf16 else model
