@@ -17,7 +17,7 @@ from moe_rl.config.schema import TrackerName
 from moe_rl.report import run_config
 from moe_rl.report.sample_lines import SampleLine
 
-_SHOWN = ("key", "prompt", "completion", "reward", "advantage", "finish_reason", "mismatch")
+_SHOWN = ("key", "prompt", "completion", "reward", "advantages", "finish_reason", "mismatch")
 # The longest list of parameters that MLflow takes at once.
 _PARAMETERS = 100
 
@@ -196,9 +196,10 @@ OPEN: dict[TrackerName, type[TensorBoard] | type[WeightsAndBiases] | type[MLflow
 
 
 def _shown(line: SampleLine) -> dict[str, Any]:
-    """Return the columns of a sample. A mismatch that was not measured is None, because JSON has no NaN."""
+    """Return the columns of a sample. A mismatch that was not measured is None, because JSON has no NaN. Advantages are
+    a text: a table takes no lists of different lengths."""
     found = {name: getattr(line, name) for name in _SHOWN}
-    return found | {"mismatch": line.mismatch if line.mismatch >= 0 else None}
+    return found | {"advantages": line.shown_advantages, "mismatch": line.mismatch if line.mismatch >= 0 else None}
 
 
 def _as_code(text: str) -> str:
