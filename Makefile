@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test chaos mutants test-all lint docs clean
+.PHONY: help venv lock demo test test-part test-all nightly chaos mutants lint docs clean
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -29,15 +29,22 @@ demo: $(READY) ## teach a small Qwen3-MoE arithmetic on this CPU, with routing r
 test: $(READY) ## run the tests that go before every commit
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 
+# One eighth of the long tests, another one for each commit.
+test-part: $(READY) ## run some of the long tests, others for each commit
+	@part="$$(git rev-list --count HEAD)/8"; echo "part $$part of the long tests"; \
+	    $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m long --part "$$part"
+
 chaos: $(READY) ## plant faults into real runs and see that each is named: see docs/internals/chaos.md
 	@$(VENV)/bin/python -m pytest -q -m chaos tests/chaos
 
 mutants: $(READY) ## plant faults into a copy of the code, see that make test notices: docs/internals/mutants.md
 	@$(VENV)/bin/python -m tests.mutants
 
-test-all: $(READY) ## run every test, the long ones too; then chaos and mutants
+test-all: $(READY) ## run every test, the long ones too; not those of `make nightly`
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m "not gpu and not chaos"
-	@$(MAKE) --no-print-directory chaos mutants
+
+nightly: $(READY) ## run what takes hours, part by part; goes on where it was interrupted: PARTS="chaos soak"
+	@$(VENV)/bin/python -m tools.dev.nightly $(PARTS)
 
 lint: $(READY) docs ## check style, layout, types, spelling and the links of the docs
 	@$(VENV)/bin/ruff check --quiet .

@@ -30,6 +30,35 @@ _SHARED = {f"rollout/{name}": "engine" for name in _ON_ENGINE} | {f"gateway/{nam
 _APART = ("test_run.py", "test_faults.py", "test_resume.py")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="of the chosen tests, run every N-th, beginning with number K mod N")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if part := config.getoption("part"):
+        config.pluginmanager.register(_Part(*map(int, part.split("/"))))
+
+
+class _Part:
+    """Keeps every `parts`-th of the tests that -m and -k chose."""
+
+    def __init__(self, number: int, parts: int):
+        self.number, self.parts = number, parts
+
+    @pytest.hookimpl(trylast=True)  # behind the choice by marks and names
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        kept = items[self.number % self.parts :: self.parts]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect nothing outside of `gpu/` for `-m gpu`: most files import what a machine with a GPU need not have."""
+    if config.option.markexpr == "gpu" and collection_path.parent == Path(__file__).parent:
+        return collection_path.name != "gpu"
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: begun last, one would keep a single worker busy. A worker gets all tests of a group."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from tests.chaos.faults import SECONDS, Fault
 from tests.chaos.plants import RANK, STATES, STRIKES, WAITS, arm, struck, witnesses
-from tools.dev.runs import ROOT, Launch, still_running
+from tools.dev.runs import ROOT, Launch, python_path, still_running
 
 PLUG = ROOT / "tests/chaos/plug"
 CONFIG = [
@@ -57,8 +56,7 @@ class Control:
     def launch(self, *arguments: object, fault: str = "", **how) -> Launch:
         """A run with a fault armed. how: see `Launch`."""
         arm(self.path, fault)
-        paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUG)])}
-        return Launch(self.folder, *arguments, environment={"CHAOS": str(self.path), **paths}, **how)
+        return Launch(self.folder, *arguments, environment={"CHAOS": str(self.path)} | python_path(PLUG), **how)
 
     def end(self, launch: Launch, fault: str) -> Met:
         """Wait for the run to end of the fault."""

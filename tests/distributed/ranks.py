@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tools.dev.runs import ROOT, python_path
+
 WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -31,7 +32,7 @@ def _torchrun(ranks: int, script, *arguments) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     # what follows two dashes is not torchrun's own, also where it looks like that
     command += ["--", str(script), *map(str, arguments)]
-    return {"args": command, "cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+    return {"args": command, "cwd": ROOT, "env": os.environ | python_path() | {"OMP_NUM_THREADS": "1"}}
 
 
 def torchrun(ranks: int, script, *arguments, timeout: float = 600) -> subprocess.CompletedProcess:

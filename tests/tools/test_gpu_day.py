@@ -72,6 +72,16 @@ def test_without_a_gpu_only_a_dry_run_begins(tmp_path, monkeypatch):
     assert ended.value.code == 2 and not (tmp_path / "none").exists()
 
 
+def test_a_part_finds_what_stands_on_the_path_and_its_tests_need_no_vllm(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text("raise ImportError('vLLM is not on this machine')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    part = Part("the tests", 200, ("-m", "pytest", "-m", "gpu", "-q", "--collect-only"), writes=False)
+    outcome = gpu_day.run("tests", part, tmp_path, "CPU", dry=True)
+    assert not outcome.failed and "tests collected" in outcome.result, (tmp_path / outcome.log).read_text()
+    part = Part("vLLM", 60, ("-c", "import vllm"), writes=False)
+    assert "vLLM is not on this machine" in gpu_day.run("vllm", part, tmp_path, "CPU", dry=True).failed
+
+
 @pytest.mark.long
 def test_the_cheapest_parts_run_dry(tmp_path):
     assert main(["tests", "digest", "step_overhead", "--dry", "--out", str(tmp_path)]) == 0

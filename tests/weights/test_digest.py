@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.weights.digest import TensorDigests, tensor_digest, tensor_digests, total_digest, word_sum
+from moe_rl.weights.digest import tensor_digest, tensor_digests, total_digest, word_sum
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -108,22 +108,3 @@ def test_the_sum_of_a_device_copies_no_tensor_that_it_can_read_in_place():
     assert len(made) > 10 and max(made) <= 8 << 20
     shifted = torch.cat((octets[:1], octets[4:-4]))[1:]
     assert shifted.storage_offset() % 4 and word_sum(shifted) == before
-
-
-@pytest.mark.gpu
-def test_a_gpu_computes_the_sum_of_the_host():
-    octets = torch.randint(0, 256, ((9 << 20) + 3,), dtype=torch.uint8)
-    assert int(word_sum(octets.cuda())) == int(word_sum(octets))
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_waited_for_once_for_all_digests():
-    tensors = {name: tensor.cuda() for name, tensor in some_tensors().items()}
-    digests = TensorDigests()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for name, tensor in tensors.items():
-            digests.add(name, tensor)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert digests.read() == {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}

@@ -28,7 +28,7 @@ from typing import Any
 from moe_rl.disk import write_json
 from moe_rl.doctor.machine import PARTS as REQUIREMENTS
 from moe_rl.doctor.machine import VLLM, found_version, look
-from tools.dev.runs import ROOT
+from tools.dev.runs import ROOT, python_path
 
 fill = partial(textwrap.fill, width=120, break_on_hyphens=False, break_long_words=False)
 
@@ -175,21 +175,25 @@ def run(name: str, part: Part, out: Path, device: str, *, dry: bool) -> Outcome:
     if status is None:
         outcome.failed = f"it had not ended after {part.seconds:g} s"
     elif status:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        outcome.failed = f"exit status {status}: {lines[-1][:300] if lines else 'no output'}"
+        outcome.failed = f"exit status {status}: {_last_line(log)}"
     elif part.writes and not file.is_file():
         outcome.failed = "it wrote no result"
     elif part.writes:
         outcome.result = json.loads(file.read_text())
     else:
-        outcome.result = log.read_text(errors="replace").splitlines()[-1]
+        outcome.result = _last_line(log)
     return outcome
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
 
 
 def ended(command: list[str], log: Path, *, seconds: float) -> int | None:
     """Run a command in the repository's root. Returns its exit status; None if it had to be ended with all of its
     session."""
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | python_path()
     with open(log, "wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | offline, start_new_session=True

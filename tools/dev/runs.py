@@ -19,6 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.01
 
 
+def python_path(*folders: Path) -> dict[str, str]:
+    """Return PYTHONPATH for a child process: these folders, then the repository, then what this process was given."""
+    given = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), str(ROOT), *filter(None, [given])])}
+
+
 class RunEnded(MoeRLError):
     """Reports that a run ended unexpectedly, or did not end in time. Carries the end of its output."""
 
@@ -40,7 +46,7 @@ class Launch:
         self.runs_dir = Path(runs_dir)
         self.output = self.runs_dir / f"output-{len(list(self.runs_dir.glob('output-*')))}"
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))}
-        own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (environment or {})
+        own |= python_path() | {"OMP_NUM_THREADS": "1"} | (environment or {})
         self._store, self._signs = None, {}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         with self.output.open("w") as out:

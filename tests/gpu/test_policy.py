@@ -1,4 +1,4 @@
-"""The trained policy on one CUDA device against the same independent reference: `pytest -m gpu`. Never run so far."""
+"""The trained policy on one CUDA device against the same independent reference. Never run so far."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ import torch
 from moe_rl.proof.cases import Case
 from moe_rl.proof.matrix import merged
 from tests.support.planted import Planted
-
-pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("case", [Case(1), Case(1, train={"recompute": "uniform"})], ids=lambda case: case.name)
