@@ -1,4 +1,4 @@
-"""In which order tests run, and which of them one worker runs; no test by the clock."""
+"""Sets in which order and by which worker tests run, not by the clock; shows what comparisons left out."""
 
 import gc
 import os
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.support.near_ties import ROWS
 
 # Tests run beside each other: threads of torch would wait for each other, and take CPU time while they do. This is
 # before torch is imported.
@@ -80,3 +82,29 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist ignores xdist_group under this pytest: install the pinned requirements")
+
+
+@pytest.fixture(autouse=True)
+def rows_left_out(record_property):
+    """Bounds how many rows near ties leave out of a test's comparisons with independent models, and keeps the counts
+    for the summary."""
+    ROWS.clear()
+    yield
+    if ROWS.computed:
+        record_property("rows", (ROWS.left_out, ROWS.computed))
+        ROWS.check()
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Show the counts, those that xdist's workers sent too."""
+    rows = [(report.nodeid.partition("@")[0], *value) for reports in terminalreporter.stats.values()
+            for report in reports if getattr(report, "when", "") == "teardown"
+            for name, value in report.user_properties if name == "rows"]  # fmt: skip
+    if not rows:
+        return
+    terminalreporter.section("rows that near ties leave out of comparisons with independent models")
+    for test, left_out, computed in rows:
+        if left_out:
+            terminalreporter.line(f"{left_out} of {computed} rows: {test}")
+    _, left_out, computed = zip(*rows, strict=True)
+    terminalreporter.line(f"{sum(left_out)} of {sum(computed)} rows in {len(rows)} tests")

@@ -15,13 +15,12 @@ from moe_rl.trace import ShardWriter, TraceStore
 from moe_rl.types import Completion, Sequence, VersionSpan
 from moe_rl.weights.broadcast import Sender
 from tests.rollout.conftest import TOP_K, make_requests
+from tests.support.near_ties import Computed, gaps_of
 from tests.support.refusals import refused
 from tests.weights.sending import broadcast
 
 # What sees an update is sampled until the test leaves it, as nobody knows how far it comes meanwhile.
 PROMPT, ENDLESS, FEW = 40, 3000, 60
-# Rounding in float32 may exchange a k-th and a (k+1)-th router logit that are closer than this.
-TIE = 2e-6
 
 
 class Change:
@@ -30,45 +29,31 @@ class Change:
 
     def __init__(self, before, after):
         self.models = before.model, after.model
-        self.ties = 0
 
     @torch.no_grad()
-    def __call__(self, token_ids, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return sorted top-k experts [T - 1, L, K], the gap [T - 1, L] to the next router logit, and the
-        log-probability [T - 1] of all tokens but the first.
+    def __call__(self, token_ids, rows: int) -> Computed:
+        """Return what the models compute for all tokens but the last.
 
         rows: how many rows the first model computes.
         """
         from transformers import DynamicCache
 
-        fed, cache, best, logits = torch.tensor([list(token_ids)[:-1]]), DynamicCache(), [], []
+        fed, cache, scores, logits = torch.tensor([list(token_ids)[:-1]]), DynamicCache(), [], []
         for model, part in zip(self.models, (fed[:, :rows], fed[:, rows:]), strict=True):
             if part.shape[1]:
                 output = model(part, past_key_values=cache, use_cache=True, output_router_logits=True)
-                routers = torch.stack([layer.view(part.shape[1], -1) for layer in output.router_logits], 1)
-                best.append(routers.topk(TOP_K + 1, -1))
+                scores.append(torch.stack([layer.view(part.shape[1], -1) for layer in output.router_logits], 1))
                 logits.append(output.logits[0])
+        routers = torch.cat(scores)
         logprobs = torch.cat(logits).log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
-        routes = torch.cat([one.indices[..., :-1].sort(-1).values for one in best])
-        gaps = torch.cat([one.values[..., -2] - one.values[..., -1] for one in best])
-        return routes.numpy(), gaps.numpy(), logprobs.numpy()
+        sets = routers.topk(TOP_K, -1).indices.sort(-1).values
+        return Computed(sets.numpy(), gaps_of(routers, TOP_K), logprobs.numpy())
 
     def check(self, completion: Completion, record, rows: int, *, first: int = 0) -> None:
         """Compare a record's rows from `first`, and the log-probabilities, with a pass whose first `rows` rows are of
         the first model."""
-        tokens = completion.prompt_token_ids + completion.token_ids
-        routes, gaps, logprobs = self(tokens, rows)
-        wrong = (np.sort(record.routes, -1) != routes).any(-1)
-        wrong[:first] = False
-        if wrong.any():
-            # After a tie that fell the other way, hidden states differ, and so may everything later.
-            token, layer = np.argwhere(wrong)[0]
-            assert gaps[token, layer] < TIE, f"{completion.key}: row {token}, layer {layer}"
-            self.ties += 1
-            assert self.ties <= 2
-        else:
-            ours = logprobs[len(completion.prompt_token_ids) - 1 :]
-            np.testing.assert_allclose(completion.logprobs, ours, rtol=0, atol=2e-5, err_msg=completion.key)
+        computed = self(completion.prompt_token_ids + completion.token_ids, rows)
+        computed.check(completion.key, record.routes[first:], completion.logprobs, first=first, atol=2e-5)
 
 
 def versions_of(record) -> list[int]:
