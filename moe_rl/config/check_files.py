@@ -65,7 +65,7 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]
     path = config.model.path
     try:
         tensors, packing = unpacked(checkpoint_tensors(path))
-        yield from decoder_problems(tensors, facts, {"folder": path})
+        yield from decoder_problems(tensors, facts, path)
         if packing:
             yield describe(
                 "the checkpoint is packed, and the sampler would not get what the trainer sends",

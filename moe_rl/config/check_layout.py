@@ -52,13 +52,6 @@ def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_siz
             expected=1,
             do="raise parallel.expert instead",
         )
-    if facts is not None and facts.tie_word_embeddings and parallel.pipeline > 1:
-        yield describe(
-            "the first and the last stage would share the tied embedding, which is not supported",
-            where={"key": "parallel.pipeline"},
-            got=parallel.pipeline,
-            expected="1 for a model with tie_word_embeddings",
-        )
 
 
 def _stage_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from moe_rl.disk import sync, write_json, write_whole
 from moe_rl.errors import ConfigError, Problem, describe
 from moe_rl.megatron import world
-from moe_rl.models.hf import ModelFacts, checkpoint_tensors, decoder_problems, is_mtp_tensor
+from moe_rl.models.hf import ModelFacts, checkpoint_tensors, decoder_problems, is_mtp_tensor, is_tied_head
 from moe_rl.models.safetensors_header import FP8_BLOCK, ITEM_BYTES, read_header, unpacked
 
 Index = tuple[slice, ...]
@@ -43,10 +43,11 @@ class CheckpointReader:
     def __init__(self, path: str | Path, facts: ModelFacts):
         self.path = Path(path)
         self.stored = checkpoint_tensors(self.path)
-        self.tensors, self.packing = unpacked(self.stored)
-        problems = decoder_problems(self.tensors, facts, {"folder": path})
+        found, self.packing = unpacked(self.stored)
+        problems = decoder_problems(found, facts, self.path)
         if problems:
             raise ConfigError(problems)
+        self.tensors = {name: entry for name, entry in found.items() if not is_tied_head(facts, name)}
         self.bytes_read = 0
         self._files: dict[str, safe_open] = {}
 
@@ -229,7 +230,7 @@ def write_index(hidden: Path, facts: ModelFacts) -> list[Problem]:
         file.rename(hidden / name)
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     write_whole(hidden / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return decoder_problems(checkpoint_tensors(hidden), facts, {"folder": hidden})
+    return decoder_problems(checkpoint_tensors(hidden), facts, hidden)
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:

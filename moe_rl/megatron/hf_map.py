@@ -83,13 +83,13 @@ def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE)
 def _weights_of(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str, Weight, torch.nn.Module]]:
     """Yield (prefix of Megatron's name, prefix of the Hugging Face names, weight, its layer or the model) for each
     weight on this rank."""
-    front, back = ends(facts)
-    yield from (("", "", weight, model) for weight in front if model.pre_process)
+    front, back = ends(facts, first=model.pre_process, last=model.post_process)
+    yield from (("", "", weight, model) for weight in front)
     for number, layer in enumerate(model.decoder.layers):
         at = layer.layer_number - 1
         prefixes = f"decoder.layers.{number}.", f"model.layers.{at}."
         yield from ((*prefixes, weight, layer) for weight in layer_weights(facts, at))
-    yield from (("", "", weight, model) for weight in back if model.post_process)
+    yield from (("", "", weight, model) for weight in back)
 
 
 def _entries_of(
@@ -200,8 +200,11 @@ def export(
             that share tensors.
         get: What to export of a parameter instead of its data. Expert biases are then left out, as they have only data.
     """
-    everything = (entry for model in chunks for entry in entries(model, facts))
-    return export_entries(everything, facts, dense=dense, experts=experts, get=get)
+    return export_entries(_exported(chunks, facts), facts, dense=dense, experts=experts, get=get)
+
+
+def _exported(chunks: Iterable[torch.nn.Module], facts: ModelFacts) -> Iterator[Entry]:
+    return (entry for model in chunks for entry in entries(model, facts) if not entry.weight.copied)
 
 
 def _runs(
@@ -216,7 +219,7 @@ def _runs(
     """
     runs: list[list[Entry]] = [[]]
     held = 0
-    for entry in (entry for model in chunks for entry in entries(model, facts)):
+    for entry in _exported(chunks, facts):
         bytes_ = sum(size(*tensor) for tensor in entry.whole)
         if runs[-1] and held + bytes_ > limit:
             runs.append([])

@@ -27,6 +27,7 @@ from moe_rl.errors import WeightSyncError, describe, first_of
 from moe_rl.megatron import world
 from moe_rl.megatron.hf_files import stored_dtype
 from moe_rl.models.hf import ModelFacts
+from moe_rl.models.weight_table import EMBEDDING, HEAD
 from moe_rl.weights.conservation import Content, PartSums, place
 
 type Cut = Callable[[Tensor], Sequence[Tensor]]
@@ -42,7 +43,7 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _ENDS = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
+    "output_layer.weight": "lm_head.weight|model.embed_tokens.weight",
 }
 _NORMS = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -83,11 +84,13 @@ class _Owned:
     Attributes:
         parts: Names of the parts.
         cut: Returns the elements of each part, in the order of `parts`.
+        counts: Whether its elements are a part, and not the last pipeline stage's copy of a tied embedding.
     """
 
     tensor: Tensor
     parts: tuple[str, ...]
     cut: Cut
+    counts: bool = True
 
 
 class LiveWeights:
@@ -129,13 +132,14 @@ class LiveWeights:
             if updated and (names := _late(self._held, optimizers)):
                 late[[self._parts[name] for name in names]] = True
         table = sums.content().table
-        dense, expert, copied, counted = self._kinds.to(device)
+        dense, expert, copied, counted, tied = self._kinds.to(device)
         differs = torch.zeros_like(late)
         copies = (
             (dense, parallel_state.get_data_parallel_group(with_context_parallel=True)),
             (expert, parallel_state.get_expert_data_parallel_group()),
             (dense & copied, parallel_state.get_tensor_model_parallel_group()),
             (expert & copied, parallel_state.get_expert_tensor_parallel_group()),
+            *((tied, group) for group in _ends_of_the_pipeline()),
         )
         for mask, group in copies:
             differs |= _differs(table * mask, group)
@@ -185,7 +189,8 @@ def _held(model: torch.nn.Module, facts: ModelFacts, parts: Mapping[str, int]) -
     for name, tensor in tensors.items():
         of_layer = _OF_LAYER.fullmatch(name)
         if of_layer is None:
-            yield _Owned(tensor, (_ENDS[name],), _whole)
+            part = _existing("", _ENDS[name], parts)
+            yield _Owned(tensor, (part,), _whole, counts=not (name == "output_layer.weight" and part == EMBEDDING))
             continue
         layer = model.decoder.layers[int(of_layer[1])]
         front = f"model.layers.{layer.layer_number - 1}."
@@ -194,12 +199,12 @@ def _held(model: torch.nn.Module, facts: ModelFacts, parts: Mapping[str, int]) -
 
 
 def _kinds(held: Iterable[_Owned], parts: Mapping[str, int]) -> Tensor:
-    """Return marks of the parts that this rank holds, bool [4, parts].
+    """Return marks of the parts that this rank holds, bool [5, parts].
 
-    The rows mark parts outside experts, parts of experts, parts of which tensor-parallel ranks hold copies, and parts
-    whose elements count on this rank.
+    The rows mark parts outside experts, parts of experts, parts of which tensor-parallel ranks hold copies, parts
+    whose elements count on this rank, and the tied embedding.
     """
-    dense, expert, copied, counted = ([False] * len(parts) for _ in range(4))
+    dense, expert, copied, counted, tied = ([False] * len(parts) for _ in range(5))
     first_dense, first_experts = world.holds_first_replica()
     for one in held:
         of_expert, is_cut = ".mlp.experts." in one.parts[0], _is_cut(one.tensor)
@@ -208,8 +213,15 @@ def _kinds(held: Iterable[_Owned], parts: Mapping[str, int]) -> Tensor:
             at = parts[part]
             (expert if of_expert else dense)[at] = True
             copied[at] = not is_cut
-            counted[at] = alone and (first_experts if of_expert else first_dense)
-    return torch.tensor((dense, expert, copied, counted))
+            counted[at] = one.counts and alone and (first_experts if of_expert else first_dense)
+            tied[at] = part == EMBEDDING and HEAD not in parts
+    return torch.tensor((dense, expert, copied, counted, tied))
+
+
+def _ends_of_the_pipeline() -> Iterator[dist.ProcessGroup]:
+    """Yield the group of the first and the last stage if this rank belongs to it. Both hold a tied embedding."""
+    if parallel_state.is_rank_in_embedding_group():
+        yield parallel_state.get_embedding_group()
 
 
 def _pieces(name: str, layer: torch.nn.Module, facts: ModelFacts) -> tuple[tuple[str, ...], Cut]:

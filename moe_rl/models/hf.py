@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_rl.errors import About, ConfigError, Problem, describe, first_of
 from moe_rl.models import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
 from moe_rl.models.facts import Fields, ModelFacts
-from moe_rl.models.safetensors_header import Tensor, read_header
-from moe_rl.models.weight_table import Shape, Weight, ends
+from moe_rl.models.safetensors_header import Tensor, read_header, stored_bytes
+from moe_rl.models.weight_table import EMBEDDING, HEAD, Shape, Weight, ends
 
 FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe, deepseek_v3, gpt_oss)}
 FLOAT_DTYPES = ("F32", "BF16", "F16")
@@ -181,11 +183,11 @@ def _stage_weights(
     facts: ModelFacts, layers: Iterable[int], *, first: bool, last: bool
 ) -> Iterator[tuple[str, Weight]]:
     """Yield (prefix of the tensor names, weight) for some layers, and for the ends of the model."""
-    front, back = ends(facts)
-    yield from (("", weight) for weight in front if first)
+    front, back = ends(facts, first=first, last=last)
+    yield from (("", weight) for weight in front)
     for layer in layers:
         yield from ((f"model.layers.{layer}.", weight) for weight in layer_weights(facts, layer))
-    yield from (("", weight) for weight in back if last)
+    yield from (("", weight) for weight in back)
 
 
 def _tensors(facts: ModelFacts, prefix: str, weight: Weight) -> Iterator[tuple[str, Shape]]:
@@ -210,6 +212,11 @@ def is_mtp_tensor(facts: ModelFacts, name: str) -> bool:
     return match is not None and facts.layers <= int(match[1]) < facts.layers + facts.mtp_layers
 
 
+def is_tied_head(facts: ModelFacts, name: str) -> bool:
+    """Tell whether `name` is the output matrix of a model in which the embedding is the output matrix."""
+    return facts.tie_word_embeddings and name == HEAD
+
+
 def parameter_count(facts: ModelFacts) -> ParameterCount:
     """Return the number of parameters in the tensors of `expected_tensors`."""
     return stage_parameter_counts(facts, [range(facts.layers)])[0]
@@ -218,7 +225,7 @@ def parameter_count(facts: ModelFacts) -> ParameterCount:
 def stage_parameter_counts(facts: ModelFacts, stages: Sequence[Sequence[int]]) -> list[ParameterCount]:
     """Count the parameters of each pipeline stage, given its layers.
 
-    The first stage also has the embedding, the last one the output matrix.
+    The first stage also has the embedding, the last one the output matrix, or a copy of a tied embedding.
     """
     last = len(stages) - 1
     return [
@@ -296,10 +303,29 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
-def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, where: About) -> list[Problem]:
-    """Return the `tensor_problems` of all of a checkpoint's tensors but those of multi-token prediction."""
-    found = {name: entry for name, entry in tensors.items() if not is_mtp_tensor(facts, name)}
-    return tensor_problems(expected_tensors(facts), found, where)
+def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, folder: Path) -> list[Problem]:
+    """Return the `tensor_problems` of a checkpoint's tensors that are trained, and those of an output matrix that
+    stands beside the embedding it is tied to.
+    """
+
+    def trained(name: str) -> bool:
+        return not (is_mtp_tensor(facts, name) or is_tied_head(facts, name))
+
+    found = {name: entry for name, entry in tensors.items() if trained(name)}
+    problems = tensor_problems(expected_tensors(facts), found, {"folder": folder})
+    if facts.tie_word_embeddings and {EMBEDDING, HEAD} <= tensors.keys():
+        first, second = (stored_bytes(folder / tensors[name][2], name) for name in (EMBEDDING, HEAD))
+        if not np.array_equal(first, second):
+            problems.append(
+                describe(
+                    f"config.json says that {HEAD} is {EMBEDDING}, and their values differ",
+                    where={"key": "model.path", "field": "tie_word_embeddings", "folder": folder},
+                    got=True,
+                    expected="false for these files",
+                    do="set it to false in config.json to train both, or leave the output matrix out of the files",
+                )
+            )
+    return problems
 
 
 def tensor_problems(

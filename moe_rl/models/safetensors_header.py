@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_rl.errors import ConfigError, describe
 
 Tensor = tuple[str, tuple[int, ...], str]
@@ -94,6 +96,14 @@ def read_header(file: Path) -> dict[str, Tensor]:
     if 8 + length + expected != size:
         raise damaged(f"{size} bytes, while the header needs {8 + length + expected}")
     return tensors
+
+
+def stored_bytes(file: Path, name: str) -> np.ndarray:
+    """Map the bytes of a tensor of a file that `read_header` accepts: uint8 [bytes]."""
+    with open(file, "rb") as stream:
+        length = struct.unpack("<Q", stream.read(8))[0]
+        begin, end = json.loads(stream.read(length))[name]["data_offsets"]
+    return np.memmap(file, np.uint8, "r", 8 + length + begin, (end - begin,))
 
 
 def unpacked(found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -16,6 +16,9 @@ Shape = tuple[int, ...]
 Arrangement = Literal["copy", "qkv", "gate_up", "transposed", "gate_up_columns"]
 Experts = Literal["", "each", "stacked"]
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Name the embedding and the output matrix in the checkpoints of all families."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -35,6 +38,7 @@ class Weight:
     experts: "each": {expert} in the names stands for the number of an expert. The parameter's name counts the experts
         of the rank, the tensors' names count all experts. "stacked": only the parameter's name has {expert}; the
         tensors have a leading axis of experts.
+    copied: the first pipeline stage has a parameter with the same tensors, and speaks for both.
     """
 
     parameter: str
@@ -43,15 +47,24 @@ class Weight:
     axis: int | None = None
     experts: Experts = ""
     fused: str = ""
+    copied: bool = False
 
 
-def ends(facts: ModelFacts) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Return the weights in front of and behind the layers. With tied embeddings there is no output matrix."""
+def ends(facts: ModelFacts, *, first: bool, last: bool) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Return the weights in front of and behind the layers of a pipeline stage.
+
+    A tied embedding is also the output matrix. If the last stage is not the first, it has a copy.
+
+    Args:
+        first, last: whether the stage begins, and whether it ends the model.
+    """
     matrix = (facts.vocab, facts.hidden_size)
-    embedding = Weight("embedding.word_embeddings.weight", {"model.embed_tokens.weight": matrix}, axis=0)
+    embedding = Weight("embedding.word_embeddings.weight", {EMBEDDING: matrix}, axis=0)
     norm = Weight("decoder.final_layernorm.weight", {"model.norm.weight": (facts.hidden_size,)})
-    head = Weight("output_layer.weight", {"lm_head.weight": matrix}, axis=0)
-    return (embedding,), ((norm,) if facts.tie_word_embeddings else (norm, head))
+    tied = facts.tie_word_embeddings
+    head = Weight("output_layer.weight", {EMBEDDING if tied else HEAD: matrix}, axis=0, copied=tied)
+    back = (norm,) if tied and first else (norm, head)
+    return (embedding,) if first else (), back if last else ()
 
 
 def grouped_query_attention(facts: ModelFacts) -> tuple[Weight, ...]:

@@ -94,13 +94,11 @@ def _parameters(facts: ModelFacts, layout: Layout, layers: range) -> Iterator[tu
     """Yield (elements on a rank, whether it lies in the experts' buffer) for each parameter, in megatron's module
     order.
     """
-    front, back = ends(facts)
-    if 0 in layers:
-        yield from ((_elements(weight, layout), False) for weight in front)
+    front, back = ends(facts, first=0 in layers, last=facts.layers - 1 in layers)
+    yield from ((_elements(weight, layout), False) for weight in front)
     for layer in layers:
         yield from _layer_parameters(facts, layout, layer)
-    if facts.layers - 1 in layers:
-        yield from ((_elements(weight, layout), False) for weight in back)
+    yield from ((_elements(weight, layout), False) for weight in back)
 
 
 def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int) -> Iterator[tuple[int, bool]]:

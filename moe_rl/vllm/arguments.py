@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from moe_rl.errors import EngineError, describe
+from moe_rl.models.hf import read_published
 from moe_rl.vllm import patches
 from moe_rl.vllm.recording import Recording
 
@@ -44,6 +45,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
     """
     from vllm.platforms import current_platform
 
+    from moe_rl.vllm.loader import FORMAT
     from moe_rl.vllm.scheduler import SCHEDULER
     from moe_rl.vllm.worker import CONTROL, WORKER
     from moe_rl.weights.receiver import BACKEND
@@ -59,6 +61,8 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
         "scheduler_cls": SCHEDULER,
         "weight_transfer_config": {"backend": BACKEND},
     }
+    if read_published(model / "config.json").tie_word_embeddings:
+        arguments["load_format"] = FORMAT
     if current_platform.is_cpu() and patches.inspect().summary != "patched":
         # Without patch 0003 vLLM crashes on a CPU when a seeded request is prefilled in chunks.
         arguments["enable_chunked_prefill"] = False

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from moe_rl.errors import EngineError, MoeRLError, describe
-from moe_rl.vllm import patches
+from moe_rl.vllm import loader, patches  # noqa: F401 - the loader registers itself where models are loaded
 from moe_rl.vllm.hooks import attach_recorder
 from moe_rl.vllm.recorder import Recorder
 from moe_rl.vllm.route_source import Claim, claims

@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from moe_rl.errors import MoeRLError, WeightSyncError, describe
+from moe_rl.models.weight_table import EMBEDDING, HEAD
 from moe_rl.weights.digest import dtype_name
 from moe_rl.weights.expert_loads import collect_experts, experts_of
 from moe_rl.weights.intake import Intake
@@ -100,9 +101,16 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
     def __init__(self, *args):
         super().__init__(*args)
         shapes = checkpoint_shapes(Path(self.model_config.model))
-        # The trainer sends no weights for multi-token-prediction layers, which the model leaves out.
         config = self.model_config.hf_config
-        sent = (name for name in shapes if get_spec_layer_idx_from_weight_name(config, name) is None)
+        # vLLM marks a model as untied while its checkpoint has a copy of the tied embedding.
+        self._tied = config.tie_word_embeddings or self.model_config.word_embeddings_untied_by_checkpoint
+        # The trainer sends no weights for multi-token-prediction layers, which the model leaves out, and a tied
+        # embedding once.
+        sent = (
+            name
+            for name in shapes
+            if get_spec_layer_idx_from_weight_name(config, name) is None and not (self._tied and name == HEAD)
+        )
         self.intake = Intake({name: shapes[name] for name in sent}, dtype_name(self.model_config.dtype))
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -162,6 +170,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
             self._open = True
             initialize_layerwise_reload(self.model)
             collect_experts(self.model)
+        if self._tied and EMBEDDING in tensors:
+            # While it is loaded, the output matrix is a parameter of its own, and vLLM waits for it and packs it anew.
+            tensors = tensors | {HEAD: tensors[EMBEDDING]}
         with disable_mtp_completeness_check():
             self.model.load_weights(self._counted(tensors))
 

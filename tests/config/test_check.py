@@ -404,11 +404,36 @@ def test_schedules_that_fit(found, overrides):
     assert found(*(f"train.{o}" for o in overrides)) == []
 
 
-def test_a_tied_embedding_cannot_lie_on_two_stages(found, write_model, tmp_path):
+def test_a_tied_embedding_may_lie_on_two_stages(found, write_model, tmp_path):
     write_model(tmp_path / "tied", tie_word_embeddings=True)
     assert found(f"model.path={tmp_path}/tied") == []
-    (message,) = found(f"model.path={tmp_path}/tied", "parallel.pipeline=3", world_size=6)
-    tells(message, "tie_word_embeddings", key="parallel.pipeline", got=3)
+    assert found(f"model.path={tmp_path}/tied", "parallel.pipeline=3", world_size=6) == []
+
+
+def test_a_tied_output_matrix_in_the_files_is_a_copy_of_the_embedding(found, write_model, tmp_path):
+    folder = write_model(tmp_path / "tied", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in tensors
+
+    def with_head(head):
+        save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+        return found(f"model.path={folder}")
+
+    assert with_head(embedding) == []
+    embedding[-1, -1] = np.nan  # equal bits, though no equal numbers
+    assert with_head(embedding) == []
+    other = np.zeros_like(embedding)
+    for head in (other, other[:, 1:].copy()):
+        (message,) = with_head(head)
+        tells(message, "tie_word_embeddings", "set it to false", key="model.path", folder=folder, got=True)
+    write_model(tmp_path / "other")
+    raw = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert with_head(other) == []
+    save_file(tensors, folder / "model.safetensors")
+    (message,) = found(f"model.path={folder}")
+    tells(message, "lacks tensors", "lm_head.weight", key="model.path")
 
 
 def test_tokens_are_cut_into_even_parts_only(config_file):

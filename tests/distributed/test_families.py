@@ -22,7 +22,7 @@ from tests.support.families import MODELS, recorded_load, write_checkpoint
 RATE, AUX = 0.01, 0.5
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 BFLOAT16 = ("glm-groups", "deepseek", "gpt-oss")
-USUAL = ["glm-groups TP2-EP2-uniform", "gpt-oss CP2-EP2-moe", "qwen-mixed TP2-EP2-uniform-aux"]
+USUAL = ["glm-groups TP2-EP2-uniform", "gpt-oss CP2-EP2-moe", "qwen-mixed TP2-EP2-uniform-aux", "qwen-tied PP2-uniform"]
 WITH_BIAS = ("glm", "deepseek", "moonlight")
 LAYOUTS = {
     "EP2-overlapped": {"parallel": {"expert": 2}, "train": {"overlap_expert_parallel_comm": True}},
@@ -36,6 +36,7 @@ LAYOUTS = {
         "parallel": {"pipeline": 2, "virtual_pipeline": 2},
         "train": {"recompute": "uniform"},
     },
+    "PP2-uniform": {"parallel": {"pipeline": 2}, "train": {"recompute": "uniform"}},
     # five layers: of the stages one has three of them, and its first run two
     "PP2-VPP2-uneven-uniform": {
         "parallel": {"pipeline": 2, "virtual_pipeline": 2, "layers_per_run": [2, 1, 1, 1]},
@@ -51,6 +52,10 @@ LAID_OUT = {
     "moonlight": ("TP2-ETP2",),
     "gpt-oss": ("CP2-EP2-moe", "TP2-EP2-uniform", "PP2-VPP2-uniform"),
     "deepseek": ("TP2-EP2-overlapped", "CP2-EP2-moe", "PP2-VPP2-uneven-uniform"),
+    # the first and the last stage each have the embedding
+    "qwen-tied": ("PP2-uniform", "TP2-EP2-uniform"),
+    "glm-tied": ("PP2-VPP2-uniform",),
+    "gpt-tied": ("PP2-VPP2-uniform",),
 }
 # {ranks: {case: what it asks of the worker}}; the model comes first in a case's name
 CASES = {
@@ -77,7 +82,7 @@ EXACT = [one for one in REPLAYED if "bfloat16" not in one[1] and "aux" not in on
 OVERLAPPED = [one for one in EXACT if one[1].endswith("1-chunk")]
 BALANCED = [one for one in REPLAYED if "aux" in one[1]]
 BIASED = [one for one in EXACT if one[1].startswith(WITH_BIAS)]
-RESUMED = [one for one in EXACT if one[1].endswith("uniform") and not one[1].startswith("qwen")]
+RESUMED = [one for one in EXACT if one[1].endswith("uniform") and not one[1].startswith("qwen-mixed")]
 WRITTEN = [(ranks, case) for ranks, case in EXACT if "TP2" in case]
 
 

@@ -48,6 +48,7 @@ def tiny_cases() -> list[Case]:
     tied = facts(kv_heads=2, tie_word_embeddings=True)
     shared, whole = ParallelConfig(tensor=2, expert=2, expert_tensor=2), ParallelConfig(tensor=2, expert_tensor=2)
     runs = ParallelConfig(expert=2, pipeline=2, virtual_pipeline=2, context=2)
+    tied_stages = ParallelConfig(expert=2, pipeline=2, tensor=2)
     uneven = ParallelConfig(expert=2, pipeline=3, layers_per_run=(2, 1, 1))
     return [
         Case("qwen", facts(), ParallelConfig(expert=2), _train(), 4, (0, 1, 3)),
@@ -55,6 +56,7 @@ def tiny_cases() -> list[Case]:
         Case("glm, uneven stages", glm, uneven, _train(), 6, (0, 3, 5)),
         Case("no expert parallelism", facts(kv_heads=2), whole, _train(), 4, (0, 3)),
         Case("tied, float32", tied, shared, _train(dtype="float32"), 8, (0, 5)),
+        Case("tied, two stages", tied, tied_stages, _train(), 8, (0, 5)),
         Case("whole optimizer", facts(), ParallelConfig(expert=2), _train(distributed_optimizer=False), 4, (0, 3)),
         Case("deepseek", deepseek, ParallelConfig(tensor=2, expert=4), _train(), 8, (0, 3, 6)),
         Case("gpt-oss", gpt_oss, ParallelConfig(tensor=2, expert=2), _train(), 4, (0, 3)),

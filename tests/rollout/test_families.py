@@ -1,5 +1,5 @@
 """Tests the model families in vLLM: routes and log-probabilities equal those of `transformers`, before and after an
-update of every weight. Qwen3-MoE is in test_recording.py."""
+update of every weight. Qwen3-MoE with an output matrix of its own is in test_recording.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.models.hf import is_mtp_tensor, read_model
+from moe_rl.models.hf import expected_tensors, is_mtp_tensor, is_tied_head, read_model
+from moe_rl.models.weight_table import EMBEDDING, HEAD
+from moe_rl.vllm.loader import FORMAT
 from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.test_recording import agree, play, requests, scenarios  # noqa: F401 - two are fixtures
 from tests.weights.sending import by_disk
@@ -37,6 +39,7 @@ GROUPS |= {"routed_scaling_factor": 1.5}
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None}
 LATENT |= {"initializer_range": 0.08}
 MODELS = {
+    "qwen": ("Qwen3Moe", {"num_experts": 16, "num_key_value_heads": 2, "head_dim": 32, "norm_topk_prob": True}),
     "glm": (
         "Glm4Moe",
         GROUPS | {"num_key_value_heads": 2, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
@@ -58,8 +61,9 @@ LOST = {
 }
 
 
-def make_checkpoint(name, folder):
-    """Make a random model of MODELS with spread-out biases, sinks and routers.
+def make_checkpoint(name, folder, *, tied=False):
+    """Make a random model of MODELS with spread-out biases, sinks and routers. tied: its embedding is also its output
+    matrix.
 
     GLM's has a tensor of a multi-token-prediction layer.
     """
@@ -68,7 +72,7 @@ def make_checkpoint(name, folder):
 
     family, settings = MODELS[name]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | settings))
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | settings), tie_word_embeddings=tied)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
@@ -124,22 +128,46 @@ class FamilyRouter:
         return sets, gaps, None, output.logits[0].log_softmax(-1).numpy()
 
 
-@pytest.mark.parametrize("name, amx", [*((name, False) for name in MODELS), ("moonlight", True)])
+@pytest.mark.parametrize("name, amx", [*((name, False) for name in LOST), ("moonlight", True)])
 def test_recorded_before_and_after_an_update(play, name, amx, tmp_path):  # noqa: F811
     """amx: vLLM is told that this CPU has AMX, which must not be used in float32."""
+    make_checkpoint(name, tmp_path / "model")
+    told = _updated(play, name, tmp_path, f"model.layers.1.{LOST[name][0]}", amx=amx)
+    assert "model.layers.1." in told and LOST[name][1] in told
+    assert ("2" if name == "glm" else "1") + " incomplete parameters" in told  # with the bias that is beside it
+
+
+@pytest.mark.parametrize("name, copied", [*((name, False) for name in MODELS), ("qwen", True), ("glm", True)])
+def test_a_tied_output_matrix_is_the_new_embedding(play, name, copied, tmp_path):  # noqa: F811
+    """Nobody sends an output matrix, whether vLLM ties it or makes one of its own. copied: the checkpoint has a copy of
+    the embedding under the name of the output matrix."""
+    from safetensors.torch import load_file, save_file
+
+    file = make_checkpoint(name, tmp_path / "model", tied=True) / "model.safetensors"
+    if copied:
+        tensors = load_file(file)
+        save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, file, {"format": "pt"})
+    assert (HEAD in load_file(file)) == copied
+    assert "got 1 incomplete parameters: lm_head.weight" in _updated(play, name, tmp_path, HEAD)
+
+
+def _updated(play, name, tmp_path, lost, *, amx=False) -> str:  # noqa: F811
+    """Check an update of `tmp_path`/model by all tensors that a trainer sends. Return what a second one is told that
+    loses a tensor."""
     from safetensors.torch import load_file, save_file
 
     model, other = tmp_path / "model", tmp_path / "other"
-    facts = read_model(make_checkpoint(name, model))
+    facts = read_model(model)
     old = load_file(model / "model.safetensors")
-    # As a trainer sends it: only the decoder. Every tensor changes, the bias by more than any score.
+    # As a trainer sends it: only the decoder, a tied embedding once. Every tensor changes, the bias by more than any
+    # score.
     noise = torch.Generator().manual_seed(3)
     sent = {
         key: torch.randn(tensor.shape, generator=noise) * (1.0 if key.endswith(BIAS) else 0.05) + tensor
         for key, tensor in old.items()
-        if not is_mtp_tensor(facts, key)
+        if not (is_mtp_tensor(facts, key) or is_tied_head(facts, key))
     }
-    assert len(old) - len(sent) == (name == "glm")
+    assert sent.keys() == expected_tensors(facts).keys()
     other.mkdir()
     (other / "config.json").write_text((model / "config.json").read_text())
     (other / "tokenizer.json").write_text("{}")
@@ -152,9 +180,9 @@ def test_recorded_before_and_after_an_update(play, name, amx, tmp_path):  # noqa
             {"sample": requests(4, 2), "sink": "before"},
             {"update": update},
             {"sample": requests(4, 2, seed=9), "sink": "after"},
-            {"update": again, "lost": f"model.layers.1.{LOST[name][0]}"},
+            {"update": again, "lost": lost},
         ],
-        engine={"model": str(model)},
+        engine={"model": str(model)} | ({"load_format": FORMAT} if facts.tie_word_embeddings else {}),
         amx=amx,
     )
     before, after = FamilyRouter(model), FamilyRouter(other)
@@ -162,11 +190,10 @@ def test_recorded_before_and_after_an_update(play, name, amx, tmp_path):  # noqa
     assert agree(outcome, after, act=1, version=5) > 1000
     record = outcome.store.read(outcome.ref(outcome.completions(1)[0]))
     assert record.spec.layer_map == "".join("m" if at in facts.moe_layers else "d" for at in range(4))
-    lost = outcome.result["acts"][2]["failed"]
-    assert not outcome.result["acts"][2]["whole"]
-    assert "did not load all new weights" in lost and "model.layers.1." in lost and LOST[name][1] in lost
-    assert ("2" if name == "glm" else "1") + " incomplete parameters" in lost  # with the bias that is beside it
+    told = outcome.result["acts"][2]["failed"]
+    assert not outcome.result["acts"][2]["whole"] and "did not load all new weights" in told
     # Witness that the update took effect: the old model would have chosen other experts.
     completion = outcome.completions(1)[0]
     sets, *_ = before([*completion["prompt"], *completion["token_ids"]])
     assert (np.sort(record.routes, -1) != sets[:-1]).any(-1).mean() > 0.5
+    return told

@@ -51,6 +51,12 @@ MODELS = {
     "moonlight": ("DeepseekV3", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "gpt-oss": ("GptOss", {"num_local_experts": 16, "sliding_window": 4, "rope_parameters": OSS_YARN}),
 }
+# the embedding is also the output matrix
+MODELS |= {
+    name.partition("-")[0] + "-tied": (family, settings | {"tie_word_embeddings": True})
+    for name in ("qwen-mixed", "glm-groups", "moonlight", "gpt-oss")
+    for family, settings in [MODELS[name]]
+}
 
 
 def write_checkpoint(name, folder):

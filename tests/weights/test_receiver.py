@@ -62,7 +62,10 @@ def worker(taker, tmp_path, monkeypatch):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0),
         model_config=SimpleNamespace(
-            model=str(tmp_path / "checkpoint"), hf_config=SimpleNamespace(), dtype=torch.bfloat16
+            model=str(tmp_path / "checkpoint"),
+            hf_config=SimpleNamespace(tie_word_embeddings=False),
+            word_embeddings_untied_by_checkpoint=False,
+            dtype=torch.bfloat16,
         ),
     )
     return Worker(receiver.WeightReceiver(None, config, torch.device("cpu"), model))

@@ -1,0 +1,38 @@
+"""Loads checkpoints into vLLM as its default loader does, and gives a tied output matrix the embedding's values.
+
+The files of such a model have the embedding alone. Of the families here, vLLM ties only Qwen3-MoE; for the others it
+makes an output matrix of its own, finds no values for it, and does not start. Importing this module registers the
+loader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from moe_rl.models.weight_table import EMBEDDING, HEAD
+
+FORMAT = "moe_rl"
+
+
+@register_model_loader(FORMAT)
+class TiedLoader(DefaultModelLoader):
+    """Loads the embedding a second time, as the output matrix, if config.json ties the two. vLLM skips it where both
+    are one parameter."""
+
+    def __init__(self, load_config: LoadConfig):
+        super().__init__(dataclasses.replace(load_config, load_format="auto"))
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        # vLLM has turned this off if the files have an output matrix.
+        tied = getattr(model_config.hf_config, "tie_word_embeddings", False)
+        for name, tensor in super().get_all_weights(model_config, model):
+            yield name, tensor
+            if tied and name == EMBEDDING:
+                yield HEAD, tensor
