@@ -64,12 +64,12 @@ def shell(tmp_path):
         (tools / name).write_text(STAND_IN)
         (tools / name).chmod(0o755)
 
-    def run(*command: str, **variables: str) -> dict[str, list[list[str]]]:
+    def run(*command: str, ends: int = 0, says: str = "", **variables: str) -> dict[str, list[list[str]]]:
         calls = tmp_path / "calls"
         calls.unlink(missing_ok=True)
         environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(calls)} | variables
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == ends and says in done.stderr, done.stderr
         found: dict[str, list[list[str]]] = {}
         for name, *arguments in map(json.loads, calls.read_text().splitlines()):
             found.setdefault(name, []).append(arguments)
@@ -107,6 +107,9 @@ def check_agreement(train, servers) -> None:
     """The trainer's config can be started, and each server serves that config."""
     config = configured(train)
     assert not [*server_problems(config), *start_problems(config)]
+    shipped = load_config(ROOT / train.config, [])
+    for ours, theirs in ((config.model, shipped.model), (config.task.train[0], shipped.task.train[0])):
+        assert ours != theirs, "a launch file names its own checkpoint and prompts"
     assert len(servers) == len(config.rollout.servers) == config.cluster.engines
     for options in servers:
         theirs = configured(options)
@@ -162,6 +165,18 @@ def test_the_slurm_job_starts_servers_and_trainers_that_fit(shell):
     assert len(calls["curl"]) == len(servers) and "requeue" not in str(calls.get("scontrol"))
 
 
+def test_a_slurm_job_ends_with_the_reason_of_a_server_that_does_not_start(shell, tmp_path):
+    """srun writes a server's output into its log, which the stand-in does not."""
+    script = (tmp_path / "repository/configs/launch/slurm.sbatch").read_text()
+    ends = script.replace("python tools/serve_vllm.py", 'bash -c \'echo "no CUDA device" >"$0"; exit 2\' "${logs[-1]}"')
+    (tmp_path / "repository/ends.sbatch").write_text(ends.replace("curl ", "false "))
+    says = "the server http://node4:8000 ended before it was ready; the end of"
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-5]", "SLURM_NNODES": "6"}
+    calls = shell("bash", "ends.sbatch", ends=1, says=says, **variables)
+    assert ends != script and "torchrun" not in calls and calls["srun"]
+    shell("bash", "ends.sbatch", ends=1, says="no CUDA device", **variables)
+
+
 def test_a_slurm_job_that_is_told_to_end_is_requeued(shell, tmp_path):
     """--signal=B:TERM sends SIGTERM to the script alone."""
     script = (tmp_path / "repository/configs/launch/slurm.sbatch").read_text()
@@ -187,6 +202,9 @@ def manifest() -> dict[tuple[str, str], dict]:
 
 def test_the_manifests_names_are_each_others(manifest):
     claims = {name for kind, name in manifest if kind == "PersistentVolumeClaim"}
+    image = (ROOT / "Dockerfile").read_text()
+    (folder,) = [line.split()[1] for line in image.splitlines() if line.startswith("WORKDIR")]
+    assert f"ENV PATH={folder}/.venv/bin:" in image
     for kind, name, service in (("StatefulSet", "moe-rl-server", "serviceName"), ("Job", "moe-rl-train", "subdomain")):
         spec = manifest[kind, name]["spec"]
         pod = spec["template"]
@@ -195,6 +213,7 @@ def test_the_manifests_names_are_each_others(manifest):
         assert manifest["Service", name]["spec"]["selector"].items() <= labels.items()
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         (container,) = pod["spec"]["containers"]
+        assert container["workingDir"] == folder
         assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
         assert volumes["shared"]["persistentVolumeClaim"]["claimName"] in claims
         assert volumes["token"]["secret"]["secretName"] == "moe-rl-token"
