@@ -27,7 +27,10 @@ def _location(text: str) -> str:
 
 
 class PromptSourceConfig(Section):
-    """Names one set of prompts and says which columns of its rows are what. A reward function may name any column."""
+    """Names one set of prompts and says which columns of its rows are what. A reward function may name any column.
+
+    A column's name may have dots: it then leads into an object, a list (by a number from 0) or JSON text.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Names the source in ids, messages and metrics: letters, digits, dots, dashes and underscores."""
@@ -35,9 +38,15 @@ class PromptSourceConfig(Section):
     """FILE.jsonl, with one JSON object a line; FILE.parquet; a folder or the hub name of a data set that the library
     `datasets` loads; or `reasoning_gym:TASK`, a generator of endless tasks."""
     prompt: str = "prompt"
-    """Column with the prompt: a text, or a list of chat messages {role, content}."""
+    """Column with the prompt: a text, or a list of chat messages {role, content}, which may be stored as JSON text."""
+    tools: str | None = "tools"
+    """Column with the tools that the template shows beside the prompt of its row: a list of JSON schemas, which may be
+    stored as JSON text. A row without them has those of task.chat. null: none."""
     id: str | None = None
     """Column with a name that no other row of the source has. null: the number of the row, from 0."""
+    answer: str | None = None
+    """Column with the right answer, such as reward_model.ground_truth: rewards get its value as the argument `answer`.
+    null: the column `answer`."""
     level: str | None = None
     """Column with a class of difficulty; the evaluation logs pass rates for each. null: none."""
     drop: tuple[Literal["too_long", "empty", "duplicate", "missing"], ...] = ()
@@ -100,7 +109,7 @@ class ChatConfig(Section):
     template_kwargs: dict[str, Any] = {}
     """Variables for the template, such as {enable_thinking: false}. The template must use each."""
     tools: tuple[dict[str, Any], ...] = ()
-    """JSON schemas of the tools that the template shows to the model."""
+    """JSON schemas of the tools that the template shows to the model. Rows may have their own."""
 
 
 def source_problems(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator[Problem]:

@@ -43,6 +43,10 @@ class RewardConfig(Section):
     """Dotted path of a callable that takes `settings` and returns the reward function."""
     library: ClassVar[tuple[str, str] | None] = None
     """Module that the kind needs, and the extra of moe_rl that installs it."""
+    names_arguments: ClassVar[bool] = False
+    """Whether the user names the arguments. Those of other kinds are fixed."""
+    reads_answer: ClassVar[bool] = False
+    """Whether it fails for an `answer` that it cannot read, whatever the completion is."""
 
     kind: str = "function"
     """Kind of the reward. Each has keys of its own, in the tables below."""
@@ -67,6 +71,8 @@ class RewardConfig(Section):
 
 class FunctionReward(RewardConfig):
     """Calls a Python function of yours. docs/howto/own_task.md lists the arguments that it may name."""
+
+    names_arguments = True
 
     kind: Literal["function"] = "function"
     """Kind of the reward."""
@@ -95,6 +101,7 @@ class ExactReward(AnswerReward):
     ends does not count."""
 
     factory = "moe_rl.tasks.rewards.exact"
+    reads_answer = True
 
     kind: Literal["exact"]
     """Kind of the reward."""
@@ -105,6 +112,7 @@ class NumericReward(AnswerReward):
     docs/howto/own_task.md says which spellings are numbers."""
 
     factory = "moe_rl.tasks.rewards.numeric"
+    reads_answer = True
 
     kind: Literal["numeric"]
     """Kind of the reward."""
@@ -120,6 +128,7 @@ class MathVerifyReward(RewardConfig):
 
     factory = "moe_rl.tasks.math_reward.math_verify"
     library = ("math_verify", "math")
+    reads_answer = True
 
     kind: Literal["math_verify"]
     """Kind of the reward."""
@@ -141,6 +150,7 @@ class RemoteReward(RewardConfig):
     of 0. docs/howto/own_task.md gives the protocol."""
 
     factory = "moe_rl.tasks.remote_reward.remote"
+    names_arguments = True
 
     kind: Literal["remote"]
     """Kind of the reward."""

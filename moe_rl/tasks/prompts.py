@@ -16,8 +16,9 @@ from moe_rl.config.check_files import number_problems
 from moe_rl.config.prompt_sources import HeldoutSourceConfig, PromptSourceConfig, TrainSourceConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError, Problem, describe, first_of
+from moe_rl.tasks.chat_columns import listed_tools, stored_messages
 from moe_rl.tasks.reward_arguments import Columns
-from moe_rl.tasks.rows import open_generator, read_rows
+from moe_rl.tasks.rows import open_generator, read_rows, value_at
 from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
 from moe_rl.types import Prompt
 
@@ -34,14 +35,18 @@ class PromptSet:
     Attributes:
         prompts: all of a finite source; the first items of an endless one.
         make: makes prompt n of an endless source; None for a finite one.
+        column: that the prompts come from.
         weight: share of the set in the prompts of a run, relative to other sets.
+        left_out: columns without a JSON value.
         notes: what a user should know, such as how many rows were left out.
     """
 
     name: str
     prompts: Sequence[Prompt] = ()
     make: Callable[[int], Prompt] | None = None
+    column: str = ""
     weight: float = 1.0
+    left_out: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
     @property
@@ -75,7 +80,10 @@ class TaskPrompts:
 
     def columns(self) -> dict[str, Columns]:
         """Return the columns of each source; of an endless one, the columns of its first items."""
-        return {f"source {one.name} of {key}": Columns.of(one.prompts) for key, one in self._sets()}
+        return {
+            f"source {one.name} of {key}": Columns.of(one.prompts, one.column, one.left_out)
+            for key, one in self._sets()
+        }
 
     def first(self, each: int) -> list[Prompt]:
         """Return the first `each` prompts of every set."""
@@ -191,7 +199,7 @@ class _PromptMaker:
                 prompt = self._prompt(source, row, number)
                 place = _position(where)
                 if (earlier := first.setdefault(prompt.id, place)) != place:
-                    got = f"{row[source.id or '']!r}, as {earlier} has"
+                    got = f"{value_at(row, source.id or '')!r}, as {earlier} has"
                     raise _Unfit("an earlier row has the same id", got, kind="duplicate")
                 prompts.append(prompt)
             except _Unfit as fault:
@@ -206,7 +214,7 @@ class _PromptMaker:
             raise DataError(describe("no prompts", where={"key": key, "file": source.data}, got=got, fault="empty"))
         notes = [f"left out {count} {kind.replace('_', ' ')}" for kind, count in sorted(dropped.items())]
         notes += [f"columns without a JSON value, left out: {', '.join(sorted(left_out))}"] if left_out else []
-        return PromptSet(source.name, prompts, weight=weight, notes=tuple(notes))
+        return PromptSet(source.name, prompts, None, source.prompt, weight, frozenset(left_out), tuple(notes))
 
     def _endless(self, source: PromptSourceConfig, key: str, weight: float) -> PromptSet:
         item = open_generator(source, key)
@@ -230,24 +238,32 @@ class _PromptMaker:
                 )
             )
 
-        return PromptSet(source.name, [make(n) for n in range(_TRIED)], make, weight)
+        return PromptSet(source.name, [make(n) for n in range(_TRIED)], make, source.prompt, weight)
 
     def _prompt(self, source: PromptSourceConfig, row: dict[str, Any], number: int) -> Prompt:
         """Return the prompt of a row. Raises _Unfit."""
         plays = self._config.task.environment is not None
-        for column in filter(None, ("" if plays else source.prompt, source.id, source.level)):
-            if column not in row:
+        found = {name: value_at(row, name) for name in self._named(source)}
+        for column, value in found.items():
+            if value is None:
                 lacks = f"the row lacks the column {column}, or has null there"
                 raise _Unfit(lacks, f"only {', '.join(row) or 'no column'}", kind="missing")
+        if source.answer is not None:
+            row = row | {"answer": found[source.answer]}
         text, token_ids, messages = self._row_text(row) if plays else self._tokenised(source, row)
         return Prompt(
-            id=f"{source.name}/{number if source.id is None else self._name(source.id, row)}",
+            id=f"{source.name}/{number if source.id is None else _id(source.id, found[source.id])}",
             text=text,
             token_ids=token_ids,
             columns=row,
             messages=messages,
-            level=None if source.level is None else str(row[source.level]),
+            level=None if source.level is None else str(found[source.level]),
         )
+
+    def _named(self, source: PromptSourceConfig) -> list[str]:
+        """Return the columns that a source names and every row needs."""
+        prompt = None if self._config.task.environment is not None else source.prompt
+        return [name for name in (prompt, source.id, source.level, source.answer) if name is not None]
 
     def _row_text(self, row: dict[str, Any]) -> tuple[str, tuple[int, ...], None]:
         """Return a row for an environment as JSON, with the first tokens of it. No sampler gets them as a prompt."""
@@ -259,16 +275,23 @@ class _PromptMaker:
     ) -> tuple[str, tuple[int, ...], tuple[Mapping[str, Any], ...] | None]:
         """Return what the sampler gets for a row: text, tokens, and the chat that it was rendered from, if there is
         one."""
-        given = row[source.prompt]
+        given = value_at(row, source.prompt)
         if not isinstance(given, str | list):
             raise _Unfit(f"the column {source.prompt} is no prompt", type(given).__name__, expected="text or messages")
         messages = None
         try:
+            given, tools = stored_messages(given), [] if source.tools is None else listed_tools(row, source.tools)
             if isinstance(given, list) or self._config.task.chat is not None:
                 if not given:
                     raise _Unfit("the prompt is empty", "no text", kind="empty")
                 messages = self._template.messages(given)
-                text = self._template.render(messages)
+                text = self._template.render(messages, tools)
+            elif tools:
+                raise _Unfit(
+                    f"the column {source.tools} has tools, and a prompt of plain text goes through no template",
+                    f"{len(tools)} tools",
+                    expected=f"the section task.chat, or tools=null in source {source.name}",
+                )
             else:
                 text = given
             token_ids = self._codec.encode(text)
@@ -287,13 +310,13 @@ class _PromptMaker:
             )
         return text, token_ids, messages
 
-    def _name(self, column: str, row: dict[str, Any]) -> str:
-        value = row[column]
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise _Unfit(f"the column {column} is no id", type(value).__name__, expected="text or a whole number")
-        if value == "":
-            raise _Unfit(f"the column {column} is empty", kind="missing")
-        return str(value)
+
+def _id(column: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise _Unfit(f"the column {column} is no id", type(value).__name__, expected="text or a whole number")
+    if value == "":
+        raise _Unfit(f"the column {column} is empty", kind="missing")
+    return str(value)
 
 
 class PromptSource:

@@ -5,7 +5,7 @@ It runs before a run starts anything, so a misspelt name never costs the start o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,18 +33,28 @@ class Columns:
     Attributes:
         lacking: for each column, the id of the first prompt whose row lacks it; None where every row has it.
         other: columns with the name of a built-in argument whose value is not that argument's.
+        left_out: columns that were left out because they hold what JSON does not have.
     """
 
     lacking: Mapping[str, str | None]
     other: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt]) -> Columns:
-        """Read the columns of prompts."""
+    def of(cls, prompts: Sequence[Prompt], own: str = "", left_out: frozenset[str] = frozenset()) -> Columns:
+        """Read the columns of prompts. own: the column that the prompts come from. Under its name a function gets what
+        became of it, such as the rendered text."""
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         lacking = {name: next((one.id for one in prompts if name not in one.columns), None) for name in names}
-        shared = [name for name in names if name in BUILT_IN]
-        return cls(lacking, frozenset(name for name in shared if any(_differs(one, name) for one in prompts)))
+        shared = [name for name in names if name in BUILT_IN and name != own]
+        other = frozenset(name for name in shared if any(_differs(one, name) for one in prompts))
+        return cls(lacking, other, left_out)
+
+    @property
+    def told(self) -> str:
+        """Return the columns for a message."""
+        left_out = f"; left out, as JSON has no such value: {', '.join(sorted(self.left_out))}" if self.left_out else ""
+        return f"the columns {', '.join(self.lacking) or '(none)'}{left_out}"
 
 
 def _differs(prompt: Prompt, name: str) -> bool:
@@ -53,23 +63,25 @@ def _differs(prompt: Prompt, name: str) -> bool:
     return name in prompt.columns and (name not in own or prompt.columns[name] != own[name])
 
 
-def argument_problems(rewards: Mapping[str, RewardParameters], sources: Mapping[str, Columns]) -> Iterator[Problem]:
+def argument_problems(
+    rewards: Mapping[str, RewardParameters], sources: Mapping[str, Columns], fixed: Collection[str] = ()
+) -> Iterator[Problem]:
     """Yield one message for each argument that cannot be given, or that could mean two things.
 
     Args:
         rewards: parameters of each reward.
         sources: columns of each source of prompts, by a name for the message.
+        fixed: rewards whose arguments the user does not name, so that none of them can mean two things.
     """
     for reward, parameters in rewards.items():
         for source, columns in sources.items():
             for name in (*parameters.needed, *parameters.optional):
                 where: About = {"key": f"task.rewards.{reward}", "argument": name}
-                has = f"{source} with the columns {', '.join(columns.lacking) or '(none)'}"
-                if name in columns.other:
+                if name in columns.other and reward not in fixed:
                     yield describe(
                         "a column has the name of a built-in argument, but another content",
                         where=where,
-                        got=has,
+                        got=f"{source} with {columns.told}",
                         do="give the column another name",
                         fault="two meanings",
                     )
@@ -79,16 +91,28 @@ def argument_problems(rewards: Mapping[str, RewardParameters], sources: Mapping[
                     yield describe(
                         "the prompts have no column of this name",
                         where=where,
-                        got=has,
-                        expected=f"a column, or one of {', '.join(BUILT_IN)}",
-                        do="rename the parameter, or give it a default",
+                        got=f"{source} with {columns.told}",
+                        expected="such a column" if reward in fixed else f"a column, or one of {', '.join(BUILT_IN)}",
+                        do=_remedy(name, source, own=reward not in fixed),
                         fault="no column",
                     )
                 elif (first := columns.lacking[name]) is not None:
                     yield describe(
-                        "not every prompt has the column",
+                        "not every prompt has the column, or some have null there",
                         where=where,
                         got=f"{source} without it in prompt {first}",
-                        do="add it to all rows, or give the parameter a default",
+                        do=_remedy(name, source, own=reward not in fixed, every=True),
                         fault="no column",
                     )
+
+
+def _remedy(name: str, source: str, *, own: bool, every: bool = False) -> str:
+    """Return what to do about a column that is missing. own: the user named the argument. every: some rows have it."""
+    remedies = ["add it to all rows"] if every else ["rename the argument"] if own else []
+    if name == "answer":
+        dots = "" if every else ", with dots for a place inside a column as in reward_model.ground_truth"
+        left_out = ", and leave rows without it out with drop: [missing]" if every else ""
+        remedies = [f"name the column that holds it with the key `answer` of {source}{dots}{left_out}", *remedies]
+    if own:
+        remedies.append("give the parameter a default")
+    return ", or ".join(remedies) or "use the kind on prompts that have it, or write a reward function"

@@ -56,6 +56,24 @@ def read_rows(source: PromptSourceConfig, key: str, left_out: set[str]) -> Itera
             number += 1
 
 
+def value_at(row: dict[str, Any], name: str) -> Any:
+    """Return the value of a column, or one inside it that a name with dots leads to; None where there is none."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if isinstance(value, str):
+            try:
+                value = plain_json(value)
+            except ValueError:
+                return None
+        if isinstance(value, list):
+            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
 def open_generator(source: PromptSourceConfig, key: str) -> Callable[[int], dict[str, Any]]:
     """Return the function that makes item n of an endless source, a pure function of (options, seed, n).
 

@@ -209,16 +209,24 @@ class ChatTemplate:
             raise ValueError("the prompt has a system message of its own, and task.chat.system gives another")
         return ({"role": "system", "content": self._chat.system}, *own)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text that the model continues with its answer.
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return the text that the model continues with its answer. tools: of the prompt; () for those of the settings.
 
         Raises:
-            ValueError: the template refuses the messages, or leaves out the text of one. The text is for the user.
+            ValueError: the template refuses the messages, or leaves out the text of one, or the tools; or the settings
+                give other tools. The text is for the user.
         """
+        if tools and self._chat.tools:
+            raise ValueError("the row has tools of its own, and task.chat.tools gives others")
+        if tools and not re.search(r"\btools\b", self._tokenizer.get_chat_template(tools=list(tools))):
+            raise ValueError(
+                "the model's chat template shows no tools, and the row has some; set tools=null in the source to "
+                f"train without them: {len(tools)} tools"
+            )
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                tools=list(self._chat.tools) or None,
+                tools=list(tools or self._chat.tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
                 **self._chat.template_kwargs,
@@ -238,7 +246,8 @@ class ChatTemplate:
 
 def _message(message: Any) -> Mapping[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError("a message is not an object with a role and a content")
+        got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
+        raise ValueError(f"a message is not an object with a role and a content; rename or convert its keys: {got}")
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):

@@ -176,7 +176,8 @@ class VerifierPool:
         Raises:
             ConfigError: naming each reward, argument and source.
         """
-        if problems := [*argument_problems(self.parameters, sources)]:
+        fixed = {name for name, reward in self.rewards.items() if not reward.names_arguments}
+        if problems := [*argument_problems(self.parameters, sources, fixed)]:
             raise ConfigError(problems)
 
     def try_out(self, prompts: SequenceOf[Prompt], limit: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import resource
@@ -54,9 +55,18 @@ def resolve(path: str) -> Callable[..., object]:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the type and the text of an exception in ASCII, cut to a length that a message can have."""
+    """Return the type and the text of an exception in ASCII, cut to a length that a message can have. It names the
+    limit of `limit_resources` that the process has met."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # str(exception) itself may raise
         text = type(error).__name__
-    return text.encode("ascii", "backslashreplace").decode("ascii")[:_MAX_DETAIL]
+    return text.encode("ascii", "backslashreplace").decode("ascii")[:_MAX_DETAIL] + _limit_met(error)
+
+
+def _limit_met(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return f" (here a file may have at most {resource.getrlimit(resource.RLIMIT_FSIZE)[0] >> 20} MiB)"
+    if isinstance(error, MemoryError):
+        return f" (here a process may map at most {resource.getrlimit(resource.RLIMIT_AS)[0] >> 20} MiB of memory)"
+    return ""

@@ -1,0 +1,67 @@
+"""Reads messages and tools from the columns of a row. Published data sets also store them as JSON text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from moe_rl.tasks.rows import plain_json, value_at
+
+# The beginning of messages as JSON has them, and as Python prints them.
+_MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|from|value|messages)["']\s*:""")
+_ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
+
+
+def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
+    """Return the messages of a text that holds them as JSON; any other prompt as it is.
+
+    Raises:
+        ValueError: the text looks like messages, and cannot be read as a list of them. The text is for the user.
+    """
+    if not isinstance(prompt, str) or not _MESSAGES.match(prompt) or not _ROLE.search(prompt):
+        return prompt
+    remedy = "give a list of messages, or JSON text of one"
+    try:
+        value = plain_json(prompt)
+    except ValueError as error:
+        raise ValueError(f"the prompt looks like stored messages, and is no JSON; {remedy}: {prompt[:60]!r}") from error
+    if isinstance(value, list):
+        return value if all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in value) else prompt
+    if "messages" in value:
+        remedy = "name the messages inside it with the key `prompt` of the source, as in prompt.messages"
+    elif "role" not in value:
+        return prompt
+    raise ValueError(f"the prompt is JSON text of an object, and no list of messages; {remedy}: {prompt[:60]!r}")
+
+
+def listed_tools(row: dict[str, Any], column: str) -> list[Mapping[str, Any]]:
+    """Return the tools of a row, as its column has them: a list of JSON schemas, or JSON text of it or of each.
+
+    Raises:
+        ValueError: the column holds something else. The text is for the user.
+    """
+    found = _stored(value_at(row, column), column) or []
+    tools = [_stored(tool, column) for tool in found] if isinstance(found, list) else []
+    if not isinstance(found, list) or not all(map(_is_tool, tools)):
+        raise _no_tools(column, found)
+    return tools
+
+
+def _stored(value: Any, column: str) -> Any:
+    try:
+        return plain_json(value) if isinstance(value, str) and value.strip() else value
+    except ValueError as error:
+        raise _no_tools(column, value) from error
+
+
+def _is_tool(tool: Any) -> bool:
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return isinstance(inner, Mapping) and isinstance(inner.get("name"), str)
+
+
+def _no_tools(column: str, found: Any) -> ValueError:
+    return ValueError(
+        f"the column {column} is no list of tools with names, nor JSON text of one; give one, or set tools=null in "
+        f"the source if the column is for something else: {str(found)[:60]!r}"
+    )

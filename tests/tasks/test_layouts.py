@@ -1,0 +1,236 @@
+"""Rows as published data sets and other frameworks lay them out: where the prompt, the tools and the answer are."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_rl.config.load import load_config
+from moe_rl.config.reward_kinds import ExactReward, MathVerifyReward, RemoteReward
+from moe_rl.errors import ConfigError, DataError
+from moe_rl.tasks.prompts import load_task
+from moe_rl.tasks.tokenizer import TextCodec
+from tests.support.refusals import refused, tells
+
+ASSETS = Path(__file__).parents[2] / "assets"
+CHAT = [{"role": "user", "content": "What is 1+1?"}]
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+}
+BARE = {"name": "add", "description": "Adds.", "parameters": {"a": {"type": "int"}}}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(rows, model="tiny_moe", limit=600, task=None, **source):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "held.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+        config = {
+            "run": {"name": "layouts", "steps": 1},
+            "model": {"path": str(ASSETS / model / "policy")},
+            "task": {
+                "train": [{"name": "rows", "data": str(tmp_path / "rows.jsonl"), **source}],
+                "heldout": [{"name": "held", "data": str(tmp_path / "held.jsonl")}],
+                "rewards": {"exact": {"kind": "exact"}},
+                "pass_reward": "exact",
+                **(task or {}),
+            },
+            "rollout": {
+                "prompts_per_step": 1,
+                "group_size": 2,
+                "max_prompt_tokens": limit,
+                "max_completion_tokens": 6,
+            },
+            "train": {"microbatch_tokens": 2048, "optimizer": {"lr": 1e-6}},
+            "eval": {"prompts": 1},
+        }
+        (tmp_path / "config.yaml").write_text(json.dumps(config))
+        config = load_config(tmp_path / "config.yaml")
+        return load_task(config, TextCodec(config.model.path, ()))
+
+    return load
+
+
+LAYOUTS = {
+    "verl": (
+        {
+            "data_source": "gsm8k",
+            "prompt": CHAT,
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+            "extra_info": {"split": "train", "index": 7},
+        },
+        {"answer": "reward_model.ground_truth", "id": "extra_info.index"},
+    ),
+    "verl, objects as JSON text": (
+        {"prompt": json.dumps(CHAT), "reward_model": '{"style": "rule", "ground_truth": "2"}'},
+        {"answer": "reward_model.ground_truth"},
+    ),
+    "several right answers": (
+        {"prompt": CHAT, "reward_model": {"ground_truth": '["2", "2.0"]'}},
+        {"answer": "reward_model.ground_truth.0"},
+    ),
+    "SkyRL": (
+        {
+            "data_source": "x",
+            "prompt": CHAT,
+            "env_class": "gsm8k",
+            "reward_spec": {"method": "rule", "ground_truth": "2"},
+        },
+        {"answer": "reward_spec.ground_truth"},
+    ),
+    "ROLL": (
+        {"id": "0", "prompt": "What is 1+1?", "messages": json.dumps(CHAT), "ground_truth": "2", "tag": "math"},
+        {"prompt": "messages", "answer": "ground_truth", "id": "id", "level": "tag"},
+    ),
+    "open-instruct": (
+        {"messages": CHAT, "ground_truth": ["2"], "dataset": ["math"]},
+        {"prompt": "messages", "answer": "ground_truth.0", "level": "dataset.0"},
+    ),
+    "OpenRLHF": (
+        {"datasource": "x", "context_messages": CHAT, "label": "2"},
+        {"prompt": "context_messages", "answer": "label"},
+    ),
+    "slime": ({"prompt": CHAT, "label": "2", "metadata": {"level": 3}}, {"answer": "label", "level": "metadata.level"}),
+    "TRL": ({"prompt": CHAT, "solution": "2", "completion": "unused"}, {"answer": "solution"}),
+    "NuminaMath": (
+        {"source": "olympiads", "problem": "What is 1+1?", "solution": "2", "messages": CHAT},
+        {"prompt": "messages", "answer": "solution", "level": "source"},
+    ),
+    "verifiers": ({"prompt": CHAT, "answer": "2", "info": {}, "task": "default"}, {}),
+    "a column with a dot in its name": ({"prompt": CHAT, "a.b": "2", "a": {"b": "3"}}, {"answer": "a.b"}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_published_layouts_reach_rewards_of_a_kind_and_functions(load, make_pool, layout):
+    row, keys = LAYOUTS[layout]
+    task = load([row], model="tiny_tool", **keys)
+    [prompt] = task.train[0].prompts
+    assert prompt.columns["answer"] == "2" and "What is 1+1?" in prompt.text and prompt.text != "What is 1+1?"
+    assert [dict(one) for one in prompt.messages] == CHAT
+    remote = RemoteReward(kind="remote", url="http://127.0.0.1:9/", arguments=("prompt", "messages", "answer"))
+    kinds = {"exact": ExactReward(kind="exact"), "math": MathVerifyReward(kind="math_verify"), "remote": remote}
+    with make_pool(kinds=kinds) as pool:
+        sources = {name: found for name, found in task.columns().items() if "rows" in name}
+        if layout == "ROLL":  # its column `prompt` is another text than the prompt
+            with refused(ConfigError, key="task.rewards.remote", argument="prompt", fault="two meanings"):
+                pool.check_arguments(sources)
+        else:
+            pool.check_arguments(sources)
+
+
+def test_the_key_answer_names_the_column(load):
+    rows = [{"prompt": "a", "truth": {"x": ["1", "2"]}, "answer": "a long text"}, {"prompt": "b", "truth": {"x": []}}]
+    [one] = load(rows[:1], answer="truth.x.1").train[0].prompts
+    assert one.columns == rows[0] | {"answer": "2"}
+    with refused(DataError, "truth.x.1", fault="missing", line=2):
+        load(rows, answer="truth.x.1")
+    task = load(rows, answer="truth.x.1", drop=["missing"])
+    assert len(task.train[0].prompts) == 1 and task.train[0].notes == ("left out 1 missing",)
+
+
+def test_what_to_do_about_an_answer_that_no_column_has(load, make_pool):
+    task = load([{"prompt": "a", "reward_model": {"ground_truth": "1"}}])
+    kinds = {"exact": ExactReward(kind="exact")}
+    with make_pool("nosy_with_answer", kinds=kinds) as pool, pytest.raises(ConfigError) as caught:
+        pool.check_arguments(task.columns())
+    exact, mine = sorted(caught.value.problems, key=lambda problem: str(problem.about["key"]))
+    for problem, key in ((mine, "nosy_with_answer"), (exact, "exact")):
+        tells(
+            problem, "`answer`", "rows of task.train", key=f"task.rewards.{key}", argument="answer", fault="no column"
+        )
+    assert "rename" in mine.lower() and "rename" not in exact.lower() and "default" not in exact.lower()
+
+
+def test_a_column_that_was_left_out_is_named(load, make_pool, tmp_path):
+    (tmp_path / "nan.jsonl").write_text('{"prompt": "a", "answer": NaN}\n')
+    task = load([], data=str(tmp_path / "nan.jsonl"))
+    told = refused(ConfigError, argument="answer", got=("left out", "answer"))
+    with make_pool(kinds={"exact": ExactReward(kind="exact")}) as pool, told:
+        pool.check_arguments(task.columns())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chat", [{}, {"chat": {}}])
+def test_messages_and_tools_as_json_text_are_messages_and_tools(load, chat):
+    def text(rows, **keys):
+        return [one.text for one in load(rows, model="tiny_tool", task=chat, **keys).train[0].prompts]
+
+    [plain] = text([{"prompt": CHAT, "tools": [ADD]}])
+    assert '{"name": "add", "parameters"' in plain and plain.endswith("<|im_start|>assistant\n")
+    stored = [
+        {"prompt": json.dumps(CHAT, indent=1), "tools": json.dumps([ADD])},
+        {"prompt": CHAT, "tools": [json.dumps(ADD)]},
+    ]
+    assert text(stored) == [plain, plain]
+    assert text([{"m": {"messages": CHAT, "functions": [ADD]}}], prompt="m.messages", tools="m.functions") == [plain]
+    assert text([{"m": json.dumps({"messages": CHAT, "t": [ADD]})}], prompt="m.messages", tools="m.t") == [plain]
+    [xlam] = text([{"prompt": CHAT, "tools": json.dumps([BARE])}])
+    assert json.dumps(BARE) in xlam
+    [without] = text([{"prompt": CHAT, "tools": [ADD]}], tools=None)
+    assert "add" not in without and text([{"prompt": CHAT, "tools": []}, {"prompt": CHAT}]) == [without, without]
+
+
+@pytest.mark.long
+def test_tools_of_a_row_count_as_tokens_of_its_prompt(load):
+    rows = [{"prompt": CHAT, "tools": [ADD]}]
+    [prompt] = load(rows, model="tiny_tool").train[0].prompts
+    longest = len(prompt.token_ids)
+    assert load(rows, model="tiny_tool", limit=longest)
+    with refused(DataError, fault="too_long", got=f"{longest} tokens"):
+        load(rows, model="tiny_tool", limit=longest - 1)
+
+
+@pytest.mark.long
+def test_tools_that_no_prompt_would_show(load):
+    rows = [{"prompt": CHAT, "tools": [ADD]}]
+    with refused(DataError, "task.chat.tools", line=1):
+        load(rows, model="tiny_tool", task={"chat": {"tools": [ADD]}})
+    with refused(DataError, "tools=null", line=1):
+        load(rows, model="tiny_gym")
+
+
+PRINTED = "[{'role': 'user', 'content': 'hi'}]"
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "pieces"),
+    [
+        ({"prompt": PRINTED}, {}, ["no JSON"]),
+        ({"prompt": '[{"role": "user", "content": "hi"}'}, {}, ["no JSON"]),
+        ({"prompt": '{"messages": [{"role": "user", "content": "hi"}]}'}, {}, ["prompt.messages"]),
+        ({"prompt": '{"role": "user", "content": "hi"}'}, {}, ["list of messages"]),
+        ({"prompt": {"messages": CHAT}}, {}, ["dict"]),
+        ({"prompt": "1+1", "tools": [ADD]}, {}, ["task.chat", "tools=null"]),
+        ({"prompt": "1+1", "tools": "hammer"}, {}, ["tools=null"]),
+        ({"prompt": "1+1", "tools": [{"type": "function"}]}, {}, ["tools=null"]),
+        ({"prompt": "1+1", "tools": '{"name": "f"}'}, {}, ["tools=null"]),
+    ],
+)
+def test_a_layout_that_is_refused_with_its_remedy(load, row, keys, pieces):
+    with refused(DataError, *pieces, key="task.train.0", line=1):
+        load([row], **keys)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "messages",
+    [[{"from": "human", "value": "hi"}], ['{"role": "user", "content": "hi"}'], [{"user": "hi"}]],
+)
+@pytest.mark.parametrize("stored", [False, True])
+def test_sharegpt_and_the_like_are_refused(load, messages, stored):
+    if stored and "from" not in messages[0]:
+        return  # any list in JSON, which may be what the prompt is about
+    with refused(DataError, "role", line=1, got=(*(messages[0] if isinstance(messages[0], dict) else ["str"]),)):
+        load(
+            [{"conversations": json.dumps(messages) if stored else messages}], model="tiny_tool", prompt="conversations"
+        )
+
+
+@pytest.mark.parametrize("text", ['[{"value": 3}, {"value": 1}]', '{"value": 3}', "[1, 2]", "[{", '{"from": 1}'])
+def test_a_text_about_json_stays_a_text(load, text):
+    [prompt] = load([{"prompt": text, "tools": None}]).train[0].prompts
+    assert prompt.text == text and prompt.messages is None
