@@ -36,6 +36,7 @@ from moe_rl.errors import (
 )
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model, read_published
+from moe_rl.models.second_reading import reading_problems
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.peaks import limit_problem, peaks
@@ -273,7 +274,7 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
     elif folder is not None:
         speeds = measured_speeds(folder.path)
     balance = None if speeds is None else side_balance(config, world_size, speeds)
-    facts, found, absent = _model_to_plan(config, world_size, begins=folder is None)
+    facts, found, absent = _model_to_plan(config, world_size, begins=folder is None, first=True)
     (absent if absent else found).extend(tracker_problems(config))
     plan = asked = None
     if facts is not None:
@@ -306,12 +307,13 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
 
 
 def _model_to_plan(
-    config: Config, world_size: int, *, begins: bool
+    config: Config, world_size: int, *, begins: bool, first: bool
 ) -> tuple[ModelFacts | None, list[Problem], list[Problem]]:
     """Return the model (None if it cannot be read), what is wrong, and what this machine lacks to start the run.
 
     The last list is not empty only where a run is planned without its checkpoint. `begins`: the run makes its first
-    step, and needs the weights that it starts from.
+    step, and needs the weights that it starts from. `first`: this is a plan or rank 0, which reads config.json once
+    more through transformers.
     """
     installed = installation_problems(config)
     if begins:
@@ -325,9 +327,12 @@ def _model_to_plan(
         return facts, found, [here, *absent_problems(config), *installed]
     found = problems(config, world_size) + installed
     try:
-        return read_model(config.model.path), found, []
+        facts = read_model(config.model.path)
     except ConfigError:
         return None, found, []  # already among the problems
+    if first and not found:  # it takes seconds
+        found = reading_problems(config.model.path / "config.json", facts)
+    return facts, found, []
 
 
 def _problems(
@@ -337,7 +342,7 @@ def _problems(
 
     first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
     """
-    facts, found, absent = _model_to_plan(config, world_size, begins=folder is None or again)
+    facts, found, absent = _model_to_plan(config, world_size, begins=folder is None or again, first=first)
     found += [*node_problems(os.environ), *start_problems(config), *(tracker_problems(config) if first else ())]
     task = None
     if facts is not None:

@@ -100,15 +100,19 @@ def vocabulary_problems(config: Config, facts: ModelFacts, vocabulary: int) -> I
 
 
 def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> Iterator[Problem]:
-    for field in dataclasses.fields(ModelFacts):
-        ours, theirs = getattr(facts, field.name), getattr(published, field.name)
-        if field.name not in NOT_COMPARED and ours != theirs:
-            yield describe(
-                "not the model that model.published has the figures of",
-                where={"key": "model.path", "folder": config.model.path, "field": field.name},
-                got=ours,
-                expected=f"{theirs} as in {config.model.published}",
-            )
+    names = [field.name for field in dataclasses.fields(ModelFacts) if field.name not in NOT_COMPARED]
+    differ = [name for name in names if getattr(facts, name) != getattr(published, name)]
+    if differ:
+        ours, theirs = (", ".join(f"{name} {getattr(one, name)}" for name in differ) for one in (facts, published))
+        yield describe(
+            "not the model that model.published has the figures of",
+            where={"key": "model.path", "folder": config.model.path, "field": ", ".join(differ)},
+            got=ours,
+            expected=f"{theirs} as in {config.model.published}",
+            do="give that model's checkpoint; or set model.published=null for another one, such as a base model: then "
+            "nothing says that this is the model which the layout was planned for, and a plan needs the checkpoint "
+            "itself",
+        )
 
 
 def prompt_problems(config: Config) -> Iterator[Problem]:

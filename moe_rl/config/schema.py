@@ -75,7 +75,8 @@ class ModelConfig(Section):
     docs/reference/models.md lists the model families."""
     published: Location | None = None
     """File with the figures of the published config.json, such as those in configs/models. --plan reads the model from
-    it where `path` is not on this machine. Where `path` is there, both must describe the same model."""
+    it where `path` is not on this machine. Where `path` is there, both must describe the same model. null for another
+    one, such as the base model: docs/howto/plan.md says what that gives up."""
     from_run: Location | None = None
     """Folder of another run of the same model, whose trained weights this run starts from. The layouts may differ. The
     reference policy of a KL stays the model in `path`."""

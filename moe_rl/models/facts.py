@@ -125,8 +125,27 @@ class ModelFacts:
         return 2 * self.kv_heads * self.head_dim
 
 
+_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_YARN = _ROPE | {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
+_YARN |= {"attention_factor", "mscale", "mscale_all_dim"}
+# Keys that change what vLLM or transformers computes. No family here has them.
+FOREIGN = (
+    "text_config",
+    "per_layer_config",
+    "dual_chunk_attention_config",
+    "rotary_pct",
+    "rotary_emb_fraction",
+    "rotary_emb_base",
+)
+
+
 class Fields:
-    """Looks up typed values in config.json, and collects all problems instead of stopping at the first."""
+    """Looks up typed values in config.json, and collects all problems instead of stopping at the first.
+
+    vLLM reads the same file through the config classes of transformers. Each value here is the one that these classes
+    take, and the file is refused where we do not know it. So a key that is null is not an absent key, and two spellings
+    of one key may not contradict each other. tests/models/test_config_json.py compares the two for every key.
+    """
 
     def __init__(self, raw: dict[str, Any], where: About):
         self.raw, self.where = raw, where
@@ -139,10 +158,16 @@ class Fields:
             )
         )
 
+    def get(self, *keys: str, default: Any = None) -> tuple[str, Any]:
+        """Return the key that the file has, of several spellings, and its value; the first one and `default` if it has
+        none."""
+        given = {key: self.raw[key] for key in keys if key in self.raw}
+        if len({repr(value) for value in given.values()}) > 1:
+            self.wrong(" and ".join(given), list(given.values()), "one value: software disagrees on which key counts")
+        return next(iter(given.items()), (keys[0], default))
+
     def count(self, *keys: str, default: int | None = None, least: int = 1, most: int = 2**31) -> int:
-        key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
-        value = self.raw.get(key)
-        value = default if value is None else value
+        key, value = self.get(*keys, default=default)
         if type(value) is not int or not least <= value <= most:
             self.wrong(key, value, f"a whole number from {least} to {most}")
             return least
@@ -154,6 +179,14 @@ class Fields:
             return 1.0
         return float(value)
 
+    def fraction(self, key: str, default: float | None = None) -> float:
+        """Return a number that must have a decimal point: transformers refuses another."""
+        value = self.raw.get(key, default)
+        if type(value) is not float:
+            self.wrong(key, value, "a number with a decimal point")
+            return 1.0
+        return self.number(key, value)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.raw.get(key, default)
         if type(value) is not bool:
@@ -161,39 +194,99 @@ class Fields:
             return default
         return value
 
-    def plain_rope(self, rope: dict[str, Any]) -> None:
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            self.wrong("rope_parameters", rope, "rope_type 'default', the only supported one")
-
-    def only(self, key: str, supported: Any) -> None:
+    def only(self, key: str, supported: Any, *, why: str = "") -> None:
         value = self.raw.get(key, supported)
-        if value != supported:
-            self.wrong(key, value, f"{supported!r}, the only supported value")
+        if type(value) is not type(supported) or value != supported:
+            self.wrong(key, value, f"{supported!r}, the only supported value{why and f': {why}'}")
 
 
-def yarn(read: Fields, rope: dict[str, Any]) -> Yarn | None:
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Holds what config.json says about rotary position.
+
+    Attributes:
+        key: where the file says it: rope_parameters, or rope_scaling in older files.
+        given: the values there. `rope_type` is always among them.
+        theta, fraction: with the values beside it, `rope_theta` and `partial_rotary_factor`.
+    """
+
+    key: str
+    given: dict[str, Any]
+    theta: float
+    fraction: float
+
+    @classmethod
+    def of(cls, read: Fields, *, theta: float, fraction: float) -> Rope:
+        """Read both keys. theta, fraction: where the file says nothing. Problems are collected in `read`."""
+        base = {
+            "rope_theta": read.raw.get("rope_theta", theta),
+            "partial_rotary_factor": read.raw.get("partial_rotary_factor", fraction),
+        }
+        found = {}
+        for key in ("rope_scaling", "rope_parameters"):
+            value = read.raw.get(key)
+            if not isinstance(value, dict | None):
+                read.wrong(key, value, "a mapping")
+            elif value:
+                found[key] = base | {"rope_type": value.get("type", "default")} | value
+                if value.get("type", found[key]["rope_type"]) != found[key]["rope_type"]:
+                    read.wrong(f"{key}.rope_type and .type", [value["rope_type"], value["type"]], "one value")
+                found[key].pop("type", None)
+        # transformers takes rope_scaling first, other software rope_parameters.
+        if len(found) > 1 and found["rope_scaling"] != found["rope_parameters"]:
+            got = {key: read.raw[key] for key in found}
+            read.wrong(
+                "rope_parameters and rope_scaling", got, "one of the two: software disagrees on which one counts"
+            )
+        key, given = next(iter(found.items()), ("rope_parameters", base | {"rope_type": "default"}))
+        if unused := given.keys() - (_ROPE if given["rope_type"] == "default" else _YARN):
+            names = ", ".join(sorted(unused))
+            read.wrong(f"{key}.rope_type", given["rope_type"], f"one that uses {names}, or no {names}")
+        return cls(
+            key,
+            given,
+            read.number("rope_theta", given["rope_theta"]),
+            read.number("partial_rotary_factor", given["partial_rotary_factor"]),
+        )
+
+    def plain(self, read: Fields) -> None:
+        """Refuse scaled rotary angles."""
+        if self.given["rope_type"] != "default":
+            read.wrong(f"{self.key}.rope_type", self.given["rope_type"], "'default', the only supported one")
+
+    def whole(self, read: Fields) -> None:
+        """Refuse heads that are rotated in part, which vLLM would do and transformers would not."""
+        if self.fraction != 1:
+            read.wrong("partial_rotary_factor", self.fraction, "1.0, the only supported value")
+
+
+def yarn(read: Fields, rope: Rope) -> Yarn | None:
     """Read the numbers of YaRN; None if rotary angles are not scaled. Problems are collected in `read`."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    given, kind = rope.given, rope.given["rope_type"]
     if kind == "default":
         return None
     if kind != "yarn":
-        read.wrong("rope_parameters", rope, "rope_type 'default' or 'yarn', the supported ones")
+        read.wrong(f"{rope.key}.rope_type", kind, "'default' or 'yarn', the supported ones")
         return None
-    if rope.get("attention_factor") is not None:
-        read.wrong("rope_parameters.attention_factor", rope["attention_factor"], "no value: it follows from the others")
 
     def number(key: str, default: float | None = None) -> float:
-        return read.number(f"rope_parameters.{key}", rope.get(key, default))
+        return read.number(f"{rope.key}.{key}", given.get(key, default))
 
-    positions = rope.get("original_max_position_embeddings")
+    if given.get("attention_factor") is not None:
+        read.wrong(f"{rope.key}.attention_factor", given["attention_factor"], "no value: it follows from the others")
+    positions = given.get("original_max_position_embeddings")
     if type(positions) is not int or positions < 1:
-        read.wrong("rope_parameters.original_max_position_embeddings", positions, "a whole number from 1")
+        read.wrong(f"{rope.key}.original_max_position_embeddings", positions, "a whole number from 1")
         positions = 1
-    scales = [rope.get(key) or None for key in ("mscale", "mscale_all_dim")]
-    if scales.count(None) == 1:
+    read.only("original_max_position_embeddings", positions, why=f"{rope.key} has it")
+    truncate = given.get("truncate", True)
+    if type(truncate) is not bool:
+        read.wrong(f"{rope.key}.truncate", truncate, "true or false")
+    scales = [key for key in ("mscale", "mscale_all_dim") if key in given]
+    if len(scales) == 1:
         read.wrong(
-            "rope_parameters.mscale and .mscale_all_dim",
-            scales,
+            f"{rope.key}.mscale and .mscale_all_dim",
+            [given.get("mscale"), given.get("mscale_all_dim")],
             "both or none: software disagrees on what one alone means",
         )
     return Yarn(
@@ -201,22 +294,30 @@ def yarn(read: Fields, rope: dict[str, Any]) -> Yarn | None:
         positions=positions,
         fast=number("beta_fast", 32.0),
         slow=number("beta_slow", 1.0),
-        truncate=rope.get("truncate", True) is not False,
-        mscale=number("mscale") if scales[0] else None,
-        mscale_all_dim=number("mscale_all_dim") if scales[1] else None,
+        truncate=truncate is not False,
+        mscale=number("mscale") if scales else None,
+        mscale_all_dim=number("mscale_all_dim") if scales else None,
     )
 
 
-def sigmoid_routing(read: Fields, *, layers: int, top_k: int, dense_default: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class SigmoidDefaults:
+    """Holds what the config classes of transformers take for keys that config.json lacks."""
+
+    first_k_dense_replace: int
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+
+
+def sigmoid_routing(read: Fields, *, layers: int, top_k: int, default: SigmoidDefaults) -> dict[str, Any]:
     """Read the routing that DeepSeek-V3 introduced: the fields of ModelFacts about layers with experts.
 
     Scores are sigmoids, a bias affects only the choice of experts, and experts form groups. The model also has shared
     experts and leading dense layers (arXiv 2412.19437, section 2.1.2).
 
-    Args:
-        dense_default: the number of leading dense layers if config.json does not name it.
     """
-    dense = read.count("first_k_dense_replace", default=dense_default, least=0)
+    dense = read.count("first_k_dense_replace", default=default.first_k_dense_replace, least=0)
     if dense >= layers:
         read.wrong(
             "first_k_dense_replace",
@@ -230,7 +331,7 @@ def sigmoid_routing(read: Fields, *, layers: int, top_k: int, dense_default: int
         read.wrong(
             "num_experts_per_tok", 1, "at least 2: with one expert its weight is constant and the router cannot learn"
         )
-    groups, top_groups = _groups(read, experts, top_k)
+    groups, top_groups = _groups(read, experts, top_k, default)
     width = read.count("moe_intermediate_size")
     return {
         "moe_layers": tuple(range(dense, layers)),
@@ -238,17 +339,19 @@ def sigmoid_routing(read: Fields, *, layers: int, top_k: int, dense_default: int
         "moe_intermediate_size": width,
         "score_function": "sigmoid",
         "norm_topk_prob": True,
-        "routed_scaling": read.number("routed_scaling_factor", read.raw.get("routed_scaling_factor", 1.0)),
+        "routed_scaling": read.fraction("routed_scaling_factor", default.routed_scaling_factor),
         "expert_bias": True,
         "groups": groups,
         "top_groups": top_groups,
         "shared_intermediate_size": width * read.count("n_shared_experts", default=1),
+        "mtp_layers": read.count("num_nextn_predict_layers", "num_mtp_layers", default=1, least=0, most=8),
     }
 
 
-def _groups(read: Fields, experts: int, top_k: int) -> tuple[int, int]:
+def _groups(read: Fields, experts: int, top_k: int, default: SigmoidDefaults) -> tuple[int, int]:
     """Return (n_group, topk_group), or (1, 1) if tokens choose from all groups."""
-    groups, top_groups = read.count("n_group", default=1), read.count("topk_group", default=1)
+    groups = read.count("n_group", default=default.n_group)
+    top_groups = read.count("topk_group", default=default.topk_group)
     if experts % groups:
         read.wrong("n_group", groups, f"a divisor of n_routed_experts = {experts}")
     elif top_groups > groups:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.models.facts import Fields, ModelFacts, sigmoid_routing
+from moe_rl.models.facts import Fields, ModelFacts, Rope, SigmoidDefaults, sigmoid_routing
 from moe_rl.models.weight_table import Weight, dense_mlp, grouped_query_attention, routed_mlp, separate_experts
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
+MODEL_TYPES = ("glm4_moe",)
+ROPE_THETA, ROTARY_FRACTION = 10000.0, 0.5  # where config.json has no such key
+ROUTING = SigmoidDefaults(first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=1.0)
 
 
-def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dict[str, Any]:
+def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any]:
     """Read the fields of ModelFacts that are special to this family. Problems are collected in `read`."""
-    read.plain_rope(rope)
-    fraction = rope.get("partial_rotary_factor", read.raw.get("partial_rotary_factor", 0.5))
-    return sigmoid_routing(read, layers=layers, top_k=top_k, dense_default=1) | {
+    read.only("sliding_window", None, why="vLLM would use it, transformers would not")
+    rope.plain(read)
+    return sigmoid_routing(read, layers=layers, top_k=top_k, default=ROUTING) | {
         "attention_bias": read.flag("attention_bias", False),
         "qk_norm": read.flag("use_qk_norm", False),
-        "rotary_fraction": read.number("partial_rotary_factor", fraction),
-        "mtp_layers": read.count("num_nextn_predict_layers", default=0, least=0, most=8),
     }
 
 

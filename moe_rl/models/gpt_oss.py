@@ -8,30 +8,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.models.facts import Fields, ModelFacts, yarn
+from moe_rl.models.facts import Fields, ModelFacts, Rope, yarn
 from moe_rl.models.weight_table import Weight, grouped_query_attention, routed_mlp, stacked_experts
 
 ARCHITECTURE = "GptOssForCausalLM"
+MODEL_TYPES = ("gpt_oss",)
+ROPE_THETA, ROTARY_FRACTION = 150000.0, 1.0  # where config.json has no such key
 
 
-def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dict[str, Any]:
+def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any]:
     """Read the fields of ModelFacts that are special to this family. Problems are collected in `read`."""
     read.only("attention_bias", True)
+    # vLLM 0.32.0 has these values in its code, and does not read the keys.
     read.only("swiglu_alpha", 1.702)
-    if not rope:
-        read.wrong("rope_scaling", None, "the published values: without the key transformers uses defaults of its own")
+    read.only("swiglu_limit", 7.0)
+    read.only("rms_norm_eps", 1e-5)
+    if "head_dim" not in read.raw:
+        read.wrong("head_dim", None, "the published value: without the key transformers takes 64")
+    rope.whole(read)
+    scaled = yarn(read, rope)
+    if scaled is None:
+        read.wrong(f"{rope.key}.rope_type", rope.given["rope_type"], "'yarn' with its numbers: vLLM knows no other")
+    else:
+        for key in ("beta_fast", "beta_slow"):
+            if key not in rope.given:
+                read.wrong(f"{rope.key}.{key}", None, "a number: vLLM needs the key")
+        if scaled.mscale is not None:
+            read.wrong(f"{rope.key}.mscale and .mscale_all_dim", scaled.mscale, "no value: vLLM does not read them")
     if top_k == 1:
         read.wrong(
             "num_experts_per_tok", 1, "at least 2: with one expert its weight is always 1 and the router cannot learn"
         )
-    kinds = read.raw.get("layer_types")
-    if kinds is None:
-        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-    known = ("sliding_attention", "full_attention")
-    if not (isinstance(kinds, list) and len(kinds) == layers and all(kind in known for kind in kinds)):
-        read.wrong("layer_types", kinds, f"{layers} of {' and '.join(known)}")
-        kinds = []
-    windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     return {
         "moe_layers": tuple(range(layers)),
         "num_experts": read.count("num_local_experts", "num_experts", least=2, most=2048),
@@ -45,14 +52,13 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
         "shared_intermediate_size": 0,
         "attention_bias": True,
         "qk_norm": False,
-        "rotary_fraction": 1.0,
         "mtp_layers": 0,
-        "yarn": yarn(read, rope),
-        "window": read.count("sliding_window") if windowed else 0,
-        "windowed_layers": windowed,
+        "yarn": scaled,
+        "window": read.count("sliding_window"),
+        "windowed_layers": tuple(range(0, layers, 2)),
         "sinks": True,
         "linear_bias": True,
-        "glu_clamp": read.number("swiglu_limit", read.raw.get("swiglu_limit", 7.0)),
+        "glu_clamp": 7.0,
     }
 
 

@@ -20,12 +20,12 @@ import numpy as np
 
 from moe_rl.errors import About, ConfigError, Problem, describe, first_of
 from moe_rl.models import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
-from moe_rl.models.facts import Fields, ModelFacts
+from moe_rl.models.facts import FOREIGN, Fields, ModelFacts, Rope
 from moe_rl.models.safetensors_header import Tensor, read_header, stored_bytes
 from moe_rl.models.weight_table import EMBEDDING, HEAD, Shape, Weight, ends
 
 FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe, deepseek_v3, gpt_oss)}
-FLOAT_DTYPES = ("F32", "BF16", "F16")
+FLOAT_DTYPES, DTYPES = ("F32", "BF16", "F16"), ["float32", "bfloat16", "float16"]
 MAX_JSON_BYTES = 256 << 20
 # What holds the vocabulary of a tokenizer. Files other than tokenizer.json are read through transformers.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json")
@@ -97,8 +97,16 @@ def read_published(file: str | Path) -> ModelFacts:
 
 
 def _facts(file: Path) -> ModelFacts:
+    return facts_of(_read_json(file), file)
+
+
+def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
+    """Read what a config.json says. file: where it is; a generation_config.json is looked for beside it.
+
+    Raises:
+        ConfigError: with every problem of the file.
+    """
     where: About = {"file": file}
-    raw = _read_json(file)
     architectures = raw.get("architectures") or []
     architecture = next((name for name in architectures if name in FAMILIES), None)
     if architecture is None:
@@ -114,10 +122,12 @@ def _facts(file: Path) -> ModelFacts:
     kv_heads, head_dim = read.count("num_key_value_heads"), read.count("head_dim", default=hidden // heads)
     if heads % kv_heads:
         read.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        read.wrong("rope_parameters", rope, "a mapping")
-        rope = {}
+    family = FAMILIES[architecture]
+    if raw.get("model_type") not in family.MODEL_TYPES:
+        read.wrong("model_type", raw.get("model_type"), f"{' or '.join(family.MODEL_TYPES)}, as of {architecture}")
+    for key in FOREIGN:
+        read.only(key, None)
+    rope = Rope.of(read, theta=family.ROPE_THETA, fraction=family.ROTARY_FRACTION)
     read.only("hidden_act", "silu")
     top_k = read.count("num_experts_per_tok")
     common = {
@@ -130,19 +140,24 @@ def _facts(file: Path) -> ModelFacts:
         "head_dim": head_dim,
         "intermediate_size": read.count("intermediate_size"),
         "top_k": top_k,
-        "rope_theta": read.number("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
-        "rms_norm_eps": read.number("rms_norm_eps", raw.get("rms_norm_eps")),
+        "rope_theta": rope.theta,
+        "rotary_fraction": rope.fraction,
+        "rms_norm_eps": read.fraction("rms_norm_eps"),
         "max_position_embeddings": read.count("max_position_embeddings"),
         "tie_word_embeddings": read.flag("tie_word_embeddings", False),
         "eos_token_ids": _eos(raw, file.parent),
-        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "dtype": _dtype(read),
         "fingerprint": _fingerprint(raw),
     }
-    own = FAMILIES[architecture].facts(read, layers=layers, top_k=top_k, rope=rope)
+    own = family.facts(read, layers=layers, top_k=top_k, rope=rope)
     facts = ModelFacts(**(common | own))
     if top_k > facts.num_experts:
         read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {facts.num_experts}")
-    if facts.rotary_fraction > 1 or int(facts.head_dim * facts.rotary_fraction) % 2:
+    kinds = ["sliding_attention" if layer in facts.windowed_layers else "full_attention" for layer in range(layers)]
+    if raw.get("layer_types") not in (None, kinds):
+        expected = "sliding_attention and full_attention in turn" if facts.windowed_layers else "full_attention"
+        read.wrong("layer_types", raw["layer_types"], f"{expected}, {layers} in all")
+    if facts.rotary_fraction > 1 or facts.latent is None and int(facts.head_dim * facts.rotary_fraction) % 2:
         read.wrong(
             "partial_rotary_factor",
             facts.rotary_fraction,
@@ -151,6 +166,14 @@ def _facts(file: Path) -> ModelFacts:
     if read.problems:
         raise ConfigError(read.problems)
     return facts
+
+
+def _dtype(read: Fields) -> str:
+    key, value = next(((key, read.raw[key]) for key in ("dtype", "torch_dtype") if read.raw.get(key) is not None),
+                      ("dtype", "float32"))  # fmt: skip
+    if value not in DTYPES:
+        read.wrong(key, value, " or ".join(DTYPES))
+    return str(value)
 
 
 def _eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:

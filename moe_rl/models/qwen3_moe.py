@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.models.facts import Fields, ModelFacts
+from moe_rl.models.facts import Fields, ModelFacts, Rope
 from moe_rl.models.weight_table import Weight, dense_mlp, grouped_query_attention, routed_mlp, separate_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
+MODEL_TYPES = ("qwen3_moe",)
+ROPE_THETA, ROTARY_FRACTION = 10000.0, 1.0  # where config.json has no such key
 
 
-def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dict[str, Any]:
+def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any]:
     """Read the fields of ModelFacts that are special to this family. Problems are collected in `read`."""
-    step, mlp_only = read.count("decoder_sparse_step", default=1), read.raw.get("mlp_only_layers") or []
+    step, mlp_only = read.count("decoder_sparse_step", default=1), read.raw.get("mlp_only_layers")
+    mlp_only = [] if mlp_only is None else mlp_only
     if not (isinstance(mlp_only, list) and all(type(n) is int and 0 <= n < layers for n in mlp_only)):
         read.wrong("mlp_only_layers", mlp_only, f"layer numbers from 0 to {layers - 1}")
         mlp_only = []
@@ -28,7 +31,11 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
         )
     read.only("attention_bias", False)
     read.only("use_sliding_window", False)
-    read.plain_rope(rope)
+    if read.raw.get("sliding_window") is not None:  # has no effect, but must be a number
+        read.count("sliding_window", least=0)
+    read.only("shared_expert_intermediate_size", 0)
+    rope.plain(read)
+    rope.whole(read)
     return {
         "moe_layers": moe_layers,
         "num_experts": read.count("num_experts", "num_local_experts", least=2, most=2048),
@@ -42,7 +49,6 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
         "shared_intermediate_size": 0,
         "attention_bias": False,
         "qk_norm": True,
-        "rotary_fraction": 1.0,
         "mtp_layers": 0,
     }
 

@@ -32,6 +32,15 @@ _FOLLOWS, _VISIBLE = 0.1, 0.5
 # fault when it is this many times the median of up to 32 before, three times in a row. With fewer than 5 before, it
 # must be more times the median. docs/measurements/false_alarms.md says what healthy runs and faults have.
 _TOKENS, _APART, _APART_AT_FIRST, _IN_A_ROW, _LEAST_KL = 256, 16.0, 32.0, 3, 1e-6
+_NEVER_AGREED = (
+    "The two have not agreed in this run. Look at what is no tensor: the numbers that each reads from config.json, "
+    "such as those of rotary position, and what each computes with them. Then look for a tensor that is exported "
+    "under another's name or in another layout"
+)
+_AGREED = (
+    "They agreed after earlier updates. Look for a tensor that is exported as it was before the update, under "
+    "another's name or in another layout"
+)
 
 
 class Guards:
@@ -118,9 +127,8 @@ class Guards:
                     where={"version": version, "sampler": heard.by},
                     got=f"a canary of {difference:.3g} nats{f'; {heard.suspects}' if heard.suspects else ''}",
                     expected=expected,
-                    do="every tensor arrived as it was sent, so look for one that is exported under another's name, "
-                    "in another layout, or as it was before the update; for a sampler of low precision set "
-                    "guards.max_canary_difference",
+                    do=f"every tensor arrived as it was sent. {_AGREED if before else _NEVER_AGREED}. For a sampler of "
+                    "low precision set guards.max_canary_difference",
                 )
             )
         self.canary = [*before, (version, difference)][-_KEPT:]

@@ -28,7 +28,7 @@ HF_CONFIG = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,

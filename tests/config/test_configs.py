@@ -11,6 +11,7 @@ import pytest
 
 from moe_rl.cli import main
 from moe_rl.config.check import config_problems
+from moe_rl.config.check_files import file_problems
 from moe_rl.config.load import find_file, load_config
 from moe_rl.models.hf import parameter_count, read_published
 from moe_rl.planning.cluster_plan import make_plan
@@ -123,6 +124,35 @@ def test_a_checkpoint_must_be_the_published_model(config_file, model, tmp_path):
     (tmp_path / "figures.json").write_text(json.dumps(figures | {"rope_theta": 7.0}))
     (message,) = problems(load_config(config_file, [f"model.published={tmp_path}/figures.json"]), 2)
     tells(message, "model.published", "7.0", key="model.path", field="rope_theta")
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("qwen3_30b_a3b", {"max_position_embeddings": 32768, "eos_token_id": 151643}),  # the base model
+        ("qwen3_30b_a3b", {"max_position_embeddings": 262144, "rope_theta": 1e7}),  # Instruct and Thinking 2507
+        ("qwen3_235b_a22b", {"max_position_embeddings": 262144, "rope_theta": 5e6}),
+        ("gpt_oss_120b", {"num_hidden_layers": 24, "num_local_experts": 32, "layer_types": None}),  # the 20b
+        ("glm_4_5_air", {"num_hidden_layers": 92, "n_routed_experts": 160, "use_qk_norm": True}),  # the larger one
+        ("moonlight_16b_a3b", {"num_hidden_layers": 28}),
+        ("deepseek_v3", {"n_routed_experts": 384, "n_group": 1, "topk_group": 1}),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", "_141gb"])
+def test_another_model_of_the_family_is_told_how_to_run_it(name, suffix, other, tmp_path):
+    figures = json.loads((ROOT / f"configs/models/{name}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(figures | other))
+    for file in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / file).touch()
+
+    def about_published(*overrides):
+        config = load_config(ROOT / f"configs/{name}{suffix}.yaml", [f"model.path={tmp_path}", *overrides])
+        facts = read_published(tmp_path / "config.json")
+        return [one for one in file_problems(config, facts) if "figures" in one]
+
+    (problem,) = about_published()
+    tells(problem, "model.published=null", f"configs/models/{name}.json", key="model.path")
+    assert about_published("model.published=null") == []
 
 
 def test_a_plan_tells_what_is_not_here_from_what_is_wrong(tmp_path):

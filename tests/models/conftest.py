@@ -1,6 +1,7 @@
 """Provides the model folders of tests/config."""
 
 from tests.config.conftest import (  # noqa: F401  fixtures
+    config_file,
     hf_config,
     model,
     write_deepseek,

@@ -83,7 +83,7 @@ def test_fingerprint_sees_the_model_not_its_writer(tmp_path, hf_config, write_mo
         ({"num_experts": True}, ["num_experts", "got True"]),
         ({"num_experts_per_tok": 5}, ["num_experts_per_tok", "num_experts = 4"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "got 3"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_parameters", "yarn"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", "yarn"]),
         ({"attention_bias": True}, ["attention_bias", "got True"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ({"num_experts_per_tok": 1}, ["norm_topk_prob", "got True"]),

@@ -68,11 +68,14 @@ def test_expected_tensors_are_those_of_transformers(tmp_path, request, writer, n
         ("write_deepseek", {"rope_interleave": False}, ["rope_interleave", "got False"]),
         ("write_deepseek", {"topk_method": "greedy"}, ["topk_method", "noaux_tc"]),
         ("write_deepseek", {"scoring_func": None}, ["scoring_func", "vLLM"]),
-        ("write_deepseek", {"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_parameters", "'yarn'"]),
-        ("write_gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "3 of sliding_attention"]),
+        ("write_deepseek", {"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.rope_type", "'yarn'"]),
+        ("write_gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "sliding_attention and full_attention"]),
         ("write_gpt_oss", {"attention_bias": False}, ["attention_bias", "got False"]),
         ("write_gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha", "1.702"]),
-        ("write_gpt_oss", {"rope_scaling": None}, ["rope_scaling"]),
+        ("write_gpt_oss", {"layer_types": ["sliding_attention"] * 3}, ["layer_types", "in turn"]),
+        ("write_gpt_oss", {"swiglu_limit": 6.0}, ["swiglu_limit", "7.0"]),
+        ("write_gpt_oss", {"rms_norm_eps": 1e-6}, ["rms_norm_eps", "1e-05"]),
+        ("write_gpt_oss", {"rope_scaling": None}, ["rope_parameters.rope_type", "vLLM"]),
     ],
 )
 def test_what_is_not_built_is_refused(tmp_path, request, writer, changes, parts):
@@ -90,8 +93,8 @@ def test_what_is_not_built_is_refused(tmp_path, request, writer, changes, parts)
         ({"mscale_all_dim": 0}, "mscale"),
         ({"attention_factor": 1.2}, "attention_factor"),
         ({"original_max_position_embeddings": None}, "original_max_position_embeddings"),
-        ({"truncate": False}, "rope_parameters.truncate"),
-        ({"factor": "40"}, "rope_parameters.factor"),
+        ({"truncate": False}, "rope_scaling.truncate"),
+        ({"factor": "40"}, "rope_scaling.factor"),
     ],
 )
 def test_numbers_of_yarn_that_are_read_in_no_one_way_are_refused(tmp_path, write_deepseek, changes, part):
