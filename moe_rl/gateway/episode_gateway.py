@@ -135,8 +135,9 @@ class EpisodeGateway:
             session, access = self._open(asked)
             try:
                 episode = await self._pool.play(access, asked.prompt.columns)
-                await self._settle(session)
             finally:
+                # Also where it is given up: a request that is still sampled continues the records of its turns.
+                await self._settle(session)
                 self.gateway.forget(session)
             finished = self.gateway.end(session)
             if asked.kept and finished.turns:

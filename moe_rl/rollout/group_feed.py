@@ -74,7 +74,7 @@ class GroupFeed:
     Args:
         rollouts: the prompts, the verifiers, and where batches are kept.
         sampler: the servers.
-        files: the groups that no step has consumed yet.
+        files: of the groups.
         step: the next step to be taken. The prompt ledger has the lines of all steps before.
         version: the weights that the servers have.
         player: plays the groups, if there is an environment.
@@ -114,7 +114,6 @@ class GroupFeed:
             if cursor not in self.groups:
                 files.remove(cursor)
         self._left = {cursor: one for cursor, one in left.items() if cursor in self.groups}  # waiting or ready
-        self._consumed: dict[int, list[int]] = {}
         self._work: dict[int, _Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -152,12 +151,13 @@ class GroupFeed:
             self._changed.clear()
             await self._changed.wait()
         groups = [self._left.pop(cursor) for cursor in taken.cursors]
+        refused, self._refused, self._verdicts = self._refused, [], []  # those that are judged from now on are the next
         self._check_ages(step, groups)
         for cursor, reason in taken.dropped:
             self._give_up(cursor, reason)
         self._pump()
         chosen = [self._judged(one) for one in groups]
-        batch = self.rollouts.batches.make(step, [*chosen, *self._refused], chosen, exact=self._exact)
+        batch = self.rollouts.batches.make(step, [*chosen, *refused], chosen, exact=self._exact)
         counts = await self.sampler.counts()
         self._count_lost_turns()
         batch.metrics.update(
@@ -167,15 +167,13 @@ class GroupFeed:
         )
         if self.config.rollout.dynamic_sampling_rounds > 1:
             lacking = sum(not one.informative for one in chosen)
-            batch.metrics.update(discarded(len(chosen) + len(self._refused), len(chosen), lacking))
-        self._counts, self._refused, self._verdicts = counts, [], []
+            batch.metrics.update(discarded(len(chosen) + len(refused), len(chosen), lacking))
+        self._counts = counts
         self.rollouts.store.check_published({shard for one in chosen for shard in one.shards})
         ids = [one.prompt for one in groups]
         self.rollouts.ledger.record(step - 1, taken.cursors, ids, batch.digest, taken.dropped)
         self.rollouts.kept.save(step, batch)
-        for cursor in (*taken.cursors, *(cursor for cursor, _ in taken.dropped)):
-            self.files.remove(cursor)
-        self._consumed[step] = taken.cursors
+        self.files.counted(step, taken.cursors, [cursor for cursor, _ in taken.dropped])
         return batch
 
     def worked(self) -> list[tuple[str, float, float]]:
@@ -215,15 +213,6 @@ class GroupFeed:
             if sampled_tokens(kept.pieces) and not kept.verdicts:
                 self.files.save(kept)
 
-    def retain(self, steps: set[int]) -> None:
-        """Delete the rollouts and shards of all steps but these, and the shards of groups that ended in no step."""
-        for step in steps - self._consumed.keys():
-            if (line := self.rollouts.ledger.find(step - 1)) is not None:
-                self._consumed[step] = line.consumed()
-        self._consumed = {step: cursors for step, cursors in self._consumed.items() if step in steps}
-        consumed = {cursor for cursors in self._consumed.values() for cursor in cursors}
-        self.rollouts.kept.retain(steps, consumed.union(one.cursor for one in self.groups))
-
     def _pump(self) -> None:
         """Begin the groups that can begin, and let a step that waits look again."""
         if self._open.is_set() and not self._stopping:
@@ -233,11 +222,12 @@ class GroupFeed:
         self._changed.set()
 
     def _spawn(self, group: Group) -> None:
+        self.files.begin(group.cursor)
         left = self._left.pop(group.cursor, None)
         (prompt,) = self.rollouts.source.at(group.cursor, 1)
         pieces = [[] for _ in range(self.config.rollout.group_size)] if left is None else left.pieces
         work = self._work[group.cursor] = _Work(group, prompt, pieces)
-        task = asyncio.create_task(self._run(work))
+        task = asyncio.create_task(self._begun(work))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -246,6 +236,10 @@ class GroupFeed:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
         self._pump()
+
+    async def _begun(self, work: _Work) -> None:
+        with self.files.running(work.group.cursor):
+            await self._run(work)
 
     async def _run(self, work: _Work) -> None:
         """Sample a group and judge it."""

@@ -1,23 +1,26 @@
-"""Keeps the groups that no step has consumed yet, so that a pool that starts again goes on with them.
+"""Keeps the groups that no step has consumed yet, so that a pool that starts again goes on with them. Owns all files
+of groups: it alone says which may be deleted.
 
 `groups/000012.group` holds the completions of the prompt with cursor 12, and their verdicts if they are judged. Their
 routes are in trace shards of the group's own, `group000012-0` and so on, one for each call that sampled a part of it.
+Sessions of episodes are named like the shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_rl.errors import DataError, MoeRLError, describe
 from moe_rl.rollout import sealed
 from moe_rl.rollout.groups import Held, HeldState
-from moe_rl.rollout.kept import group_shard_name, shard_group, shards_of
+from moe_rl.rollout.kept import KeptRollouts, group_shard_name, shard_group, shards_of
 from moe_rl.rollout.pieces import all_pieces, unfinished
 from moe_rl.rollout.trajectories import Trajectory
+from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource
-from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, Verdict
 
 _HEAD, _WHAT = "moe_rl group 1", "the completions of a group"
@@ -53,12 +56,24 @@ class KeptGroup:
 
 
 class GroupFiles:
-    """Manages the group files in `folder`."""
+    """Manages the group files in `folder`, and says how long the files of a group stay. They have three users:
 
-    def __init__(self, folder: Path, store: TraceStore):
-        self.folder, self.store = folder, store
+        the feed    from `begin` or `load` on, until `counted`: also a dropped group is measured by the next step
+        a call      that samples the group: it writes records that continue earlier ones, also after a drop
+        a step      that trained on the group, as long as its rollouts are kept
+
+    Args:
+        kept: the rollouts of steps. The trace shards and sessions of groups are beside theirs.
+        ledger: says which groups the steps of an earlier process trained on.
+    """
+
+    def __init__(self, folder: Path, kept: KeptRollouts, ledger: PromptLedger):
+        self.folder, self._kept, self._ledger = folder, kept, ledger
         self._used: dict[int, int] = {}  # the largest number in the name of a group's shard, by cursor
-        for name in store.shards():
+        self._begun: set[int] = set()  # groups that no step has counted
+        self._running: set[int] = set()  # groups that a call samples
+        self._consumed: dict[int, list[int]] = {}  # the groups of each step that is kept
+        for name in kept.store.shards():
             if (group := shard_group(name)) is not None:
                 cursor, number = group
                 self._used[cursor] = max(number, self._used.get(cursor, -1))
@@ -67,6 +82,33 @@ class GroupFiles:
         """Return the name of a new shard for a group."""
         self._used[cursor] = self._used.get(cursor, -1) + 1
         return group_shard_name(cursor, self._used[cursor])
+
+    def begin(self, cursor: int) -> None:
+        """Keep the files of a group from now on."""
+        self._begun.add(cursor)
+
+    @contextmanager
+    def running(self, cursor: int) -> Iterator[None]:
+        """Keep the files of a group as long as this context lasts, whatever becomes of the group."""
+        self._running.add(cursor)
+        try:
+            yield
+        finally:
+            self._running.discard(cursor)
+
+    def counted(self, step: int, consumed: list[int], dropped: Iterable[int]) -> None:
+        """Note that a step has its batch on disk, of these groups, and has measured those that were dropped."""
+        self._consumed[step] = consumed
+        for cursor in (*consumed, *dropped):
+            self.remove(cursor)
+
+    def retain(self, steps: set[int]) -> None:
+        """Delete the rollouts of all steps but these, and the shards and sessions of groups that have no user."""
+        for step in steps - self._consumed.keys():
+            if (line := self._ledger.find(step - 1)) is not None:
+                self._consumed[step] = line.consumed()
+        self._consumed = {step: cursors for step, cursors in self._consumed.items() if step in steps}
+        self._kept.retain(steps, self._begun.union(self._running, *self._consumed.values()))
 
     def save(self, group: KeptGroup) -> None:
         """Write a group. The file appears complete or not at all. A power cut may damage it: then `load` deletes it."""
@@ -83,13 +125,17 @@ class GroupFiles:
             path.unlink()
         for path in sorted(self.folder.glob("*.group"), key=lambda one: (len(one.name), one.name)):
             try:
-                yield self._load(path, source)
+                group = self._load(path, source)
             except MoeRLError as error:
                 unusable.append(str(error))
                 path.unlink()
+                continue
+            self.begin(group.cursor)
+            yield group
 
     def remove(self, cursor: int) -> None:
-        """Delete the file of a group, if there is one. Its shards stay."""
+        """End a group of the feed: delete its file, if there is one. Its shards stay until `retain`."""
+        self._begun.discard(cursor)
         self._path(cursor).unlink(missing_ok=True)
 
     def _load(self, path: Path, source: PromptSource) -> KeptGroup:
@@ -104,7 +150,7 @@ class GroupFiles:
                     expected=prompt.id,
                 )
             )
-        self.store.check_published(shards_of(all_pieces(group.pieces)))
+        self._kept.store.check_published(shards_of(all_pieces(group.pieces)))
         return group
 
     def _path(self, cursor: int) -> Path:

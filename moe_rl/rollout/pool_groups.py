@@ -26,7 +26,7 @@ class GroupPool:
     def __init__(self, rollouts: Rollouts, sampler: GroupSampler, run_dir: Path, player: LivePlayer | None = None):
         """player: plays the groups, if there is an environment. It is open."""
         self._rollouts, self._sampler, self._player = rollouts, sampler, player
-        self._files = GroupFiles(run_dir / "groups", rollouts.store)
+        self._files = GroupFiles(run_dir / "groups", rollouts.kept, rollouts.ledger)
         self._feed: GroupFeed | None = None
 
     async def answer(self, call: wire.Call) -> wire.Reply:
@@ -41,7 +41,7 @@ class GroupPool:
                 if self._feed is None:
                     self._rollouts.retain(steps)
                 else:
-                    self._feed.retain(steps)
+                    self._files.retain(steps)
                 return wire.StepsRetained()
             case wire.EvaluatePolicy(step):
                 return wire.PolicyEvaluated(await self._evaluate(step))

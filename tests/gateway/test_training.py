@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -16,18 +17,19 @@ from moe_rl.clock import Clock
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import EngineError, MoeRLError, RewardError, RouteValidationError, SamplerGone, TraceError
 from moe_rl.gateway.asking import SamplingRule, SamplingWish
-from moe_rl.gateway.episode_gateway import FAILURES, EpisodeThread
+from moe_rl.gateway.episode_gateway import FAILURES, EpisodeGateway, EpisodeThread
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.session_sequences import runs_of
 from moe_rl.gateway.sessions import Session
 from moe_rl.models.hf import read_model
 from moe_rl.replay.routes import microbatch_routes, read_routes, source_sum
+from moe_rl.rollout.episodes import Episodes
 from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.rollout.rollouts import Rollouts
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.types import VersionSpan
+from moe_rl.types import Prompt, VersionSpan
 from tests.support.one_rank import alone
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -204,6 +206,45 @@ def test_a_fault_of_the_sampler_ends_the_run_and_is_no_failed_episode(opened, er
             with pytest.raises(type(error), match=str(error)):
                 player.play(asked)
     assert not (tmp_path / FAILURES).exists()
+
+
+class SlowToLeave:
+    """Takes its time with a request whose client has left, as an engine does within a step."""
+
+    places = (0,)
+
+    def __init__(self):
+        self.asked, self.under_way = asyncio.Event(), 0
+
+    async def sample_group(self, place, requests, *, shard, leave):
+        self.under_way += 1
+        self.asked.set()
+        await leave.wait()
+        await asyncio.sleep(0.5)
+        self.under_way -= 1
+        return []
+
+
+def test_an_episode_that_is_given_up_ends_with_its_last_request(checkpoint, tmp_path, monkeypatch):
+    """Until then its records have a reader."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config, facts = config_of(checkpoint, tmp_path), read_model(checkpoint)
+
+    async def give_up():
+        sampler = SlowToLeave()
+        player = EpisodeGateway(config, facts, sampler, tmp_path, TraceStore(tmp_path / "trace"))
+        await player.open()
+        prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
+        playing = asyncio.create_task(player.play([Episodes(config).request("g-c0", "c0", prompt)]))
+        await sampler.asked.wait()
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        left, open_sessions = sampler.under_way, player.gateway.book.all()
+        await player.close()
+        return left, open_sessions
+
+    left, open_sessions = asyncio.run(give_up())
+    assert left == 0 and not list(open_sessions)
 
 
 @pytest.fixture

@@ -1478,9 +1478,9 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a consumed group that stays on disk",
-            "group_feed.py",
-            "for cursor in (*taken.cursors, *(cursor for cursor, _ in taken.dropped)):",
-            "for cursor in (cursor for cursor, _ in taken.dropped):",
+            "group_files.py",
+            "for cursor in (*consumed, *dropped):",
+            "for cursor in dropped:",
             "Disk fills, and a resumed run reads groups that have ended.",
             "tests/rollout/test_group_feed.py",
         ),

@@ -36,7 +36,7 @@ def feed_of(shared, folder, **pipeline):
     rollouts.batches.codec = SimpleNamespace(text=lambda one: "", decode=lambda ids: "")
     for step in range(shared.old):
         rollouts.ledger.record(step, [step], [rollouts.source.at(step, 1)[0].id], "")
-    files = GroupFiles(folder / "groups", shared.store)
+    files = GroupFiles(folder / "groups", rollouts.kept, rollouts.ledger)
     return GroupFeed(rollouts, shared.groups, files, step=shared.old + 1, version=shared.old)
 
 

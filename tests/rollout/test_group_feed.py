@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from moe_rl.report.registry import find
 from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.group_sampler import ServerLost
-from moe_rl.rollout.kept import shards_of
+from moe_rl.rollout.kept import shard_group, shards_of
 from moe_rl.rollout.pool_groups import sample_beside
 from moe_rl.rollout.rollouts import Rollouts
 from moe_rl.rollout.trajectories import Trajectory
@@ -97,8 +98,10 @@ class Servers:
                 raise ServerLost("a server is lost", tokens=10)
             if self.failure is not None:
                 raise self.failure
+            completions = await sampled
+            self.store.check_published(part.shard for one in requests if one.parent for part in one.parent.parts)
             self.store.write(shard)
-            return await sampled
+            return completions
         finally:
             lost.cancel()
 
@@ -147,10 +150,11 @@ class Servers:
 
 
 class Verifiers:
-    """Takes a long-tailed time. fails: cursors of groups whose verification fails."""
+    """Takes a long-tailed time. fails, same: numbers of judged groups whose verification fails, whose rewards are
+    equal."""
 
-    def __init__(self, fails=()):
-        self.draw, self.fails, self.judged = Random(1), fails, 0
+    def __init__(self, fails=(), same=()):
+        self.draw, self.fails, self.same, self.judged = Random(1), fails, same, 0
 
     async def judge(self, items):
         await asyncio.sleep(self.draw.choice((0.1, 0.3, 5.0)))
@@ -159,7 +163,7 @@ class Verifiers:
         parts = {"exact_match": 0.0, "format": 0.0}
         return [
             Verdict("failed", None, detail="hung") if failed else Verdict("scored", float(n), parts)
-            for n in range(len(items))
+            for n in ([0] * len(items) if self.judged in self.same else range(len(items)))
         ]
 
 
@@ -170,19 +174,22 @@ def with_keys(config, section, **keys):
 class Rig:
     """A run whose weights are version numbers. It may be begun again in the same folder."""
 
-    def __init__(self, folder, config=CONFIG, *, done=0, places=2, slowest=0, fails=(), player=None, **pipeline):
+    def __init__(
+        self, folder, config=CONFIG, *, done=0, places=2, slowest=0, fails=(), same=(), player=None, **pipeline
+    ):
         folder.mkdir(exist_ok=True)
         config = with_keys(config, "pipeline", **pipeline)
         self.folder, self.config, self.done = folder, config, done
         self.store = Store(folder / "trace")
         facts = SimpleNamespace(eos_token_ids=(1,))
-        self.verifiers = Verifiers(fails)
+        self.verifiers = Verifiers(fails, same)
         self.rollouts = Rollouts(config, facts, TASK, None, self.verifiers, folder, self.store)
         self.rollouts.ledger.rewind(done)
         self.servers = Servers(self.store, places, slowest)
         self.servers.version = done
-        files = GroupFiles(folder / "groups", self.store)
+        files = GroupFiles(folder / "groups", self.rollouts.kept, self.rollouts.ledger)
         self.player = None if player is None else player(self.servers)
+        self.files = files
         self.feed = GroupFeed(self.rollouts, self.servers, files, step=done + 1, version=done, player=self.player)
         self.batches = {}
 
@@ -190,8 +197,9 @@ class Rig:
         """Take steps and train, each as long as the last; send the weights in two parts."""
         for step in range(self.done + 1, until + 1):
             self.batches[step] = await self.feed.take(step)
-            self.feed.retain({1, step - 1, step})
-            await asyncio.sleep(seconds)
+            for _ in range(6):  # groups are dropped meanwhile
+                self.files.retain({1, step - 1, step})
+                await asyncio.sleep(seconds / 6)
             for final in (False, True):
                 await self.feed.update(WeightUpdate(step, step - 1, int(final), final, True, [], Received()))
             self.done = step
@@ -227,6 +235,15 @@ class Player:
         failed = len(self.names) % 5 == 0
         verdict = Verdict("failed", None, detail="hung") if failed else Verdict("scored", self.draw.random())
         return Trajectory(asked.name, [said], verdict, 2, 1, "d")
+
+
+class Failing(Player):
+    """All episodes of one group in five fail."""
+
+    async def play(self, asked):
+        played = await super().play(asked)
+        fails = int(asked[0].name.partition("-")[0].removeprefix("group")) % 5 == 3
+        return [replace(one, verdict=Verdict("failed", None)) for one in played] if fails else played
 
 
 ENVIRONMENT = {"environment": EnvironmentConfig(run="my.run"), "rewards": {}, "pass_reward": None}
@@ -472,6 +489,50 @@ def test_a_failed_group_is_replaced_and_a_run_of_them_ends_the_run(tmp_path):
     assert sum(m.get("pipeline/wasted_tokens/failed", 0) for m in metrics) > 0
     with refused(RewardError):
         run(main(None, *lenient[:-1], "task.max_failed_fraction=1.0"))
+
+
+SAMPLED_AGAIN = with_keys(CONFIG, "rollout", dynamic_sampling_rounds=2)
+LENIENT = with_keys(CONFIG, "task", max_failed_fraction=0.9)
+DROPS = {  # what drops groups: reason, config, keys of the pipeline and of the rig
+    "failed": ("failed", LENIENT, {"fails": range(2, 40, 3)}),
+    "equal rewards": ("uninformative", SAMPLED_AGAIN, {"same": range(2, 40, 3)}),
+    "late": ("stale", CONFIG, {"late": "drop", "max_staleness": 1, "slowest": TOKENS}),
+    "late, in pieces": ("stale", CONFIG, {"late": "drop", "max_staleness": 1, "slowest": TOKENS, "kv": "recompute"}),
+    "spare": ("surplus", CONFIG, {"oversample": 2.0, "kv": "recompute", "max_staleness": 1}),
+    "failed episodes": ("failed", EPISODES, {"player": Failing}),
+}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("drop", DROPS)
+def test_files_of_a_dropped_group_stay_until_their_last_user_is_done(tmp_path, drop, stopped):
+    """The rig deletes what it may six times a step. A step measures what was dropped since the last one, and a request
+    of a dropped group may still write a record that continues an earlier one."""
+    reason, config, keys = DROPS[drop]
+
+    async def main():
+        rig = Rig(tmp_path, config, **keys)
+        await rig.feed.begin()
+        if stopped:
+            await rig.train(2)
+            await rig.feed.stop()
+            rig = Rig(tmp_path, config, done=2, **keys)
+            await rig.feed.begin()
+        await rig.train()
+        await asyncio.sleep(2 * TOKENS)
+        rig.files.retain({1, STEPS - 1, STEPS})
+        return rig
+
+    rig = run(main())
+    check_of_all_runs(rig, 2)
+    reasons = {why for step in range(STEPS) for _, why in rig.rollouts.ledger.find(step).dropped}
+    assert reason in reasons
+    metrics = [batch.metrics for batch in rig.batches.values()]
+    sampled = sum(m["rollout/sequences"] for m in metrics) / SIZE
+    refused = sum(m.get(f"pipeline/dropped/{why}", 0) for m in metrics for why in ("failed", "uninformative"))
+    assert sampled == len(metrics) * PROMPTS + refused, "a step measures what was dropped since the last one"
+    kept = {shard for step in (1, STEPS - 1, STEPS) for shard in shards_of(rig.rollouts.kept.load(step).sequences)}
+    assert {shard_group(name)[0] for name in rig.store.shards()} == {shard_group(name)[0] for name in kept}
 
 
 def test_a_step_does_not_wait_for_a_spare_group(tmp_path):

@@ -15,6 +15,7 @@ from moe_rl.rollout.kept import (
     shard_group,
     shard_name,
 )
+from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.types import Provenance, RoutePart, RouteRef, Sequence, Span, sampled_by
 from tests.support.refusals import refused
@@ -109,7 +110,8 @@ def test_shards_of_groups_stay_as_long_as_somebody_needs_them(kept):
             pass
     assert [shard_group(name) for name in names] == [(7, 0), (7, 12), (8, 1), (1000000, 0)]
     assert shard_group(group_shard_name(9, 2)) == (9, 2) and shard_group(shard_name(9)) is None
-    assert GroupFiles(kept.folder, kept.store).shard(7) == "group000007-13"  # no name is used twice
+    files = GroupFiles(kept.folder, kept, PromptLedger(kept.folder / "none"))
+    assert files.shard(7) == "group000007-13"  # no name is used twice
     kept.retain(())
     assert kept.store.shards() == names
     kept.retain((), {7})
