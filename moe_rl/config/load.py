@@ -47,17 +47,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     data, sources = _read(find_config(path))
     problems = [problem for text in overrides if (problem := _override(data, text, sources))]
-    if "objective" in data:
-        data["objective"] = without_nulls(data["objective"])
-    broken: list[Problem] = []
     try:
-        config = Config.model_validate_json(json.dumps(data), strict=True, context=broken)
-    except ValidationError as error:
-        problems += [_message(item, sources) for item in error.errors(include_url=False)]
-        raise ConfigError(problems + broken) from None
+        config = config_of(data, sources)
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from None
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def config_of(data: dict[str, Any], sources: Sources) -> Config:
+    """Return the config with these sections. Raises ConfigError, listing every problem."""
+    if "objective" in data:
+        data = {**data, "objective": without_nulls(data["objective"])}
+    broken: list[Problem] = []
+    try:
+        return Config.model_validate_json(json.dumps(data), strict=True, context=broken)
+    except ValidationError as error:
+        told = [_message(item, sources) for item in error.errors(include_url=False)]
+        raise ConfigError(told + broken) from None
 
 
 def find_config(name: str | Path, beside: Path = Path(), where: About = MappingProxyType({})) -> Path:

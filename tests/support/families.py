@@ -59,14 +59,16 @@ MODELS |= {
 }
 
 
-def write_checkpoint(name, folder):
-    """A random model of MODELS, routers and logits sharper and every bias larger than at initialisation."""
+def write_checkpoint(name, folder, **sizes):
+    """A random model of MODELS, routers and logits sharper and every bias larger than at initialisation.
+
+    sizes: keys of config.json that are to be others."""
     quiet()
     import transformers
 
     family, settings = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | settings))
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | settings | sizes))
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
