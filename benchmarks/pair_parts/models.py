@@ -11,8 +11,9 @@ from pathlib import Path
 from pair_parts.switches import FAMILIES, ROOT, SWITCHES, model_name
 
 TOKENIZER = ROOT / "assets/tiny_tool/policy"
-# Ranks can share the vocabulary and the layers.
-SIZES = {"vocab_size": 296, "num_hidden_layers": 4}
+# Ranks can share the vocabulary and the layers, and vLLM's kernels for CPUs accept the widths of heads.
+SIZES = {"vocab_size": 296, "num_hidden_layers": 4, "head_dim": 32}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 
 
 def write_models(folder: Path) -> None:
@@ -26,7 +27,8 @@ def write_models(folder: Path) -> None:
             half = path.with_suffix(".tmp")
             shutil.rmtree(half, ignore_errors=True)
             half.mkdir(parents=True)
-            write_checkpoint(family, half, tie_word_embeddings=tied == "yes", **SIZES)
+            sizes = SIZES | (LATENT if family == "deepseek" else {})
+            write_checkpoint(family, half, tie_word_embeddings=tied == "yes", **sizes)
             for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
                 shutil.copyfile(TOKENIZER / name, half / name)
             half.rename(path)
