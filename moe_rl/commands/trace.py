@@ -23,7 +23,8 @@ from moe_rl.errors import MoeRLError, TraceError, describe
 from moe_rl.models.hf import read_model
 from moe_rl.report.format import binary
 from moe_rl.trace import TraceSpec, recover
-from moe_rl.trace.adapters.importing import FORMATS, import_lines, import_npy, lint_lines, lint_npy
+from moe_rl.trace.adapters import importing
+from moe_rl.trace.adapters.importing import ARRAY_FORMATS, FORMATS, import_array, import_lines, lint_array, lint_lines
 from moe_rl.trace.audit import faults
 from moe_rl.trace.inspection import inspect, measure, references, select
 from moe_rl.trace.parquet import export_parquet
@@ -55,14 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     added.add_argument("--layers", type=_numbers, metavar="0-11,13", help="global numbers of MoE layers")
     added.add_argument("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, without the last")
-    added = command(
-        "import",
-        _import,
-        "import replies or arrays of other samplers into a new shard; see moe_rl.trace.adapters.importing",
-    )
+    added = command("import", _import, "import replies or arrays of other samplers into a new shard")
+    added.formatter_class = argparse.RawDescriptionHelpFormatter
+    added.epilog = importing.__doc__
     added.add_argument("store", type=Path)
     added.add_argument("file", type=Path)
-    added.add_argument("--format", required=True, choices=[*FORMATS, "npy"])
+    added.add_argument("--format", required=True, choices=[*FORMATS, *ARRAY_FORMATS])
     added.add_argument("--shard", default="imported", help="name of the shard to publish (default: imported)")
     added.add_argument("--check", action="store_true", help="write nothing; print every problem of the file")
     added.add_argument(
@@ -77,9 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layer-map", metavar="d*3,m*58", help="d dense, m MoE, h hash-routed, t/r MTP left out/recorded"
     )
     added.add_argument("--fingerprint", help="text that names the model")
-    added.add_argument("--token-ids", type=Path, metavar="NPY", help="npy: token ids of the forward pass")
-    added.add_argument("--key", help="npy: key of the record")
-    added.add_argument("--weight-version", type=int, help="npy: weight version of all rows")
+    added.add_argument("--token-ids", type=Path, metavar="NPY", help="npy, megatron: token ids of the forward pass")
+    added.add_argument("--key", help="npy, megatron: key of the record")
+    added.add_argument("--weight-version", type=int, help="npy, megatron: weight version of all rows")
     added = command("export", _export, "write records to a Parquet file (needs pyarrow)")
     added.add_argument("store")
     added.add_argument("file", type=Path)
@@ -189,7 +188,8 @@ def _cat(options: argparse.Namespace) -> tuple[int, object]:
 def _import(options: argparse.Namespace) -> tuple[int, object]:
     spec, path, form = _spec(options), options.file, options.format
     if options.check:
-        found = lint_npy(path, spec, options.token_ids) if form == "npy" else lint_lines(path, spec, form)
+        known = {"tokens": options.token_ids, "key": options.key, "weight_version": options.weight_version}
+        found = lint_array(path, spec, form, **known) if form in ARRAY_FORMATS else lint_lines(path, spec, form)
         document, bad, sequences = [], 0, 0
         for where, findings in found:
             sequences += 1
@@ -198,15 +198,17 @@ def _import(options: argparse.Namespace) -> tuple[int, object]:
             print(*(f"{where}: {finding}" for finding in findings), sep="\n", end="\n" if findings else "")
         print(f"{sequences} sequences, {bad} with faults")
         return int(bool(bad)), {"sequences": sequences, "faulty": bad, "findings": document}
-    if form == "npy":
+    if form in ARRAY_FORMATS:
         if not (options.token_ids and options.key and options.weight_version is not None):
             raise TraceError(
                 describe(
-                    "npy needs more", where={"option": "--form"}, do="give --token-ids, --key and --weight-version"
+                    f"{form} needs more",
+                    where={"option": "--format"},
+                    do="give --token-ids, --key and --weight-version",
                 )
             )
         known = {"key": options.key, "weight_version": options.weight_version}
-        refs = import_npy(path, options.token_ids, options.store, options.shard, spec, **known)
+        refs = import_array(path, options.token_ids, options.store, options.shard, spec, form, **known)
     else:
         refs = import_lines(path, options.store, options.shard, spec, form)
     rows = sum(ref.rows for ref in refs)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +26,9 @@ from moe_rl.trace.adapters.envelopes import (
     decode_vllm,
     take_routes,
 )
-from moe_rl.trace.adapters.importing import import_lines, import_npy, lint_lines
+from moe_rl.trace.adapters.importing import import_array, import_lines, lint_array, lint_lines
 from moe_rl.trace.adapters.lint import lint
+from moe_rl.trace.adapters.megatron_trace import decode_megatron
 from moe_rl.trace.adapters.replies import from_nemo, from_sglang, from_vllm
 from moe_rl.types import Provenance, Span
 from tests.support.refusals import refused
@@ -165,9 +167,150 @@ def test_npy_file_is_imported(tmp_path):
     np.save(tmp_path / "routes.npy", np.asfortranarray(all_layers(ROUTES, np.int64)))
     np.save(tmp_path / "tokens.npy", np.array(TOKENS))
     known = {"key": "one", "weight_version": 2}
-    (ref,) = import_npy(tmp_path / "routes.npy", tmp_path / "tokens.npy", tmp_path, "shard", SPEC, **known)
+    (ref,) = import_array(tmp_path / "routes.npy", tmp_path / "tokens.npy", tmp_path, "shard", SPEC, "npy", **known)
     np.testing.assert_array_equal(TraceStore(tmp_path).read(ref).routes, np.sort(ROUTES))
     assert summed(TraceStore(tmp_path), ref)
+
+
+def shaped(array: np.ndarray, **more) -> dict:
+    """`routed_experts` as SkyRL sends them; prime-rl adds `start`."""
+    array = np.ascontiguousarray(array)
+    return {"data": b64(array), "shape": list(array.shape), "dtype": str(array.dtype), **more}
+
+
+OTHER_FORMS = {
+    "SkyRL": ("vllm", lambda wide, start: shaped(wide.astype(np.uint8))),
+    "SkyRL, int32": ("vllm", lambda wide, start: shaped(wide)),
+    "prime-rl": ("vllm", lambda wide, start: shaped(wide.astype(np.uint8), start=start)),
+    "prime-rl, two bytes": ("vllm", lambda wide, start: shaped(wide.astype(np.uint16), start=start)),
+    "older NeMo-RL": ("nemo", lambda wide, start: [*wide.tolist(), [[0, 1]] * len(SPEC.layer_map)]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_other_forms_of_the_routes_give_the_same_records(tmp_path, name):
+    form, encode = OTHER_FORMS[name]
+    changed = lines(form)
+    for line, (begin, end) in zip(changed, ((0, 10), (10, 15)), strict=True):
+        (choice,) = line["response"].get("choices", [{"message": line["response"]}])
+        reply = choice["message"] if form == "nemo" else choice
+        reply["routed_experts"] = encode(all_layers(ROUTES)[begin:end], begin)
+        if name.startswith("prime-rl"):
+            line.pop("start", None)
+    file = tmp_path / "replies.jsonl"
+    file.write_text("\n".join(map(json.dumps, changed)))
+    assert not [finding for _, found in lint_lines(file, SPEC, form) for finding in found if finding.certain]
+    refs = import_lines(file, tmp_path, "shard", SPEC, form)
+    record = TraceStore(tmp_path).read(refs[-1])
+    np.testing.assert_array_equal(record.routes, np.sort(ROUTES))
+    assert record.token_ids.tolist() == TOKENS and TraceStore(tmp_path).info(refs[1]).own_rows == 5
+
+
+@pytest.mark.parametrize(
+    ("payload", "piece"),
+    [
+        (shaped(all_layers(ROUTES)[10:], start=9), "begin at another row"),
+        (shaped(all_layers(ROUTES)[10:], start=True), "begin at another row"),
+        (shaped(all_layers(ROUTES)[10:]) | {"dtype": "object"}, "another type"),
+        (shaped(all_layers(ROUTES)[10:]) | {"dtype": "float32"}, "another type"),
+        (shaped(all_layers(ROUTES)[10:]) | {"shape": [5, 5]}, "no shape"),
+        (shaped(all_layers(ROUTES)[10:]) | {"shape": [1 << 40, 48, 8]}, "size of its shape"),
+        (shaped(all_layers(ROUTES)[10:]) | {"shape": [-5, -5, 2]}, "size of its shape"),
+        ({"data": None, "shape": [5, 5, 2], "dtype": "uint8"}, "payload cannot be read"),
+        ([[[1, 2]]], "text, or an object"),
+    ],
+)
+def test_a_wrong_object_of_routes_is_refused_and_checked_alike(tmp_path, payload, piece):
+    first, second = lines("vllm")
+    second["response"]["choices"][0]["routed_experts"] = payload
+    file = tmp_path / "replies.jsonl"
+    file.write_text(f"{json.dumps(first)}\n{json.dumps(second)}")
+    with refused(TraceError, piece, file=file, line=2):
+        import_lines(file, tmp_path / "store", "shard", SPEC, "vllm")
+    _, found = list(lint_lines(file, SPEC, "vllm"))[1]
+    assert [finding.certain for finding in found] == [True]
+
+
+def traced(folder: Path, passes: list[np.ndarray], *, layers=None, rank: int = 0) -> Path:
+    """What megatron-core's own tracer writes about these passes [rows, layers, k]."""
+    from megatron.core.transformer.moe.router_trace import RouterTracer
+
+    tracer = RouterTracer(str(folder), len(passes) + 1, rank, training_mode=True)
+    for one in passes:
+        tracer.record_indices(torch.from_numpy(one.astype(np.int32)), layer_ids=layers)
+        tracer.advance_step()
+    tracer.flush()
+    return folder / f"router_trace_rank{rank}.jsonl"
+
+
+@pytest.mark.parametrize("layers", [None, list(SPEC.moe_layers)], ids=["numbered from 0", "numbered by the model"])
+def test_the_trace_of_megatron_is_imported(tmp_path, layers):
+    file = traced(tmp_path, [ROUTES[:10], ROUTES[10:11], ROUTES[11:]], layers=layers)
+    np.save(tmp_path / "tokens.npy", np.array(TOKENS))
+    ((_, found),) = lint_array(file, SPEC, "megatron", tokens=tmp_path / "tokens.npy")
+    assert not [finding for finding in found if finding.certain]
+    known = {"key": "one", "weight_version": 2}
+    (ref,) = import_array(file, tmp_path / "tokens.npy", tmp_path, "shard", SPEC, "megatron", **known)
+    np.testing.assert_array_equal(TraceStore(tmp_path).read(ref).routes, np.sort(ROUTES))
+    assert summed(TraceStore(tmp_path), ref)
+
+
+def test_another_trace_of_megatron_is_refused(tmp_path):
+    def refuses(piece: str, text: str) -> None:
+        (tmp_path / "trace.jsonl").write_text(text)
+        with refused(TraceError, piece):
+            decode_megatron(tmp_path / "trace.jsonl", SPEC)
+
+    text = traced(tmp_path, [ROUTES]).read_text()
+    first, second, third = text.splitlines(keepends=True)
+    refuses("the model's layers", first + second)
+    refuses("other passes than the first", text + second)
+    refuses("several ranks", first + second + third.replace('"rank": 0', '"rank": 1'))
+    refuses(
+        "this block",
+        text
+        + first.replace('"decoder"', '"mtp"').replace('"rank"', '"mtp_idx": 0, "rank"').replace("mtp", "vision", 1),
+    )
+    refuses("router trace", text + "{}")
+    refuses("got `float`", text.replace("[[", "[[0.5, ", 1))
+    refuses("ragged", text.replace("[[", "[[0, ", 1))
+    mtp = first.replace('"decoder"', '"mtp"')
+    (tmp_path / "trace.jsonl").write_text(text + mtp)
+    assert decode_megatron(tmp_path / "trace.jsonl", SPEC).shape == (15, 3, 2)
+    with refused(TraceError, "this block"):
+        decode_megatron(tmp_path / "trace.jsonl", TraceSpec("x", 16, 2, "dmmdmr"))
+
+
+def unversioned(meta: dict) -> None:
+    """Leave the version that SGLang reports before its first update."""
+    meta.pop("weight_versions")
+    meta["weight_version"] = "default"
+
+
+UNIMPORTABLE = {
+    "a version that is no number": ("sglang", lambda one: unversioned(one["response"]["meta_info"])),
+    "no version": ("vllm", lambda one: one["response"]["choices"][0].pop("weight_versions")),
+    "no version of NeMo": ("nemo", lambda one: one.pop("weight_version")),
+    "no version of lists": ("lists", lambda one: one.pop("weight_version")),
+    "no prompt": ("vllm", lambda one: one.pop("prompt_token_ids")),
+    "no parent": ("vllm", lambda one: one.update(parent="other")),
+    "the key again": ("vllm", lambda one: one.update(key="chat/turn1")),
+    "no key": ("vllm", lambda one: one.update(key="")),
+    "a negative token": ("vllm", lambda one: one["response"]["choices"][0]["token_ids"].__setitem__(0, -1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNIMPORTABLE)
+def test_check_tells_whatever_the_import_refuses(tmp_path, name):
+    form, change = UNIMPORTABLE[name]
+    changed = lines(form)
+    change(changed[-1])
+    file = tmp_path / "replies.jsonl"
+    file.write_text("\n".join(map(json.dumps, changed)))
+    with pytest.raises(TraceError):
+        import_lines(file, tmp_path / "store", "shard", SPEC, form)
+    found = [[finding.rule for finding in found if finding.certain] for _, found in lint_lines(file, SPEC, form)]
+    assert found[-1] and not any(found[:-1])
 
 
 def huge_npy(shape: str, dtype: str = "|u1") -> bytes:

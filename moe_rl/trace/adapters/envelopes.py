@@ -3,13 +3,15 @@
 vLLM     base64 of a .npy file. Read in vLLM 0.32.0: `utils/serial_utils.py` (numpy2base64), the `routed_experts` field
          of `entrypoints/scale_out/token_in_token_out/protocol.py`, `v1/engine/output_processor.py`.
          [tokens - 1 - start, all decoder layers, K], uint8, uint16 or int32; layers without a router are zero.
+shaped   {"data": base64 of the ids, C order, "shape": [T, C, K], "dtype": "uint8"} in the same place, as SkyRL a9564572
+         and prime-rl 559b4477 send it; prime-rl's also has "start", the position of the first row.
 SGLang   base64 of bare little-endian int32. Read at sgl-project/sglang 024911f2 and 0564b521 (after 0.5.16):
          `srt/state_capturer/routed_experts.py` and `base.py`, `srt/managers/detokenizer_manager.py`.
          [tokens - 1 - start, all decoder layers, K] flattened, without its shape; layers without a router are zero.
 NeMo-RL  text "nrlre1:<int8|int16|int32>:<S>x<L>x<K>:<base64 of the ids, C order>". Read at NVIDIA-NeMo/RL 0cbe0ac1:
          `nemo_rl/utils/routed_experts_codec.py` (PR 3292), `models/generation/vllm/utils.py`.
-         One row for every token. The last sampled token's row is a filler (0, 1, ..., K - 1). A set of -1 means that
-         no route was captured.
+         Older versions send nested lists. One row for every token. The last sampled token's row is a filler
+         (0, 1, ..., K - 1). A set of -1 means that no route was captured.
 plain    a .npy file, or nested lists of integers, [T, layers, K].
 
 Payloads may be hostile. Before an array is allocated, the payload must prove to have its bytes. Nothing is unpickled.
@@ -24,6 +26,7 @@ import base64
 import io
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -39,13 +42,37 @@ _NPY_HEADERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 
+_SHAPED_TYPES = ("uint8", "uint16", "int16", "int32", "int64")
+
 _NPY_FILE: About = {"field": ".npy file"}
 
 
 def decode_vllm(payload: object) -> np.ndarray:
-    """Decode the `routed_experts` of a vLLM choice to [T, C, K]. Raises TraceError."""
+    """Decode the `routed_experts` of a vLLM choice, text or a shaped object, to [T, C, K]. Raises TraceError."""
     where: About = {"field": "vLLM routed_experts"}
+    if isinstance(payload, Mapping):
+        return _decode_shaped(payload, where)
     return decode_npy(_base64(payload, where), where=where)
+
+
+def _decode_shaped(payload: Mapping, where: About) -> np.ndarray:
+    shape, dtype = payload.get("shape"), payload.get("dtype")
+    if not (isinstance(shape, list) and len(shape) == 3 and all(type(n) is int for n in shape)):
+        raise TraceError(
+            describe("routed_experts have no shape", where=where, got=repr(shape)[:80], expected="[tokens, layers, k]")
+        )
+    if dtype not in _SHAPED_TYPES:
+        raise TraceError(
+            describe(
+                "routed_experts have another type",
+                where=where,
+                got=repr(dtype)[:80],
+                expected=f"one of {', '.join(_SHAPED_TYPES)}",
+            )
+        )
+    data, kind = _base64(payload.get("data"), where), np.dtype(dtype).newbyteorder("<")
+    _check_size(math.prod(shape) * kind.itemsize, len(data), tuple(shape), where)
+    return np.frombuffer(data, kind).reshape(shape)
 
 
 def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
@@ -70,8 +97,11 @@ def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
 
 
 def decode_nemo(payload: object) -> np.ndarray:
-    """Decode an `nrlre1` envelope to [S, C, K], including its last row and its -1 entries. Raises TraceError."""
+    """Decode an `nrlre1` envelope, or nested lists, to [S, C, K], including the last row and -1 entries. Raises
+    TraceError."""
     where: About = {"field": "NeMo-RL routed_experts"}
+    if isinstance(payload, list):
+        return decode_lists(payload)
     match = _NEMO.match(payload) if isinstance(payload, str) else None
     if not isinstance(payload, str) or match is None:
         raise TraceError(

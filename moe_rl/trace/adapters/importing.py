@@ -4,14 +4,18 @@ Formats vllm, sglang, nemo and lists are JSON lines, one reply a line:
 
     {"key": "step7/p3", "prompt_token_ids": [...], "response": {...}, "start": 0, "parent": "...", "weight_version": 7}
 
-response  the sampler's answer. vllm: the reply, or one of its choices; several choices become KEY/0, KEY/1, ...
-          sglang: the reply of /generate. nemo: a reply or its message, which contains the prompt's tokens. lists: not
-          used; the line has "token_ids", the forwarded tokens, and "routed_experts", nested lists.
+response  the sampler's answer. vllm: the reply, or one of its choices; several choices become KEY/0, KEY/1, ...;
+          `routed_experts` may also be SkyRL's or prime-rl's object. sglang: the reply of /generate. nemo: a reply or
+          its message, which contains the prompt's tokens. lists: not used; the line has "token_ids", the forwarded
+          tokens, and "routed_experts", nested lists.
 start     position of the first row, if the request asked for no earlier rows. "parent" is then the key of an earlier
           line whose record has the earlier rows, with the same tokens.
-weight_version  version for all rows; needed if the reply does not give one.
+weight_version  version for all rows; needed if the reply does not give one as a number.
 
-Format npy is one .npy file of routes; a second .npy file has the forwarded tokens.
+Formats npy and megatron hold the routes of one sequence alone; a .npy file (--token-ids) has the forwarded tokens.
+
+npy       one .npy file of routes [tokens, layers, k].
+megatron  megatron-core's router_trace_rankN.jsonl, a line for each layer of each forward pass.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import About, TraceError, describe
+from moe_rl.trace.adapters.bounded_lines import decoded_lines
 from moe_rl.trace.adapters.envelopes import (
     MAX_BYTES,
     decode_lists,
@@ -35,13 +40,15 @@ from moe_rl.trace.adapters.envelopes import (
     decoder_layers,
 )
 from moe_rl.trace.adapters.lint import Finding, lint
-from moe_rl.trace.adapters.replies import from_array, from_nemo, from_sglang, from_vllm
+from moe_rl.trace.adapters.megatron_trace import decode_megatron
+from moe_rl.trace.adapters.replies import first_row, from_array, from_nemo, from_sglang, from_vllm
 from moe_rl.trace.record import RouteRecord, TraceSpec
 from moe_rl.trace.source_sum import rows_of, signed, total
 from moe_rl.trace.writer import ShardWriter
 from moe_rl.types import RouteRef
 
 FORMATS = ("vllm", "sglang", "nemo", "lists")
+ARRAY_FORMATS = ("npy", "megatron")
 # Longest line: nested lists take some twenty times their text in memory, base64 less than twice.
 _MAX_LINE = {"vllm": 1 << 28, "sglang": 1 << 28, "nemo": 1 << 28, "lists": 48 << 20}
 
@@ -83,7 +90,7 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
         for where, item in _items(path, form):
             try:
                 record = _record(item, spec, form)
-                before = _before(item, record, refs, tokens)
+                before = _before(item, record, tokens)
                 parent = None
                 if item.line.parent is not None:
                     earlier = refs[item.line.parent]
@@ -102,67 +109,83 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
     return list(refs.values())
 
 
-def import_npy(
-    path: Path, tokens: Path, root: Path, name: str, spec: TraceSpec, *, key: str, weight_version: int
+def import_array(
+    path: Path, tokens: Path, root: Path, name: str, spec: TraceSpec, form: str, *, key: str, weight_version: int
 ) -> list[RouteRef]:
-    """Publish a .npy file of routes [T, layers, K] as a shard. `tokens` is a .npy file of the T forwarded token ids."""
+    """Publish a file of one sequence's routes as a shard. `form` is one of ARRAY_FORMATS.
+
+    Args:
+        tokens: a .npy file of the T forwarded token ids.
+    """
     with ShardWriter(root, name, spec) as writer:
-        record = from_array(
-            decode_npy(_read(path), where={"file": path}),
-            spec,
-            key=key,
-            token_ids=decode_npy(_read(tokens), where={"file": tokens}),
-            weight_version=weight_version,
-        )
+        record = _array_record(path, tokens, spec, form, key, weight_version)
         ref = writer.add(record.key, record.routes, record.token_ids, record.spans)
     return [signed(ref, record.routes, record.layers, record.token_ids)]
 
 
 def lint_lines(path: Path, spec: TraceSpec, form: str) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield, for each sequence of a file, its place and everything wrong with it, including decoding errors."""
+    """Yield, for each sequence of a file, its place and everything wrong with it, whatever the import would refuse
+    included."""
+    tokens: dict[str, np.ndarray] = {}
     for place, item in _items(path, form):
         where = f"{path}, line {place['line']}, {item.key}"
+        findings = []
         try:
-            yield where, _lint(item, spec, form)
+            findings = _lint(item, spec, form)
+            record = _record(item, spec, form)
+            before = _before(item, record, tokens)
+            if record.key in tokens:
+                raise TraceError(describe("two sequences have one key", where={"request": record.key}))
+            tokens[record.key] = record.token_ids if before is None else np.concatenate([before, record.token_ids])
         except TraceError as error:
-            yield where, [Finding("payload", "routed_experts", str(error))]
+            findings += _unless_known(error, findings)
+        yield where, findings
 
 
-def lint_npy(path: Path, spec: TraceSpec, tokens: Path | None) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield the place of a .npy file of routes and everything wrong with it."""
+def lint_array(
+    path: Path,
+    spec: TraceSpec,
+    form: str,
+    *,
+    tokens: Path | None = None,
+    key: str | None = None,
+    weight_version: int | None = None,
+) -> Iterator[tuple[str, list[Finding]]]:
+    """Yield the place of a file of one sequence's routes and everything wrong with it. Without key or version, that
+    part of the import is not tried."""
+    findings: list[Finding] = []
     try:
         ids = None if tokens is None else decode_npy(_read(tokens), where={"file": tokens})
-        yield str(path), lint(decode_npy(_read(path), where={"file": path}), spec, ids)
+        findings = lint(_decode_array(path, spec, form), spec, ids)
+        if tokens is not None:
+            _array_record(path, tokens, spec, form, key or "checked", weight_version or 0)
     except TraceError as error:
-        yield str(path), [Finding("payload", "file", str(error))]
+        findings += _unless_known(error, findings)
+    yield str(path), findings
+
+
+def _unless_known(error: TraceError, findings: list[Finding]) -> list[Finding]:
+    """Return what stopped the import as a finding, unless the linter has told why."""
+    return [] if any(one.certain for one in findings) else [Finding("import", "sequence", str(error))]
+
+
+def _array_record(path: Path, tokens: Path, spec: TraceSpec, form: str, key: str, weight_version: int) -> RouteRecord:
+    array, ids = _decode_array(path, spec, form), decode_npy(_read(tokens), where={"file": tokens})
+    return from_array(array, spec, key=key, token_ids=ids, weight_version=weight_version)
+
+
+def _decode_array(path: Path, spec: TraceSpec, form: str) -> np.ndarray:
+    """Return the routes of a file, [T, layers, K]."""
+    return decode_npy(_read(path), where={"file": path}) if form == "npy" else decode_megatron(path, spec)
 
 
 def _items(path: Path, form: str) -> Iterator[tuple[About, _Item]]:
     """Yield every sequence of the file with its place. Raises TraceError for an invalid line."""
-    limit = _MAX_LINE[form]
-    try:
-        with open(path, "rb") as file:
-            for number, text in enumerate(iter(lambda: file.readline(limit + 1), b""), 1):
-                where: About = {"file": path, "line": number}
-                if len(text) > limit:
-                    raise TraceError(describe("line is too long", where=where, expected=f"at most {limit} bytes"))
-                if not text.strip():
-                    continue
-                try:
-                    line = _DECODER.decode(text)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise TraceError(
-                        describe(
-                            "line is not an import line",
-                            where=where,
-                            got=str(error)[:200],
-                            expected="see --help",
-                            fault="no import line",
-                        )
-                    ) from error
-                yield from ((where, item) for item in _split(line, form, where))
-    except OSError as error:
-        raise TraceError(describe("file cannot be read", where={"file": path}, got=error.strerror)) from error
+    expected = "the form that `moe-rl trace import --help` shows"
+    for where, line in decoded_lines(
+        path, _DECODER, limit=_MAX_LINE[form], wrong="line is not an import line", expected=expected
+    ):
+        yield from ((where, item) for item in _split(line, form, where))
 
 
 def _split(line: _Line, form: str, where: About) -> list[_Item]:
@@ -228,20 +251,19 @@ def _lint(item: _Item, spec: TraceSpec, form: str) -> list[Finding]:
     prompt = reply.get("prompt_token_ids") if form == "nemo" else item.prompt
     if not isinstance(prompt, list) or not isinstance(sampled, list):
         return lint(array, spec)
-    forwarded = [*prompt, *sampled][item.line.start : -1]
+    start = first_row(reply.get("routed_experts"), item.line.start, {"request": item.key})
+    forwarded = [*prompt, *sampled][start:-1]
     # NeMo-RL's last row belongs to a token that is never forwarded.
     return lint(array[:-1] if form == "nemo" else array, spec, forwarded)
 
 
-def _before(
-    item: _Item, record: RouteRecord, refs: Mapping[str, RouteRef], tokens: Mapping[str, np.ndarray]
-) -> np.ndarray | None:
+def _before(item: _Item, record: RouteRecord, tokens: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """Return the tokens before the record's first row, taken from its parent; None without a parent."""
     start, parent = record.first_row, item.line.parent
     if parent is None and not start:
         return None
     where: About = {"request": record.key}
-    if parent is None or parent not in refs:
+    if parent is None or parent not in tokens:
         raise TraceError(
             describe(
                 f"no record has the rows before {start}",

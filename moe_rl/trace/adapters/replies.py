@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,14 @@ from moe_rl.trace.adapters.envelopes import decode_nemo, decode_sglang, decode_v
 from moe_rl.trace.record import RouteRecord, TraceSpec, as_token_ids, check_key
 from moe_rl.trace.spans import check_spans, cut_spans, spans_of_rows
 from moe_rl.types import Provenance, Span
+
+_KINDS: dict[type | UnionType, str] = {
+    str: "text",
+    list: "a list",
+    Mapping: "an object",
+    str | Mapping: "text, or an object with data, shape and dtype",
+    str | list: "text, or nested lists",
+}
 
 
 def from_vllm(
@@ -41,14 +50,17 @@ def from_vllm(
         spec: the model.
         key: key of the record.
         prompt_token_ids: the prompt.
-        start: the request's `routed_experts_prompt_start`.
+        start: the request's `routed_experts_prompt_start`; a payload that says its start must say the same, if this
+            is not 0.
         weight_version: version for all rows; None uses the reply's versions.
 
     The reply does not say which rows came from the prefix cache, so all prompt rows count as prefill.
     """
     where: About = {"request": key}
+    payload = _field(choice, "routed_experts", str | Mapping, where)
+    start = first_row(payload, start, where)
     reply = _Reply(
-        decode_vllm(_field(choice, "routed_experts", str, where)),
+        decode_vllm(payload),
         _field(choice, "token_ids", list, where),
         versions=choice.get("weight_versions"),
         aborted=choice.get("finish_reason") == "abort",
@@ -111,7 +123,7 @@ def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: in
     where: About = {"request": key}
     prompt = _field(message, "prompt_token_ids", list, where)
     sampled = _field(message, "generation_token_ids", list, where)
-    array = decode_nemo(_field(message, "routed_experts", str, where))
+    array = decode_nemo(_field(message, "routed_experts", str | list, where))
     expected = len(prompt) + len(sampled) - start
     if len(array) != expected:
         raise RouteValidationError(
@@ -143,6 +155,20 @@ def from_array(
     routes = take_routes(array, spec, rows=len(ids), where=where)
     spans = [Span(len(ids), weight_version, Provenance.PREFILL)] if len(ids) else []
     return _record(key, routes, ids, check_spans(spans, rows=len(ids), where=where), False, spec, 0)
+
+
+def first_row(payload: object, start: int, where: About) -> int:
+    """Return the position of a payload's first row: what it says itself, else `start`, what its line says."""
+    said = payload.get("start") if isinstance(payload, Mapping) else None
+    if said is None:
+        return start
+    if type(said) is not int or start not in (0, said):
+        raise TraceError(
+            describe(
+                "routed_experts begin at another row", where=where, got=repr(said)[:80], expected=start or "a number"
+            )
+        )
+    return said
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +256,7 @@ def _version_of_rows(versions: int | list[tuple[int, int]], rows: int, prompt: i
     return of_sampled[np.maximum(0, np.arange(rows) - (prompt - 1))]
 
 
-def _field(source: object, name: str, kind: type, where: About) -> Any:
+def _field(source: object, name: str, kind: type | UnionType, where: About) -> Any:
     value = source.get(name) if isinstance(source, Mapping) else None
     if not isinstance(value, kind):
         raise TraceError(
@@ -238,7 +264,7 @@ def _field(source: object, name: str, kind: type, where: About) -> Any:
                 f"reply has no {name}",
                 where=where,
                 got="nothing" if value is None else type(value).__name__,
-                expected="text" if kind is str else "a list" if kind is list else "an object",
+                expected=_KINDS[kind],
                 do="ask the sampler to return token ids and routed experts",
             )
         )

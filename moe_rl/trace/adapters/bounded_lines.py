@@ -1,0 +1,42 @@
+"""Reads the JSON lines of other samplers, with a bound on the length of a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from moe_rl.errors import About, TraceError, describe
+
+
+def decoded_lines[T](
+    path: Path, decoder: msgspec.json.Decoder[T], *, limit: int, wrong: str, expected: str
+) -> Iterator[tuple[About, T]]:
+    """Yield the place and the content of every line that is not blank.
+
+    Args:
+        limit: longest line, in bytes.
+        wrong: what a message says of a line that the decoder refuses.
+        expected: the form of a line, for that message.
+
+    Raises:
+        TraceError: The file cannot be read, or a line is too long or refused.
+    """
+    try:
+        with open(path, "rb") as file:
+            for number, text in enumerate(iter(lambda: file.readline(limit + 1), b""), 1):
+                where: About = {"file": path, "line": number}
+                if len(text) > limit:
+                    raise TraceError(describe("line is too long", where=where, expected=f"at most {limit} bytes"))
+                if not text.strip():
+                    continue
+                try:
+                    line = decoder.decode(text)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    raise TraceError(
+                        describe(wrong, where=where, got=str(error)[:200], expected=expected, fault="no import line")
+                    ) from error
+                yield where, line
+    except OSError as error:
+        raise TraceError(describe("file cannot be read", where={"file": path}, got=error.strerror)) from error
