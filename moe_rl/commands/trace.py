@@ -20,13 +20,13 @@ from pathlib import Path
 
 from moe_rl.disk import write_json
 from moe_rl.errors import MoeRLError, TraceError, describe
-from moe_rl.models.hf import read_model
 from moe_rl.report.format import binary
 from moe_rl.trace import TraceSpec, recover
 from moe_rl.trace.adapters import importing
 from moe_rl.trace.adapters.importing import ARRAY_FORMATS, FORMATS, import_array, import_lines, lint_array, lint_lines
 from moe_rl.trace.audit import faults
 from moe_rl.trace.inspection import inspect, measure, references, select
+from moe_rl.trace.model_spec import checkpoint_spec, read_layer_map
 from moe_rl.trace.parquet import export_parquet
 
 
@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="checkpoint that was served; gives the values of the next four options",
+        help="checkpoint that was served; its config.json gives the values of the next four options, but only for "
+        "families that are trained here the layer map",
     )
     added.add_argument("--experts", type=int, help="routed experts per layer")
     added.add_argument("--top-k", type=int, help="experts per token")
@@ -256,14 +257,18 @@ def _add_key(parser: argparse.ArgumentParser) -> None:
 def _spec(options: argparse.Namespace) -> TraceSpec:
     """Return the layer map, from the served checkpoint or from the options."""
     if options.model:
-        facts = read_model(options.model)
-        return TraceSpec.of(facts)
+        return checkpoint_spec(
+            options.model,
+            layer_map=options.layer_map,
+            num_experts=options.experts,
+            top_k=options.top_k,
+            fingerprint=options.fingerprint,
+        )
     given = (options.fingerprint, options.experts, options.top_k, options.layer_map)
     if None in given:
         do = "give --model, or all of --experts, --top-k, --layer-map and --fingerprint"
         raise TraceError(describe("the model of the traces is not known", do=do))
-    letters = re.sub(r"([dmhtr])\*([0-9]{1,4})", lambda run: run[1] * int(run[2]), options.layer_map)
-    return TraceSpec(given[0], given[1], given[2], letters.replace(",", ""))
+    return TraceSpec(given[0], given[1], given[2], read_layer_map(options.layer_map))
 
 
 def _numbers(text: str) -> set[int]:

@@ -21,6 +21,7 @@ import numpy as np
 from moe_rl.errors import About, ConfigError, Problem, describe, first_of
 from moe_rl.models import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
 from moe_rl.models.facts import FOREIGN, Fields, ModelFacts, Rope
+from moe_rl.models.routed import family_name, find_experts
 from moe_rl.models.safetensors_header import Tensor, read_header, stored_bytes
 from moe_rl.models.weight_table import EMBEDDING, HEAD, Shape, Weight, ends
 
@@ -56,13 +57,7 @@ def read_model(path: str | Path) -> ModelFacts:
     Raises:
         ConfigError: with every problem of the folder.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(
-            describe(
-                "there is no such folder", where={"key": "model.path", "folder": folder}, do="give a checkpoint folder"
-            )
-        )
+    folder = _existing(path)
     problems = []
     if not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
         problems.append(
@@ -87,6 +82,26 @@ def read_model(path: str | Path) -> ModelFacts:
     return facts
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Read the config.json of a checkpoint folder, of any family.
+
+    Raises:
+        ConfigError: there is none, or it is no JSON object.
+    """
+    return _read_json(_existing(folder) / "config.json")
+
+
+def _existing(path: str | Path) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(
+            describe(
+                "there is no such folder", where={"key": "model.path", "folder": folder}, do="give a checkpoint folder"
+            )
+        )
+    return folder
+
+
 def read_published(file: str | Path) -> ModelFacts:
     """Read the figures of a published config.json.
 
@@ -107,14 +122,22 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
         ConfigError: with every problem of the file.
     """
     where: About = {"file": file}
-    architectures = raw.get("architectures") or []
+    architectures = raw.get("architectures")
+    architectures = architectures if isinstance(architectures, list) else []
     architecture = next((name for name in architectures if name in FAMILIES), None)
     if architecture is None:
-        shown = ", ".join(str(name) for name in architectures) or raw.get("model_type", "no architecture")
-        sparse = any(key in raw for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-        what = "unsupported architecture" if sparse else "a dense model has no experts to route to"
-        expected = " or ".join(FAMILIES)
-        raise ConfigError(describe(what, where={"key": "model.path", **where}, got=shown, expected=expected))
+        experts = find_experts(raw)
+        raise ConfigError(
+            describe(
+                "a dense model has no experts to route to" if experts is None else "no model of this family is trained",
+                where={"key": "model.path", **where},
+                got=family_name(raw) if experts is None else f"{family_name(raw)}, with {experts}",
+                expected=" or ".join(FAMILIES),
+                do=""
+                if experts is None
+                else "its routes can be recorded, imported and checked with a layer map: docs/howto/record.md",
+            )
+        )
 
     read = Fields(raw, where)
     layers = read.count("num_hidden_layers", most=512)
@@ -147,7 +170,7 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
         "tie_word_embeddings": read.flag("tie_word_embeddings", False),
         "eos_token_ids": _eos(raw, file.parent),
         "dtype": _dtype(read),
-        "fingerprint": _fingerprint(raw),
+        "fingerprint": fingerprint_of(raw),
     }
     own = family.facts(read, layers=layers, top_k=top_k, rope=rope)
     facts = ModelFacts(**(common | own))
@@ -192,7 +215,8 @@ def _eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(flat))
 
 
-def _fingerprint(raw: dict[str, Any]) -> str:
+def fingerprint_of(raw: dict[str, Any]) -> str:
+    """Return the hex sha256 of a config.json, as in ModelFacts."""
     kept = {key: value for key, value in raw.items() if key not in ("transformers_version", "_name_or_path")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

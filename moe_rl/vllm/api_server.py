@@ -23,7 +23,7 @@ import psutil
 
 import moe_rl
 from moe_rl.errors import EngineError, describe
-from moe_rl.models.hf import read_model
+from moe_rl.trace.model_spec import routed_fingerprint
 from moe_rl.vllm import arguments
 from moe_rl.vllm.control import read_token
 from moe_rl.vllm.gate import GATE, TOKEN_FILE
@@ -147,7 +147,7 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address, port = listener.getsockname()[:2]
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-    fingerprint = settings.model_fingerprint or read_model(settings.model).fingerprint
+    fingerprint = settings.model_fingerprint or routed_fingerprint(settings.model)
     trace_root = str(settings.trace_root.absolute())
     document = {
         "url": url,

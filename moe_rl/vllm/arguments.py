@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.models.hf import read_published
+from moe_rl.models.hf import FAMILIES, read_config
 from moe_rl.vllm import patches
 from moe_rl.vllm.recording import Recording
 
@@ -61,7 +61,8 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
         "scheduler_cls": SCHEDULER,
         "weight_transfer_config": {"backend": BACKEND},
     }
-    if read_published(model / "config.json").tie_word_embeddings:
+    raw = read_config(model)
+    if raw.get("tie_word_embeddings") is True and FAMILIES.keys() & set(raw.get("architectures") or ()):
         arguments["load_format"] = FORMAT
     if current_platform.is_cpu() and patches.inspect().summary != "patched":
         # Without patch 0003 vLLM crashes on a CPU when a seeded request is prefilled in chunks.

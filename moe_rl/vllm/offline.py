@@ -20,8 +20,8 @@ from typing import Any, Self
 import numpy as np
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.models.hf import read_model
 from moe_rl.trace import TraceSpec, TraceStore, validate
+from moe_rl.trace.model_spec import checkpoint_spec
 from moe_rl.types import RouteRef, Sequence, sampled_by
 from moe_rl.vllm import arguments
 from moe_rl.vllm.process import model_runner
@@ -138,6 +138,7 @@ def record(
     model: Path | str,
     *,
     trace_root: Path | str | None = None,
+    layer_map: str | None = None,
     capture: str = "worker",
     support: bool = False,
     log_normalizer: bool = False,
@@ -146,8 +147,9 @@ def record(
 ) -> RecordingLLM:
     """Start a `vllm.LLM` that records routes.
 
-    model: checkpoint folder of a family in `moe_rl.models`. trace_root: folder of the trace store; None: a temporary
-    one. capture: "worker" needs no patch, "patch" wants a vLLM with this package's patches. support to
+    model: checkpoint folder. trace_root: folder of the trace store; None: a temporary one. layer_map: a letter for each
+    decoder layer, d for a dense one and m for one with experts, as in "d*3,m*58"; needed for a family that is not in
+    `moe_rl.models`. capture: "worker" needs no patch, "patch" wants a vLLM with this package's patches. support to
     router_logits_fraction: what else is kept, as in `recording.Recording`. of_vllm: arguments for vllm.LLM.
     Raises ConfigError for a model, EngineError for a vLLM or arguments, with which routes cannot be recorded.
     """
@@ -159,19 +161,19 @@ def record(
             describe("An argument of vLLM is reserved", where={"argument": min(taken)}, do="leave it out")
         )
     arguments.refuse_wrong_vllm(capture)
-    facts = read_model(model)
+    spec = checkpoint_spec(model, layer_map=layer_map)
     # In this process: a script needs no guard, and a step more can be asked for.
     os.environ |= model_runner(capture) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     import vllm
 
     folder = tempfile.TemporaryDirectory(prefix="moe_rl-routes-")
     root = Path(trace_root or folder.name).absolute()
-    recording = Recording(str(root), facts.fingerprint, support, log_normalizer, router_logits_fraction)
+    recording = Recording(str(root), spec.model_fingerprint, support, log_normalizer, router_logits_fraction)
     # Prompts may be texts here, and what the caller asks for replaces what is not recording's.
     ours = arguments.fixed(Path(model), capture=capture, recording=recording, reads_text=True)
     ours |= arguments.unsized(share_given="gpu_memory_utilization" in of_vllm)
     llm = vllm.LLM(**ours | of_vllm)
-    return RecordingLLM(llm, WorkerSource(llm, capture), TraceStore(root), TraceSpec.of(facts), folder)
+    return RecordingLLM(llm, WorkerSource(llm, capture), TraceStore(root), spec, folder)
 
 
 def _with_recording(params: Any, ask: RecordingRequest) -> Any:
