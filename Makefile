@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-part test-all nightly chaos mutants lint docs clean
+.PHONY: help venv lock demo test test-seeds test-part test-all nightly chaos mutants lint docs clean
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -33,6 +33,9 @@ test: $(READY) ## run the tests that go before every commit
 test-part: $(READY) ## run some of the long tests, others for each commit
 	@part="$$(git rev-list --count HEAD)/8"; echo "part $$part of the long tests"; \
 	    $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m long --part "$$part"
+
+test-seeds: $(READY) ## compare with independent models again, on 20 random models; on 3 where vLLM samples
+	@$(VENV)/bin/python -m pytest -q --seeds 20 -m seeds tests/distributed tests/rollout
 
 chaos: $(READY) ## plant faults into real runs and see that each is named: see docs/internals/chaos.md
 	@$(VENV)/bin/python -m pytest -q -m chaos tests/chaos

@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support.near_ties import ROWS
+from tests.support.near_ties import ROWS, Rows
 
 # Tests run beside each other: threads of torch would wait for each other, and take CPU time while they do. This is
 # before torch is imported.
@@ -33,12 +33,26 @@ _APART = ("test_run.py", "test_faults.py", "test_resume.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, default=1, help="random models for each comparison with an independent model")
     parser.addoption("--part", metavar="K/N", help="of the chosen tests, run every N-th, beginning with number K mod N")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if part := config.getoption("part"):
         config.pluginmanager.register(_Part(*map(int, part.split("/"))))
+    if config.getoption("seeds") > 1:
+        config.pluginmanager.register(_OneSeedAfterTheOther())
+
+
+class _OneSeedAfterTheOther:
+    """Lets a folder's tests of one seed follow each other, which share its models."""
+
+    @pytest.hookimpl(trylast=True)  # behind pytest's own order
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        folders = {item.path.parent: None for item in items}
+        order = {folder: at for at, folder in enumerate(folders)}
+        seeds = {item: getattr(item, "callspec", None) for item in items}
+        items.sort(key=lambda item: (order[item.path.parent], seeds[item].params.get("seed", 0) if seeds[item] else 0))
 
 
 class _Part:
@@ -84,27 +98,64 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError("pytest-xdist ignores xdist_group under this pytest: install the pinned requirements")
 
 
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """Which random model a comparison has; all its weights, embeddings too. --seeds asks for more than this one."""
+    return 0
+
+
+def _seeds_of(item: pytest.Item) -> range:
+    """Return as many seeds as --seeds asks for, or as the mark `seeds` of a test says at most."""
+    mark = item.get_closest_marker("seeds")
+    return range(min([item.config.getoption("seeds"), *(mark.args if mark else ())]))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    seeds = _seeds_of(metafunc.definition)
+    if len(seeds) > 1 and "seed" in metafunc.fixturenames and "seeds" not in metafunc.fixturenames:
+        metafunc.parametrize("seed", seeds, scope="session")
+
+
+@pytest.fixture
+def seeds(request) -> range:
+    """The seeds of a test that has them all at once, because its engine gets their weights one after the other."""
+    return _seeds_of(request.node)
+
+
+_COMPARED: dict[str, Rows] = {}
+
+
 @pytest.fixture(autouse=True)
-def rows_left_out(record_property):
-    """Bounds how many rows near ties leave out of a test's comparisons with independent models, and keeps the counts
-    for the summary."""
+def rows_left_out(request, record_property):
+    """Bounds how many rows near ties leave out of a comparison with an independent model, over all its seeds."""
     ROWS.clear()
     yield
-    if ROWS.computed:
-        record_property("rows", (ROWS.left_out, ROWS.computed))
-        ROWS.check()
+    if not ROWS.computed:
+        return
+    name, seeds = request.node.nodeid.partition("@")[0], _seeds_of(request.node)
+    seed = request.node.callspec.params.get("seed", seeds[-1]) if hasattr(request.node, "callspec") else seeds[-1]
+    name = name.replace(f"[{seed}-", "[").removesuffix(f"[{seed}]") if len(seeds) > 1 else name
+    record_property("rows", (name, ROWS.left_out, ROWS.computed))
+    rows = _COMPARED.setdefault(name, Rows())
+    rows.add(ROWS)
+    if seed == seeds[-1]:
+        rows.check()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Show the counts, those that xdist's workers sent too."""
-    rows = [(report.nodeid.partition("@")[0], *value) for reports in terminalreporter.stats.values()
-            for report in reports if getattr(report, "when", "") == "teardown"
-            for name, value in report.user_properties if name == "rows"]  # fmt: skip
-    if not rows:
-        return
-    terminalreporter.section("rows that near ties leave out of comparisons with independent models")
-    for test, left_out, computed in rows:
-        if left_out:
-            terminalreporter.line(f"{left_out} of {computed} rows: {test}")
-    _, left_out, computed = zip(*rows, strict=True)
-    terminalreporter.line(f"{sum(left_out)} of {sum(computed)} rows in {len(rows)} tests")
+    """Show how many rows each comparison left out, those of xdist's workers too; with more seeds also if none."""
+    compared: dict[str, Rows] = {}
+    for report in (one for reports in terminalreporter.stats.values() for one in reports):
+        for key, value in report.user_properties if getattr(report, "when", "") == "teardown" else ():
+            if key == "rows":
+                name, left_out, computed = value
+                compared.setdefault(name, Rows()).add(Rows(computed, left_out))
+    if compared:
+        terminalreporter.section("rows that near ties leave out of comparisons with independent models")
+        for name, rows in compared.items():
+            if rows.left_out or terminalreporter.config.getoption("seeds") > 1:
+                terminalreporter.line(f"{rows}: {name}")
+        total = Rows()
+        for rows in compared.values():
+            total.add(rows)
+        terminalreporter.line(f"{total} in {len(compared)} comparisons")

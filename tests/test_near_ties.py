@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tests.support.families import write_checkpoint
+from tests.support.independent import Independent
 from tests.support.near_ties import MOST_LEFT_OUT, NEAR, ROWS, Computed, Rows, clear_rows, gaps_of
 
 T, LAYERS, E, K, PROMPT, TIED = 12, 3, 8, 2, 4, 9
@@ -42,9 +45,9 @@ FAULTS = [{"other_expert": 0}, {"other_expert": TIED - 1}, {"other_logprob": PRO
 
 def test_behind_a_near_tie_nothing_is_compared_and_the_rows_are_counted(scores):
     tie(scores, TIED, NEAR / 2)
-    computed = computed_from(scores)
     for differs in ({}, {"other_expert": TIED}, {"other_expert": T - 1}, {"other_logprob": TIED}):
         ROWS.clear()
+        computed = computed_from(scores)
         computed.check("s", *recorded(computed, **differs), atol=1e-5)
         assert (ROWS.left_out, ROWS.computed) == (T - TIED, T)
     ROWS.clear()
@@ -92,4 +95,25 @@ def test_too_many_rows_left_out_fail_a_test(scores):
     assert clear_rows(gaps_of(scores, K)) == 0
     with pytest.raises(AssertionError, match=f"{T} of {T} rows"):
         ROWS.check()
+    ROWS.clear()
+
+
+@pytest.mark.parametrize("name, size", [("qwen-mixed", 1), ("glm-groups", 4)])
+def test_experts_with_equal_scores_are_near_ties_of_transformers(tmp_path, name, size):
+    """An expert, or a group, gets the router weights of another one. Either choice is right where one of the two
+    is chosen and the other is not."""
+    folder = write_checkpoint(name, tmp_path / "model")
+    tokens = np.random.default_rng(1).integers(0, 160, 60).tolist()
+    apart, column = Independent(folder)(tokens), 0 if name == "glm-groups" else 1  # of layer 1
+    assert (apart.gaps[:, column] > 10 * NEAR).all()
+    counts = np.bincount(apart.sets[:, column].ravel() // size)
+    often, seldom = counts.argmax(), counts.argmin()
+
+    tensors = load_file(folder / "model.safetensors")
+    for key in (key for key in tensors if key.startswith("model.layers.1.mlp.gate.")):
+        tensors[key][size * seldom : size * (seldom + 1)] = tensors[key][size * often : size * (often + 1)]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    tied = Independent(folder)(tokens)
+    one, other = ((tied.sets[:, column] // size == number).any(-1) for number in (often, seldom))
+    assert 3 < (one != other).sum() < 57 and ((tied.gaps[:, column] < NEAR) == (one != other)).all()
     ROWS.clear()

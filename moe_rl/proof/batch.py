@@ -23,7 +23,7 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def make_checkpoint(path: Path, *, layers: int = 4) -> Path:
+def make_checkpoint(path: Path, *, layers: int = 4, seed: int = 0) -> Path:
     """Write a Hugging Face checkpoint of a random Qwen3-MoE with 16 experts, 4 of them per token."""
     quiet()
     import torch
@@ -47,7 +47,7 @@ def make_checkpoint(path: Path, *, layers: int = 4) -> Path:
         mlp_only_layers=[],
         eos_token_id=1,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(config).float()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -24,11 +24,13 @@ class Reference:
         logprobs: {sequence: [N]}, of the completions.
         gradients: {Hugging Face name: tensor}.
         imbalance: Load-balancing loss without its coefficient, mean over the layers.
+        routers: {sequence: router logits [T, L, E]}.
     """
 
     logprobs: dict[int, torch.Tensor]
     gradients: dict[str, torch.Tensor]
     imbalance: float
+    routers: dict[int, torch.Tensor]
 
 
 def reference(
@@ -96,7 +98,12 @@ def reference(
             together = torch.cat([logits[number, column] for number in numbers])
             imbalance = imbalance + len(together) / everything * _imbalance(facts, together)
     (loss + aux * imbalance).backward()
-    return Reference(logprobs, dict(_published(model, expected_tensors(facts))), float(imbalance) / len(gates))
+    routers = {
+        number: torch.stack([logits[number, column].detach() for column in range(len(gates))], 1)
+        for number in range(len(sequences))
+    }
+    gradients = dict(_published(model, expected_tensors(facts)))
+    return Reference(logprobs, gradients, float(imbalance) / len(gates), routers)
 
 
 def _imbalance(facts: ModelFacts, logits: torch.Tensor) -> torch.Tensor:

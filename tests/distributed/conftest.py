@@ -9,6 +9,7 @@ from moe_rl.proof.batch import make_checkpoint
 from moe_rl.proof.cases import Case
 from tests.distributed.ranks import World
 from tests.support import planted
+from tests.support.independent import clear_checkpoint
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads the markers
@@ -22,8 +23,8 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+def checkpoint(tmp_path_factory, seed):
+    return clear_checkpoint(lambda n: make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=n), seed)
 
 
 _WORLDS: dict[int, World] = {}

@@ -17,7 +17,9 @@ from moe_rl.proof.matrix import largest, merged
 from moe_rl.proof.reference import reference as transformers
 from tests.distributed.jobs import family
 from tests.distributed.ranks import ROOT
+from tests.distributed.usual import with_seeds
 from tests.support.families import MODELS, recorded_load, write_checkpoint
+from tests.support.independent import clear_checkpoint
 
 RATE, AUX = 0.01, 0.5
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
@@ -87,9 +89,14 @@ WRITTEN = [(ranks, case) for ranks, case in EXACT if "TP2" in case]
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory):
+def checkpoints(tmp_path_factory, seed):
     """checkpoints(name) -> the folder of a model of MODELS."""
-    return functools.cache(lambda name: write_checkpoint(name, tmp_path_factory.mktemp(name)))
+
+    @functools.cache
+    def made(name):
+        return clear_checkpoint(lambda n: write_checkpoint(name, tmp_path_factory.mktemp(name), n), seed)
+
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +137,7 @@ def reference(checkpoints):
     return compute
 
 
-@pytest.mark.parametrize("ranks, case", EXACT)
+@pytest.mark.parametrize("ranks, case", [with_seeds(*one, usual=one[1] in USUAL) for one in EXACT])
 def test_replay_equals_transformers_with_the_same_routes(seen, reference, ranks, case):
     ours = seen(ranks, case)
     forced, free = reference(case, forced=True), reference(case, forced=False)
@@ -152,7 +159,7 @@ def test_shared_experts_under_an_exchange_change_no_bit(seen, ranks, case):
     assert any("shared_experts" in name for one in seen(ranks, case) for name in one["grads"])
 
 
-@pytest.mark.parametrize("ranks, case", BALANCED)
+@pytest.mark.parametrize("ranks, case", [with_seeds(*one, usual=one[1] in USUAL) for one in BALANCED])
 def test_the_auxiliary_loss_is_of_the_live_choice(seen, reference, checkpoints, ranks, case):
     """Added to the objective under replay: microbatches weigh as their real tokens, whoever shares them."""
     ours = seen(ranks, case)
@@ -168,7 +175,7 @@ def test_the_auxiliary_loss_is_of_the_live_choice(seen, reference, checkpoints, 
     assert all((gradients[name] - without[name]).abs().max() > 1e-3 for name in routers)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES[1] if "native" in case])
+@pytest.mark.parametrize("case", [with_seeds(case, usual="tied" not in case) for case in CASES[1] if "native" in case])
 def test_native_routing_equals_transformers(seen, reference, case):
     """Bias, groups, normalisation and scaling come in the same order, so that the shadow choice is the real one."""
     (ours,) = seen(1, case)

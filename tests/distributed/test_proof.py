@@ -14,6 +14,7 @@ from moe_rl.planning.peaks import dispatching_groups
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.proof.cases import LAYOUTS, MICROBATCH_TOKENS, RECORDED, Case
 from moe_rl.proof.matrix import merged
+from tests.distributed.usual import with_seeds
 from tests.support.planted import Planted
 
 # The first case of a world size waits for all of them.
@@ -57,6 +58,7 @@ COPIED = [
     Case(4, {"expert": 2, "expert_tensor": 2}, expert_copies=1),
     Case(4, {"expert": 2, **PP2}, {"dtype": "bfloat16"}, expert_copies=1),
 ]
+OBSERVED = [replace(case, mode="observe") for case in LAYOUTS]
 LAYERS = 4
 # One or two of each kind.
 USUAL = [
@@ -94,7 +96,7 @@ def forwarded() -> int:
     return sum(prompt + completion - 1 for prompt, completion in LENGTHS)
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=name)
+@pytest.mark.parametrize("case", [with_seeds(case, usual=case in USUAL) for case in LAYOUTS], ids=name)
 def test_replay_equals_the_reference_with_the_same_routes(proven, case):
     outcome = proven.outcome(case)
     assert outcome.gradients < 1e-6 and outcome.logprobs < 2e-6
@@ -104,7 +106,7 @@ def test_replay_equals_the_reference_with_the_same_routes(proven, case):
     assert outcome.consumed == outcome.expected > 0
 
 
-@pytest.mark.parametrize("case", [replace(case, mode="observe") for case in LAYOUTS], ids=name)
+@pytest.mark.parametrize("case", [with_seeds(case, usual=case in USUAL) for case in OBSERVED], ids=name)
 def test_with_replay_off_the_same_checks_fail(proven, case):
     outcome = proven.outcome(case)
     assert outcome.gradients > 1e-2 and outcome.logprobs > 1e-2
@@ -113,7 +115,7 @@ def test_with_replay_off_the_same_checks_fail(proven, case):
     assert outcome.free_gradients < 1e-6
 
 
-@pytest.mark.parametrize("case", RECORDED, ids=name)
+@pytest.mark.parametrize("case", [with_seeds(case, usual=case in USUAL) for case in RECORDED], ids=name)
 def test_the_trainers_own_routes_are_replayed_in_the_update(proven, case):
     """The routes were recorded under other router weights: without replay the gradients are others (R2)."""
     outcome = proven.outcome(case)

@@ -25,6 +25,7 @@ from tests.distributed.jobs.step import (
     shared_vocabulary,
     supports_of,
 )
+from tests.distributed.usual import with_seeds
 
 pytestmark = pytest.mark.timeout(900)
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -545,7 +546,7 @@ def by_transformers(checkpoint):
     return {"entropy": (float(entropy), everything[0]), "k1": (k1, everything[1]), "norms": norms}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("masked")])
+@pytest.mark.parametrize("case", [with_seeds(case, usual=case in USUAL) for case in CASES if case.startswith("masked")])
 def test_the_trainer_renormalises_over_what_was_drawn_from(steps, by_transformers, case):
     """In every pass: the old logprobs, the update, and the reference, which otherwise would not be at distance 0."""
     (metrics, _), expected = steps[case], by_transformers

@@ -35,7 +35,8 @@ from moe_rl.vllm.api_server import bound_socket
 from moe_rl.vllm.wire import EngineSettings
 from tests.gateway.played_environments import ADD
 from tests.gateway.session_turns import WIDE
-from tests.rollout.serving import Router, agree
+from tests.rollout.serving import agree
+from tests.support.independent import Independent
 
 VOCAB, LONGEST = 384, 4096
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -162,8 +163,8 @@ def engine(settings):
 
 
 @pytest.fixture(scope="session")
-def router(checkpoint) -> Router:
-    return Router(checkpoint)
+def router(checkpoint) -> Independent:
+    return Independent(checkpoint)
 
 
 @dataclass
@@ -192,7 +193,7 @@ class RunningGateway:
         """Return the session itself."""
         return self.gateway.book.named(opened["session"])
 
-    def agrees(self, session, router: Router) -> None:
+    def agrees(self, session, router: Independent) -> None:
         """Compare every row and log-probability of a session with `transformers`."""
         (version,) = {span.weight_version for turn in session.turns for span in turn.versions}
         # The solved output weights are large, and so is their rounding.

@@ -15,7 +15,7 @@ from moe_rl.trace.spans import versions_of_rows
 from tests.gateway.test_openai import ask, client_of
 from tests.gateway.test_web import left_while_sampled
 from tests.rollout.in_flight import Change, forwarded
-from tests.rollout.serving import Router
+from tests.support.independent import Independent
 from tests.weights.sending import by_disk
 
 TOOL = {"role": "tool", "tool_call_id": "x", "content": "5"}
@@ -36,15 +36,16 @@ def others(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def other_router(checkpoint, others, tmp_path_factory) -> Router:
+def other_router(checkpoint, others, tmp_path_factory) -> Independent:
     import shutil
 
     from safetensors.torch import save_file
 
     folder = tmp_path_factory.mktemp("others")
-    shutil.copy(checkpoint / "config.json", folder)
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(checkpoint / name, folder)
     save_file(others, folder / "model.safetensors", metadata={"format": "pt"})
-    return Router(folder)
+    return Independent(folder)
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_a_turn_under_new_weights_has_the_rows_that_it_attended_to(running, flig
     assert [turn.continues for turn in session.turns] == [False, False, True]
     assert running.gateway.turns.counts["recorded_anew"] == anew + 1
     check_session(session.finish(), running.store)
-    change = Change(SimpleNamespace(model=router._model), SimpleNamespace(model=other_router._model))
+    change = Change(router, other_router)
     for completion, version in zip(running.completions(session), (0, 1, 1), strict=True):
         record = running.store.read(completion.routes)
         assert set(versions_of_rows(record.spans)) == {flight.old + version}
@@ -106,6 +107,6 @@ def test_a_turn_that_sees_an_update_keeps_its_keys_and_values(running, engine, f
     check_session(session.finish(), running.store)
     first, second = running.completions(session)
     record = running.store.read(first.routes)
-    change = Change(SimpleNamespace(model=router._model), SimpleNamespace(model=other_router._model))
+    change = Change(router, other_router)
     change.check(first, record, int((versions_of_rows(record.spans) == flight.old).sum()))
     assert session.rows_version(0) is None and session.rows_version(1) == flight.old + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from moe_rl.rollout.engine import VllmEngine
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm.wire import EngineSettings
 from tests.rollout.serving import MAX_LEN
+from tests.support.independent import Independent
+from tests.weights.sending import by_disk
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 16, 4, 512
 TEXTS = 320  # the tokenizer knows these first ids
@@ -50,14 +53,14 @@ def make_checkpoint(folder: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
+def checkpoint(tmp_path_factory, seed) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), seed=1 + seed)
 
 
 @pytest.fixture(scope="session")
-def other_checkpoint(tmp_path_factory) -> Path:
+def other_checkpoint(tmp_path_factory, seed) -> Path:
     """A checkpoint with the same shapes and other weights."""
-    return make_checkpoint(tmp_path_factory.mktemp("other"), seed=2)
+    return make_checkpoint(tmp_path_factory.mktemp("other"), seed=2 + seed)
 
 
 @pytest.fixture(scope="session")
@@ -71,10 +74,11 @@ def others(other_checkpoint):
 
 
 @pytest.fixture(scope="session")
-def settings(checkpoint, tmp_path_factory) -> EngineSettings:
+def settings(tmp_path_factory) -> EngineSettings:
+    """Those of the shared engine, which starts with the model of seed 0."""
     folder = tmp_path_factory.mktemp("engine")
     return EngineSettings(
-        model_path=checkpoint,
+        model_path=make_checkpoint(tmp_path_factory.mktemp("model"), seed=1),
         dtype="float32",
         max_model_len=MAX_LEN,
         max_concurrent=256,
@@ -89,10 +93,19 @@ def settings(checkpoint, tmp_path_factory) -> EngineSettings:
 
 
 @pytest.fixture(scope="session")
-def engine(settings):
-    """The shared engine: float32, recording. A test that changes its weights restores them."""
+def started(settings):
     with VllmEngine(settings) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def engine(started, weights, seed, tmp_path_factory):
+    """The shared engine: float32, recording, with the weights of the seed. A test that changes them restores them."""
+    if seed:
+        (one,) = started.generate(make_requests(1, 1, max_tokens=1), shard=f"seed-{seed}")
+        held = one.newest_version
+        started.update_weights(by_disk(tmp_path_factory.mktemp("seed"), weights, version=held + 1, replaces=held))
+    return started
 
 
 def two_stop_strings(codec, completions):
@@ -130,9 +143,9 @@ def check_stopped(codec, free, stopped, stops) -> None:
     assert {one.stop_string for one in stopped} == {None, *stops}
 
 
-def make_requests(groups: int, size: int, *, max_tokens=12, stop=(), prompt=70, temperature=1.0) -> list:
+def make_requests(groups: int, size: int, *, max_tokens=12, stop=(), prompt=70, temperature=1.0, seed=0) -> list:
     """Make `groups` random prompts of different lengths from `prompt` on, with `size` samples each."""
-    rng = np.random.default_rng(groups)
+    rng = np.random.default_rng([groups, seed])
     prompts = [tuple(rng.integers(0, VOCAB, prompt + 3 * at).tolist()) for at in range(groups)]
     return [
         GenerateRequest(f"prompt{at}:{sample}", tokens, 1000 * at + sample, max_tokens, temperature, tuple(stop))
@@ -142,39 +155,15 @@ def make_requests(groups: int, size: int, *, max_tokens=12, stop=(), prompt=70, 
 
 
 @pytest.fixture(scope="session")
-def requests_of():
-    return make_requests
-
-
-class Reference:
-    """Runs Hugging Face's model in float32, which the engine should agree with."""
-
-    def __init__(self, folder: Path):
-        from transformers import Qwen3MoeForCausalLM
-
-        self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def __call__(self, token_ids, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-        """Return sorted top-k experts [T, L, K] of every token, and the log-probability [T - 1] of all but the
-        first."""
-        tokens = torch.tensor([list(token_ids)])
-        output = self.model(tokens, output_router_logits=True, use_cache=False)
-        logprobs = (output.logits[0] / temperature).log_softmax(-1)[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
-        routes = torch.stack([logits.topk(TOP_K, -1).indices.sort(-1).values for logits in output.router_logits], 1)
-        return routes.numpy(), logprobs.numpy()
-
-    @torch.no_grad()
-    def logits(self, token_ids) -> torch.Tensor:
-        """Return the logits [T, V] of every token."""
-        return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+def requests_of(seed):
+    return partial(make_requests, seed=seed)
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint) -> Reference:
-    return Reference(checkpoint)
+def reference(checkpoint) -> Independent:
+    return Independent(checkpoint)
 
 
 @pytest.fixture(scope="session")
-def other_reference(other_checkpoint) -> Reference:
-    return Reference(other_checkpoint)
+def other_reference(other_checkpoint) -> Independent:
+    return Independent(other_checkpoint)

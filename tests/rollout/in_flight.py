@@ -14,8 +14,8 @@ from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.trace import ShardWriter, TraceStore
 from moe_rl.types import Completion, Sequence, VersionSpan
 from moe_rl.weights.broadcast import Sender
-from tests.rollout.conftest import TOP_K, make_requests
-from tests.support.near_ties import Computed, gaps_of
+from tests.rollout.conftest import make_requests
+from tests.support.independent import Independent
 from tests.support.refusals import refused
 from tests.weights.sending import broadcast
 
@@ -24,35 +24,16 @@ PROMPT, ENDLESS, FEW = 40, 3000, 60
 
 
 class Change:
-    """Runs the two models of an update: the first computes the first rows, the other goes on with the first's keys and
-    values."""
+    """Compares with the two models of an update: the first computes the first rows, the other goes on with the first's
+    keys and values."""
 
-    def __init__(self, before, after):
-        self.models = before.model, after.model
-
-    @torch.no_grad()
-    def __call__(self, token_ids, rows: int) -> Computed:
-        """Return what the models compute for all tokens but the last.
-
-        rows: how many rows the first model computes.
-        """
-        from transformers import DynamicCache
-
-        fed, cache, scores, logits = torch.tensor([list(token_ids)[:-1]]), DynamicCache(), [], []
-        for model, part in zip(self.models, (fed[:, :rows], fed[:, rows:]), strict=True):
-            if part.shape[1]:
-                output = model(part, past_key_values=cache, use_cache=True, output_router_logits=True)
-                scores.append(torch.stack([layer.view(part.shape[1], -1) for layer in output.router_logits], 1))
-                logits.append(output.logits[0])
-        routers = torch.cat(scores)
-        logprobs = torch.cat(logits).log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
-        sets = routers.topk(TOP_K, -1).indices.sort(-1).values
-        return Computed(sets.numpy(), gaps_of(routers, TOP_K), logprobs.numpy())
+    def __init__(self, before: Independent, after: Independent):
+        self.before, self.after = before, after
 
     def check(self, completion: Completion, record, rows: int, *, first: int = 0) -> None:
         """Compare a record's rows from `first`, and the log-probabilities, with a pass whose first `rows` rows are of
         the first model."""
-        computed = self(completion.prompt_token_ids + completion.token_ids, rows)
+        computed = self.after.continued(self.before, rows, completion.prompt_token_ids + completion.token_ids)
         computed.check(completion.key, record.routes[first:], completion.logprobs, first=first, atol=2e-5)
 
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import numpy as np
 import psutil
-import torch
 from safetensors.torch import load_file
 
 from moe_rl.rollout.server import VllmServer
@@ -26,13 +24,12 @@ from moe_rl.vllm.control import read_token
 from moe_rl.weights.digest import info_of
 from moe_rl.weights.shared_disk import write_part
 from moe_rl.weights.update import Files, WeightUpdate
+from tests.support.independent import Independent
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "serve_vllm.py"
 # A request of this length goes on for seconds, so a test can do its part meanwhile.
 MAX_LEN = 4096
-# Rounding in float32 may exchange a k-th and a (k+1)-th router logit that are closer than this.
-TIE = 2e-6
 START_SECONDS = 600
 
 
@@ -124,53 +121,16 @@ def _serving(folder: Path, arguments: Sequence[str], *, tool: Path, place: Path)
                 process.wait()
 
 
-class Router:
-    """Runs a checkpoint's routers in `transformers`, float32: chosen sets, and the gap to the next logit."""
-
-    def __init__(self, folder: Path):
-        from transformers import Qwen3MoeForCausalLM
-
-        self._model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def __call__(self, tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return sorted sets [T, L, K], gaps [T, L] to the next logit, log-probabilities [T - 1] of all tokens but the
-        first."""
-        ids = torch.tensor([list(tokens)])
-        output = self._model(ids, output_router_logits=True, use_cache=False)
-        top_k = self._model.config.num_experts_per_tok
-        best = torch.stack(list(output.router_logits), 1).topk(top_k + 1, -1)
-        sets, gaps = best.indices[..., :-1].sort(-1).values, best.values[..., -2] - best.values[..., -1]
-        logprobs = output.logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
-        return sets.numpy(), gaps.numpy(), logprobs.numpy()
-
-    @torch.no_grad()
-    def logits(self, tokens) -> torch.Tensor:
-        """Return the logits [T, V] of every token."""
-        return self._model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-
-
-def agree(store: TraceStore, router: Router, completions, *, version: int = 0, atol: float = 1e-5) -> None:
-    """Check that every completion is valid and sampled and routed as in `transformers`, except for ties.
-
-    After a tie that fell differently the hidden states differ, so the rest of that sequence is not compared; only a few
-    sequences may have one.
+def agree(store: TraceStore, model: Independent, completions, *, version: int = 0, atol: float = 1e-5) -> None:
+    """Check that every completion is valid and sampled and routed as in `transformers`.
 
     atol: of log-probabilities; the rounding of float32 times the size of the model's output weights.
     """
-    skipped = 0
     for one in completions:
         tokens = [*one.prompt_token_ids, *one.token_ids]
         record = store.read(one.routes)
         validate(record, token_ids=tokens[:-1], spec=record.spec, weight_version=version, ref=one.routes)
-        sets, gaps, logprobs = router(tokens)
-        wrong = np.argwhere((np.sort(record.routes, -1) != sets[:-1]).any(-1))
-        if wrong.size:
-            assert gaps[tuple(wrong[0])] < TIE, f"{one.key}: a set differs though its k-th expert was clear"
-            skipped += 1
-            continue
-        np.testing.assert_allclose(one.logprobs, logprobs[len(one.prompt_token_ids) - 1 :], rtol=0, atol=atol)
-    assert skipped <= len(completions) / 50
+        model(tokens).check(one.key, record.routes, one.logprobs, atol=atol)
 
 
 def alive(server: Running) -> None:

@@ -15,11 +15,11 @@ from moe_rl.models.weight_table import EMBEDDING, HEAD
 from moe_rl.vllm.loader import FORMAT
 from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.test_recording import agree, play, requests, scenarios  # noqa: F401 - two are fixtures
+from tests.support.independent import BIAS, Independent
 from tests.weights.sending import by_disk
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-BIAS = "e_score_correction_bias"
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -90,49 +90,13 @@ def make_checkpoint(name, folder, *, tied=False):
     return folder
 
 
-class FamilyRouter:
-    """Runs a checkpoint's routers in `transformers`, float32; `agree` compares with its results."""
-
-    def __init__(self, folder):
-        from transformers import AutoModelForCausalLM
-
-        self._facts = read_model(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._chosen, self._gaps = [], []
-        for layer in self._facts.moe_layers:
-            mlp = self._model.model.layers[layer].mlp
-            (mlp.gate if hasattr(mlp, "gate") else mlp.router).register_forward_hook(self._look)
-
-    def _look(self, router, inputs, output):
-        logits, _, chosen = output
-        self._chosen.append(chosen.sort(-1).values)
-        scores = logits.sigmoid() + getattr(router, BIAS) if self._facts.expert_bias else logits
-        clear = torch.full(scores.shape[:1], torch.inf)
-        if self._facts.groups > 1:
-            by_group = scores.view(len(scores), self._facts.groups, -1)
-            groups = by_group.topk(2, -1).values.sum(-1).topk(self._facts.top_groups + 1, -1)
-            allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, groups.indices[:, :-1], True)
-            scores = by_group.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
-            clear = groups.values[:, -2] - groups.values[:, -1]
-        best = scores.topk(TOP_K + 1, -1).values
-        # The choice may tie in the last expert or in the last group.
-        self._gaps.append(torch.minimum(best[:, -2] - best[:, -1], clear))
-
-    @torch.no_grad()
-    def __call__(self, tokens):
-        """Return sorted sets [T, L, K], gaps [T, L], None, and log-probabilities [T, V]."""
-        self._chosen.clear()
-        self._gaps.clear()
-        output = self._model(torch.tensor([list(tokens)]), use_cache=False)
-        sets, gaps = torch.stack(self._chosen, 1).numpy(), torch.stack(self._gaps, 1).numpy()
-        return sets, gaps, None, output.logits[0].log_softmax(-1).numpy()
-
-
+@pytest.mark.seeds(3)
 @pytest.mark.parametrize("name, amx", [*((name, False) for name in LOST), ("moonlight", True)])
-def test_recorded_before_and_after_an_update(play, name, amx, tmp_path):  # noqa: F811
-    """amx: vLLM is told that this CPU has AMX, which must not be used in float32."""
+def test_recorded_before_and_after_an_update(play, name, amx, seeds, tmp_path):  # noqa: F811
+    """amx: vLLM is told that this CPU has AMX, which must not be used in float32. One engine gets the weights of each
+    seed by an update."""
     make_checkpoint(name, tmp_path / "model")
-    told = _updated(play, name, tmp_path, f"model.layers.1.{LOST[name][0]}", amx=amx)
+    told = _updated(play, name, tmp_path, f"model.layers.1.{LOST[name][0]}", amx=amx, seeds=seeds)
     assert "model.layers.1." in told and LOST[name][1] in told
     assert ("2" if name == "glm" else "1") + " incomplete parameters" in told  # with the bias that is beside it
 
@@ -151,49 +115,49 @@ def test_a_tied_output_matrix_is_the_new_embedding(play, name, copied, tmp_path)
     assert "got 1 incomplete parameters: lm_head.weight" in _updated(play, name, tmp_path, HEAD)
 
 
-def _updated(play, name, tmp_path, lost, *, amx=False) -> str:  # noqa: F811
-    """Check an update of `tmp_path`/model by all tensors that a trainer sends. Return what a second one is told that
+def _updated(play, name, tmp_path, lost, *, amx=False, seeds=range(1)) -> str:  # noqa: F811
+    """Check updates of `tmp_path`/model by all tensors that a trainer sends. Return what the last one is told, which
     loses a tensor."""
     from safetensors.torch import load_file, save_file
 
-    model, other = tmp_path / "model", tmp_path / "other"
+    model, version = tmp_path / "model", 0
     facts = read_model(model)
     old = load_file(model / "model.safetensors")
-    # As a trainer sends it: only the decoder, a tied embedding once. Every tensor changes, the bias by more than any
-    # score.
-    noise = torch.Generator().manual_seed(3)
-    sent = {
-        key: torch.randn(tensor.shape, generator=noise) * (1.0 if key.endswith(BIAS) else 0.05) + tensor
-        for key, tensor in old.items()
-        if not (is_mtp_tensor(facts, key) or is_tied_head(facts, key))
-    }
-    assert sent.keys() == expected_tensors(facts).keys()
-    other.mkdir()
-    (other / "config.json").write_text((model / "config.json").read_text())
-    (other / "tokenizer.json").write_text("{}")
-    save_file(sent, other / "model.safetensors", {"format": "pt"})
-
-    update = msgspec.to_builtins(by_disk(tmp_path, sent, version=5))
-    again = msgspec.to_builtins(by_disk(tmp_path, sent, version=6, replaces=5, changed=False))
+    acts = [{"sample": requests(4, 2), "sink": "before"}]
+    for seed in seeds:
+        # As a trainer sends it: only the decoder, a tied embedding once. Every tensor changes, the bias by more than
+        # any score.
+        noise = torch.Generator().manual_seed(3 + seed)
+        sent = {
+            key: torch.randn(tensor.shape, generator=noise) * (1.0 if key.endswith(BIAS) else 0.05) + tensor
+            for key, tensor in old.items()
+            if not (is_mtp_tensor(facts, key) or is_tied_head(facts, key))
+        }
+        assert sent.keys() == expected_tensors(facts).keys()
+        other = tmp_path / f"other{seed}"
+        other.mkdir()
+        (other / "config.json").write_text((model / "config.json").read_text())
+        (other / "tokenizer.json").write_text("{}")
+        save_file(sent, other / "model.safetensors", {"format": "pt"})
+        update = msgspec.to_builtins(by_disk(tmp_path, sent, version=version + 5, replaces=version))
+        acts += [{"update": update}, {"sample": requests(4, 2, seed=9 + seed), "sink": other.name}]
+        version += 5
+    again = msgspec.to_builtins(by_disk(tmp_path, sent, version=version + 1, replaces=version, changed=False))
     outcome = play(
-        [
-            {"sample": requests(4, 2), "sink": "before"},
-            {"update": update},
-            {"sample": requests(4, 2, seed=9), "sink": "after"},
-            {"update": again, "lost": lost},
-        ],
+        [*acts, {"update": again, "lost": lost}],
         engine={"model": str(model)} | ({"load_format": FORMAT} if facts.tie_word_embeddings else {}),
         amx=amx,
     )
-    before, after = FamilyRouter(model), FamilyRouter(other)
+    before = Independent(model)
     assert agree(outcome, before) > 1000
-    assert agree(outcome, after, act=1, version=5) > 1000
+    for number, seed in enumerate(seeds, 1):
+        assert agree(outcome, Independent(tmp_path / f"other{seed}"), act=number, version=5 * number) > 1000
     record = outcome.store.read(outcome.ref(outcome.completions(1)[0]))
     assert record.spec.layer_map == "".join("m" if at in facts.moe_layers else "d" for at in range(4))
-    told = outcome.result["acts"][2]["failed"]
-    assert not outcome.result["acts"][2]["whole"] and "did not load all new weights" in told
+    told = outcome.result["acts"][-1]["failed"]
+    assert not outcome.result["acts"][-1]["whole"] and "did not load all new weights" in told
     # Witness that the update took effect: the old model would have chosen other experts.
     completion = outcome.completions(1)[0]
-    sets, *_ = before([*completion["prompt"], *completion["token_ids"]])
-    assert (np.sort(record.routes, -1) != sets[:-1]).any(-1).mean() > 0.5
+    sets = before([*completion["prompt"], *completion["token_ids"]]).sets
+    assert (np.sort(record.routes, -1) != sets).any(-1).mean() > 0.5
     return told

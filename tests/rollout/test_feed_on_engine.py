@@ -52,6 +52,7 @@ async def two_steps(shared, feed):
     return [one for batch in kept for one in batch.sequences], [batch.metrics for batch in batches]
 
 
+@pytest.mark.seeds(3)
 @pytest.mark.parametrize("way", ["keep", pytest.param("first", marks=pytest.mark.long), "exact"])
 def test_what_a_step_gets(flight, tmp_path, way):  # noqa: F811
     async def run():

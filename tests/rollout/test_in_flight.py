@@ -52,6 +52,7 @@ def flight(engine, weights, others, reference, other_reference, settings, tmp_pa
         engine.update_weights(by_disk(tmp_path, weights, version=held + 1, replaces=held))
 
 
+@pytest.mark.seeds(3)
 @pytest.mark.parametrize("way", ["disk", pytest.param("broadcast", marks=pytest.mark.long)])
 def test_new_weights_go_in_while_requests_keep_their_keys_and_values(flight, way):
     send = lambda groups: flight.send(groups, way)  # noqa: E731
@@ -60,6 +61,7 @@ def test_new_weights_go_in_while_requests_keep_their_keys_and_values(flight, way
     refuses_exchanged_versions(sampled, flight.store, flight.folder / "exchanged", flight.old, flight.new)
 
 
+@pytest.mark.seeds(3)
 def test_a_group_that_was_left_goes_on_under_the_new_weights(flight):
     asyncio.run(recompute(flight.groups, flight.send, flight.store, flight.change, old=flight.old,
                           new=flight.new, name=flight.name))  # fmt: skip

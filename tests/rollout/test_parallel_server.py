@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,7 +23,8 @@ from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.digest import info_of
 from moe_rl.weights.update import Holding, Received, TensorInfo, WeightUpdate
 from tests.rollout.faulty_server import DAMAGED, UNLUCKY
-from tests.rollout.serving import Router, Running, agree, serving, whole_update
+from tests.rollout.serving import Running, agree, serving, whole_update
+from tests.support.independent import Independent
 from tests.weights.sending import in_buckets, in_turns
 
 # The first test waits for the server, which on a busy machine takes long.
@@ -42,18 +42,18 @@ def server(checkpoint, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def routers(checkpoint, other_checkpoint) -> list[Router]:
-    return [Router(checkpoint), Router(other_checkpoint)]
+def models(reference, other_reference) -> list[Independent]:
+    return [reference, other_reference]
 
 
-def sample(server: Running, router: Router, requests, shard: str, *, version: int = 0) -> list[tuple[int, ...]]:
+def sample(server: Running, model: Independent, requests, shard: str, *, version: int = 0) -> list[tuple[int, ...]]:
     """Sample, compare with `transformers`, and return the tokens."""
     client = server.client(alone=True, timeout_seconds=60)
     completions = client.generate(requests, shard=shard)
-    agree(server.store, router, completions, version=version)
+    agree(server.store, model, completions, version=version)
     assert all(len(one.routes.parts) == 1 and one.newest_version == version for one in completions)
     tokens = completions[0].prompt_token_ids + completions[0].token_ids
-    np.testing.assert_allclose(asyncio.run(client.score([tokens])).logprobs[0], router(tokens)[2], rtol=0, atol=1e-5)
+    model(tokens).check_logprobs("score", asyncio.run(client.score([tokens])).logprobs[0], atol=1e-5)
     return [one.token_ids for one in completions]
 
 
@@ -95,31 +95,31 @@ def adopted(server: Running, checkpoint: Path):
         assert by_disk(server, checkpoint, 0, 0).whole
 
 
-def test_each_worker_has_half_of_the_experts_and_one_records(server, routers, requests_of):
+def test_each_worker_has_half_of_the_experts_and_one_records(server, models, requests_of):
     log = server.log.read_text(errors="replace")
     assert "[EP Rank 0/2] Expert parallelism is enabled" in log and "Local/global number of experts: 8/16" in log
     assert server.client().recording().gpus == WORKERS
     (stats,) = server.client().stats()
-    sample(server, routers[0], requests_of(4, 4, max_tokens=24), "routes")
+    sample(server, models[0], requests_of(4, 4, max_tokens=24), "routes")
     assert server.client().stats()[0]["recorded"] - stats.get("recorded", 0) == 16
 
 
 @pytest.mark.parametrize("update", [by_disk, by_broadcast])
-def test_new_weights_reach_both_workers(server, routers, checkpoint, other_checkpoint, requests_of, update):
+def test_new_weights_reach_both_workers(server, models, checkpoint, other_checkpoint, requests_of, update):
     requests, name = requests_of(1, 3, max_tokens=8), update.__name__
-    old = sample(server, routers[0], requests, f"{name}-old")
+    old = sample(server, models[0], requests, f"{name}-old")
     with adopted(server, checkpoint):
         held = update(server, other_checkpoint, 5, 0)
         assert (held.version, held.whole, held.refused) == (5, True, "")
         assert server.client().recording().weight_digest == held.digest != ""
-        assert sample(server, routers[1], requests, f"{name}-new", version=5) != old
+        assert sample(server, models[1], requests, f"{name}-new", version=5) != old
         # Versions rise on from there, on both of them.
         assert update(server, checkpoint, 6, 5).whole
-        assert sample(server, routers[0], requests, f"{name}-back", version=6) == old
+        assert sample(server, models[0], requests, f"{name}-back", version=6) == old
 
 
 @pytest.mark.parametrize("update", [by_disk, by_broadcast])
-def test_a_worker_that_got_other_bytes_is_found_out(server, routers, checkpoint, other_checkpoint, requests_of, update):
+def test_a_worker_that_got_other_bytes_is_found_out(server, models, checkpoint, other_checkpoint, requests_of, update):
     """The other worker has loaded what was sent. The server then holds two sets of weights and samples from neither."""
     requests = requests_of(1, 2, max_tokens=4)
     with adopted(server, checkpoint):
@@ -132,7 +132,7 @@ def test_a_worker_that_got_other_bytes_is_found_out(server, routers, checkpoint,
             server.client().generate(requests, shard=f"{update.__name__}-torn")
         with pytest.raises(EngineError, match="weights are incomplete"):
             asyncio.run(server.client().score([[1, 2, 3]]))
-    sample(server, routers[0], requests, f"{update.__name__}-mended")
+    sample(server, models[0], requests, f"{update.__name__}-mended")
 
 
 def test_workers_listen_on_loopback(server):

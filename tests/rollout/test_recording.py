@@ -24,15 +24,14 @@ import torch
 
 from moe_rl.trace import RouteRecord, TraceStore, signed, validate
 from moe_rl.types import Provenance, RouteRef, VersionSpan
-from tests.rollout.conftest import LAYERS, TOP_K, VOCAB
+from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.in_flight import trainer_reads
+from tests.support.independent import Independent
 from tests.weights.sending import by_disk
 
 # An engine takes 20 s to start and to be compiled for; on a busy machine a multiple.
 pytestmark = pytest.mark.timeout(900)
 
-# Rounding in float32 may exchange a k-th and a (k+1)-th router logit that are closer than this.
-TIE = 2e-6
 STOPS = list(range(0, VOCAB, 40))
 SCENARIO = Path(__file__).with_name("scenario.py")
 
@@ -123,62 +122,24 @@ def play(tmp_path, checkpoint, scenarios):
         one.close()
 
 
-class Router:
-    """Runs a checkpoint's routers in `transformers`, float32: chosen sets, and the gap to the next logit."""
-
-    def __init__(self, folder: Path):
-        from transformers import AutoModelForCausalLM
-
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def __call__(self, tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Sorted sets [T, L, K], gaps [T, L] between the k-th and the next logit, logits [T, L, E], logprobs [T, V]."""
-        output = self._model(torch.tensor([list(tokens)]), output_router_logits=True, use_cache=False)
-        logits = torch.stack([layer.view(len(tokens), -1) for layer in output.router_logits], 1)
-        best = logits.topk(TOP_K + 1, -1)
-        sets = best.indices[..., :-1].sort(-1).values
-        gaps = best.values[..., -2] - best.values[..., -1]
-        return sets.numpy(), gaps.numpy(), logits.numpy(), output.logits[0].log_softmax(-1).numpy()
-
-
-@pytest.fixture(scope="session")
-def router(checkpoint) -> Router:
-    return Router(checkpoint)
-
-
 def summed(ref: RouteRef, record: RouteRecord) -> bool:
     """Whether the record's checksum equals that of the reference, taken at the engine's buffer."""
     return signed(ref, record.routes, record.layers, record.token_ids).source_sum == ref.source_sum
 
 
-def agree(outcome: Outcome, router: Router, *, act: int = 0, version: int = 0) -> int:
-    """Check that every completion of an act is valid and routed as in `transformers`, except for ties.
-
-    After a tie that fell differently the hidden states differ, and later choices of the sequence may differ too; these
-    are counted and bounded. Returns the number of rows compared.
-    """
-    rows = differing = 0
-    explained = True
+def agree(outcome: Outcome, model: Independent, *, act: int = 0, version: int = 0) -> int:
+    """Check that every completion of an act is valid and sampled and routed as in `transformers`. Returns the number of
+    choices."""
+    choices = 0
     for completion in outcome.completions(act):
         tokens = [*completion["prompt"], *completion["token_ids"]]
         ref = outcome.ref(completion)
         record = outcome.store.read(ref)
         validate(record, token_ids=tokens[:-1], spec=record.spec, weight_version=version, max_staleness=9, ref=ref)
         assert summed(ref, record), "the store has other routes than left the engine's buffer"
-        sets, gaps, _, logprobs = router(tokens)
-        wrong = (np.sort(record.routes, -1) != sets[: len(tokens) - 1]).any(-1)
-        if wrong.any():
-            differing += int(wrong.sum())
-            token, layer = np.argwhere(wrong)[0]
-            explained &= bool(gaps[token, layer] < TIE)
-        rows += wrong.size
-        ours = logprobs[np.arange(len(completion["prompt"]) - 1, len(tokens) - 1), completion["token_ids"]]
-        if not wrong.any() and completion["logprobs"]:
-            np.testing.assert_allclose(completion["logprobs"], ours, rtol=0, atol=2e-5)
-    assert explained, "a set differs though its k-th expert was clear"
-    assert differing <= rows / 10_000, f"{differing} of {rows} sets differ"
-    return rows
+        model(tokens).check(completion["key"], record.routes, np.array(completion["logprobs"]), atol=2e-5)
+        choices += record.routes[..., 0].size
+    return choices
 
 
 def requests(groups: int, size: int, *, prompt=70, max_tokens=24, seed=1, **more) -> list[dict]:
@@ -198,7 +159,8 @@ def provenance(outcome: Outcome, completion: dict) -> list[tuple[int, int, str]]
     return [(span.rows, span.weight_version, Provenance(span.provenance).name) for span in record.spans]
 
 
-def test_what_requests_do(play, router):
+@pytest.mark.seeds(3)
+def test_what_requests_do(play, reference):
     """One engine: samples of vLLM's own, groups that share prefixes, early stops, aborts, rows from a position on."""
     late = [one | {"extra": {"moe_rl_start": 50}} for one in requests(1, 1, seed=3)]
     outcome = play(
@@ -211,7 +173,7 @@ def test_what_requests_do(play, router):
         ]
     )
     for act in range(4):
-        agree(outcome, router, act=act)
+        agree(outcome, reference, act=act)
 
     assert [one["key"] for one in outcome.completions(0)[:5]] == ["p0/c0/0", "p0/c0/1", "p0/c0/2", "p0/c0/3", "p1/c0/0"]
     groups = outcome.completions(1)
@@ -228,11 +190,11 @@ def test_what_requests_do(play, router):
     record = outcome.store.read(outcome.ref(one))
     assert outcome.ref(one).start == 50 and summed(outcome.ref(one), record)
     assert record.token_ids.tolist() == tokens[50:-1]
-    np.testing.assert_array_equal(np.sort(record.routes, -1), router(tokens)[0][50:-1])
+    reference(tokens).check_routes(one["key"], record.routes, first=50)
 
 
 @pytest.mark.long
-def test_worker_class_without_a_patch(play, router, tmp_path):
+def test_worker_class_without_a_patch(play, reference, tmp_path):
     """The same recorder is attached by `worker_cls`, in a copy of vLLM restored to its released files."""
     from moe_rl.vllm import patches
 
@@ -242,7 +204,7 @@ def test_worker_class_without_a_patch(play, router, tmp_path):
         recording={"support": True},
         environment=_pristine(tmp_path, patches),
     )
-    agree(outcome, router)
+    agree(outcome, reference)
     for completion in outcome.completions(1):
         counts, ids = (outcome.store.aux(outcome.ref(completion), f"support_{name}") for name in ("counts", "ids"))
         assert len(counts) == len(completion["token_ids"]) and 1 <= counts.min() <= counts.max() <= 8
@@ -274,24 +236,24 @@ def _pristine(tmp_path, patches) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_chunked_prefill_with_few_tokens_a_step(play, router):
+def test_chunked_prefill_with_few_tokens_a_step(play, reference):
     outcome = play(
         [{"sample": requests(6, 2, prompt=150), "sink": "s"}],
         engine={"enable_chunked_prefill": True, "max_num_batched_tokens": 48, "max_num_seqs": 8},
     )
-    agree(outcome, router)
+    agree(outcome, reference)
     assert outcome.stats["steps"] > 6 * 150 / 48, "prompts were not cut"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("chunked", [False, True])
-def test_preemption_keeps_what_was_sampled_from(play, router, chunked):
+def test_preemption_keeps_what_was_sampled_from(play, reference, chunked):
     """The KV cache is too small for the running requests, so some lose their blocks and are computed again."""
     engine = {"num_gpu_blocks_override": 24, "max_num_seqs": 16}
     engine |= {"enable_chunked_prefill": True, "max_num_batched_tokens": 64} if chunked else {}
     outcome = play([{"sample": requests(8, 2, prompt=40, max_tokens=80), "sink": "s"}], engine=engine)
     assert outcome.stats["preemptions"] > 3, "nothing was preempted"
-    agree(outcome, router)
+    agree(outcome, reference)
 
 
 @pytest.mark.long
@@ -319,7 +281,7 @@ def test_rows_of_preempted_requests_are_those_that_sampled_over_an_update_too(pl
 
 @pytest.mark.long
 @pytest.mark.parametrize("preempt", [False, True])
-def test_asynchronous_scheduling(play, router, preempt):
+def test_asynchronous_scheduling(play, reference, preempt):
     """The next step is scheduled before this step's tokens are known, so a stop takes effect one token late."""
     engine = {"num_gpu_blocks_override": 24, "max_num_seqs": 16} if preempt else {}
     outcome = play(
@@ -327,7 +289,7 @@ def test_asynchronous_scheduling(play, router, preempt):
         engine=engine,
         asynchronous=True,
     )
-    agree(outcome, router)
+    agree(outcome, reference)
     wanted = sum(one["rows"] for one in outcome.completions())
     if preempt:
         assert outcome.stats["preemptions"] > 1, "nothing was preempted"
@@ -337,12 +299,10 @@ def test_asynchronous_scheduling(play, router, preempt):
 
 
 @pytest.mark.long
-def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tmp_path):
+def test_a_weight_update_between_two_requests(play, reference, others, other_reference, tmp_path):
     """The prefix cache is kept over it. Prompts that are salted with their version find no older rows in it; one that
     is not is refused."""
-    from safetensors.torch import load_file
-
-    update = msgspec.to_builtins(by_disk(tmp_path, load_file(other_checkpoint / "model.safetensors"), version=5))
+    update = msgspec.to_builtins(by_disk(tmp_path, others, version=5))
 
     def asked(salt: str = "") -> list[dict]:
         return requests(2, 1, prompt=100, salt=salt)
@@ -356,23 +316,23 @@ def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tm
             {"sample": asked()[:1], "sink": "stale", "refused": True},
         ]
     )
-    agree(outcome, router)
+    agree(outcome, reference)
     for act, first in ((1, "PREFILL"), (2, "CACHED")):
         for completion in outcome.completions(act):
             how = provenance(outcome, completion)
             assert how[0][1:] == (5, first) and {version for _, version, _ in how} == {5}
-            sets, *_ = Router(other_checkpoint)(completion["prompt"] + completion["token_ids"])
             record = outcome.store.read(outcome.ref(completion))
-            np.testing.assert_array_equal(np.sort(record.routes, -1), sets[:-1])
+            computed = other_reference(completion["prompt"] + completion["token_ids"])
+            computed.check(completion["key"], record.routes, np.array(completion["logprobs"]), atol=2e-5)
     failure = outcome.result["acts"][-1]["failed"]
     assert "request p0/c0, position 0" in failure and "weight version 0, 96 rows" in failure
 
 
 @pytest.mark.long
-def test_compiled(play, router):
+def test_compiled(play, reference):
     """The capture is part of the compiled graph; a graph without it must never be reused from the cache."""
     outcome = play([{"sample": requests(4, 4), "sink": "s"}], engine={"enforce_eager": False}, timeout=600)
-    agree(outcome, router)
+    agree(outcome, reference)
     recording, off = outcome.result["compile_cache_keys"]
     assert recording != off
 
@@ -386,7 +346,7 @@ def test_a_short_first_request_in_bfloat16(play):
 
 
 @pytest.mark.long
-def test_pipeline_stages_record_their_own_layers(play, router):
+def test_pipeline_stages_record_their_own_layers(play, reference):
     """Tensor and expert parallel workers: test_parallel_server.py."""
     outcome = play(
         [{"sample": requests(4, 4), "sink": "s"}],
@@ -394,13 +354,13 @@ def test_pipeline_stages_record_their_own_layers(play, router):
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         timeout=600,
     )
-    agree(outcome, router)
+    agree(outcome, reference)
     assert all(len(one["ref"]["parts"]) == 2 for one in outcome.completions())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("preempt", [False, True])
-def test_speculative_decoding_records_accepted_rows(play, router, checkpoint, preempt):
+def test_speculative_decoding_records_accepted_rows(play, reference, checkpoint, preempt):
     """The draft model is the model itself: right for the greedy requests, mostly wrong for the random ones."""
     draft = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
     # vLLM 0.32 returns nan for processed log-probabilities of drafted tokens; raw ones are right.
@@ -409,7 +369,7 @@ def test_speculative_decoding_records_accepted_rows(play, router, checkpoint, pr
     greedy = [one | {"key": "greedy" + one["key"]} for one in requests(3, 2, prompt=40, seed=2, temperature=0)]
     outcome = play([{"sample": requests(3, 2, prompt=40) + greedy, "sink": "s"}], engine=engine)
     assert (outcome.stats.get("preemptions", 0) > 1) == preempt
-    agree(outcome, router)
+    agree(outcome, reference)
     metrics = outcome.result["metrics"]
     drafted, accepted = (metrics[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted"))
     assert 0 < accepted < drafted
@@ -437,15 +397,17 @@ def test_a_model_with_sliding_and_full_attention(play, tmp_path):
         tie_word_embeddings=False,
     )
     GptOssForCausalLM(config).float().save_pretrained(tmp_path / "gpt-oss")
+    (tmp_path / "gpt-oss/tokenizer.json").write_text("{}")
     asked = requests(3, 3, prompt=90, max_tokens=40)
     outcome = play([{"sample": asked, "sink": "s"}], engine={"model": str(tmp_path / "gpt-oss")})
     assert sorted(outcome.result["attention"]) == ["FullAttentionSpec", "SlidingWindowSpec"]
-    agree(outcome, Router(tmp_path / "gpt-oss"))
+    agree(outcome, Independent(tmp_path / "gpt-oss"))
     rows = sum(one["rows"] for one in outcome.completions())
     assert outcome.stats["forwarded"] < rows - 3 * 2 * 32, "no prefix was shared"
 
 
-def test_extras(play, router):
+@pytest.mark.seeds(3)
+def test_extras(play, reference):
     """Support, log-normaliser, router logits and head are those of `transformers`."""
     asked = requests(3, 2, top_k=20, top_p=0.8, temperature=0.9) + [
         one | {"key": f"free{at}"} for at, one in enumerate(requests(1, 1, seed=7))
@@ -456,12 +418,13 @@ def test_extras(play, router):
     )
     agree_routes_only = [one | {"logprobs": []} for one in outcome.completions()]
     outcome.result["acts"][0]["completions"] = agree_routes_only
-    agree(outcome, router)
+    agree(outcome, reference)
     kept = rows = 0
     for completion in outcome.completions():
         ref = outcome.ref(completion)
         tokens = completion["prompt"] + completion["token_ids"]
-        _, _, logits, logprobs = router(tokens)
+        computed, first = reference(tokens), len(completion["prompt"]) - 1
+        clear, logprobs = max(computed.clear - first, 0), computed.logits.log_softmax(-1)[first:]
         counts, ids = outcome.store.aux(ref, "support_counts"), outcome.store.aux(ref, "support_ids")
         mass = outcome.store.aux(ref, "log_normalizer")
         head_ids, head = outcome.store.aux(ref, "head_ids"), outcome.store.aux(ref, "head_logprobs")
@@ -469,12 +432,12 @@ def test_extras(play, router):
         assert head_ids.shape == head.shape == (len(counts), 8) and (np.diff(head) <= 0).all()
         if completion["key"].startswith("free"):
             assert not counts.any() and not ids.size and np.abs(mass).max() < 1e-5
-            places = np.arange(len(counts))[:, None] + len(completion["prompt"]) - 1
-            np.testing.assert_allclose(head, np.asarray(logprobs)[places, head_ids], rtol=0, atol=1e-4)
+            expected = np.take_along_axis(logprobs.numpy(), head_ids.astype(np.int64), -1)
+            np.testing.assert_allclose(head[:clear], expected[:clear], rtol=0, atol=1e-4)
         else:
             starts = [0, *np.cumsum(counts).tolist()]
-            for at, token in enumerate(completion["token_ids"]):
-                scaled = torch.tensor(logprobs[len(completion["prompt"]) - 1 + at] / 0.9).log_softmax(-1)
+            for at, token in enumerate(completion["token_ids"][:clear]):
+                scaled = (logprobs[at] / 0.9).log_softmax(-1)
                 support = ids[starts[at] : starts[at + 1]]
                 assert token in support and 1 <= len(support) <= 20 and (np.diff(support) > 0).all()
                 inside = scaled[support.tolist()]
@@ -485,13 +448,14 @@ def test_extras(play, router):
                 kept_of = scaled[head_ids[at][drawable].tolist()] - inside.logsumexp(0)
                 np.testing.assert_allclose(head[at][drawable], kept_of, rtol=0, atol=1e-4)
         chosen, stored = outcome.store.aux(ref, "router_logits_rows"), outcome.store.aux(ref, "router_logits")
-        np.testing.assert_allclose(stored, logits[chosen], rtol=0, atol=2e-5)
+        compared = chosen < computed.clear
+        np.testing.assert_allclose(stored[compared], computed.routers[chosen[compared]], rtol=0, atol=2e-5)
         kept, rows = kept + len(chosen), rows + completion["rows"]
-        assert stored.shape[1:] == (LAYERS, logits.shape[-1])
+        assert stored.shape[1:] == computed.routers.shape[1:]
     assert 0.1 < kept / rows < 0.3  # a quarter, less the rows that came from the prefix cache
 
 
-def test_rows_that_are_not_what_the_routers_saw_are_refused(play, router):
+def test_rows_that_are_not_what_the_routers_saw_are_refused(play, reference):
     """Faults between router and slots leave well-formed rows. Each fault is reported, and nothing before or after it
     is."""
     faults = {
@@ -502,8 +466,8 @@ def test_rows_that_are_not_what_the_routers_saw_are_refused(play, router):
     acts = [{"sample": requests(2, 2), "sink": "sound"}]
     acts += [{"sample": requests(2, 2, seed=at), "sink": name, "fault": name} for at, name in enumerate(faults, 2)]
     outcome = play([*acts, {"sample": requests(2, 2, seed=9), "sink": "mended", "fault": ""}])
-    agree(outcome, router)
-    agree(outcome, router, act=len(acts))
+    agree(outcome, reference)
+    agree(outcome, reference, act=len(acts))
     for act, said in enumerate(faults.values(), 1):
         failed = outcome.result["acts"][act]["failed"]
         assert re.search("not what the router chose by its logits.*" + said, failed), failed

@@ -21,7 +21,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import msgspec
-import numpy as np
 import psutil
 import pytest
 
@@ -38,7 +37,7 @@ from moe_rl.vllm import api_server
 from moe_rl.vllm.control import GENERATE
 from moe_rl.weights.update import Files
 from tests.rollout.conftest import check_stopped, two_stop_strings
-from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, Router, agree, alive, serving, whole_update
+from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, agree, alive, serving, whole_update
 from tests.support.refusals import refused, tells
 from tests.vllm.test_gate import CHANGES, DOCUMENTED, asked
 
@@ -56,16 +55,12 @@ def server(checkpoint, tmp_path_factory):
         yield running
 
 
-@pytest.fixture(scope="module")
-def router(checkpoint) -> Router:
-    return Router(checkpoint)
-
-
 def grow(requests, max_tokens: int) -> list[GenerateRequest]:
     return [replace(request, max_tokens=max_tokens) for request in requests]
 
 
-def test_groups_of_eight_clients_agree_with_transformers(server, router, requests_of):
+@pytest.mark.seeds(3)
+def test_groups_of_eight_clients_agree_with_transformers(server, reference, requests_of):
     """Each client samples its own groups, all at once; groups share prompts within and between clients."""
     requests = requests_of(2, 4, max_tokens=16)
     before = server.client().stats()[0]
@@ -77,7 +72,7 @@ def test_groups_of_eight_clients_agree_with_transformers(server, router, request
         assert [one.key for one in completions] == [request.key for request in requests]
         assert all(one.finish_reason == "length" and one.newest_version == 0 for one in completions)
     # A client's result depends on the other clients only through the sampler's ties; compared where that is cheap.
-    agree(server.store, router, results[0] + results[7])
+    agree(server.store, reference, results[0] + results[7])
     assert {tuple(one.token_ids for one in completions) for completions in results} == {
         tuple(one.token_ids for one in results[0])
     }
@@ -92,7 +87,7 @@ def test_groups_of_eight_clients_agree_with_transformers(server, router, request
     assert stats["recorded"] - before.get("recorded", 0) == 64
 
 
-def test_what_a_request_asks_for(server, router, requests_of):
+def test_what_a_request_asks_for(server, reference, requests_of):
     """Stop tokens, one that is not recorded, and a next turn that continues a record."""
     first, second = requests_of(1, 2, max_tokens=60)
     stops = replace(first, stop_token_ids=tuple(range(0, 512, 20)), seed=5)
@@ -103,12 +98,12 @@ def test_what_a_request_asks_for(server, router, requests_of):
     dialogue = one.prompt_token_ids + one.token_ids + (7, 8, 9)
     turn = GenerateRequest("turn2", dialogue, 3, 10, 1.0, (), parent=one.routes)
     (three,) = server.client().generate([turn], shard="turn2")
-    agree(server.store, router, [one, three])
+    agree(server.store, reference, [one, three])
     info = server.store.info(three.routes)
     assert info.own_rows == three.routes.rows - one.routes.rows
 
 
-def test_stop_strings_across_tokens(server, router, checkpoint, requests_of):
+def test_stop_strings_across_tokens(server, reference, checkpoint, requests_of):
     """Once as whole answers, once as streams."""
     requests, codec = requests_of(4, 5, max_tokens=60), TextCodec(checkpoint, ())
     free = server.client().generate(requests, shard="text-0")
@@ -117,10 +112,10 @@ def test_stop_strings_across_tokens(server, router, checkpoint, requests_of):
     for shard, enough in (("text-1", None), ("text-2", len(asked))):
         stopped = server.client().generate(asked, shard=shard, enough=enough)
         check_stopped(codec, free, stopped, stops)
-        agree(server.store, router, stopped)
+        agree(server.store, reference, stopped)
 
 
-def test_rows_from_a_position_on(server, router, requests_of):
+def test_rows_from_a_position_on(server, reference, requests_of):
     """While the prompt's rows are not stored, the reference says so; with a parent its rows are there."""
     (request,) = requests_of(1, 1, max_tokens=6)
     late = replace(request, record_from=len(request.prompt_token_ids))
@@ -128,8 +123,8 @@ def test_rows_from_a_position_on(server, router, requests_of):
     assert (one.routes.start, one.routes.rows) == (late.record_from, 5)
     record = server.store.read(one.routes)
     assert record.token_ids.tolist() == list(one.token_ids[:-1])
-    sets, _, _ = router(one.prompt_token_ids + one.token_ids)
-    np.testing.assert_array_equal(np.sort(record.routes, -1), sets[late.record_from : -1])
+    computed = reference(one.prompt_token_ids + one.token_ids)
+    computed.check(one.key, record.routes, one.logprobs, first=late.record_from, atol=1e-5)
 
     (whole,) = server.client().generate([request], shard="whole-rows")
     turn = replace(late, prompt_token_ids=whole.prompt_token_ids + whole.token_ids, parent=whole.routes)
@@ -137,18 +132,18 @@ def test_rows_from_a_position_on(server, router, requests_of):
     assert two.routes.start == 0 and len(server.store.read(two.routes).token_ids) == two.routes.rows
 
 
-def test_enough_aborts_the_rest_and_keeps_their_rows(server, router, requests_of):
+def test_enough_aborts_the_rest_and_keeps_their_rows(server, reference, requests_of):
     requests = [replace(one, max_tokens=150 if at % 2 else 10) for at, one in enumerate(requests_of(4, 2))]
     completions = server.client().generate(requests, shard="enough", enough=4)
     cut = [one for one in completions if one.finish_reason == "abort"]
     assert sum(one.finish_reason == "length" for one in completions) >= 4
     assert len(cut) >= 3 and all(0 < len(one.token_ids) < 150 for one in cut), "nothing was cut short"
-    agree(server.store, router, completions)
+    agree(server.store, reference, completions)
     for one in completions:
         assert server.store.info(one.routes).aborted == (one.finish_reason == "abort")
 
 
-def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, router):
+def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, reference):
     """A stream is dropped midway; whoever knows its tokens can publish them, and the engine is freed."""
     prompt, headers = list(range(100, 160)), {"Authorization": f"Bearer {server.token}"}
     assert server.control("open", {"sink": "gone"}).status_code == 200
@@ -169,13 +164,15 @@ def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, ro
     assert ref.rows == len(forwarded) and len(ref.source_sum) == 16
     record = server.store.read(ref)
     assert record.aborted and record.token_ids.tolist() == forwarded
-    np.testing.assert_array_equal(np.sort(record.routes, -1), router(prompt + tokens)[0][: len(forwarded)])
+    reference(prompt + tokens).check_routes("left", record.routes)
     metrics = server.http("GET", "/metrics", token=server.token).text
     running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
     assert running and all(float(line.split()[-1]) == 0 for line in running)
 
 
-def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoint, other_checkpoint, requests_of):
+def test_new_weights_are_sampled_scored_and_remembered(
+    server, checkpoint, other_checkpoint, other_reference, requests_of
+):
     """After adoption the server samples nothing; after an update it uses the new model; a refusal changes nothing."""
     client, requests = server.client(), requests_of(1, 3, max_tokens=8)
     first = client.generate(requests, shard="before-update")
@@ -198,15 +195,14 @@ def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoin
         assert (now.start, now.weight_version, now.weight_digest) == (started.start, 5, held.digest)
         assert now.updates == started.updates + 3
         completions = client.generate(requests, shard="version5")
-        other = Router(other_checkpoint)
-        agree(server.store, other, completions, version=5)
+        agree(server.store, other_reference, completions, version=5)
         assert all(one.newest_version == 5 for one in completions)
         # Nothing comes from the old weights' prefix cache, although the prompts are the same.
         for one in completions:
             assert {span.weight_version for span in server.store.read(one.routes).spans} == {5}
         assert [one.token_ids for one in completions] != [one.token_ids for one in first]
         tokens = completions[0].prompt_token_ids + completions[0].token_ids
-        np.testing.assert_allclose(asyncio.run(client.score([tokens])).logprobs[0], other(tokens)[2], rtol=0, atol=1e-5)
+        other_reference(tokens).check_logprobs("score", asyncio.run(client.score([tokens])).logprobs[0], atol=1e-5)
         stale = client.update_weights(whole_update(server, checkpoint, 4, replaces=5))
         assert "stale" in stale.refused and (stale.version, stale.whole) == (5, True)
         assert client.recording().weight_digest == held.digest
@@ -244,7 +240,7 @@ def test_alone_the_same_requests_give_the_same_bytes(server, requests_of):
     assert [(one.token_ids, one.logprobs.tobytes()) for one in completions] == seen[0][0]
 
 
-def test_a_second_run_takes_the_server_and_the_first_is_told(server, router, checkpoint, requests_of):
+def test_a_second_run_takes_the_server_and_the_first_is_told(server, reference, checkpoint, requests_of):
     """While the first run trains and while it samples; the second gets its own results, in a store of its own."""
     root, requests = Path(server.ready["trace_root"]), requests_of(2, 4, max_tokens=100)
 
@@ -261,7 +257,7 @@ def test_a_second_run_takes_the_server_and_the_first_is_told(server, router, che
         return fleet
 
     def sampled(fleet: ServerFleet, name: str) -> None:
-        agree(TraceStore(root / f"{name}/trace"), router, fleet.generate(requests, shard="step000001"), version=1)
+        agree(TraceStore(root / f"{name}/trace"), reference, fleet.generate(requests, shard="step000001"), version=1)
 
     def forwarded() -> int:
         return server.client().stats()[0]["forwarded"]

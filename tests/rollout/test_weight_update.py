@@ -83,6 +83,7 @@ def test_same_weights_leave_every_bit(send, weights, requests_of, way, parts):
         assert (one.newest_version, other.newest_version) == (version, version + 1)
 
 
+@pytest.mark.seeds(3)
 @pytest.mark.parametrize("way, parts", [("disk", 1), ("memory", 7)])
 def test_new_weights_are_sampled_from(send, others, other_reference, settings, requests_of, way, parts):
     from moe_rl.trace import TraceStore
@@ -90,19 +91,20 @@ def test_new_weights_are_sampled_from(send, others, other_reference, settings, r
     engine = send.engine
     before, version = engine.score([CANARY])[0].logprobs[0], send.version() + 5
     send(way, others, parts=parts, version=version)
-    routes, logprobs = other_reference(CANARY)
-    np.testing.assert_allclose(engine.score([CANARY])[0].logprobs[0], logprobs, rtol=0, atol=1e-4)
-    assert np.abs(before - logprobs).mean() > 0.1
+    computed = other_reference(CANARY)
+    computed.check_logprobs("canary", engine.score([CANARY])[0].logprobs[0], atol=1e-4)
+    assert np.abs(before - computed.logprobs).mean() > 0.1
     # The same prompts were cached under the old weights: none of those rows may come back.
     for completion in engine.generate(requests_of(4, 4), shard=next(SHARDS)):
         tokens = completion.prompt_token_ids + completion.token_ids
         record = TraceStore(settings.trace_root).read(completion.routes)
-        np.testing.assert_array_equal(np.sort(record.routes, -1), other_reference(tokens)[0][:-1])
+        other_reference(tokens).check_routes(completion.key, record.routes)
         assert completion.versions == sampled_by(version, len(completion.token_ids)) and {
             span.weight_version for span in record.spans
         } == {version}
 
 
+@pytest.mark.seeds(3)
 def test_a_trainer_fills_its_segment_again_once_a_part_is_loaded(send, others, other_reference):
     """vLLM loads a layer when its last tensor has come; tensors that it keeps until then must be copies."""
     writer, names, version = SegmentWriter(), sorted(others), send.version()
@@ -114,15 +116,13 @@ def test_a_trainer_fills_its_segment_again_once_a_part_is_loaded(send, others, o
         about = {"version": version + 1, "replaces": version, "number": number, "final": number == 4}
         tensors = {name: others[name] for name in run}
         send.engine.update_weights(part(tensors, SharedMemory([writer.segment()]), **about))
-    np.testing.assert_allclose(
-        send.engine.score([CANARY])[0].logprobs[0], other_reference(CANARY)[1], rtol=0, atol=1e-4
-    )
+    other_reference(CANARY).check_logprobs("canary", send.engine.score([CANARY])[0].logprobs[0], atol=1e-4)
 
 
 def test_one_changed_expert_is_seen_by_the_canary(send, reference, weights):
     """A change of a single expert changes the canary's scores, if any of its tokens uses that expert."""
     before = send.engine.score([CANARY])[0].logprobs[0]
-    expert = np.bincount(reference(CANARY)[0][:, 2].ravel()).argmax()
+    expert = np.bincount(reference(CANARY).sets[:, 2].ravel()).argmax()
     name = f"model.layers.2.mlp.experts.{expert}.down_proj.weight"
     send("memory", weights | {name: weights[name] * 1.5})
     assert np.abs(send.engine.score([CANARY])[0].logprobs[0] - before).max() > 1e-4
@@ -171,7 +171,7 @@ def test_a_broadcast_is_loaded_bucket_by_bucket(send, weights, others, other_ref
     senders = [Sender(rank, "127.0.0.1", engine.workers, torch.device("cpu")) for rank in range(3)]
     send_all = partial(broadcast, engine, senders, bucket=100_000)
     assert send_all(others, version=version + 1, replaces=version)
-    np.testing.assert_allclose(engine.score([CANARY])[0].logprobs[0], other_reference(CANARY)[1], rtol=0, atol=1e-4)
+    other_reference(CANARY).check_logprobs("canary", engine.score([CANARY])[0].logprobs[0], atol=1e-4)
     experts = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 5)]
     turned = weights | dict(zip(experts, (weights[name] for name in experts[::-1]), strict=True))
     with pytest.raises(WeightSyncError, match="(?s)got other weights than were sent.*until then nothing is sampled"):

@@ -59,7 +59,7 @@ MODELS |= {
 }
 
 
-def write_checkpoint(name, folder, **sizes):
+def write_checkpoint(name, folder, seed=0, **sizes):
     """A random model of MODELS, routers and logits sharper and every bias larger than at initialisation.
 
     sizes: keys of config.json that are to be others."""
@@ -67,7 +67,7 @@ def write_checkpoint(name, folder, **sizes):
     import transformers
 
     family, settings = MODELS[name]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**(SHAPE | settings | sizes))
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():

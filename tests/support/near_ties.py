@@ -12,6 +12,7 @@ Legend for shapes: T rows (forwarded tokens), L layers with experts, E experts, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +38,9 @@ class Rows:
     def clear(self) -> None:
         self.computed = self.left_out = 0
 
+    def add(self, other: Rows) -> None:
+        self.computed, self.left_out = self.computed + other.computed, self.left_out + other.left_out
+
     def check(self) -> None:
         """Check that most rows were compared."""
         assert self.left_out <= MOST_LEFT_OUT * self.computed, f"near ties leave out {self}"
@@ -60,7 +64,7 @@ def gaps_of(scores: torch.Tensor, top_k: int) -> np.ndarray:
 
 
 def clear_rows(gaps: np.ndarray) -> int:
-    """Return how many rows of a sequence come before its first near tie. Counts the others as left out.
+    """Return how many rows of a sequence come before its first near tie, and count the others as left out.
 
     Args:
         gaps: Those of the independent model, [T, L].
@@ -86,19 +90,24 @@ class Computed:
     gaps: np.ndarray
     logprobs: np.ndarray
 
-    def check(self, key: str, routes: np.ndarray, logprobs: np.ndarray, *, atol: float, first: int = 0) -> None:
-        """Compare what an engine recorded with this, as far as no near tie allows another choice.
+    @cached_property
+    def clear(self) -> int:
+        """How many rows may be compared, see `clear_rows`."""
+        return clear_rows(self.gaps)
 
-        Args:
-            key: Names the sequence in a failure.
-            routes: Of the rows from `first` on, [T - first, L, K].
-            logprobs: Of the last tokens of the sequence.
-            atol: Of log-probabilities.
-        """
-        clear, sampled = clear_rows(self.gaps), len(self.sets) - len(logprobs)
+    def check(self, key: str, routes: np.ndarray, logprobs: np.ndarray, *, atol: float, first: int = 0) -> None:
+        """Check recorded routes and log-probabilities as far as no near tie allows another choice."""
+        self.check_routes(key, routes, first=first)
+        self.check_logprobs(key, logprobs, atol=atol)
+
+    def check_routes(self, key: str, routes: np.ndarray, *, first: int = 0) -> None:
+        """Check the routes [T - first, L, K] of the rows from `first` on. key: Names the sequence in a failure."""
         assert len(routes) == len(self.sets) - first, f"{key}: {len(routes)} rows from row {first} on"
-        wrong = (np.sort(routes, -1)[: max(clear - first, 0)] != self.sets[first:clear]).any(-1)
+        wrong = (np.sort(routes, -1)[: max(self.clear - first, 0)] != self.sets[first : self.clear]).any(-1)
         assert not wrong.any(), f"{key}: other experts in row, layer {(np.argwhere(wrong) + [first, 0]).tolist()[:5]}"
-        np.testing.assert_allclose(
-            logprobs[: max(clear - sampled, 0)], self.logprobs[sampled:clear], rtol=0, atol=atol, err_msg=key
-        )
+
+    def check_logprobs(self, key: str, logprobs: np.ndarray, *, atol: float) -> None:
+        """Check the log-probabilities of the last tokens of the sequence."""
+        first = len(self.logprobs) - len(logprobs)
+        ours = logprobs[: max(self.clear - first, 0)]
+        np.testing.assert_allclose(ours, self.logprobs[first : self.clear], rtol=0, atol=atol, err_msg=key)
