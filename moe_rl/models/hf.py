@@ -136,6 +136,7 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
                 do=""
                 if experts is None
                 else "its routes can be recorded, imported and checked with a layer map: docs/howto/record.md",
+                fault="dense" if experts is None else "",
             )
         )
 

@@ -76,21 +76,16 @@ def family_name(raw: dict[str, Any]) -> str:
 
 def _sections(raw: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], list[dict[str, Any]]]]:
     """Yield (names, [section, the one that it is in, ..., the file]) of the file and its nested configs, outer ones
-    first, and last those of other parts than the decoder of text."""
+    first, without those of other parts than the decoder of text."""
     level: list[tuple[tuple[str, ...], list[dict[str, Any]]]] = [((), [raw])]
-    beside = []
     while level:
         yield from level
-        inner = [
+        level = [
             ((*names, name), [section, *outer])
             for names, outer in level
             for name, section in outer[0].items()
-            if isinstance(section, dict)
+            if isinstance(section, dict) and not any(part in name for part in _BESIDE)
         ]
-        aside = [one for one in inner if any(part in one[0][-1] for part in _BESIDE)]
-        beside += aside
-        level = [one for one in inner if one not in aside]
-    yield from beside
 
 
 def _number(sections: Sequence[dict[str, Any]], keys: Sequence[str]) -> int | None:

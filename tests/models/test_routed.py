@@ -121,18 +121,17 @@ def test_a_mixture_of_experts_of_another_family_is_named_with_what_is_supported(
     found = find_experts(raw)
     assert (found.num_experts, found.top_k) == (experts, top_k)
     family = [*raw.get("architectures", ["no architecture"]), f"{experts} experts"]
-    with refused(ConfigError, *FAMILIES, key="model.path", got=tuple(family)) as caught:
+    with refused(ConfigError, *FAMILIES, key="model.path", got=tuple(family), fault=""):
         read_published(folder(raw) / "config.json")
-    assert "dense" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_a_dense_model_is_called_dense(name, folder):
-    with refused(ConfigError, "dense", got=(DENSE[name]["architectures"][0],)):
+    with refused(ConfigError, fault="dense", got=(DENSE[name]["architectures"][0],)):
         read_published(folder(DENSE[name]) / "config.json")
-    with refused(ConfigError, "dense"):
+    with refused(ConfigError, fault="dense"):
         checkpoint_spec(folder(DENSE[name]), layer_map="m*4")
-    with refused(ConfigError, "dense"):
+    with refused(ConfigError, fault="dense"):
         routed_fingerprint(folder(DENSE[name]))
 
 
