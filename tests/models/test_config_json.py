@@ -317,3 +317,23 @@ def test_a_plan_refuses_a_file_that_transformers_reads_differently(
     assert main(["plan", "--config", str(config_file), "--json", str(file)]) == 2
     problems = json.loads(file.read_text())["problems"]
     assert any(field in problem and all(piece in problem for piece in pieces) for problem in problems), problems
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("base", USUAL)
+def test_vllm_makes_the_same_of_the_keys_of_rotary_position(base, tmp_path):
+    """vLLM completes what the config classes make of them, and refuses more."""
+    from vllm.transformers_utils.config import get_config
+
+    def of_vllm(raw: dict):
+        (tmp_path / "vllm").mkdir(exist_ok=True)
+        (tmp_path / "vllm/config.json").write_text(json.dumps(raw))
+        return get_config(str(tmp_path / "vllm"), trust_remote_code=False)
+
+    raw, wrong, read = BASES[base], [], 0
+    for key, name, file in changed(raw, every=False):
+        if key in ROPES or name.startswith(ROPES) or key in ("rope_theta", "partial_rotary_factor"):
+            found = disagreement(key, name, file, tmp_path, of_vllm)
+            wrong += [f"{key} {name}: {found}"] if found else []
+            read += not found
+    assert not wrong and read > 20, "\n".join(wrong)
