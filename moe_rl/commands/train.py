@@ -66,6 +66,8 @@ status as exitcode and itself exits with 1.
 
 # Prompts of each source on which the rewards are tried.
 _TRIED = 8
+# Prompts of each source whose right answer is read before a run starts.
+_READ = 1000
 # A rank that torchrun has not ended after this time prints its own error.
 _FIRST_TELLS_SECONDS = 20.0
 
@@ -373,22 +375,25 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
         task = load_task(config, codec)
         if config.run.replays:
             return task, []
-        return task, _try_rewards(config, task) if config.task.environment is None else _try_environment(config)
+        return _try_rewards(config, task) if config.task.environment is None else (task, _try_environment(config))
     except DataError as error:
         return None, [problem for problem in error.problems if problem not in found]
 
 
-def _try_rewards(config: Config, task: TaskPrompts) -> list[Problem]:
-    """Import the reward functions as the run will, and try them. Return what is wrong with them."""
+def _try_rewards(config: Config, task: TaskPrompts) -> tuple[TaskPrompts, list[Problem]]:
+    """Import the reward functions as the run will, and try them. Return the task with what is to be told about them,
+    and what is wrong with them."""
+    limit = config.task.max_failed_fraction
     try:
         with VerifierPool.of(config.task, workers=1) as verifiers:
             verifiers.check_arguments(task.columns())
-            verifiers.try_out(task.first(_TRIED), config.task.max_failed_fraction)
+            told = verifiers.check_answers(task.first(_READ), limit)
+            verifiers.try_out(task.first(_TRIED), limit)
     except ConfigError as error:
-        return error.problems
+        return task, error.problems
     except RewardError as error:
-        return [error.message]
-    return []
+        return task, [error.message]
+    return dataclasses.replace(task, told=tuple(told)), []
 
 
 def _try_environment(config: Config) -> list[Problem]:

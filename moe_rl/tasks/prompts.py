@@ -61,11 +61,12 @@ class PromptSet:
 
 @dataclass(frozen=True, slots=True)
 class TaskPrompts:
-    """Holds all prompts of a task, and the tokenizer that made them."""
+    """Holds all prompts of a task, and the tokenizer that made them. told: what trying the rewards has found."""
 
     codec: TextCodec
     train: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
+    told: tuple[str, ...] = ()
 
     @property
     def count(self) -> int | None:
@@ -90,11 +91,12 @@ class TaskPrompts:
         return [prompt for _, one in self._sets() for prompt in one.prompts[:each]]
 
     def notes(self) -> list[str]:
-        """Return a line about each source."""
-        return [
+        """Return a line about each source, and what else was told."""
+        sources = [
             f"{key} {one.name}: " + "; ".join([f"{one.count or 'endless'} prompts", *one.notes])
             for key, one in self._sets()
         ]
+        return [*sources, *self.told]
 
     def evaluated(self, config: Config) -> list[tuple[HeldoutSourceConfig, Prompt]]:
         """Return the prompts that every evaluation uses, each with its source, chosen by the seed of the run."""

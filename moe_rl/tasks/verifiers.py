@@ -25,7 +25,7 @@ from typing import Any
 from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.reward_kinds import FunctionReward, ReasoningGymReward, RewardConfig
 from moe_rl.config.schema import TaskConfig
-from moe_rl.errors import ConfigError, RewardError, describe
+from moe_rl.errors import ConfigError, RewardError, describe, first_of
 from moe_rl.tasks.reward_arguments import BUILT_IN, Columns, RewardParameters, argument_problems
 from moe_rl.tasks.verifier_process import REWARD_RANGE, Scores, VerifierJob, VerifierPlace, refuse_rewards
 from moe_rl.tasks.verifier_worker import Load, RewardFunction
@@ -63,6 +63,11 @@ class RewardItem:
         built_in = {name: getattr(self, name) for name in BUILT_IN}
         found = {**self.columns, **built_in}
         return {name: found[name] for name in (*parameters.needed, *parameters.optional) if name in found}
+
+
+def _empty(prompt: Prompt) -> RewardItem:
+    """Return an empty completion of a prompt."""
+    return RewardItem(prompt.text, "", prompt.columns, "length", messages=prompt.messages)
 
 
 def check_failed_fraction(
@@ -186,9 +191,40 @@ class VerifierPool:
         Raises:
             RewardError: more than half of the verifications failed, and more than the fraction `limit`.
         """
-        items = [RewardItem(one.text, "", one.columns, "length", messages=one.messages) for one in prompts]
+        items = [*map(_empty, prompts)]
         what = "the rewards were tried on the first prompts with an empty completion, and most failed"
         check_failed_fraction(self.score(items), max(limit, 0.5), what)
+
+    def check_answers(self, prompts: SequenceOf[Prompt], limit: float) -> list[str]:
+        """Let the kinds that read the right answer read those of these prompts. Return a note if some cannot be read:
+        no completion of such a prompt will have a reward.
+
+        Raises:
+            RewardError: more than the fraction `limit` cannot be read.
+        """
+        readers = {name: reward for name, reward in self.rewards.items() if reward.reads_answer}
+        if not readers:
+            return []
+        with self.judging(readers) as judging:
+            for number, one in enumerate(prompts):
+                judging.add(number, _empty(one))
+            verdicts = judging.verdicts()
+        told = zip(prompts, verdicts, strict=True)
+        bad = [f"{one.id}: {verdict.detail}" for one, verdict in told if not verdict.scored]
+        if len(bad) > limit * len(prompts):
+            raise RewardError(
+                describe(
+                    "right answers cannot be read",
+                    where={"key": "task.max_failed_fraction"},
+                    got=f"{len(bad)} of {len(prompts)}",
+                    expected=f"at most {limit:.0%}",
+                    do="correct these rows, or name the column of the answer with the key `answer` of the source: "
+                    + first_of(bad),
+                    fault="answers",
+                )
+            )
+        what = f"rewards: {len(bad)} of {len(prompts)} right answers cannot be read, so these prompts teach nothing: "
+        return [what + first_of(bad)] if bad else []
 
     def score(self, items: SequenceOf[RewardItem]) -> list[Verdict]:
         """Return one verdict per item, in order. Takes at most about the time limit per item, even if verifiers hang.
@@ -201,15 +237,15 @@ class VerifierPool:
                 judging.add(number, item)
             return judging.verdicts()
 
-    def judging(self) -> Judging:
-        """Begin to score items that come one by one.
+    def judging(self, rewards: Mapping[str, RewardConfig] | None = None) -> Judging:
+        """Begin to score items that come one by one. rewards: those of the pool that count; None: all.
 
         Raises:
             RewardError: the pool is closed.
         """
         if self._closed:
             raise self._refused()
-        return Judging(self)
+        return Judging(self, self.rewards if rewards is None else rewards)
 
     async def judge(self, items: SequenceOf[RewardItem]) -> list[Verdict]:
         """Return as `score` does, in an event loop, where other calls may wait at the same time.
@@ -254,10 +290,10 @@ class Judging:
     calls that no worker has begun.
     """
 
-    def __init__(self, pool: VerifierPool):
-        self._pool = pool
-        batched = {name: one for name, one in pool.rewards.items() if one.batch is not None}
-        self._single, self._batched = [name for name in pool.rewards if name not in batched], batched
+    def __init__(self, pool: VerifierPool, rewards: Mapping[str, RewardConfig]):
+        self._pool, self._rewards = pool, rewards
+        batched = {name: one for name, one in rewards.items() if one.batch is not None}
+        self._single, self._batched = [name for name in rewards if name not in batched], batched
         self._results: list[Scores] = []  # of every item that came
         self._places: dict[int, int] = {}  # by the number of an item: the place of its result
         self._calls: list[tuple[VerifierJob, _Call]] = []
@@ -278,7 +314,7 @@ class Judging:
         result: Scores = {}
         row: _Row = {}
         self._results.append(result)
-        for name in self._pool.rewards:
+        for name in self._rewards:
             try:
                 arguments = item.arguments(self._pool.parameters[name])
                 row[name] = tuple(arguments), _encoded(arguments)
@@ -340,13 +376,13 @@ class Judging:
     def _verdict(self, result: Scores) -> Verdict:
         """Combine what the reward functions gave for one item."""
         parts: dict[str, float] = {}
-        for name in self._pool.rewards:
+        for name in self._rewards:
             value = result.get(name)  # None: no function of an item is called when one of them cannot be
             if isinstance(value, str):
                 return Verdict("failed", None, detail=f"{name}: {value}")
             if value is not None:
                 parts[name] = value
-        reward = sum(one.weight * parts[name] for name, one in self._pool.rewards.items())
+        reward = sum(one.weight * parts[name] for name, one in self._rewards.items())
         if not abs(reward) <= LARGEST_REWARD:  # `not <=` also catches NaN
             detail = f"the weighted sum of the rewards is {reward}, expected {REWARD_RANGE}: {parts}"
             return Verdict("failed", None, detail=detail)

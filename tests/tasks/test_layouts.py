@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config.load import load_config
-from moe_rl.config.reward_kinds import ExactReward, MathVerifyReward, RemoteReward
-from moe_rl.errors import ConfigError, DataError
+from moe_rl.config.reward_kinds import ExactReward, MathVerifyReward, NumericReward, RemoteReward
+from moe_rl.errors import ConfigError, DataError, RewardError
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec
 from tests.support.refusals import refused, tells
@@ -234,3 +234,24 @@ def test_sharegpt_and_the_like_are_refused(load, messages, stored):
 def test_a_text_about_json_stays_a_text(load, text):
     [prompt] = load([{"prompt": text, "tools": None}]).train[0].prompts
     assert prompt.text == text and prompt.messages is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (ExactReward(kind="exact"), "2", 2),
+        (NumericReward(kind="numeric"), 2, "two"),
+        (MathVerifyReward(kind="math_verify"), "\\$1,250", "\\boxed{}"),
+    ],
+)
+def test_right_answers_that_cannot_be_read_are_told_with_their_rows(load, make_pool, kind, good, bad):
+    rows = [{"prompt": f"{n}", "answer": bad if n in (12, 15) else good} for n in range(20)]
+    prompts = load(rows).train[0].prompts
+    with make_pool("needs_solution", kinds={"kind": kind}, timeout=60.0) as pool:
+        [note] = pool.check_answers(prompts, 0.1)
+        assert all(piece in note for piece in ("2 of 20", "rows/12: kind: ", "rows/15: kind: "))
+        assert pool.check_answers(prompts[:12], 0.1) == []
+        with refused(RewardError, "rows/12", fault="answers", got="2 of 20", expected=("9%",)):
+            pool.check_answers(prompts, 0.09)
+    with make_pool("needs_solution") as pool:
+        assert pool.check_answers(prompts, 0.0) == []
