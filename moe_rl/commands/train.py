@@ -49,7 +49,8 @@ from moe_rl.report.side_speeds import measured_speeds, read_speeds
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import TaskPrompts, load_task
-from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
+from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec, stop_tokens
+from moe_rl.tasks.turn_end import endless_problem
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.train import run_folder
 from moe_rl.train.peers import STOPPED
@@ -375,7 +376,13 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
         task = load_task(config, codec)
         if config.run.replays:
             return task, []
-        return _try_rewards(config, task) if config.task.environment is None else (task, _try_environment(config))
+        if config.task.environment is not None:
+            return task, _try_environment(config, facts, codec)
+        if task.has_chats:
+            write = ChatTemplate(config.model.path, config.task.chat).history
+            if endless := endless_problem(write, codec, facts.eos_token_ids, config.rollout):
+                return task, [endless]
+        return _try_rewards(config, task)
     except DataError as error:
         return None, [problem for problem in error.problems if problem not in found]
 
@@ -396,14 +403,14 @@ def _try_rewards(config: Config, task: TaskPrompts) -> tuple[TaskPrompts, list[P
     return dataclasses.replace(task, told=tuple(told)), []
 
 
-def _try_environment(config: Config) -> list[Problem]:
+def _try_environment(config: Config, facts: ModelFacts, codec: TextCodec) -> list[Problem]:
     """Import the environment as the run will, and load what renders its chats. Return what is wrong with them."""
     from moe_rl.gateway.episode_gateway import pool_of  # needs the extra `gateway`
     from moe_rl.gateway.rendering import ChatRenderer
 
     assert config.task.environment is not None
     try:
-        ChatRenderer(config.model.path, config.gateway.renderer)
+        ChatRenderer(config.model.path, config.gateway.renderer).refuse_endless(codec, facts, config.rollout)
         pool_of(config.task.environment, concurrent=1).close()
     except ConfigError as error:
         return error.problems

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import About, ConfigError, describe
-from moe_rl.tasks.tokenizer import transformers_tokenizer
+from moe_rl.models.facts import ModelFacts
+from moe_rl.tasks.tokenizer import TextCodec, transformers_tokenizer
+from moe_rl.tasks.turn_end import endless_problem
 
 Message = Mapping[str, Any]
 """A chat message in OpenAI's form: role, content as text, and perhaps tool_calls, tool_call_id, reasoning_content."""
@@ -80,6 +83,17 @@ class ChatRenderer:
             ) from error
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
         self.reads_tools = bool(getattr(self._renderer, "supports_tools", True))
+
+    def refuse_endless(self, codec: TextCodec, facts: ModelFacts, rollout: RolloutConfig) -> None:
+        """Raise ConfigError where a model that answers as its chats show would never end its turn."""
+        problem = endless_problem(
+            lambda messages: str(self._tokenizer.decode(self._renderer.render_ids([*map(dict, messages)]))),
+            codec,
+            tuple(dict.fromkeys((*self.stop_token_ids, *facts.eos_token_ids))),
+            rollout,
+        )
+        if problem is not None:
+            raise ConfigError(problem)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the prompt of a chat from its beginning.

@@ -116,8 +116,13 @@ def gateway_over(
         journals: see AgentGateway.
         version: of the weights that the sampler has.
         reads_text: whether it finds stop strings.
+
+    Raises:
+        ConfigError: no token of the model's chats ends a completion.
     """
     stops, limits = stop_tokens(config, facts), config.gateway
+    codec = TextCodec(config.model.path, stops)
+    renderer.refuse_endless(codec, facts, config.rollout)
     bounds = SamplerBounds(
         max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
         vocabulary=facts.vocab,
@@ -128,7 +133,7 @@ def gateway_over(
     return AgentGateway(
         config.model.path.name,
         renderer,
-        TextCodec(config.model.path, stops),
+        codec,
         TurnSampler(sampler, bounds, seed=config.run.seed, version=version),
         SessionBook(limits.max_sessions, usual),
         journals,

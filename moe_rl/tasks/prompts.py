@@ -86,6 +86,11 @@ class TaskPrompts:
             for key, one in self._sets()
         }
 
+    @property
+    def has_chats(self) -> bool:
+        """Return whether a prompt went through the model's chat template."""
+        return any(prompt.messages is not None for _, one in self._sets() for prompt in one.prompts)
+
     def first(self, each: int) -> list[Prompt]:
         """Return the first `each` prompts of every set."""
         return [prompt for _, one in self._sets() for prompt in one.prompts[:each]]

@@ -62,6 +62,12 @@ class TextCodec:
                 )
 
     @property
+    def control_tokens(self) -> frozenset[int]:
+        """Return the ids of special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, one in added.items() if one.special)
+
+    @property
     def vocabulary(self) -> int:
         """Return the largest id that the tokenizer gives, plus 1."""
         return max(self._known) + 1
@@ -209,6 +215,12 @@ class ChatTemplate:
             raise ValueError("the prompt has a system message of its own, and task.chat.system gives another")
         return ({"role": "system", "content": self._chat.system}, *own)
 
+    def history(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of messages alone, with the system message and the tools of the settings. The template may
+        raise."""
+        system = () if self._chat.system is None else ({"role": "system", "content": self._chat.system},)
+        return self._applied((*system, *messages), self._chat.tools, answers=False)
+
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the text that the model continues with its answer. tools: of the prompt; () for those of the settings.
 
@@ -224,13 +236,7 @@ class ChatTemplate:
                 f"train without them: {len(tools)} tools"
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools or self._chat.tools) or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._chat.template_kwargs,
-            )
+            text = self._applied(messages, tools or self._chat.tools, answers=True)
         except Exception as error:  # a template raises what it likes
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         end = 0
@@ -241,6 +247,18 @@ class ChatTemplate:
                     role = message["role"]
                     raise ValueError(f"the chat template drops message {number}, of role {role}: {piece[:60]!r}")
                 end = at + len(piece)
+        return text
+
+    def _applied(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, answers: bool
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=answers,
+            **self._chat.template_kwargs,
+        )
         return text
 
 

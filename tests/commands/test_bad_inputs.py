@@ -19,6 +19,15 @@ GOOD = [{"id": f"{n}", "prompt": f"{n}+1=", "answer": f"{n + 1}", "level": "1"} 
 TRAIN, HELD = "task.train.0", "task.heldout.0"
 GENERATOR = "task.train=[{name: g, data: 'reasoning_gym:%s', prompt: question, seed: 1%s}]"
 
+OURS = [
+    "rollout.prompts_per_step=4",
+    "eval.prompts=4",
+    "train.updates_per_step=1",
+    "train.optimizer.warmup_steps=1",
+    f"{TRAIN}.data=train.jsonl",
+    f"{HELD}.data=heldout.jsonl",
+]
+
 # What is wrong: rows put behind four good training prompts, or none; overrides; the key and the other facts told.
 BAD = {
     "no JSON": (["{"], [], TRAIN, {"line": 5}),
@@ -84,6 +93,17 @@ BAD = {
     "a generator that ends": ([], [GENERATOR % ("gsm_symbolic", "")], f"{TRAIN}.data", {}),
     "a generator's long prompts": ([], [GENERATOR % ("chain_sum", "")], TRAIN, {"row": 0, "fault": "too_long"}),
     "a template that is not there": ([], ["task.chat={}"], "task.chat", {"fault": "no template"}),
+    "messages that are no JSON": ([GOOD[0] | {"id": "a", "prompt": "[{'role': 'user', 'content': '1'}]"}], [], TRAIN,
+                                  {"line": 5, "got": ("role",)}),
+    "tools that no template shows": ([GOOD[0] | {"id": "a", "tools": [{"name": "add"}]}], [], TRAIN,
+                                     {"line": 5, "expected": ("task.chat", "tools=null")}),
+    "an answer inside no column": ([], [f"{TRAIN}.answer=reward_model.ground_truth"], TRAIN,
+                                   {"line": 1, "fault": "missing"}),
+    "an answer that is no number": ([GOOD[0] | {"id": "a", "answer": "x"}],
+                                    ["task.rewards={n: {kind: numeric}}", "task.pass_reward=n"],
+                                    "task.max_failed_fraction", {"fault": "answers", "got": "1 of 9"}),
+    "a chat that never ends": ([], ["model.path=endless", "task.chat={}"], "rollout.stop_token_ids",
+                               {"fault": "endless", "got": "'<|end|>' (1)"}),
     "a reward that is not there": ([], ["task.rewards.format.function=moe_rl.tasks.rewards.answer_shape"],
                                    "task.rewards.format.function", {}),
     "a reward without a module": ([], ["task.rewards.format.function=no_such.module.f"],
@@ -118,6 +138,10 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "damaged/tokenizer.json").write_text("{}")
     (tmp_path / "coded/tiktoken.model").write_text("")
     (tmp_path / "coded/tokenizer_config.json").write_text('{"auto_map": {}}')
+    shutil.copytree(ROOT / "assets/tiny_gym/policy", tmp_path / "endless")
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((tmp_path / "endless" / name).read_text()) | {"eos_token_id": 0}
+        (tmp_path / "endless" / name).write_text(json.dumps(settings))
     lines(tmp_path / "heldout.jsonl", GOOD)
     lines(tmp_path / "blank.jsonl", [row | {"prompt": ""} for row in GOOD])
     (tmp_path / "empty.jsonl").write_text("")
@@ -135,15 +159,8 @@ def lines(path, rows):
 
 def told(*overrides):
     """Return the problems that a start would find; the run starts only when there is none."""
-    ours = [
-        "rollout.prompts_per_step=4",
-        "eval.prompts=4",
-        "train.updates_per_step=1",
-        "train.optimizer.warmup_steps=1",
-    ]
-    files = [f"{TRAIN}.data=train.jsonl", f"{HELD}.data=heldout.jsonl"]
     try:
-        config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*ours, *files, *overrides])
+        config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*OURS, *overrides])
         refuse(train._problems(config, None, 2, first=True, again=False)[0])
     except (ConfigError, DataError) as error:
         return [problem for problem in error.problems if problem.about]
@@ -151,8 +168,16 @@ def told(*overrides):
 
 
 def test_the_good_input_has_no_problem(here):
-    lines(here / "train.jsonl", GOOD)
+    lines(here / "train.jsonl", [*GOOD, ""])
     assert told() == []
+
+
+def test_a_right_answer_that_cannot_be_read_is_a_note(here):
+    lines(here / "train.jsonl", [*GOOD, GOOD[0] | {"id": "a", "answer": "x"}])
+    config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*OURS, "task.rewards={n: {kind: numeric}}",
+                         "task.pass_reward=n", "task.max_failed_fraction=0.2"])  # fmt: skip
+    found, task = train._problems(config, None, 2, first=True, again=False)
+    assert found == [] and "1 of 9" in task.notes()[-1] and "sums/a: n: " in task.notes()[-1]
 
 
 @pytest.mark.parametrize("name", BAD)

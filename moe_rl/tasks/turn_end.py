@@ -1,0 +1,77 @@
+"""Finds what ends a turn of the assistant in a model's chats, and tells where that ends no completion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from moe_rl.config.sampling_keys import RolloutConfig
+from moe_rl.errors import Problem, describe
+from moe_rl.tasks.tokenizer import TextCodec
+
+_ASKS, _ANSWERS, _AGAIN = "Ready, question.", "Certainly, answer.", "Another, question."
+_CHAT = ({"role": "user", "content": _ASKS}, {"role": "assistant", "content": _ANSWERS})
+
+
+def turn_ends(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> tuple[str, str] | None:
+    """Return what the chat template writes behind an answer: before the next message, and at the end of a chat.
+
+    Args:
+        write: returns the text of messages, without the beginning of an answer. It may raise.
+
+    Returns:
+        None where that cannot be seen: the template refuses such chats, or does not show the answer.
+    """
+    try:
+        asked_again, last = (write(chat) for chat in ((*_CHAT, {"role": "user", "content": _AGAIN}), _CHAT))
+    except Exception:  # a template raises what it likes
+        return None
+    _, shown, behind = asked_again.rpartition(_ANSWERS)
+    between, again, _ = behind.partition(_AGAIN)
+    _, shown_last, end = last.rpartition(_ANSWERS)
+    return (between, end) if shown and again and shown_last else None
+
+
+def endless_problem(
+    write: Callable[[Sequence[Mapping[str, Any]]], str],
+    codec: TextCodec,
+    model_stops: Collection[int],
+    rollout: RolloutConfig,
+) -> Problem | None:
+    """Return what is wrong where a model that answers as its chat template shows would never end its turn.
+
+    A config that names a stop of its own has said how completions end.
+
+    Args:
+        write: see `turn_ends`.
+        model_stops: tokens that end a completion without the config.
+    """
+    ends = turn_ends(write)
+    if ends is None or rollout.stop or set(rollout.stop_token_ids) - set(model_stops):
+        return None
+    between, end = ends
+    behind = codec.encode(between)
+    if set(model_stops) & {*behind, *codec.encode(end)}:
+        return None
+    stops = ", ".join(f"{codec.decode((token,))!r} ({token})" for token in model_stops)
+    token = next((one for one in behind if one in codec.control_tokens), None)
+    if token is not None:
+        return describe(
+            "no completion would end: the chat template ends a turn of the assistant with another token",
+            where={"key": "rollout.stop_token_ids"},
+            got=f"{codec.decode((token,))!r} ({token})",
+            expected=f"one of the model's end-of-sequence tokens: {stops}",
+            do=f"set rollout.stop_token_ids=[{token}], or correct eos_token_id in generation_config.json",
+            fault="endless",
+        )
+    if not between.strip():
+        return None
+    return describe(
+        "no completion would end: the chat template ends a turn of the assistant with text, which is no token",
+        where={"key": "rollout.stop"},
+        got=repr(between),
+        expected=f"one of the model's end-of-sequence tokens: {stops}",
+        do=f"give rollout.stop a text that ends a turn, such as {between.strip().splitlines()[0]!r}, or let the "
+        "template write an end-of-sequence token behind an answer",
+        fault="endless",
+    )
