@@ -43,8 +43,8 @@ class RewardConfig(Section):
     """Dotted path of a callable that takes `settings` and returns the reward function."""
     library: ClassVar[tuple[str, str] | None] = None
     """Module that the kind needs, and the extra of moe_rl that installs it."""
-    names_arguments: ClassVar[bool] = False
-    """Whether the user names the arguments. Those of other kinds are fixed."""
+    argument_advice: ClassVar[tuple[str, ...]] = ()
+    """What a user can do who named an argument that the rows do not have. (): the arguments of the kind are fixed."""
     reads_answer: ClassVar[bool] = False
     """Whether it fails for an `answer` that it cannot read, whatever the completion is."""
 
@@ -72,7 +72,7 @@ class RewardConfig(Section):
 class FunctionReward(RewardConfig):
     """Calls a Python function of yours. docs/howto/own_task.md lists the arguments that it may name."""
 
-    names_arguments = True
+    argument_advice = ("rename the parameter", "give it a default")
 
     kind: Literal["function"] = "function"
     """Kind of the reward."""
@@ -150,7 +150,7 @@ class RemoteReward(RewardConfig):
     of 0. docs/howto/own_task.md gives the protocol."""
 
     factory = "moe_rl.tasks.remote_reward.remote"
-    names_arguments = True
+    argument_advice = ("correct the name in `arguments`",)
 
     kind: Literal["remote"]
     """Kind of the reward."""

@@ -5,7 +5,7 @@ It runs before a run starts anything, so a misspelt name never costs the start o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,20 +64,22 @@ def _differs(prompt: Prompt, name: str) -> bool:
 
 
 def argument_problems(
-    rewards: Mapping[str, RewardParameters], sources: Mapping[str, Columns], fixed: Collection[str] = ()
+    rewards: Mapping[str, RewardParameters], sources: Mapping[str, Columns], advice: Mapping[str, Sequence[str]]
 ) -> Iterator[Problem]:
     """Yield one message for each argument that cannot be given, or that could mean two things.
 
     Args:
         rewards: parameters of each reward.
         sources: columns of each source of prompts, by a name for the message.
-        fixed: rewards whose arguments the user does not name, so that none of them can mean two things.
+        advice: for each reward, what its user can do about an argument that the rows do not have. Nothing where the
+            user does not name the arguments: none of them can then mean two things.
     """
     for reward, parameters in rewards.items():
+        ways = advice[reward]
         for source, columns in sources.items():
             for name in (*parameters.needed, *parameters.optional):
                 where: About = {"key": f"task.rewards.{reward}", "argument": name}
-                if name in columns.other and reward not in fixed:
+                if name in columns.other and ways:
                     yield describe(
                         "a column has the name of a built-in argument, but another content",
                         where=where,
@@ -92,8 +94,8 @@ def argument_problems(
                         "the prompts have no column of this name",
                         where=where,
                         got=f"{source} with {columns.told}",
-                        expected="such a column" if reward in fixed else f"a column, or one of {', '.join(BUILT_IN)}",
-                        do=_remedy(name, source, own=reward not in fixed),
+                        expected=f"a column, or one of {', '.join(BUILT_IN)}" if ways else "such a column",
+                        do=_remedy(name, source, ways),
                         fault="no column",
                     )
                 elif (first := columns.lacking[name]) is not None:
@@ -101,18 +103,17 @@ def argument_problems(
                         "not every prompt has the column, or some have null there",
                         where=where,
                         got=f"{source} without it in prompt {first}",
-                        do=_remedy(name, source, own=reward not in fixed, every=True),
+                        do=_remedy(name, source, ways, some=True),
                         fault="no column",
                     )
 
 
-def _remedy(name: str, source: str, *, own: bool, every: bool = False) -> str:
-    """Return what to do about a column that is missing. own: the user named the argument. every: some rows have it."""
-    remedies = ["add it to all rows"] if every else ["rename the argument"] if own else []
+def _remedy(name: str, source: str, ways: Sequence[str], *, some: bool = False) -> str:
+    """Return what to do about a column that is missing. some: some rows have it."""
+    ways = ["add it to all rows", *ways[1:]] if some else list(ways)
     if name == "answer":
-        dots = "" if every else ", with dots for a place inside a column as in reward_model.ground_truth"
-        left_out = ", and leave rows without it out with drop: [missing]" if every else ""
-        remedies = [f"name the column that holds it with the key `answer` of {source}{dots}{left_out}", *remedies]
-    if own:
-        remedies.append("give the parameter a default")
-    return ", or ".join(remedies) or "use the kind on prompts that have it, or write a reward function"
+        more = (
+            "leave rows without it out with drop: [missing]" if some else "dots lead into it: reward_model.ground_truth"
+        )
+        ways = [f"name the column that holds it with the key `answer` of {source} ({more})", *ways]
+    return ", or ".join(ways) or "use the kind on prompts that have it, or write a reward function"

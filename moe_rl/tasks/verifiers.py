@@ -181,8 +181,8 @@ class VerifierPool:
         Raises:
             ConfigError: naming each reward, argument and source.
         """
-        fixed = {name for name, reward in self.rewards.items() if not reward.names_arguments}
-        if problems := [*argument_problems(self.parameters, sources, fixed)]:
+        advice = {name: reward.argument_advice for name, reward in self.rewards.items()}
+        if problems := [*argument_problems(self.parameters, sources, advice)]:
             raise ConfigError(problems)
 
     def try_out(self, prompts: SequenceOf[Prompt], limit: float) -> None:

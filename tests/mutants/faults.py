@@ -1948,7 +1948,7 @@ MUTANTS: list[Mutant] = [
         (
             "rewards not tried",
             "train.py",
-            "verifiers.try_out(task.first(_TRIED), config.task.max_failed_fraction)",
+            "verifiers.try_out(task.first(_TRIED), limit)",
             "pass",
             "A reward that always fails is found when the sampler has started.",
             "tests/commands/test_bad_inputs.py",
