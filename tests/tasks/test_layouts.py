@@ -134,15 +134,16 @@ def test_the_key_answer_names_the_column(load):
 
 def test_what_to_do_about_an_answer_that_no_column_has(load, make_pool):
     task = load([{"prompt": "a", "reward_model": {"ground_truth": "1"}}])
-    kinds = {"exact": ExactReward(kind="exact")}
+    remote = RemoteReward(kind="remote", url="http://127.0.0.1:9/", arguments=("answer",))
+    kinds = {"exact": ExactReward(kind="exact"), "remote": remote}
     with make_pool("nosy_with_answer", kinds=kinds) as pool, pytest.raises(ConfigError) as caught:
         pool.check_arguments(task.columns())
-    exact, mine = sorted(caught.value.problems, key=lambda problem: str(problem.about["key"]))
-    for problem, key in ((mine, "nosy_with_answer"), (exact, "exact")):
-        tells(
-            problem, "`answer`", "rows of task.train", key=f"task.rewards.{key}", argument="answer", fault="no column"
-        )
-    assert "rename" in mine.lower() and "rename" not in exact.lower() and "default" not in exact.lower()
+    found = {str(problem.about["key"]): problem for problem in caught.value.problems}
+    for name in ("nosy_with_answer", "exact", "remote"):
+        problem = found[f"task.rewards.{name}"]
+        tells(problem, "`answer`", "source rows of task.train", argument="answer", fault="no column")
+        assert ("default" in problem) == (name == "nosy_with_answer")
+        assert ("`arguments`" in problem) == (name == "remote")
 
 
 def test_a_column_that_was_left_out_is_named(load, make_pool, tmp_path):
