@@ -1,28 +1,30 @@
 """Computes advantages from rewards with one of five estimators. All tokens of a completion get the same advantage.
 
     name            A_i                                 compared with            source
-    group_std       (R_i - mean_g) / std_g              its group                GRPO, arXiv 2402.03300, section 4.1.2
+    group_std       (R_i - mean_g) / (std_g + eps)      its group                GRPO, arXiv 2402.03300, section 4.1.2
     group_mean      R_i - mean_g                        its group                Dr. GRPO, arXiv 2503.20783
     leave_one_out   R_i - mean of the others of g       its group                RLOO, arXiv 2402.14740
-    batch_std       (R_i - mean_g) / std_B              its group, scaled alike  Lite PPO, arXiv 2508.08221
-    reinforce_pp    (R_i - mean_T) / std_T              every token of the batch REINFORCE++, arXiv 2501.03262
+    batch_std       (R_i - mean_g) / (std_B + eps)      its group, scaled alike  Lite PPO, arXiv 2508.08221
+    reinforce_pp    (R_i - mean_T) / (std_T + eps)      every token of the batch REINFORCE++, arXiv 2501.03262
 
 R are the rewards, g is the group (prompt) of completion i, B are all scored completions of the batch, T all their
 tokens. Every std is unbiased (n - 1). The code uses Python floats (float64) and exactly rounded sums, so the order of
 the batch does not matter.
 
-A failed verification has reward None. It enters no statistic, and its advantage is None. No denominator has an
-epsilon. Where rewards have no spread, the advantage is exactly 0.0. For reinforce_pp this means a batch whose tokens
-all have the same reward. For the other four it means a group with fewer than two scored members or with equal rewards.
-A group in which every verification failed has no advantages and does not change those of other groups.
+A failed verification has reward None. It enters no statistic, and its advantage is None. eps is EPSILON. Where rewards
+have no spread, the advantage is exactly 0.0: rewards count as equal below the resolution that `equal` defines. For
+reinforce_pp this means a batch whose tokens all have the same reward. For the other four it means a group with fewer
+than two scored members or with equal rewards. A group in which every verification failed has no advantages and does
+not change those of other groups.
 
-Other frameworks differ in these points. Most add 1e-6 (verl, slime, NeMo-RL) or 1e-4 (TRL, Megatron-LM) to the std,
-which turns rounding errors in a group of equal rewards into advantages. Megatron-LM's std is biased, so its advantages
-are larger by sqrt(n / (n - 1)). In a group of one member verl and SkyRL return the raw reward; NeMo-RL and slime
-return 0. verl counts a failed verification as reward 0, and TRL leaves it out. NeMo-RL divides the leave-one-out
-difference by the std of the other members by default, which no estimator here does. REINFORCE++ adds a KL at each token
-and sums over the following tokens. Here the whole sequence has one number (`objective.kl_in: reward` subtracts the KL
-of all its tokens), which equals REINFORCE++ with discount 1 and the KL at the last token.
+Other frameworks differ in these points. verl, slime and NeMo-RL add the same 1e-6 to the std, TRL and Megatron-LM 1e-4.
+They compare rewards exactly, so rounding errors in a group of equal rewards become small advantages. Megatron-LM's std
+is biased, so its advantages are larger by sqrt(n / (n - 1)). In a group of one member verl and SkyRL return the raw
+reward; NeMo-RL and slime return 0. verl counts a failed verification as reward 0, and TRL leaves it out. NeMo-RL
+divides the leave-one-out difference by the std of the other members by default, which no estimator here does.
+REINFORCE++ adds a KL at each token and sums over the following tokens. Here the whole sequence has one number
+(`objective.kl_in: reward` subtracts the KL of all its tokens), which equals REINFORCE++ with discount 1 and the KL at
+the last token.
 """
 
 from __future__ import annotations
@@ -33,15 +35,23 @@ from collections.abc import Callable, Sequence
 from moe_rl.errors import About, ConfigError, RewardError, describe
 from moe_rl.types import LARGEST_REWARD
 
-# Rewards are weighted sums of parts, so equal outcomes may differ in the last bits. A spread below this (times the
-# largest |reward|, at least 1) is a rounding error. Dividing by it would give advantages of size 1.
-ROUNDING = 1e-12
+# Rewards are sums of parts, which reward functions often compute in float32. Equal outcomes may then differ by a few
+# roundings: this is four units in the last place of float32.
+RESOLUTION = 2.0**-21
+# Added to a std that divides. Where a spread is hardly more than rounding, it would become advantages of size 1.
+EPSILON = 1e-6
 
 Rewards = Sequence[float | None]
 
 
+def equal(reward: float, other: float) -> bool:
+    """Tell whether two rewards differ by rounding at most: by RESOLUTION times the larger one in size, or times 1 if
+    both are smaller. Parts of size 1 may cancel to any smaller sum, and their rounding does not."""
+    return abs(reward - other) <= RESOLUTION * max(1.0, abs(reward), abs(other))
+
+
 def has_spread(rewards: Rewards) -> bool:
-    """Tell whether two scored rewards differ by more than rounding. A group without such a difference teaches nothing.
+    """Tell whether two scored rewards differ, see `equal`. A group without such a difference teaches nothing.
 
     Raises:
         RewardError: a reward is not finite or is too large.
@@ -51,15 +61,13 @@ def has_spread(rewards: Rewards) -> bool:
 
 
 def _differ(scored: list[float]) -> bool:
-    if len(scored) < 2:
-        return False
-    low, high = min(scored), max(scored)
-    return high - low > ROUNDING * max(1.0, abs(low), abs(high))
+    return len(scored) > 1 and not equal(min(scored), max(scored))
 
 
 def group_std(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
-    """Return (R - mean) / std of the group, with the unbiased std: GRPO's definition, as in verl, TRL and slime."""
-    return _within_groups(rewards, group_ids, scale=_unbiased_std)
+    """Return (R - mean) / (std + EPSILON) of the group, with the unbiased std: GRPO's definition, as in verl, TRL and
+    slime."""
+    return _within_groups(rewards, group_ids, scale=lambda scored: _unbiased_std(scored) + EPSILON)
 
 
 def group_mean(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
@@ -77,19 +85,19 @@ def leave_one_out(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[
 
 
 def batch_std(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
-    """Return (R - mean of the group) / std of all rewards of the batch (unbiased, not centred by group).
+    """Return (R - mean of the group) / (std of all rewards of the batch + EPSILON): unbiased, not centred by group.
 
     TRL calls it scale_rewards="batch". All groups share one scale, so nearly equal rewards in a group are not
     magnified.
     """
     scored = _scored(rewards)
     std = _unbiased_std(scored) if _differ(scored) else 1.0  # a batch without a spread has no group with one
-    return _within_groups(rewards, group_ids, scale=lambda scored: std)
+    return _within_groups(rewards, group_ids, scale=lambda scored: std + EPSILON)
 
 
 def reinforce_pp(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
-    """Return (R - mean) / std over all completion tokens of the batch (unbiased). A completion of n tokens counts n
-    times.
+    """Return (R - mean) / (std + EPSILON) over all completion tokens of the batch (unbiased). A completion of n tokens
+    counts n times.
 
     group_ids is not used. A completion without tokens does not count. verl raises an error for a batch of one token.
     """
@@ -99,7 +107,7 @@ def reinforce_pp(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[i
     tokens = sum(n for _, n in weighed)
     mean = math.fsum(n * r for r, n in weighed) / tokens
     std = math.sqrt(math.fsum(n * (r - mean) ** 2 for r, n in weighed) / (tokens - 1))
-    return [None if r is None else (r - mean) / std for r in rewards]
+    return [None if r is None else (r - mean) / (std + EPSILON) for r in rewards]
 
 
 ADVANTAGES: dict[str, Callable[[Rewards, Sequence[int], Sequence[int]], list[float | None]]] = {

@@ -76,10 +76,11 @@ ALL = (
         "when measured"),
     Metric("group/zero_variance", "count", "lower",
         "Sampled prompt groups in which all completions earned the same reward. A loss that compares the rewards of a "
-        "group learns nothing from such a group.",
+        "group learns nothing from such a group. With objective.kl_in: reward, the trained groups whose rewards are "
+        "equal less the KL.",
         "Near the number of groups: the prompts are too easy or too hard."),
     Metric("group/zero_variance_fraction", "fraction", "lower",
-        "group/zero_variance / the number of sampled groups.",
+        "group/zero_variance / the number of these groups.",
         "Near 1: no gradient is left. The value rises by itself as the task is solved."),
     Metric("group/sampled", "count", "lower",
         "Prompt groups sampled in this step, in all rounds. Logged only with rollout.dynamic_sampling_rounds > 1.",

@@ -12,7 +12,7 @@ import xxhash
 
 from moe_rl.config.schema import Config
 from moe_rl.errors import RewardError, describe
-from moe_rl.objectives.advantages import has_spread, overlong_penalty
+from moe_rl.objectives.advantages import equal, has_spread, overlong_penalty
 from moe_rl.rollout.kept import KeptSample, RolloutBatch, shards_of
 from moe_rl.rollout.pieces import Pieces, all_pieces, joined
 from moe_rl.rollout.trajectories import Trajectory
@@ -96,9 +96,10 @@ class Batches:
         if verdict.reward is None:
             return None
         if task.environment is not None:
-            return verdict.reward >= task.environment.pass_threshold
+            threshold = task.environment.pass_threshold
+            return verdict.reward >= threshold or equal(verdict.reward, threshold)
         assert task.pass_reward is not None  # there is one without an environment
-        return verdict.parts[task.pass_reward] == 1.0
+        return equal(verdict.parts[task.pass_reward], 1.0)
 
     def group(self, number: int, prompt: Prompt, pieces: Pieces, verdicts: Seq[Verdict]) -> PromptGroup:
         """Return a group, with the verifiers' rewards plus the penalty for long completions."""

@@ -14,7 +14,7 @@ import torch
 from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.errors import MoeRLError, describe
 from moe_rl.megatron import world
-from moe_rl.objectives.advantages import advantages
+from moe_rl.objectives.advantages import advantages, has_spread
 from moe_rl.objectives.penalties import KL_ESTIMATORS
 from moe_rl.train.shares import UpdateShare
 from moe_rl.types import Sequence, by_completion
@@ -85,6 +85,7 @@ def _by_completion(
     completions = by_completion(sequences)
     rewards: list[float | None] = [sequences[numbers[0]].reward for numbers in completions]
     lengths = [sum(len(sequences[n].token_ids) for n in numbers) for numbers in completions]
+    groups = [group_ids[numbers[0]] for numbers in completions]
     metrics = {}
     if objective.kl_in == "reward":
         of_sequences = _sequence_kl(objective.kl_estimator, sequences, shares)
@@ -99,7 +100,8 @@ def _by_completion(
             for reward, value in zip(rewards, kl, strict=True)
         ]
     if all(reward is None or math.isfinite(reward) for reward in rewards):
-        groups = [group_ids[numbers[0]] for numbers in completions]
+        if objective.kl_in == "reward":  # of the rewards that are compared, in the place of those that were sampled
+            metrics |= _of_spread(rewards, groups)
         values = advantages(objective.advantage, rewards, groups, lengths)
     else:
         values = [math.nan] * len(rewards)
@@ -110,6 +112,16 @@ def _by_completion(
         if value is not None
     }
     return of, metrics | _of_zeros([value for value in values if value is not None])
+
+
+def _of_spread(rewards: list[float | None], group_ids: list[int]) -> dict[str, float]:
+    scored: dict[int, list[float]] = {}
+    for reward, group in zip(rewards, group_ids, strict=True):
+        members = scored.setdefault(group, [])
+        if reward is not None:
+            members.append(reward)
+    same = sum(len(members) > 1 and not has_spread(members) for members in scored.values())
+    return {"group/zero_variance": same, "group/zero_variance_fraction": same / len(scored)}
 
 
 def _of_zeros(values: list[float]) -> dict[str, float]:

@@ -231,7 +231,8 @@ class Trainer:
         """Log a finished step.
 
         Args:
-            metrics: Metrics of training and sync; those of the rollout and the timings are added.
+            metrics: Metrics of training and sync; those of the rollout and the timings are added. Where training has
+                a metric of the rollout too, it counts.
 
         Returns:
             The error to end the run with if it has collapsed, else None.
@@ -240,8 +241,9 @@ class Trainer:
         if self.peak_flops is not None:
             needed, seconds = training_flops(self.facts, lengths), clock.seconds["train"]
             metrics["throughput/mfu"] = needed / (seconds * dist.get_world_size() * self.peak_flops)
-        metrics |= (
+        metrics = (
             batch.metrics
+            | metrics
             | world.peak_memory()
             | {
                 "throughput/trained_tokens_per_second": sum(lengths) / clock.seconds["train"],

@@ -458,9 +458,9 @@ MUTANTS: list[Mutant] = [
         (
             "rounding taken for a spread",
             "advantages.py",
-            "return high - low > ROUNDING * max(1.0, abs(low), abs(high))",
-            "return high > low",
-            "Equal rewards that differ in the last bit get advantages of size 1.",
+            "return len(scored) > 1 and not equal(min(scored), max(scored))",
+            "return len(scored) > 1 and min(scored) < max(scored)",
+            "Equal rewards that differ in the last bit get advantages.",
             "tests/objectives/test_advantages.py",
         ),
         (

@@ -4,12 +4,13 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import ConfigError, RewardError
-from moe_rl.objectives.advantages import ADVANTAGES, advantages, has_spread, overlong_penalty
+from moe_rl.objectives.advantages import ADVANTAGES, advantages, equal, has_spread, overlong_penalty
 from tests.support.refusals import refused
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.1]), st.floats(-3, 3).map(lambda x: round(x, 3)))
@@ -29,7 +30,7 @@ def reference(name, batch):
             result.append(None)
         elif name == "reinforce_pp":
             spread = len(set(tokens)) > 1
-            result.append((reward - statistics.fmean(tokens)) / statistics.stdev(tokens) if spread else 0.0)
+            result.append((reward - statistics.fmean(tokens)) / (statistics.stdev(tokens) + 1e-6) if spread else 0.0)
         elif len(set(peers)) < 2:
             result.append(0.0)
         elif name == "leave_one_out":
@@ -37,7 +38,7 @@ def reference(name, batch):
         else:
             whole = [r for r, *_ in batch if r is not None]
             divisor = {"group_std": peers, "batch_std": whole, "group_mean": None}[name]
-            result.append((reward - statistics.fmean(peers)) / (statistics.stdev(divisor) if divisor else 1.0))
+            result.append((reward - statistics.fmean(peers)) / (statistics.stdev(divisor) + 1e-6 if divisor else 1.0))
     return result
 
 
@@ -68,11 +69,11 @@ def test_known_numbers():
     verification. Over the batch (1, 0, 0, 0, 3, 3): mean 7/6, unbiased variance (19 - 49/6) / 5 = 13/6."""
     rewards, groups, lengths = [1.0, 0.0, 0.0, 0.0, 3.0, None, 3.0], [7, 7, 7, 7, 2, 2, 2], [1] * 7
     known = {
-        "group_std": [1.5, -0.5, -0.5, -0.5, 0.0, None, 0.0],
+        "group_std": [x / (0.5 + 1e-6) if x else x for x in (0.75, -0.25, -0.25, -0.25, 0.0, None, 0.0)],
         "group_mean": [0.75, -0.25, -0.25, -0.25, 0.0, None, 0.0],
         "leave_one_out": [1.0, -1 / 3, -1 / 3, -1 / 3, 0.0, None, 0.0],
-        "batch_std": [x / math.sqrt(13 / 6) if x else x for x in (0.75, -0.25, -0.25, -0.25, 0.0, None, 0.0)],
-        "reinforce_pp": [None if r is None else (r - 7 / 6) / math.sqrt(13 / 6) for r in rewards],
+        "batch_std": [x / (math.sqrt(13 / 6) + 1e-6) if x else x for x in (0.75, -0.25, -0.25, -0.25, 0.0, None, 0.0)],
+        "reinforce_pp": [None if r is None else (r - 7 / 6) / (math.sqrt(13 / 6) + 1e-6) for r in rewards],
     }
     for name, expected in known.items():
         got = advantages(name, rewards, groups, lengths)
@@ -82,9 +83,9 @@ def test_known_numbers():
 
 def test_reinforce_pp_weighs_by_tokens():
     # tokens 1, 0, 0, 0: as the group above
-    assert advantages("reinforce_pp", [1.0, 0.0], [0, 1], [1, 3]) == pytest.approx([1.5, -0.5], rel=1e-14)
+    assert advantages("reinforce_pp", [1.0, 0.0], [0, 1], [1, 3]) == pytest.approx([1.5, -0.5], rel=3e-6)
     # what has no token moves nothing, and is told apart nevertheless
-    assert advantages("reinforce_pp", [1.0, 0.0, 9.0], [0, 1, 2], [1, 3, 0])[:2] == pytest.approx([1.5, -0.5])
+    assert advantages("reinforce_pp", [1.0, 0.0, 9.0], [0, 1, 2], [1, 3, 0])[:2] == pytest.approx([1.5, -0.5], rel=3e-6)
 
 
 @NAMES
@@ -113,15 +114,73 @@ def test_a_group_that_failed_wholly_changes_nothing_for_the_others(name):
 
 
 def test_without_groups_a_member_that_is_alone_is_compared_all_the_same():
-    assert advantages("reinforce_pp", [1.0, 0.0], [0, 1], [2, 2]) == pytest.approx([0.75**0.5, -(0.75**0.5)])
+    assert advantages("reinforce_pp", [1.0, 0.0], [0, 1], [2, 2]) == pytest.approx([0.75**0.5, -(0.75**0.5)], rel=3e-6)
+
+
+def float32(*rewards):
+    return [float(np.float32(reward)) for reward in rewards]
+
+
+ROUNDED = {  # equal outcomes, as float64 and float32 have them
+    "sums": [0.1 + 0.2, 0.3, 0.3],
+    "sums that cancel": [0.1 + 0.2 - 0.3, 0.0, 0.0],
+    "large sums": [1e9 / 3 * 3.3, 1.1e9, 1.1e9],
+    "one unit of float32": [1.0, 1.0, 0.99999994, 1.0],
+    "above 1": [1.0, 1.0000001, 1.0],
+    "negative": [-1.0, -0.99999994, -1.0],
+    "float32 sums": float32(np.float32(0.1) * 7, 0.7, np.float32(0.1) + np.float32(0.6)),
+    "float32 sums that cancel": [float(np.float32(0.9) - 1), float(np.float32(1.1) - 1) - 0.2, -0.1],
+    "large": float32(1e6, np.nextafter(np.float32(1e6), np.float32(2e6)), 1e6),
+    "large and negative": float32(-1e6, np.nextafter(np.float32(-1e6), np.float32(0)), -1e6),
+    "a KL in the reward of a policy that has not moved": [1 - 2e-7, 1.0, 1 - 3e-7],
+}
 
 
 @NAMES
-@pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2 - 0.3, 0.0, 0.0], [1e9 / 3 * 3.3, 1.1e9, 1.1e9]])
-def test_rounding_noise_is_no_signal(name, rewards):
-    assert rewards[0] != rewards[1]
+@pytest.mark.parametrize("case", ROUNDED)
+def test_rounding_noise_is_no_signal(name, case):
+    rewards = ROUNDED[case]
+    assert len(set(rewards)) > 1
     assert not has_spread(rewards)
-    assert advantages(name, rewards, [0, 0, 0], [1, 2, 3]) == [0.0, 0.0, 0.0]
+    assert advantages(name, rewards, [0] * len(rewards), [1, 2, 3, 4][: len(rewards)]) == [0.0] * len(rewards)
+    assert advantages(name, [*rewards, 5.0, None], [0] * len(rewards) + [1, 0], [1] * len(rewards) + [1, 1])[-1] is None
+
+
+TOLD_APART = {
+    "a thousandth": (0.0, 1e-3),
+    "a thousandth below 1": (1.0, 0.999),
+    "negative": (-1.0, -1.001),
+    "a hundred thousandth": (0.5, 0.50001),
+    "one in a million": (1e6, 1e6 + 1),
+    "large and negative": (-1e6, -1e6 - 1),
+}
+
+
+@NAMES
+@pytest.mark.parametrize("case", TOLD_APART)
+def test_a_small_difference_keeps_its_signal(name, case):
+    low, high = sorted(TOLD_APART[case])
+    rewards = [high, low, low, high]
+    assert has_spread(rewards)
+    got = advantages(name, rewards, [0] * 4, [1] * 4)
+    half = {"group_mean": (high - low) / 2, "leave_one_out": (high - low) * 2 / 3}.get(name)
+    if half is not None:
+        assert got == pytest.approx([half, -half, -half, half], rel=1e-9)
+    else:  # std 0.577 of the difference: the epsilon takes less than a fifth of the smallest one
+        assert got == pytest.approx([0.75**0.5 * sign for sign in (1, -1, -1, 1)], rel=0.2)
+        assert high - low < 1e-4 or got[0] > 0.998 * 0.75**0.5
+
+
+@pytest.mark.parametrize("name", ["group_std", "batch_std", "reinforce_pp"])
+def test_the_epsilon_damps_a_spread_that_is_hardly_one(name):
+    """As in verl, slime and NeMo-RL."""
+    got = advantages(name, [1.0, 1.0, 1.0, 1 - 1e-6], [0] * 4, [1] * 4)
+    assert got == pytest.approx([0.25 / 1.5, 0.25 / 1.5, 0.25 / 1.5, -0.5], rel=1e-6)
+
+
+def test_rewards_that_are_equal():
+    assert equal(1.0, 0.99999994) and equal(-3.0, -3.000001) and equal(0.0, -4e-7) and equal(1e6, 1e6 + 0.4)
+    assert not equal(1.0, 0.999999) and not equal(0.0, 5e-7) and not equal(1e6, 1e6 + 0.5) and not equal(1.0, math.nan)
 
 
 @NAMES
@@ -134,7 +193,7 @@ def test_equal_rewards_give_exactly_zero(name, value, size):
 def test_normalised_group_has_mean_zero_and_unbiased_std_one():
     rng = random.Random(3)
     got = advantages("group_std", [rng.gauss(2, 5) for _ in range(9)], [0] * 9, [1] * 9)
-    assert abs(statistics.fmean(got)) < 1e-15 and math.isclose(statistics.stdev(got), 1.0, rel_tol=1e-14)
+    assert abs(statistics.fmean(got)) < 1e-15 and math.isclose(statistics.stdev(got), 1.0, rel_tol=1e-6)
 
 
 @NAMES

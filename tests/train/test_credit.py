@@ -12,6 +12,7 @@ from moe_rl.config.objective import GspoConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
+from moe_rl.objectives.advantages import ADVANTAGES
 from moe_rl.train import credit
 from moe_rl.train.shares import MicrobatchWork, UpdateShare
 from moe_rl.types import RewardedTurn, Sequence, sampled_by
@@ -145,6 +146,21 @@ def test_equal_rewards_are_counted(monkeypatch):
     assert found == {"objective/zero_advantage_fraction": 1.0}
 
 
+@pytest.mark.parametrize("estimator", ADVANTAGES)
+def test_groups_that_the_kl_tells_apart_are_those_that_have_advantages(monkeypatch, estimator):
+    """All rewards are equal. The KL of the first group is rounding, as in a step whose policy has not moved, and that
+    of the second is not."""
+    same = [replace(one, reward=1.0) for one in sequences()]
+    monkeypatch.setattr(credit, "_sequence_kl", lambda *_: [1e-4, 3e-4, 0.0, 2.0, 1e-4])
+    objective = GspoConfig(kl_in="reward", kl_coef=1e-3, advantage=estimator)
+    found = credit.give_credit(objective, same, GROUPS, [])
+    assert (found["group/zero_variance"], found["group/zero_variance_fraction"]) == (1, 0.5)
+    assert found["objective/zero_advantage_fraction"] == (0.0 if estimator == "reinforce_pp" else 2 / 5)
+    monkeypatch.setattr(credit, "_sequence_kl", lambda *_: [1e-4, 3e-4, 0.0, 2e-4, 1e-4])
+    found = credit.give_credit(objective, same, GROUPS, [])
+    assert found["group/zero_variance"] == 2 and found["objective/zero_advantage_fraction"] == 1.0
+
+
 def test_the_segments_of_a_completion_count_as_one(monkeypatch):
     """s1 is cut in two: its parts get its advantage, and no statistic changes."""
     whole = sequences()
@@ -209,7 +225,7 @@ def test_a_turn_has_the_advantages_of_itself_and_of_what_continues_it():
         group, turns, _ = EPISODES[sequence.segment_of]
         own = rewards[group]
         mean = sum(own) / len(own)
-        std = math.sqrt(sum((reward - mean) ** 2 for reward in own) / (len(own) - 1)) if len(own) > 1 else 1.0
+        std = math.sqrt(sum((reward - mean) ** 2 for reward in own) / (len(own) - 1)) + 1e-6 if len(own) > 1 else 1.0
         for turn in sequence.turns:
             total = 0.0
             for number, (_, reward) in turns.items():
