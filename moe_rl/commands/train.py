@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -56,6 +57,7 @@ from moe_rl.train import run_folder
 from moe_rl.train.peers import STOPPED
 from moe_rl.train.replayed_run import replay_problems
 from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.run_inputs import RunInput, input_problems, read_inputs
 
 SAMPLER_GONE, COLLAPSED = 3, 4
 _EPILOG = """
@@ -118,6 +120,16 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
     parser.add_argument(
+        "--accept",
+        action="append",
+        default=[],
+        metavar="INPUT",
+        help=(
+            "with --resume or --replay: go on although this input of the run has changed, such as model or train/NAME; "
+            "may be repeated"
+        ),
+    )
+    parser.add_argument(
         "--trace", metavar="STORE", help=f"{where}show the peak row counts that the batches of this trace store need"
     )
     parser.add_argument(
@@ -159,7 +171,8 @@ def run(options: argparse.Namespace) -> int:
         if options.plan:
             return _plan(config, folder, world_size, options)
         found, task = _problems(config, folder, world_size, first=rank == 0, again=options.step == 0)
-        refuse(found + _checkpoint_problems(config, folder, options.step))
+        inputs, changed = _read_inputs(config, folder, task, options.accept)
+        refuse(found + changed + _checkpoint_problems(config, folder, options.step))
     except MoeRLError as error:
         # Every rank of a node finds the same problems, and the first one prints them. torchrun ends all ranks as soon
         # as one ends, so the others wait.
@@ -175,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.train.loop import train
 
     try:
-        path = train(config, folder, task, options.step)
+        path = train(config, folder, task, inputs, options.step)
         if rank == 0 and options.json:
             write_whole(options.json, (path / "summary.json").read_bytes())
     except Stopped as error:
@@ -228,6 +241,15 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
                 where={"option": "--step"},
                 got=options.step,
                 do="leave it out, or add --resume",
+            )
+        )
+    if options.accept and not (options.resume or options.replay):
+        raise ConfigError(
+            describe(
+                "is given without --resume or --replay",
+                where={"option": "--accept"},
+                got=", ".join(options.accept),
+                do="leave it out",
             )
         )
     folder = None
@@ -283,6 +305,7 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
     if facts is not None:
         task, wrong = (None, []) if absent else _read_task(config, facts, found)
         found += wrong + replay_problems(config, task)
+        found += _read_inputs(config, folder, task, options.accept)[1]
         plan = make_plan(config, facts, world_size, None if task is None else task.count)
         print(render(plan, balance))
         for line in task.notes() if task else ():
@@ -358,6 +381,19 @@ def _problems(
         if config.rollout.servers and sampled and first and not absent + found:
             found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
     return absent + found, task
+
+
+def _read_inputs(
+    config: Config, folder: RunFolder | None, task: TaskPrompts | None, accepted: Sequence[str]
+) -> tuple[list[RunInput], list[Problem]]:
+    """Return what the run reads, and which of it has changed since the run began that is resumed or replayed.
+
+    Nothing is compared where the prompts could not be read, or on other ranks than the first.
+    """
+    if task is None:
+        return [], []
+    inputs = read_inputs(config, task)
+    return inputs, input_problems(folder, config, inputs, accepted)
 
 
 def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple[TaskPrompts | None, list[Problem]]:

@@ -23,7 +23,8 @@ class RunStart:
         after: number of steps that were done before.
         ranks: number of training ranks.
         device: name of the device that rank 0 trains on, such as "NVIDIA H100 80GB HBM3"; "CPU" for none.
-        changed: old and new value of each config key that this start changed. A value that was not there is None.
+        changed: old and new value of each config key that this start changed, and old and new digest of each input
+            of the run that had changed. What was not there is None.
     """
 
     time: str

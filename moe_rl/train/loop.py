@@ -13,7 +13,7 @@ Read next: `rollouts.py` (sampling a batch), `step.py` (training on it), `traine
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,7 @@ from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.train.peers import Peers
 from moe_rl.train.resume import open_folder, restore
 from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.run_inputs import RunInput
 from moe_rl.train.trainer import Trainer
 
 
@@ -50,7 +51,11 @@ def _saying_how_to_go_on(run: Path) -> Iterator[None]:
 
 
 def train(
-    config: Config, folder: RunFolder | None, task: TaskPrompts | None, begin_after: int | Literal["best"] | None = None
+    config: Config,
+    folder: RunFolder | None,
+    task: TaskPrompts | None,
+    inputs: Sequence[RunInput],
+    begin_after: int | Literal["best"] | None = None,
 ) -> Path:
     """Train from the beginning, or resume the run in `folder`. All ranks call this function together.
 
@@ -58,6 +63,7 @@ def train(
         config: Checked by `config.check.problems` before, so errors raised here are not mistakes in the config file.
         folder: The run to resume; None starts a new run.
         task: The prompts of the config, whose rewards were tried; on rank 0 only.
+        inputs: What the run reads; on rank 0 only. What has changed of it since the run began is accepted.
         begin_after: Step of the checkpoint to resume from. None means the newest one, "best" the best one, 0 means the
             beginning.
 
@@ -68,7 +74,7 @@ def train(
     with ExitStack() as stack:
         stack.callback(world.stop)
         resumed = folder is not None
-        folder, done = open_folder(config, folder, begin_after, stack)
+        folder, done = open_folder(config, folder, inputs, begin_after, stack)
         config = load_config(folder.config)  # the same on all ranks, and complete
         stack.enter_context(_saying_how_to_go_on(folder.path))
         peers = stack.enter_context(

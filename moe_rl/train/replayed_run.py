@@ -23,6 +23,7 @@ MAY_DIFFER = (
     "run.runs_dir",
     "run.max_hours",
     "run.peer_timeout_seconds",
+    "model.path",  # its content may not: see `run_inputs`
     "parallel.",
     "placement.",
     "train.microbatch_tokens",

@@ -11,6 +11,7 @@ lost.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.run_inputs import RunInput, changed_inputs, write_inputs
 from moe_rl.train.sampling_support import read_head, read_support
 from moe_rl.train.trainer import RankZero, Trainer
 
@@ -52,12 +54,17 @@ class _Opened:
 
 
 def open_folder(
-    config: Config, folder: RunFolder | None, step: int | Literal["best"] | None, stack: ExitStack
+    config: Config,
+    folder: RunFolder | None,
+    inputs: Sequence[RunInput],
+    step: int | Literal["best"] | None,
+    stack: ExitStack,
 ) -> tuple[RunFolder, int]:
     """Create or take over the run folder, and lock it until `stack` is left. All ranks call this together.
 
     Args:
         folder: The folder of an earlier run; None creates a new one.
+        inputs: What the run reads; on rank 0 only.
         step: Step of the checkpoint to continue from; None means the newest one, "best" the best one.
 
     Returns:
@@ -70,11 +77,13 @@ def open_folder(
     if dist.get_rank() == 0:
         resumed, done = folder is not None, 0
         try:
+            inputs_changed = changed_inputs(folder, config, inputs)
             folder = folder or run_folder.create(config)
             stack.enter_context(run_folder.held(folder, first=True))
             if resumed and step != 0:
                 done = checkpoints.step_of(checkpoints.find(folder.checkpoints, step))
-            changed = run_folder.take_over(folder, config) if resumed else {}
+            changed = (run_folder.take_over(folder, config) if resumed else {}) | inputs_changed
+            write_inputs(folder, inputs)
             history.record(
                 folder.path, after=done, ranks=dist.get_world_size(), device=world.device_name(), changed=changed
             )

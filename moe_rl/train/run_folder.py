@@ -7,6 +7,7 @@ samples.jsonl   some sequences a step     history.jsonl   each start of the run 
 timeline.jsonl  who worked when           groups/         groups that no step has taken yet
 pool.log        the output of the pool that samples while the ranks train
 trackers/       what each tracker has got, and its log
+inputs.jsonl    digests of what the run reads
 summary.json, report.html                 run.lock        locked by every rank while it runs; says where rank 0 is
 
 A step's trace shards and its rollout file are kept or deleted together. Kept are those of the last `replay.keep_shards`
@@ -37,6 +38,7 @@ from moe_rl.report import run_config, summary
 
 # Keys that a resumed run may change. A name with a dot at its end stands for all keys of the section.
 MAY_CHANGE = (
+    "model.path",  # its content may not: see `run_inputs`
     "parallel.",
     "rollout.servers",
     "rollout.token_file",

@@ -24,6 +24,7 @@ from moe_rl.megatron import world
 from moe_rl.rollout import rollouts
 from moe_rl.rollout.kept import shard_step
 from moe_rl.train import loop
+from moe_rl.train.run_inputs import read_inputs
 from moe_rl.train.trainer import Trainer
 from moe_rl.weights.sender import WeightSender
 from tests.chaos.plants import BY_DISK, FORGET, arm, witnesses
@@ -154,7 +155,7 @@ def main(out: Path, faults: list[str], overrides: list[str]) -> None:
         ],
     )  # fmt: skip
     try:
-        loop.train(config, None, task_of(config))
+        loop.train(config, None, task := task_of(config), read_inputs(config, task))
     finally:
         (out / "lab.json").write_text(json.dumps(Lab.results, indent=1))
 

@@ -14,8 +14,11 @@ from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import describe
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.trace import ShardWriter, TraceSpec
+from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.run_inputs import read_inputs, write_inputs
 from moe_rl.types import Provenance, Span
 from tests.commands.forked_train import Launcher
+from tests.support.task import task_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/tiny_moe_cpu.yaml"
@@ -62,7 +65,14 @@ def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
     """torchrun ends all ranks as soon as one ends, so a faster rank would silence the rank that prints the problem."""
     options, waited = (
         argparse.Namespace(
-            config=Path("no/such.yaml"), resume=None, replay=None, step=None, trace=None, speeds=None, plan=False
+            config=Path("no/such.yaml"),
+            resume=None,
+            replay=None,
+            step=None,
+            trace=None,
+            speeds=None,
+            plan=False,
+            accept=[],
         ),
         [],
     )
@@ -177,8 +187,35 @@ def test_plan_prints_numbers_and_problems_without_torch(launch, tmp_path):
     assert "train.microbatch_tokens" in broken.stdout and "parallel.expert" in broken.stdout
 
 
+def begun(folder, *overrides):
+    """Write what a run has written before its first step."""
+    config = load_config(CONFIG, overrides)
+    (folder / "config.yaml").write_text(dump_config(config))
+    write_inputs(RunFolder(folder), read_inputs(config, task_of(config)))
+
+
+def test_what_a_run_reads_and_has_changed_is_told_before_anything_starts(launch, tmp_path):
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    run.mkdir()
+    shutil.copy(ROOT / "assets/tiny_moe/task/train.jsonl", rows)
+    begun(run, f"task.train.0.data={rows}")
+    (run / "checkpoints/step-000000").mkdir(parents=True)
+    first = json.loads(rows.read_text().partition("\n")[0])
+    rows.write_text(rows.read_text().replace(f'"answer": "{first["answer"]}"', '"answer": "0"', 1))
+    name = f"sums/{first['id']}"
+    for more in ([], ["--plan"], ["--accept", "heldout"]):
+        refused = launch("--resume", run, *more)
+        told = refused.stdout if "--plan" in more else refused.stderr
+        assert refused.returncode == 2 and f"train/sums: 1 rows changed ({name})" in told
+        assert "NOT IMPORTED" in refused.stdout
+    accepted = launch("--resume", run, "--plan", "--accept", "train/sums")
+    assert accepted.returncode == 0 and "no problems" in accepted.stdout
+    alone = launch("--config", CONFIG, "--accept", "model")
+    assert alone.returncode == 2 and "--accept" in alone.stderr and "without --resume or --replay" in alone.stderr
+
+
 def test_lines_that_a_run_cannot_go_on_with_are_told_before_anything_starts(launch, tmp_path):
-    (tmp_path / "config.yaml").write_text((ROOT / CONFIG).read_text())
+    begun(tmp_path)
     (tmp_path / "checkpoints/step-000002").mkdir(parents=True)
     ledger, metrics = PromptLedger(tmp_path / "prompts.jsonl"), tmp_path / "metrics.jsonl"
     ledger.record(0, [0], ["a"], "digest")
@@ -199,7 +236,7 @@ def test_lines_that_a_run_cannot_go_on_with_are_told_before_anything_starts(laun
 
 
 def test_a_run_is_resumed_with_the_listed_keys_alone(launch, tmp_path):
-    (tmp_path / "config.yaml").write_text((ROOT / CONFIG).read_text())
+    begun(tmp_path)
     file = tmp_path / "plan.json"
     planned = launch("--resume", tmp_path, "--plan", "--json", file, "parallel.expert=4", ranks=4)
     assert planned.returncode == 0, planned.stdout + planned.stderr

@@ -1,0 +1,85 @@
+"""Finds the source files behind a function that a config names, without importing any of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+_INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib"))
+
+
+def code_of(function: str) -> tuple[dict[str, Path], dict[str, str]]:
+    """Return what is known of the code behind a dotted path.
+
+    It is the module, its packages, and what these import anywhere in their text. Installed packages and the standard
+    library are not looked into. What is imported by a computed name, or read as data, is not found.
+
+    Returns:
+        The files by name of the module, and the versions of the installed packages that they import, by name.
+    """
+    files: dict[str, Path] = {}
+    packages: dict[str, str] = {}
+    root = function.rpartition(".")[0]
+    todo = [root]
+    while todo:
+        name = todo.pop()
+        top = name.partition(".")[0]
+        if name in files or top in sys.stdlib_module_names or (top == "moe_rl" and name != root):
+            continue
+        if (spec := _find(name)) is None or spec.origin is None or not spec.origin.endswith(".py"):
+            continue
+        file = Path(spec.origin).resolve()
+        if any(file.is_relative_to(folder) for folder in _INSTALLED):
+            packages |= {one: importlib.metadata.version(one) for one in _distributions().get(top, ())}
+            continue
+        files[name] = file
+        package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
+        parts = name.split(".")
+        todo += [".".join(parts[:end]) for end in range(1, len(parts))]
+        todo += _imported(file, package)
+    return files, packages
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Return the installed packages that have each module. It takes a second."""
+    return importlib.metadata.packages_distributions()
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """Return where a module is, without importing its packages."""
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        whole = ".".join(parts[:end])
+        found = (finder.find_spec(whole, path) for finder in sys.meta_path)
+        if (spec := next(filter(None, found), None)) is None:
+            return None
+        path = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+        if path is None and end < len(parts):
+            return None
+    return spec
+
+
+def _imported(file: Path, package: str) -> Iterator[str]:
+    """Yield the names that a file may import as modules. package: the one that its relative imports begin at."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # whoever imports it says what is wrong
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".") if node.level else []
+            base = base[: len(base) - node.level + 1] if node.level else base
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+            yield module
