@@ -25,9 +25,11 @@ from moe_rl.types import RouteRef, Sequence, by_completion
 def agreed[Result](read: Callable[[], Result], what: str = "recorded routes of its sequences") -> Result:
     """Return what `read` returns, once it has returned on every rank. If it raises on one rank, all ranks raise.
 
+    The errors of all ranks give the reason: torchrun ends the others as soon as the first of them ends.
+
     Args:
         read: Must not wait for other ranks.
-        what: What it reads, for the error of the other ranks.
+        what: What it reads, for the errors of the other ranks.
     """
     refused: MoeRLError | None = None
     try:
@@ -35,11 +37,12 @@ def agreed[Result](read: Callable[[], Result], what: str = "recorded routes of i
     except MoeRLError as error:
         refused = error
     (who,) = world.all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
+    if not who:
+        return result
+    reason = world.broadcast(str(refused) if refused else "", str, int(who) - 1)
     if refused:
         raise refused
-    if who:
-        raise ReplayError(describe(f"another rank refused the {what}", got=f"rank {who - 1:.0f}, see its error"))
-    return result
+    raise ReplayError(describe(f"another rank refused the {what}", got=f"rank {who - 1:.0f}: {reason}"))
 
 
 def assign(

@@ -8,9 +8,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moe_rl.config.load import load_config
+from moe_rl.errors import ReplayError, TraceError
 from moe_rl.planning.expert_placement import natural_order
 from moe_rl.train import assignment
-from moe_rl.train.assignment import ExpertPlacement, assign
+from moe_rl.train.assignment import ExpertPlacement, agreed, assign
 from moe_rl.types import Sequence, sampled_by
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -56,6 +57,26 @@ def test_it_is_planned_from_the_routes_of_the_last_steps(monkeypatch):
         monkeypatch.setattr(placement, "_count", lambda sequences, step=step: np.full((2, 4), step))
         assert placement.start_step(step, []) == {}
     assert [int(counts[0, 0]) for counts in placement.counts] == [3, 4]
+
+
+def test_every_rank_is_told_why_one_of_them_refuses(monkeypatch):
+    # torchrun ends a rank that still closes its sampler as soon as another one has ended
+    sent = []
+    world = SimpleNamespace(
+        all_reduce=lambda values, how: [max(2, *values)], broadcast=lambda text, *_: sent.append(text)
+    )
+    monkeypatch.setattr(assignment, "world", world)
+
+    def refuses():
+        raise TraceError("shard s7 is damaged")
+
+    monkeypatch.setattr(assignment.dist, "get_rank", lambda: 1)
+    with pytest.raises(TraceError, match="shard s7"):
+        agreed(refuses)
+    monkeypatch.setattr(assignment.dist, "get_rank", lambda: 0)
+    world.broadcast = lambda text, kind, source: sent[0] if source == 1 else text
+    with pytest.raises(ReplayError, match="rank 1: shard s7 is damaged"):
+        agreed(lambda: "routes")
 
 
 @pytest.fixture
