@@ -75,6 +75,27 @@ def test_the_pieces_of_a_completion_have_the_supports_of_their_own_tokens(tmp_pa
         read(COUNTS[:1], IDS[:3])
 
 
+def test_completions_that_share_all_rows_of_their_prompt_have_their_own_supports(tmp_path):
+    spec = TraceSpec.from_layers("tiny", 4, 1, (0,), 1)
+
+    def add(writer, key, tokens, parent, counts, ids):
+        routes, spans = np.zeros((len(tokens), 1, 1), np.uint8), [Span(len(tokens), 0, Provenance.DECODE)]
+        return writer.add(key, routes, np.array(tokens, np.int32), spans, parent=parent, aux=recorded(counts, ids))
+
+    def read(counts, ids):
+        root = tmp_path / f"trace{len(list(tmp_path.iterdir()))}"
+        with ShardWriter(root, "step", spec) as writer:
+            first = add(writer, "s1/p2/c0", (5, 6, 8, 8), None, [1, 1, 1], [8, 8, 8])
+            ref = add(writer, "s1/p2/c3", TOKENS[:2], replace(first, rows=2), counts, ids)
+        sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, sampled_by(0, 3), ref)
+        return read_support(TraceStore(root), sequence, VOCABULARY)
+
+    support = read(COUNTS, IDS)
+    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+    with refused(SupportError, fault="tokens", got=("4",)):
+        read([*COUNTS, 1], [*IDS, 8])
+
+
 def test_the_turns_of_a_dialogue_have_the_supports_of_what_was_said(tmp_path):
     """One more token was drawn behind the first turn, because its stop string was found late."""
     spec = TraceSpec.from_layers("tiny", 4, 1, (0,), 1)
