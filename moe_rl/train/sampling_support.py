@@ -125,11 +125,13 @@ def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tu
             raise _refused(sequence, f"{first} cannot be read", fault="unreadable", got=error) from error
         # A record that continues another has entries for its own tokens. Those before are in the other, unless they are
         # of the prompt.
-        before = 0 if info.parent is None else int(np.searchsorted(positions[:end], info.parent.rows + 1))
-        # A record may share just the prompt of another completion, all of it: then its own first row is that of the
-        # first token, and nothing was drawn before. Another record has one token of ours there: an entry fewer is here.
-        if before and positions[0] == info.parent.rows and len(one) == info.held_rows + ref.start + 1 - positions[0]:
-            before = 0
+        before = 0
+        if info.parent is not None and not (
+            # A record may share just the prompt of another completion, all of it: then nothing was drawn before. Where
+            # the other has one token of ours, an entry fewer is here.
+            end > 0 and positions[0] == info.parent.rows and len(one) == info.held_rows + ref.start + 1 - positions[0]
+        ):
+            before = int(np.searchsorted(positions[:end], info.parent.rows + 1))
         # The row of position p - 1 gave the token at position p. vLLM may find a stop string late: then more tokens
         # were drawn than the sequence has.
         begin = positions[before] if before < end else len(sequence.prompt_token_ids) + before
