@@ -68,10 +68,10 @@ def find_experts(raw: dict[str, Any]) -> Experts | None:
 
 
 def family_name(raw: dict[str, Any]) -> str:
-    """Return the class and the type of a model, as its config.json names them."""
+    """Return the class of a model, or its type if config.json names no class."""
     classes = raw.get("architectures")
-    named = [str(one) for one in (*(classes if isinstance(classes, list) else ()), raw.get("model_type")) if one]
-    return ", ".join(named) or "no architecture"
+    named = classes if isinstance(classes, list) and classes else [raw.get("model_type", "no architecture")]
+    return ", ".join(map(str, named))
 
 
 def _sections(raw: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], list[dict[str, Any]]]]:
