@@ -426,7 +426,7 @@ def test_a_tied_output_matrix_in_the_files_is_a_copy_of_the_embedding(found, wri
     other = np.zeros_like(embedding)
     for head in (other, other[:, 1:].copy()):
         (message,) = with_head(head)
-        tells(message, "tie_word_embeddings", "set it to false", key="model.path", folder=folder, got=True)
+        tells(message, "tie_word_embeddings", "to train both", key="model.path", folder=folder, got=True)
     write_model(tmp_path / "other")
     raw = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(raw))
