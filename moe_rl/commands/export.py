@@ -16,6 +16,7 @@ from moe_rl.config.training import ParallelConfig
 from moe_rl.disk import write_json
 from moe_rl.errors import ConfigError, MoeRLError
 from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
+from moe_rl.models.weight_files import notes
 from moe_rl.train import run_folder
 
 EPILOG = """
@@ -116,6 +117,8 @@ def _from_model(options: argparse.Namespace, dtype: str) -> int:
         mine = list(expected_tensors(facts))[dist.get_rank() :: dist.get_world_size()]
         write_checkpoint(options.out, ((name, source.whole(name)) for name in mine), facts, source, DTYPES[dtype])
         if dist.get_rank() == 0:
+            for note in notes(options.model, facts):
+                print(note)
             print(f"written: {options.out}, {len(source.packing)} tensors unpacked")
             _write_result(options, dtype, {"unpacked": len(source.packing)})
     finally:

@@ -38,6 +38,7 @@ from moe_rl.errors import (
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model, read_published
 from moe_rl.models.second_reading import reading_problems
+from moe_rl.models.weight_files import notes
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.peaks import limit_problem, peaks
@@ -309,6 +310,8 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
         plan = make_plan(config, facts, world_size, None if task is None else task.count)
         print(render(plan, balance))
         for line in task.notes() if task else ():
+            print(line)
+        for line in notes(config.model.path, facts) if not found and not absent else ():
             print(line)
         found += [*memory_problems(plan), *transfer_problems(plan)]
         (absent if absent else found).extend(disk_problems(config, plan))

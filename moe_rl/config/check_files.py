@@ -17,13 +17,8 @@ from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, Problem, describe, did_you_mean
 from moe_rl.models.facts import ModelFacts
-from moe_rl.models.hf import (
-    checkpoint_tensors,
-    decoder_problems,
-    read_published,
-    tokenizer_vocabulary,
-)
-from moe_rl.models.safetensors_header import unpacked
+from moe_rl.models.hf import read_published, tokenizer_vocabulary
+from moe_rl.models.weight_files import read_checkpoint
 
 # Fields in which published figures may differ from a checkpoint: they say which software wrote it, and how.
 NOT_COMPARED = ("fingerprint", "dtype", "eos_token_ids")
@@ -64,9 +59,7 @@ def _absent_sources(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator
 def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     path = config.model.path
     try:
-        tensors, packing = unpacked(checkpoint_tensors(path))
-        yield from decoder_problems(tensors, facts, path)
-        if packing:
+        if packing := read_checkpoint(path, facts).packing:
             yield describe(
                 "the checkpoint is packed, and the sampler would not get what the trainer sends",
                 where={"key": "model.path", "folder": path},

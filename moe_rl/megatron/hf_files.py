@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,8 +15,10 @@ from safetensors.torch import save_file
 from moe_rl.disk import sync, write_json, write_whole
 from moe_rl.errors import ConfigError, Problem, describe
 from moe_rl.megatron import world
-from moe_rl.models.hf import ModelFacts, checkpoint_tensors, decoder_problems, is_mtp_tensor, is_tied_head
-from moe_rl.models.safetensors_header import FP8_BLOCK, ITEM_BYTES, read_header, unpacked
+from moe_rl.models.hf import ModelFacts, is_mtp_tensor
+from moe_rl.models.quantised import FP8_BLOCK
+from moe_rl.models.safetensors_header import read_header
+from moe_rl.models.weight_files import read_checkpoint
 
 Index = tuple[slice, ...]
 
@@ -37,17 +38,13 @@ class CheckpointReader:
         bytes_read: Stored bytes read so far. Files are mapped, so apart from whole pages no other bytes are touched.
 
     Raises:
-        ConfigError: Tensors are missing, extra, or have a wrong shape. The message names them.
+        ConfigError: Tensors are missing, extra, quantised, or have a wrong shape. The message names them.
     """
 
     def __init__(self, path: str | Path, facts: ModelFacts):
         self.path = Path(path)
-        self.stored = checkpoint_tensors(self.path)
-        found, self.packing = unpacked(self.stored)
-        problems = decoder_problems(found, facts, self.path)
-        if problems:
-            raise ConfigError(problems)
-        self.tensors = {name: entry for name, entry in found.items() if not is_tied_head(facts, name)}
+        found = read_checkpoint(self.path, facts)
+        self.stored, self.tensors, self.packing = found.stored, found.tensors, found.packing
         self.bytes_read = 0
         self._files: dict[str, safe_open] = {}
 
@@ -74,7 +71,7 @@ class CheckpointReader:
 
     def _fp8(self, name: str, index: Index) -> torch.Tensor:
         blocks = tuple(slice(one.start // FP8_BLOCK, -(-one.stop // FP8_BLOCK)) for one in index)
-        scales = self._stored(f"{name}_scale_inv", blocks)
+        scales = self._stored(f"{name}_scale_inv", blocks).float()
         for axis, one in enumerate(index):
             block_of = torch.arange(one.start, one.stop) // FP8_BLOCK - one.start // FP8_BLOCK
             scales = scales.index_select(axis, block_of)
@@ -226,11 +223,16 @@ def write_index(hidden: Path, facts: ModelFacts) -> list[Problem]:
         if twice:
             return [describe("two ranks wrote the same tensor", where={"tensor": twice[0], "folder": hidden})]
         weight_map |= dict.fromkeys(tensors, name)
-        size += sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape, _ in tensors.values())
+        with open(file, "rb") as stream:
+            size += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
         file.rename(hidden / name)
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     write_whole(hidden / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return decoder_problems(checkpoint_tensors(hidden), facts, hidden)
+    try:
+        read_checkpoint(hidden, facts)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -1,7 +1,6 @@
 """Reads the model description in a Hugging Face checkpoint folder, without torch or transformers.
 
-FAMILIES lists the supported families; each has a file in this folder. Checkpoint files are untrusted input: header
-sizes are bounded, and file names may not leave the folder.
+FAMILIES lists the supported families; each has a file in this folder. The weights are read by `weight_files.py`.
 """
 
 from __future__ import annotations
@@ -9,24 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from moe_rl.errors import About, ConfigError, Problem, describe, first_of
+from moe_rl.errors import About, ConfigError, describe
 from moe_rl.models import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
 from moe_rl.models.facts import FOREIGN, Fields, ModelFacts, Rope
 from moe_rl.models.routed import family_name, find_experts
-from moe_rl.models.safetensors_header import Tensor, read_header, stored_bytes
-from moe_rl.models.weight_table import EMBEDDING, HEAD, Shape, Weight, ends
+from moe_rl.models.weight_table import Shape, Weight, ends
 
 FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe, deepseek_v3, gpt_oss)}
-FLOAT_DTYPES, DTYPES = ("F32", "BF16", "F16"), ["float32", "bfloat16", "float16"]
+DTYPES = ["float32", "bfloat16", "float16"]
 MAX_JSON_BYTES = 256 << 20
 # What holds the vocabulary of a tokenizer. Files other than tokenizer.json are read through transformers.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json")
@@ -88,7 +83,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is no JSON object.
     """
-    return _read_json(_existing(folder) / "config.json")
+    return read_json(_existing(folder) / "config.json")
 
 
 def _existing(path: str | Path) -> Path:
@@ -112,7 +107,7 @@ def read_published(file: str | Path) -> ModelFacts:
 
 
 def _facts(file: Path) -> ModelFacts:
-    return facts_of(_read_json(file), file)
+    return facts_of(read_json(file), file)
 
 
 def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
@@ -202,7 +197,7 @@ def _dtype(read: Fields) -> str:
 
 def _eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
-    values = [raw.get("eos_token_id"), _read_json(generation).get("eos_token_id") if generation.is_file() else None]
+    values = [raw.get("eos_token_id"), read_json(generation).get("eos_token_id") if generation.is_file() else None]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value]) if item is not None]
     if any(type(item) is not int for item in flat):
         raise ConfigError(
@@ -260,11 +255,6 @@ def is_mtp_tensor(facts: ModelFacts, name: str) -> bool:
     return match is not None and facts.layers <= int(match[1]) < facts.layers + facts.mtp_layers
 
 
-def is_tied_head(facts: ModelFacts, name: str) -> bool:
-    """Tell whether `name` is the output matrix of a model in which the embedding is the output matrix."""
-    return facts.tie_word_embeddings and name == HEAD
-
-
 def parameter_count(facts: ModelFacts) -> ParameterCount:
     """Return the number of parameters in the tensors of `expected_tensors`."""
     return stage_parameter_counts(facts, [range(facts.layers)])[0]
@@ -294,112 +284,6 @@ def _count(facts: ModelFacts, weights: Iterable[tuple[str, Weight]]) -> Paramete
     return ParameterCount(dense, cut, expert)
 
 
-def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint folder: name -> (safetensors dtype such as "BF16", shape, file name).
-
-    Reads only headers, of the files that model.safetensors.index.json names, or else of model.safetensors.
-
-    Raises:
-        ConfigError: a file is damaged or incomplete.
-    """
-    folder = Path(path)
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        if not (folder / "model.safetensors").is_file():
-            raise ConfigError(
-                describe(
-                    "no model.safetensors and no model.safetensors.index.json",
-                    where={"key": "model.path", "folder": folder},
-                )
-            )
-        return read_header(folder / "model.safetensors")
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(describe("the index has no weight_map", where={"key": "model.path", "file": index}))
-    files = sorted({str(file) for file in weight_map.values()})
-    outside = [file for file in files if os.path.basename(file) != file or not file.endswith(".safetensors")]
-    if outside:
-        raise ConfigError(
-            describe(
-                "the index names a file that is no *.safetensors of this folder",
-                where={"key": "model.path", "file": index},
-                got=repr(outside[0]),
-            )
-        )
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        for name, entry in read_header(folder / file).items():
-            if weight_map.get(name) != file:
-                raise ConfigError(
-                    describe(
-                        "a tensor lies in another file than the index says",
-                        where={"key": "model.path", "file": index, "tensor": name},
-                        got=f"in {file}",
-                        expected=f"in {weight_map.get(name, 'no file')} as the index says",
-                    )
-                )
-            tensors[name] = entry
-    absent = [name for name in weight_map if name not in tensors]
-    if absent:
-        raise ConfigError(
-            describe(
-                "the index names tensors that its files lack",
-                where={"key": "model.path", "file": index},
-                got=_some(absent),
-            )
-        )
-    return tensors
-
-
-def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, folder: Path) -> list[Problem]:
-    """Return the `tensor_problems` of a checkpoint's tensors that are trained, and those of an output matrix that
-    stands beside the embedding it is tied to.
-    """
-
-    def trained(name: str) -> bool:
-        return not (is_mtp_tensor(facts, name) or is_tied_head(facts, name))
-
-    found = {name: entry for name, entry in tensors.items() if trained(name)}
-    problems = tensor_problems(expected_tensors(facts), found, {"folder": folder})
-    if facts.tie_word_embeddings and {EMBEDDING, HEAD} <= tensors.keys():
-        first, second = (stored_bytes(folder / tensors[name][2], name) for name in (EMBEDDING, HEAD))
-        if not np.array_equal(first, second):
-            problems.append(
-                describe(
-                    f"config.json says that {HEAD} is {EMBEDDING}, and their values differ",
-                    where={"key": "model.path", "field": "tie_word_embeddings", "folder": folder},
-                    got=True,
-                    expected="false for these files",
-                    do="set it to false in config.json to train both, or leave the output matrix out of the files",
-                )
-            )
-    return problems
-
-
-def tensor_problems(
-    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: About
-) -> list[Problem]:
-    """List missing, extra and misshapen tensors and unsupported dtypes, one message for each kind. where: the
-    folder."""
-    kinds = {
-        "lacks tensors that config.json asks for": [name for name in expected if name not in found],
-        "has tensors that config.json does not ask for": [name for name in found if name not in expected],
-        "has tensors of another shape than config.json asks for": [
-            f"{name} {list(found[name][1])} instead of {list(shape)}"
-            for name, shape in expected.items()
-            if name in found and found[name][1] != shape
-        ],
-        f"has tensors that are not {', '.join(FLOAT_DTYPES)}": [
-            f"{name} {found[name][0]}" for name in expected if name in found and found[name][0] not in FLOAT_DTYPES
-        ],
-    }
-    return [
-        describe(f"the checkpoint {kind}", where={"key": "model.path", **where}, got=_some(names))
-        for kind, names in kinds.items()
-        if names
-    ]
-
-
 def tokenizer_vocabulary(path: str | Path) -> int:
     """Return the largest token id that tokenizer.json of the folder `path` can give, plus 1.
 
@@ -407,7 +291,7 @@ def tokenizer_vocabulary(path: str | Path) -> int:
         ConfigError: the file cannot be read or has no vocabulary.
     """
     file = Path(path) / "tokenizer.json"
-    raw = _read_json(file)
+    raw = read_json(file)
     try:
         vocab = raw["model"]["vocab"]
         largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
@@ -418,7 +302,8 @@ def tokenizer_vocabulary(path: str | Path) -> int:
         ) from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a small JSON file with a mapping. Raises ConfigError."""
     try:
         if file.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(
@@ -440,7 +325,3 @@ def _read_json(file: Path) -> dict[str, Any]:
             describe("not a mapping", where={"key": "model.path", "file": file}, got=type(value).__name__)
         )
     return value
-
-
-def _some(names: list[str]) -> str:
-    return f"{len(names)}: {first_of(names, separator=', ')}"

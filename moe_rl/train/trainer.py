@@ -28,6 +28,7 @@ from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
+from moe_rl.models.weight_files import notes
 from moe_rl.planning.model_flops import peak_flops, training_flops
 from moe_rl.report.log import RunLog
 from moe_rl.report.run_page import write_report
@@ -116,8 +117,8 @@ class Trainer:
             log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
             stack.callback(log.close)
             log.note(f"run folder: {folder.path}")
-            if self.facts.mtp_layers:
-                log.note("the model's multi-token-prediction layers are not trained and not sent to the sampler")
+            for note in notes(config.model.path, self.facts):
+                log.note(note)
             log.note(
                 "starting the sampler and the verifiers ..."
                 if replayed is None

@@ -13,6 +13,7 @@ import msgspec
 
 from moe_rl.errors import EngineError, describe
 from moe_rl.models.hf import FAMILIES, read_config
+from moe_rl.models.weight_files import checkpoint_tensors, is_derived
 from moe_rl.vllm import patches
 from moe_rl.vllm.recording import Recording
 
@@ -61,8 +62,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
         "scheduler_cls": SCHEDULER,
         "weight_transfer_config": {"backend": BACKEND},
     }
-    raw = read_config(model)
-    if raw.get("tie_word_embeddings") is True and FAMILIES.keys() & set(raw.get("architectures") or ()):
+    if needs_loader(model):
         arguments["load_format"] = FORMAT
     if current_platform.is_cpu() and patches.inspect().summary != "patched":
         # Without patch 0003 vLLM crashes on a CPU when a seeded request is prefilled in chunks.
@@ -75,6 +75,14 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
     if capture == "worker":
         arguments["worker_cls"] = WORKER
     return arguments | {"additional_config": {"moe_rl": msgspec.to_builtins(recording)}}
+
+
+def needs_loader(model: Path) -> bool:
+    """Return whether only `loader` loads this checkpoint: one of our families has a tied embedding or derived buffers."""
+    raw = read_config(model)
+    if not FAMILIES.keys() & set(raw.get("architectures") or ()):
+        return False
+    return raw.get("tie_word_embeddings") is True or any(map(is_derived, checkpoint_tensors(model)))
 
 
 def sized(

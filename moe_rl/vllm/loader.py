@@ -1,8 +1,8 @@
-"""Loads checkpoints into vLLM as its default loader does, and gives a tied output matrix the embedding's values.
+"""Loads checkpoints into vLLM that its default loader cannot load. Importing this module registers the loader.
 
-The files of such a model have the embedding alone. Of the families here, vLLM ties only Qwen3-MoE; for the others it
-makes an output matrix of its own, finds no values for it, and does not start. Importing this module registers the
-loader.
+The files of a model with tied embeddings have the embedding alone. Of the families here, vLLM ties only Qwen3-MoE; for
+the others it makes an output matrix of its own, finds no values for it, and does not start. And some files have buffers
+that are computed from config.json; vLLM skips the usual ones, and does not start with the others.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from moe_rl.models.weight_files import is_derived
 from moe_rl.models.weight_table import EMBEDDING, HEAD
 
 FORMAT = "moe_rl"
 
 
 @register_model_loader(FORMAT)
-class TiedLoader(DefaultModelLoader):
-    """Loads the embedding a second time, as the output matrix, if config.json ties the two. vLLM skips it where both
+class CheckpointLoader(DefaultModelLoader):
+    """Skips derived buffers, and loads a tied embedding a second time, as the output matrix. vLLM skips it where both
     are one parameter."""
 
     def __init__(self, load_config: LoadConfig):
@@ -33,6 +34,8 @@ class TiedLoader(DefaultModelLoader):
         # vLLM has turned this off if the files have an output matrix.
         tied = getattr(model_config.hf_config, "tie_word_embeddings", False)
         for name, tensor in super().get_all_weights(model_config, model):
+            if is_derived(name):
+                continue
             yield name, tensor
             if tied and name == EMBEDDING:
                 yield HEAD, tensor

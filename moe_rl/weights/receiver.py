@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from moe_rl.errors import MoeRLError, WeightSyncError, describe
+from moe_rl.models.weight_files import is_derived
 from moe_rl.models.weight_table import EMBEDDING, HEAD
 from moe_rl.weights.digest import dtype_name
 from moe_rl.weights.expert_loads import collect_experts, experts_of
@@ -104,12 +105,14 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
         config = self.model_config.hf_config
         # vLLM marks a model as untied while its checkpoint has a copy of the tied embedding.
         self._tied = config.tie_word_embeddings or self.model_config.word_embeddings_untied_by_checkpoint
-        # The trainer sends no weights for multi-token-prediction layers, which the model leaves out, and a tied
-        # embedding once.
+        # The trainer sends no multi-token-prediction layers, which the model leaves out, no buffers that are computed,
+        # and a tied embedding once.
         sent = (
             name
             for name in shapes
-            if get_spec_layer_idx_from_weight_name(config, name) is None and not (self._tied and name == HEAD)
+            if get_spec_layer_idx_from_weight_name(config, name) is None
+            and not is_derived(name)
+            and not (self._tied and name == HEAD)
         )
         self.intake = Intake({name: shapes[name] for name in sent}, dtype_name(self.model_config.dtype))
         parallel = self.parallel_config

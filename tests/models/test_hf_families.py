@@ -11,7 +11,8 @@ from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.facts import LatentAttentionSizes, Yarn
-from moe_rl.models.hf import checkpoint_tensors, expected_tensors, parameter_count, read_model
+from moe_rl.models.hf import expected_tensors, parameter_count, read_model
+from moe_rl.models.weight_files import checkpoint_tensors
 from tests.support.refusals import refused, tells
 
 MOONLIGHT = {"nulls": ("q_lora_rank", "rope_scaling")}

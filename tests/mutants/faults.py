@@ -234,12 +234,12 @@ MUTANTS: list[Mutant] = [
             "tests/models/test_hf.py",
         ),
         (
-            "gap in a safetensors file",
-            "safetensors_header.py",
-            "if begin != expected:",
-            "if begin < expected:",
-            "A file with bytes that no tensor accounts for is read.",
-            "tests/models/test_hf.py",
+            "quantised on the way in",
+            "quantised.py",
+            "if settings and not packed:",
+            "if settings and packed:",
+            "vLLM quantises the tensors of a checkpoint in bfloat16, and samples from another model than is trained.",
+            "tests/models/test_weight_files.py",
         ),
     ),
     *_room(

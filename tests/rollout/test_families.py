@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.models.hf import expected_tensors, is_mtp_tensor, is_tied_head, read_model
+from moe_rl.models.hf import expected_tensors, is_mtp_tensor, read_model
+from moe_rl.models.weight_files import is_left_out
 from moe_rl.models.weight_table import EMBEDDING, HEAD
 from moe_rl.vllm.loader import FORMAT
 from tests.rollout.conftest import TOP_K, VOCAB
@@ -104,13 +105,17 @@ def test_recorded_before_and_after_an_update(play, name, amx, seeds, tmp_path): 
 @pytest.mark.parametrize("name, copied", [*((name, False) for name in MODELS), ("qwen", True), ("glm", True)])
 def test_a_tied_output_matrix_is_the_new_embedding(play, name, copied, tmp_path):  # noqa: F811
     """Nobody sends an output matrix, whether vLLM ties it or makes one of its own. copied: the checkpoint has a copy of
-    the embedding under the name of the output matrix."""
+    the embedding under the name of the output matrix, and buffers that nobody reads."""
     from safetensors.torch import load_file, save_file
 
-    file = make_checkpoint(name, tmp_path / "model", tied=True) / "model.safetensors"
+    model = make_checkpoint(name, tmp_path / "model", tied=True)
+    file = model / "model.safetensors"
     if copied:
         tensors = load_file(file)
-        save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, file, {"format": "pt"})
+        buffers = {f"model.layers.0.self_attn.{one}": torch.zeros(1) for one in ("rotary_emb.inv_freq", "masked_bias")}
+        save_file(tensors | {HEAD: tensors[EMBEDDING].clone()} | buffers, file, {"format": "pt"})
+        raw = json.loads((model / "config.json").read_text()) | {"quantization_config": {}}
+        (model / "config.json").write_text(json.dumps(raw))
     assert (HEAD in load_file(file)) == copied
     assert "got 1 incomplete parameters: lm_head.weight" in _updated(play, name, tmp_path, HEAD)
 
@@ -131,7 +136,7 @@ def _updated(play, name, tmp_path, lost, *, amx=False, seeds=range(1)) -> str:  
         sent = {
             key: torch.randn(tensor.shape, generator=noise) * (1.0 if key.endswith(BIAS) else 0.05) + tensor
             for key, tensor in old.items()
-            if not (is_mtp_tensor(facts, key) or is_tied_head(facts, key))
+            if not (is_mtp_tensor(facts, key) or is_left_out(facts, key))
         }
         assert sent.keys() == expected_tensors(facts).keys()
         other = tmp_path / f"other{seed}"

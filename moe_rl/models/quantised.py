@@ -1,0 +1,111 @@
+"""Knows how published checkpoints store tensors with fewer bits, and says which of them can be unpacked.
+
+Two of these formats are unpacked:
+fp8    X in float8 e4m3, X_scale_inv one float32 or bfloat16 for each 128 x 128 block (DeepSeek-V3, Qwen3-MoE)
+mxfp4  X_blocks [..., rows, groups, 16] two 4-bit floats a byte, X_scales [..., rows, groups] one 8-bit exponent for
+       each 32 of them (gpt-oss); X itself is [..., columns, rows]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_rl.errors import About, Problem, describe
+from moe_rl.models.safetensors_header import Tensor
+
+FP8_BLOCK = 128
+FP4_GROUP = 32
+
+# Formats by the names of tensors that only they have, the first that fits. Beside them stand the values of quant_method
+# that name the format in config.json.
+_FORMATS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("bitsandbytes", r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB|weight_format)$", ("bitsandbytes",)),
+    ("compressed-tensors", r"\.weight_(packed|shape|global_scale)$", ("compressed-tensors",)),
+    ("NVFP4 (modelopt)", r"\.weight_scale_2$", ("modelopt", "modelopt_fp4", "modelopt_mixed")),
+    ("GPTQ", r"\.g_idx$", ("gptq", "auto_gptq", "gptq_marlin")),
+    ("AWQ", r"\.qzeros$", ("awq", "auto_awq", "awq_marlin")),
+    ("MXFP4", r"_blocks$", ("mxfp4", "gpt_oss_mxfp4")),
+    ("FP8 in blocks", r"\.weight_scale_inv$", ("fp8",)),
+    ("FP8 or INT8 (compressed-tensors, modelopt)", r"\.weight_scale$", ("compressed-tensors", "modelopt", "fp8")),
+    ("MLX", r"\.biases$", ("mlx",)),
+)
+_UNPACKED = {"fp8": "FP8 in blocks", "mxfp4": "MXFP4"}
+_SUFFIX = re.compile(
+    r"([-_.](fp8|nvfp4|mxfp4|fp4|awq|gptq|int[48]|[48]-?bit|bnb|w[48]a(8|16)|quantized|dynamic|block|mlx))+$",
+    re.IGNORECASE,
+)
+
+
+def unpacked(found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors as they are after unpacking, and {name of a packed tensor: "fp8" or "mxfp4"}.
+
+    Unpacked tensors have the dtype "BF16". A packed tensor without fitting scales is returned unchanged.
+    """
+    tensors, packing = dict(found), {}
+    for name, (dtype, shape, file) in found.items():
+        if dtype == "F8_E4M3" and len(shape) == 2:
+            scales = tuple(-(-size // FP8_BLOCK) for size in shape)
+            if found.get(f"{name}_scale_inv", ("", (), ""))[:2] in ((one, scales) for one in ("F32", "BF16")):
+                del tensors[f"{name}_scale_inv"]
+                tensors[name], packing[name] = ("BF16", shape, file), "fp8"
+        elif name.endswith("_blocks") and dtype == "U8" and len(shape) >= 3 and 2 * shape[-1] == FP4_GROUP:
+            whole = name.removesuffix("_blocks")
+            if found.get(f"{whole}_scales", ("", (), ""))[:2] == ("U8", shape[:-1]):
+                del tensors[name], tensors[f"{whole}_scales"]
+                *outer, rows, groups, _ = shape
+                tensors[whole], packing[whole] = ("BF16", (*outer, groups * FP4_GROUP, rows), file), "mxfp4"
+    return tensors, packing
+
+
+def packing_problems(
+    packed: Mapping[str, str], left: Collection[str], settings: Mapping[str, Any], folder: Path
+) -> list[Problem]:
+    """Say why the tensors of a checkpoint cannot be read, or are not what config.json says.
+
+    Args:
+        packed: the packed tensors, see `unpacked`.
+        left: names of the tensors that are neither unpacked nor those of the model.
+        settings: `quantization_config` of the model; empty without one.
+    """
+    where: About = {"key": "model.path", "field": "quantization_config", "folder": folder}
+    said = " ".join(str(settings[key]) for key in ("quant_method", "quant_algo", "format") if settings.get(key))
+    base = _SUFFIX.sub("", folder.name)
+    do = "take the checkpoint in bfloat16 that this one was made from" + (f": {base}" if base != folder.name else "")
+    unreadable = next((name for name, pattern, _ in _FORMATS if any(re.search(pattern, one) for one in left)), "")
+    if unreadable:
+        return [
+            describe(
+                "the checkpoint is quantised in a way that cannot be unpacked here",
+                where=where,
+                got=f"{unreadable}, and in config.json {said or 'nothing'}",
+                expected="tensors in bfloat16, FP8 in blocks of 128 x 128, or MXFP4",
+                do=do,
+            )
+        ]
+    if settings and not packed:
+        return [
+            describe(
+                "config.json says that the checkpoint is quantised, and its tensors are not: vLLM would quantise them",
+                where=where,
+                got=said or dict(settings),
+                expected="no such key beside these tensors",
+                do=f"remove the key from config.json, and hf_quant_config.json if there is one; or {do}",
+            )
+        ]
+    ours = {_UNPACKED[one] for one in packed.values()}
+    theirs = {name for name, _, methods in _FORMATS if settings.get("quant_method") in methods}
+    block = settings.get("weight_block_size") or [FP8_BLOCK, FP8_BLOCK]
+    if settings and (not ours <= theirs or block != [FP8_BLOCK, FP8_BLOCK]):
+        return [
+            describe(
+                "the tensors are quantised in another way than config.json says",
+                where=where,
+                got=" and ".join(sorted(ours)),
+                expected=f"{said}, blocks {block}",
+                do=f"copy config.json and the tensors from the same checkpoint, or {do}",
+            )
+        ]
+    return []
