@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.commands.tokenizer_code import convert_tokenizer
 from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.layout import on_one_rank
 from moe_rl.config.schema import Config
@@ -26,6 +27,12 @@ model in the layout of the run, or in another one such as parallel.expert=4. Eac
 (Without the two dashes before moe_rl torchrun takes --run as an option of its own.)
 --model: the ranks divide the tensors of a checkpoint in float8 (DeepSeek-V3) or 4 bits (gpt-oss), and write the numbers
 that these encode.
+--tokenizer: some checkpoints have a tokenizer that is Python code (auto_map in tokenizer_config.json, no
+tokenizer.json). The first call names the files of the code and their digest, and runs nothing. Read the files, and give
+the digest:
+    moe-rl export --tokenizer Moonlight-16B-A3B --out tokenizer
+    moe-rl export --tokenizer Moonlight-16B-A3B --out tokenizer --run-code DIGEST
+    cp tokenizer/* Moonlight-16B-A3B/
 Exit status: 0 done, 2 an error with an explanation.
 """
 
@@ -37,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="RUN", help="folder of a run")
     source.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face checkpoint")
+    source.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="a checkpoint whose tokenizer needs code of its own"
+    )
+    parser.add_argument(
+        "--run-code", metavar="DIGEST", help="run this code of --tokenizer once, to make a tokenizer.json of it"
+    )
     parser.add_argument(
         "--step",
         type=checkpoints.step_argument,
@@ -57,6 +70,11 @@ def run(options: argparse.Namespace) -> int:
     """Check, then export. Return the exit status."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
+        if options.run_code is not None and options.tokenizer is None:
+            raise ConfigError("--run-code needs --tokenizer")
+        if options.tokenizer is not None:
+            print(f"written: {options.out}, {convert_tokenizer(options.tokenizer, options.out, options.run_code)}")
+            return 0
         if options.model is not None and (options.overrides or options.step is not None):
             raise ConfigError("--step and overrides of parallel.* need --run: a --model has no layout")
         if options.model is not None:

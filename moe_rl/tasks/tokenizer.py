@@ -148,7 +148,7 @@ def _convert(folder: Path) -> Tokenizer:
                 "this tokenizer needs Python code of its own, which is never run",
                 where={"key": "model.path", "folder": folder},
                 got="auto_map in tokenizer_config.json, and no tokenizer.json",
-                do="make a tokenizer.json with transformers' convert_slow_tokenizer, and check it against the original",
+                do=f"make a tokenizer.json once: moe-rl export --tokenizer {folder} --out tokenizer (--help says more)",
                 fault="tokenizer code",
             )
         )
