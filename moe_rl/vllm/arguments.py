@@ -78,7 +78,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
 
 
 def needs_loader(model: Path) -> bool:
-    """Return whether only `loader` loads this checkpoint: one of our families has a tied embedding or derived buffers."""
+    """Return whether only `loader` loads this checkpoint: it has a tied embedding or derived buffers."""
     raw = read_config(model)
     if not FAMILIES.keys() & set(raw.get("architectures") or ()):
         return False

@@ -104,7 +104,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
         shapes = checkpoint_shapes(Path(self.model_config.model))
         config = self.model_config.hf_config
         # vLLM marks a model as untied while its checkpoint has a copy of the tied embedding.
-        self._tied = config.tie_word_embeddings or self.model_config.word_embeddings_untied_by_checkpoint
+        untied = self.model_config.word_embeddings_untied_by_checkpoint
+        self._tied = untied or getattr(config, "tie_word_embeddings", False)
         # The trainer sends no multi-token-prediction layers, which the model leaves out, no buffers that are computed,
         # and a tied embedding once.
         sent = (
