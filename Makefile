@@ -24,7 +24,7 @@ venv: $(READY) ## make .venv: pinned requirements, moe_rl itself, the patched vL
 	@echo "$(VENV) is ready"
 
 demo: $(READY) ## teach a small Qwen3-MoE arithmetic on this CPU, with routing replay; ends with a report
-	@OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 tools/train_moe_rl.py --config configs/tiny_moe_cpu.yaml
+	@OMP_NUM_THREADS=1 $(VENV)/bin/moe-rl train --ranks 2 --config configs/tiny_moe_cpu.yaml
 
 test: $(READY) ## run the tests that go before every commit
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 VERBS = {
-    "train": "train a policy with routing replay; start it with torchrun",
+    "train": "train a policy with routing replay",
     "plan": "print every number derived from a config, and every problem; train nothing",
     "serve": "serve a model with vLLM and record its routes",
     "play": "run an environment on the rows of a file, against a served gateway",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.commands import launch
 from moe_rl.config.check import config_problems, problems, refuse
 from moe_rl.config.check_cluster import node_problems, several_nodes, start_problems
 from moe_rl.config.check_files import absent_problems, prompt_problems, vocabulary_problems
@@ -55,6 +56,7 @@ from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec, stop_tokens
 from moe_rl.tasks.turn_end import endless_problem
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.train import run_folder
+from moe_rl.train.last_words import tell
 from moe_rl.train.peers import STOPPED
 from moe_rl.train.replayed_run import replay_problems
 from moe_rl.train.run_folder import RunFolder
@@ -64,8 +66,8 @@ SAMPLER_GONE, COLLAPSED = 3, 4
 _EPILOG = """
 Exit status of a rank: 0 done; 1 an unexpected error; 2 an error with an explanation; 3 another rank, torchrun or the
 sampler is gone; 4 the run has collapsed (see guards.*) and was ended with a checkpoint and a report; 5 it was asked to
-stop (SIGTERM) or run.max_hours was used, and it ended behind a step: continue it with --resume. torchrun reports this
-status as exitcode and itself exits with 1.
+stop (SIGTERM) or run.max_hours was used, and it ended behind a step: continue it with --resume. --ranks exits with the
+status of the rank that ended first. torchrun reports it as exitcode, and itself exits with 1.
 """
 
 # Prompts of each source on which the rewards are tried.
@@ -93,6 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", action="store_true", help="print every derived number and every problem; train nothing"
     )
     _add_rest(parser, "with --plan: ")
+    _add_ranks(
+        parser,
+        "start this many ranks on this machine (default: torchrun has started them); with --plan: plan for so many",
+    )
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +110,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 if there is no problem, else 2."
     _add_source(parser)
     _add_rest(parser, "")
+    _add_ranks(parser, "number of ranks to plan for (default: cluster.gpus, else the smallest number that works)")
     parser.set_defaults(plan=True, step=None)
 
 
@@ -141,14 +148,6 @@ def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
             "and of one that trains, or a run that has measured them (default with --resume: that run)"
         ),
     )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help=(
-            "number of ranks to plan for without torchrun (default: cluster.gpus, else the smallest number that works)"
-        ),
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) to this file")
     parser.add_argument(
         "overrides",
@@ -161,8 +160,18 @@ def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
     )
 
 
+def _add_ranks(parser: argparse.ArgumentParser, meaning: str) -> None:
+    parser.add_argument("--ranks", type=_number_of_ranks, metavar="N", help=meaning)
+
+
+def _number_of_ranks(value: str) -> int:
+    if not value.isdecimal() or not int(value):
+        raise argparse.ArgumentTypeError(f"got {value}, expected a number of ranks, 1 or more")
+    return int(value)
+
+
 def run(options: argparse.Namespace) -> int:
-    """Check everything, then plan or train. Return the exit status of this rank.
+    """Check everything, then plan or train. Return the exit status of this rank, or of the ranks that were started.
 
     An error in the middle of a run ends the process.
     """
@@ -171,6 +180,8 @@ def run(options: argparse.Namespace) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, folder, world_size, options)
+        if "WORLD_SIZE" not in os.environ:
+            return launch.start(world_size, _program(), config.checkpoint.grace_seconds)
         found, task = _problems(config, folder, world_size, first=rank == 0, again=options.step == 0)
         inputs, changed = _read_inputs(config, folder, task, options.accept)
         refuse(found + changed + _checkpoint_problems(config, folder, options.step))
@@ -181,9 +192,8 @@ def run(options: argparse.Namespace) -> int:
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if under_torchrun and not first:
             time.sleep(_FIRST_TELLS_SECONDS)
-        if first or under_torchrun:
-            who = f" {socket.gethostname()}:" if several_nodes(os.environ) else ""
-            print(f"moe_rl:{who} {error}", file=sys.stderr)
+        who = f" {socket.gethostname()}:" if several_nodes(os.environ) else ""
+        tell(f"moe_rl:{who} {error}", 2, aloud=first or under_torchrun)
         return 2
     # torch and megatron are imported only here, so that a plan or a mistake in the config does not wait for them.
     from moe_rl.train.loop import train
@@ -193,16 +203,14 @@ def run(options: argparse.Namespace) -> int:
         if rank == 0 and options.json:
             write_whole(options.json, (path / "summary.json").read_bytes())
     except Stopped as error:
-        if rank == 0:
-            _say(f"moe_rl: {_told(error)}")
+        tell(f"moe_rl: {_told(error)}", STOPPED, aloud=rank == 0)
         return STOPPED
     except MoeRLError as error:
-        _say(f"moe_rl: rank {rank}: {type(error).__name__}: {_told(error)}")
         status = COLLAPSED if isinstance(error, CollapseError) else 2
-        _leave(SAMPLER_GONE if isinstance(error, SamplerGone) else status)
+        status = SAMPLER_GONE if isinstance(error, SamplerGone) else status
+        _leave(f"moe_rl: rank {rank}: {type(error).__name__}: {_told(error)}", status)
     except Exception as error:  # an unexpected error: print where it happened
-        _say("".join(traceback.format_exception(error)).rstrip())
-        _leave(1)
+        _leave("".join(traceback.format_exception(error)).rstrip(), 1)
     return 0
 
 
@@ -212,18 +220,13 @@ def _told(error: MoeRLError) -> str:
     return ("\n" if "\n" in text else "; ").join([text, *getattr(error, "__notes__", ())])
 
 
-def _say(text: str) -> None:
-    """Print to stderr. Ignores failures: stderr may be a file on a full disk."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _leave(status: int) -> NoReturn:
-    """End the process at once.
+def _leave(text: str, status: int) -> NoReturn:
+    """Tell why, and end the process at once.
 
     Aborted collectives leave threads behind that can crash the interpreter while it exits. With gloo this showed as a
     segmentation fault instead of the exit status.
     """
+    tell(text, status)
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)
@@ -263,33 +266,36 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
         config = load_config(options.config, options.overrides)
     if "WORLD_SIZE" in os.environ:
         world_size = int(os.environ["WORLD_SIZE"])
-        if options.world_size not in (None, world_size):
+        if options.ranks not in (None, world_size):
             raise ConfigError(
                 describe(
                     "contradicts torchrun",
-                    where={"option": "--world-size"},
-                    got=options.world_size,
+                    where={"option": "--ranks"},
+                    got=options.ranks,
                     expected=world_size,
                 )
             )
         return config, folder, world_size
-    if not options.plan:
+    if not options.plan and options.ranks is None:
+        least = least_ranks(config.parallel)
         raise ConfigError(
             describe(
-                "training was started without torchrun",
-                do=f"run: torchrun --nproc-per-node {least_ranks(config.parallel)} {_typed()}",
+                "training was started without ranks",
+                do=f"add --ranks {least}; or, over several machines, run: torchrun --nproc-per-node {least} "
+                f"{' '.join(_program())}",
             )
         )
     planned = config.cluster.gpus if config.cluster is not None else least_ranks(config.parallel)
-    return config, folder, options.world_size or planned
+    return config, folder, options.ranks or planned
 
 
-def _typed() -> str:
-    """Return the typed command in the form that torchrun takes: a script, or a module for the console command."""
+def _program() -> list[str]:
+    """Return the typed command in the form that Python and torchrun take: a script, or a module for the console
+    command."""
     script, *arguments = sys.argv
     if not script.endswith(".py") or script.endswith("__main__.py"):
-        script = "-m moe_rl"
-    return " ".join([script, *arguments])
+        return ["-m", "moe_rl", *arguments]
+    return [script, *arguments]
 
 
 def _plan(config: Config, folder: RunFolder | None, world_size: int, options: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_siz
             where={"key": "parallel"},
             got=f"{world_size} ranks and {sizes}",
             expected=f"a multiple of {least} ranks",
-            do=f"start {least} ranks with torchrun --nproc-per-node {least}, or change parallel",
+            do=f"start {least} ranks (--ranks {least}, or torchrun --nproc-per-node {least}), or change parallel",
         )
     for dimension, name, size in _divided_sizes(facts) if facts is not None else ():
         ranks = getattr(parallel, dimension)

@@ -240,7 +240,7 @@ class ClusterConfig(Section):
     started."""
 
     gpus: Count
-    """Number of GPUs that train. --plan uses it as the number of ranks, unless --world-size is given."""
+    """Number of GPUs that train. --plan uses it as the number of ranks, unless --ranks is given."""
     gpus_per_node: Count = 8
     """Number of GPUs in one machine."""
     gpu_memory_gib: Positive

@@ -22,7 +22,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.errors import MoeRLError, Stopped
+from moe_rl.train.last_words import tell
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -377,11 +377,7 @@ class Peers:
                 why = self._wire.why  # another rank may have been the first to give a reason
             if why:
                 checkpoints.settle(self.folder / checkpoints.FOLDER, self.ranks, _PUBLISHING_SECONDS)
-                print(
-                    f"moe_rl: {why}; the run stops: {checkpoints.to_go_on(self.folder / checkpoints.FOLDER)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                tell(f"moe_rl: {why}; the run stops: {checkpoints.to_go_on(self.folder / checkpoints.FOLDER)}", code)
             if self._several_nodes:
                 # torchrun ends with this rank and takes the store with it: give all nodes time to read the reason
                 time.sleep(2 * _INTERVAL)

@@ -306,7 +306,7 @@ def test_the_verb_plan_is_a_run_with_plan(capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     parser = argparse.ArgumentParser()
     train.add_plan_arguments(parser)
-    assert train.run(parser.parse_args(["--config", CONFIG, "--world-size", "2"])) == 0
+    assert train.run(parser.parse_args(["--config", CONFIG, "--ranks", "2"])) == 0
     assert "no problems" in capsys.readouterr().out
 
 
