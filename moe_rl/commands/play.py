@@ -109,7 +109,8 @@ def read_data(file: str, most: int | None) -> list[Mapping[str, Any]]:
 
 def text(one: PlayedRow) -> str:
     """Lay out what came of one row."""
-    has = f"{one.turns} turns, {one.tokens} tokens ({one.sampled_tokens} sampled), {one.seconds:.1f} s"
+    undelivered = f" and {one.undelivered} that it never received" if one.undelivered else ""
+    has = f"{one.turns} turns{undelivered}, {one.tokens} tokens ({one.sampled_tokens} sampled), {one.seconds:.1f} s"
     head = f"row {one.row}, session {one.session}: "
     if one.rewards is None:
         lines = [line for line in one.traceback.splitlines() if line.strip()][-_SHOWN_LINES:]
@@ -127,6 +128,7 @@ def summary(played: Sequence[PlayedRow]) -> dict[str, Any]:
         "failed": len(played) - len(rewards),
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "turns": sum(one.turns for one in played),
+        "undelivered": sum(one.undelivered for one in played),
         "tokens": sum(one.tokens for one in played),
         "sampled_tokens": sum(one.sampled_tokens for one in played),
     }

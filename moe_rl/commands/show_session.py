@@ -32,15 +32,19 @@ def session_lines(path: Path, name: str | None, model: Path | None) -> Iterator[
     run = file.parent.parent
     session = Session.of(read_session(file))
     codec = TextCodec(_tokenizer(run) if model is None else model, ())
-    turns = session.turns
-    yield f"session {session.name} of {session.group}: {len(turns)} turns, {len(session.branches())} branches, " + (
-        f"{sum(len(turn.ids) for turn in turns)} tokens, {sum(len(turn.token_ids) for turn in turns)} of them said"
+    turns = session.received
+    undelivered = len(session.turns) - len(turns)
+    yield (
+        f"session {session.name} of {session.group}: {len(turns)} turns, {len(session.branches())} branches, "
+        + (f"{sum(len(turn.ids) for turn in turns)} tokens, {sum(len(turn.token_ids) for turn in turns)} of them said")
+        + (f"; {undelivered} more turns that the agent never received" if undelivered else "")
     )
     yield from _earned(run, session.name)
-    for turn in turns:
+    for turn in session.turns:
         behind = "" if turn.parent is None else f", behind turn {turn.parent}"
         ended = f"ended by {turn.finish_reason}, weights of version {_weights(turn)}"
-        yield f"turn {turn.number}, {turn.kind}{behind}: {ended}"
+        lost = "" if turn.received else ", never received, so it is not trained on"
+        yield f"turn {turn.number}, {turn.kind}{behind}: {ended}{lost}"
         yield indented("given", codec.decode(turn.input_ids))
         yield indented("said", codec.decode(turn.token_ids))
 

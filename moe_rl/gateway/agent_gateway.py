@@ -2,6 +2,7 @@
 
     messages --- Dialogues ----> the turn that they continue
              --- ChatRenderer -> token ids: those of that turn, and the new messages behind them
+    request  --- Exchanges ----> what an equal one gave whose reply did not arrive
     token ids -- Session ------> place in the tree, limits
               -- TurnSampler --> completion, record in the trace store
     completion - ChatRenderer -> text, reasoning, tool calls
@@ -16,17 +17,19 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from moe_rl.errors import DataError, DiskError, EngineError, SessionError, describe
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingRule, SamplingWish, TextWish
 from moe_rl.gateway.dialogues import Dialogues
+from moe_rl.gateway.exchanges import Call, Exchange, Exchanges
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.rendering import ChatRenderer, ParsedAnswer
 from moe_rl.gateway.session_journal import SessionJournals
 from moe_rl.gateway.session_keys import OpenedSession, SessionBook, hash_key
-from moe_rl.gateway.sessions import FinishedSession, Session, SessionLimits, Turn
+from moe_rl.gateway.sessions import FinishedSession, PendingTurns, Session, SessionLimits, Turn
 from moe_rl.gateway.turn_sampler import TurnSampler
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.types import Completion
@@ -40,9 +43,10 @@ class AgentGateway:
     Attributes:
         model: the name that replies give it.
         book: the open sessions.
-        counts: `unstable`: turns whose messages continue a turn while their tokens do not, because the chat template
-            writes what was said otherwise now; `unreadable` tool calls; `left`: requests whose client went away;
-            `reopened` sessions of a gateway that was killed; `not_reopened`: those whose journal or records are faulty.
+        counts: `repeated`: requests that got what an equal one gave whose reply did not arrive; `unstable`: turns whose
+            messages continue a turn while their tokens do not, because the chat template writes what was said otherwise
+            now; `unreadable` tool calls; `left`: requests that were aborted because their client went away; `reopened`
+            sessions of a gateway that was killed; `not_reopened`: those whose journal or records are faulty.
 
     Args:
         journals: get each turn before its reply is returned. None: what is open ends with the gateway.
@@ -60,12 +64,13 @@ class AgentGateway:
         stop_token_ids: Sequence[int],
     ):
         self.model, self.book, self.turns = model, book, turns
-        self.counts: Counter[str] = Counter(unstable=0, unreadable=0, left=0, reopened=0, not_reopened=0)
+        self.counts: Counter[str] = Counter(unstable=0, unreadable=0, left=0, repeated=0, reopened=0, not_reopened=0)
         self._journals = journals
         self._renderer, self._codec = renderer, codec
         self._text_stops = tuple(stop_token_ids)
         self._chat_stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *stop_token_ids)))
         self._dialogues: dict[str, Dialogues] = {}
+        self._exchanges = Exchanges()
         self._rules: dict[str, SamplingRule] = {}
 
     def open(
@@ -121,13 +126,15 @@ class AgentGateway:
             self.book.reopen(journaled.session, journaled.key_hash)
             self._dialogues[name] = Dialogues()
             self._dialogues[name].restore(journaled.replies)
+            for request, turns in journaled.requests:
+                self._exchanges.add(journaled.session, Exchange.of(request, turns))
         return problems
 
     def end(self, session: Session) -> FinishedSession:
         """Let a session take no more turns, and return it.
 
         Raises:
-            SessionError: a request of it is still being sampled.
+            SessionError: a request of it is still being sampled, or its reply is going out.
         """
         if session.busy:
             raise SessionError(
@@ -148,16 +155,79 @@ class AgentGateway:
         self.book.close(session)
         self.turns.forget(session)
         self._dialogues.pop(session.name, None)
+        self._exchanges.forget(session)
         self._rules.pop(session.name, None)
 
-    async def chat(self, session: Session, wish: ChatWish, leave: asyncio.Event) -> list[AgentReply]:
-        """Sample the next message of a chat. Returns one reply for each sample, and fewer if the client left.
+    async def answer(self, session: Session, wish: ChatWish | TextWish, call: Call) -> Exchange:
+        """Sample what a client asks for, or find what an equal request of its own has given.
+
+        Returns the exchange with its replies, one for each sample, and none if it was aborted. The caller sends them,
+        and calls `sent` in any case.
 
         Raises:
             BadRequest: the messages or the wish cannot be served, or a limit of the session is reached.
             EngineError: the sampler failed.
             DiskError: the journal cannot be written.
         """
+        while (earlier := self._exchanges.repeated(session, call)) is not None:
+            if earlier.replies is None:  # so it must be sampled again, and the agent has not got what it was
+                self._tell_received(session, earlier.turns, received=False)
+                break
+            earlier.enter(call)
+            try:
+                if await asyncio.shield(earlier.replies):
+                    self._reserve_again(session, earlier)
+                    self.counts["repeated"] += 1
+                    return earlier
+            except BaseException:
+                earlier.exit(call)
+                raise
+        exchange = Exchange(call.request)
+        self._exchanges.add(session, exchange)
+        exchange.enter(call)
+        replies: list[AgentReply] = []
+        try:
+            if isinstance(wish, ChatWish):
+                replies = await self._chat(session, wish, exchange)
+            else:
+                replies = await self._complete(session, wish, exchange)
+        finally:
+            self.counts["left"] += int(exchange.leave.is_set())
+            assert exchange.replies is not None
+            exchange.replies.set_result(replies)
+            if not replies:
+                self._release(session, exchange)
+                self._exchanges.drop(session, exchange)
+        return exchange
+
+    def sent(self, session: Session, exchange: Exchange, call: Call) -> None:
+        """Note that the replies went out whole, if the client is still there, or that they reach nobody."""
+        exchange.exit(call)
+        if not call.gone:
+            self._tell_received(session, exchange.turns, received=True)
+            call.on_leave(lambda: self._tell_received(session, exchange.turns, received=False))
+        if not (call.gone and exchange.waited_for):
+            self._release(session, exchange)
+
+    def _tell_received(self, session: Session, turns: Sequence[int], *, received: bool) -> None:
+        news = [] if session.ended else session.tell_received(turns, received)
+        if news and self._journals is not None:
+            with suppress(DiskError):  # it is written with what comes next
+                self._journals.add_received(session, news, received)
+
+    def _reserve_again(self, session: Session, exchange: Exchange) -> None:
+        """Set aside again what the turns of an exchange use of the limits, if nobody has received them."""
+        turns = [session.turns[number] for number in exchange.turns]
+        if exchange.place is None and not any(turn.received for turn in turns):
+            most = max(len(turn.token_ids) for turn in turns)
+            exchange.place = self._begin(session, session.prompt(turns[0].number), len(turns), most)
+
+    def _release(self, session: Session, exchange: Exchange) -> None:
+        if exchange.place is not None:
+            session.drop(exchange.place)
+            exchange.place = None
+
+    async def _chat(self, session: Session, wish: ChatWish, exchange: Exchange) -> list[AgentReply]:
         if wish.tools and not self._renderer.reads_tools:
             raise BadRequest(
                 "this gateway's renderer finds no tool calls: set gateway.renderer to one of the model's family",
@@ -166,35 +236,29 @@ class AgentGateway:
             )
         dialogues = self._dialogues.setdefault(session.name, Dialogues())
         prompt, continued = self._prompt(session, dialogues, wish)
-        turns = await self._turns(session, prompt, wish.sampling, self._chat_stops, leave)
         replies = []
         new: dict[bytes, int] = {}
-        for turn, completion in turns:
+        for turn, completion in await self._turns(session, prompt, wish.sampling, self._chat_stops, exchange):
             self.counts["unstable"] += int(continued is not None and turn.parent != continued)
             answer = self._renderer.parse(prompt, completion.token_ids, wish.tools)
             if (stop := completion.stop_string) is not None:
                 answer = replace(answer, content=answer.content.partition(stop)[0])
             self.counts["unreadable"] += answer.unreadable
             use_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in answer.uses)
-            if completion.finish_reason != "abort":
-                new |= dialogues.add(wish.messages, wish.tools, message_of(answer, use_ids), turn.number)
-                tokens = self._tokens(completion) if wish.logprobs else ()
-                replies.append(AgentReply(turn, len(prompt), answer, use_ids, "", tokens, stop))
+            new |= dialogues.add(wish.messages, wish.tools, message_of(answer, use_ids), turn.number)
+            tokens = self._tokens(completion) if wish.logprobs else ()
+            replies.append(AgentReply(turn, len(prompt), answer, use_ids, "", tokens, stop))
         if new and self._journals is not None:
             self._journals.add_replies(session, new)
         return replies
 
-    async def complete(self, session: Session, wish: TextWish, leave: asyncio.Event) -> list[AgentReply]:
-        """Sample what follows a text or token ids, see `chat`."""
+    async def _complete(self, session: Session, wish: TextWish, exchange: Exchange) -> list[AgentReply]:
         prompt = self._codec.encode(wish.prompt) if isinstance(wish.prompt, str) else wish.prompt
         replies = []
-        for turn, completion in await self._turns(session, prompt, wish.sampling, self._text_stops, leave):
-            if completion.finish_reason != "abort":
-                text = self._codec.text(completion)
-                text = (self._codec.decode(prompt) if wish.echo else "") + text
-                stop = completion.stop_string
-                tokens = self._tokens(completion) if wish.logprobs else ()
-                replies.append(AgentReply(turn, len(prompt), _NOTHING_SAID, (), text, tokens, stop))
+        for turn, completion in await self._turns(session, prompt, wish.sampling, self._text_stops, exchange):
+            text = (self._codec.decode(prompt) if wish.echo else "") + self._codec.text(completion)
+            tokens = self._tokens(completion) if wish.logprobs else ()
+            replies.append(AgentReply(turn, len(prompt), _NOTHING_SAID, (), text, tokens, completion.stop_string))
         return replies
 
     def _prompt(self, session: Session, dialogues: Dialogues, wish: ChatWish) -> tuple[tuple[int, ...], int | None]:
@@ -216,9 +280,9 @@ class AgentGateway:
         prompt: tuple[int, ...],
         wish: SamplingWish,
         stop_token_ids: Sequence[int],
-        leave: asyncio.Event,
+        exchange: Exchange,
     ) -> list[tuple[Turn, Completion]]:
-        """Sample a prompt, and add what came of it to the session."""
+        """Sample a prompt, and add what came of it to the session. Returns nothing if a part of it was aborted."""
         if (rule := self._rules.get(session.name)) is not None:
             wish = rule.applied(wish)
         room = self.turns.room(prompt)
@@ -229,24 +293,24 @@ class AgentGateway:
             )
         wish = replace(wish, stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *wish.stop_token_ids))))
         most = room if wish.max_tokens is None else min(room, wish.max_tokens)
+        place = exchange.place = self._begin(session, prompt, wish.samples, most)
         try:
-            place = session.begin(prompt, samples=wish.samples, max_tokens=most, now=_now())
+            self.turns.check(place, wish)
+        except EngineError as error:
+            raise BadRequest(str(error)) from None
+        sampled, continues = await self.turns.sample(session, place, wish, exchange.leave)
+        # What was aborted before its first token is nothing.
+        added = [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
+        exchange.turns = [turn.number for turn, _ in added]
+        if added and self._journals is not None:
+            self._journals.add_turns(session, [turn for turn, _ in added], exchange.request)
+        return [] if any(one.finish_reason == "abort" for one in sampled) else added
+
+    def _begin(self, session: Session, prompt: tuple[int, ...], samples: int, most: int) -> PendingTurns:
+        try:
+            return session.begin(prompt, samples=samples, max_tokens=most, now=_now())
         except SessionError as error:
             raise BadRequest(str(error), code="session_limit") from None
-        try:
-            try:
-                self.turns.check(place, wish)
-            except EngineError as error:
-                raise BadRequest(str(error)) from None
-            sampled, continues = await self.turns.sample(session, place, wish, leave)
-            self.counts["left"] += int(leave.is_set())
-            # What was aborted before its first token is nothing.
-            added = [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
-            if added and self._journals is not None:
-                self._journals.add_turns(session, [turn for turn, _ in added])
-            return added
-        finally:
-            session.drop(place)
 
     def _tokens(self, completion: Completion) -> list[SaidToken]:
         pairs = zip(completion.text_token_ids, completion.logprobs.tolist(), strict=False)

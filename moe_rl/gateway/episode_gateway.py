@@ -171,12 +171,13 @@ class EpisodeGateway:
     def _trajectory(
         self, asked: EpisodeRequest, session: Session, finished: FinishedSession, episode: Episode
     ) -> Trajectory:
-        turns = len(finished.turns)
+        turns = len(session.received)
         by_turn = self._environment.credit == "turn"
         verdict = _verdict(episode, turns, by_turn=by_turn)
         rewards = episode.rewards if by_turn and verdict.scored and isinstance(episode.rewards, tuple) else ()
         sequences = sequences_of(finished, rewards)
-        played = Trajectory(asked.name, sequences, verdict, turns, len(session.branches()), finished.digest)
+        undelivered, branches = len(session.turns) - turns, len(session.branches())
+        played = Trajectory(asked.name, sequences, verdict, turns, undelivered, branches, finished.digest)
         most = self._config.train.microbatch_tokens
         if verdict.scored and asked.kept and played.forwarded > most:
             told = f"{played.forwarded} tokens in {len(sequences)} sequences"
@@ -200,13 +201,13 @@ def _verdict(episode: Episode, turns: int, *, by_turn: bool) -> Verdict:
     if rewards is None:
         return _failed(episode.problem)
     if not turns:
-        return _failed("ended without a turn of the model")
+        return _failed("ended without a turn of the model that it received")
     if not isinstance(rewards, tuple):
         if by_turn:
             return _failed("returned one reward, expected a list with one for each turn (task.environment.credit)")
         return Verdict("scored", rewards, {"episode": rewards})
     if len(rewards) != turns:
-        return _failed(f"returned {len(rewards)} rewards, expected one for each of {turns} turns")
+        return _failed(f"returned {len(rewards)} rewards, expected one for each of {turns} turns that it received")
     return Verdict("scored", math.fsum(rewards), {f"turn {at}": reward for at, reward in enumerate(rewards)})
 
 

@@ -17,7 +17,7 @@ from moe_rl.trace import TraceStore
 from moe_rl.trace.spans import versions_of_rows
 from moe_rl.types import RouteRef
 
-_HEAD, _WHAT = "moe_rl session 1", "the turns of a session"
+_HEAD, _WHAT = "moe_rl session 2", "the turns of a session"
 
 
 class SessionKeeper:

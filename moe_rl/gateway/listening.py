@@ -1,12 +1,16 @@
-"""Runs the gateway's app on a socket, inside the caller's event loop."""
+"""Runs the gateway's app on a socket, inside the caller's event loop, and tells it what becomes of connections."""
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
+
+from moe_rl.rollout.sampler import nobody
 
 # Time for replies in flight at shutdown.
 _LEAVE_SECONDS = 3
@@ -22,17 +26,18 @@ class GatewayListener:
     def __init__(self, app, listener: socket.socket):
         self._listener = listener
         # No access log: addresses may contain keys.
-        self._server = _QuietServer(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                access_log=False,
-                log_level="warning",
-                server_header=False,
-                timeout_keep_alive=_IDLE_SECONDS,
-                timeout_graceful_shutdown=_LEAVE_SECONDS,
-            )
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            timeout_keep_alive=_IDLE_SECONDS,
+            timeout_graceful_shutdown=_LEAVE_SECONDS,
         )
+        config.load()
+        config.http_protocol_class = type("Protocol", (Connection, config.http_protocol_class), {})
+        self._server = _QuietServer(config)
 
     @property
     def listens(self) -> bool:
@@ -46,6 +51,49 @@ class GatewayListener:
     def stop(self) -> None:
         """Accept no more requests, and let `serve` end. May be called from another thread."""
         self._server.should_exit = True
+
+
+class Connection:
+    """Is mixed into uvicorn's class of connections. The app finds it in `scope["connection"]`.
+
+    ASGI tells that a client went while it waits. It does not tell that a reply was written to a connection that the
+    client had closed by then, or that the client closed it without having read the reply.
+
+    Attributes:
+        on_hang_up: called when the client goes before it has read the reply, as far as can be known. An app sets it
+            for its request.
+    """
+
+    app: Any
+    cycle: Any
+    transport: Any
+    on_hang_up: Callable[[], None] = nobody
+
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        app = self.app
+
+        async def serve(scope: Any, receive: Any, send: Any) -> None:
+            self.on_hang_up = nobody  # the client asks again here, so it has read what came before
+            scope["connection"] = self
+            await app(scope, receive, send)
+
+        self.app = serve
+
+    @property
+    def hung_up(self) -> bool:
+        """Return whether the client has closed the connection, even if the event loop has not heard of it yet."""
+        if self.transport.is_closing():
+            return True
+        look = select.poll()
+        look.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(look.poll(0))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Hear that the connection is closed. exc: a client that closes it with unread bytes resets it."""
+        super().connection_lost(exc)  # type: ignore[misc]
+        if self.cycle is not None and (exc is not None or not self.cycle.response_complete):
+            self.on_hang_up()
 
 
 class _QuietServer(uvicorn.Server):

@@ -1,12 +1,13 @@
 """Keeps what open sessions have, so that a gateway that was killed can go on with them.
 
-`sessions/NAME.journal` is the line `moe_rl journal 1`, and a line for each thing that happened in the session:
+`sessions/NAME.journal` is the line `moe_rl journal 2`, and a line for each thing that happened in the session:
 
     <xxh3-128 of the digest of the line before and this value> <the value in the encoding of `messages.py`, in base64>
 
 A line is written before the client gets what it tells of, so a line that was torn when the gateway died tells of
-nothing that a client has. Lines reach the kernel and are not synced: they survive the death of the process, and a power
-cut may cost the last ones. There is no key in the file, only its hash.
+nothing that a client has. That a reply was received is written after it: a turn whose gateway died between the two
+counts as not received until a request continues it. Lines reach the kernel and are not synced: they survive the death
+of the process, and a power cut may cost the last ones. There is no key in the file, only its hash.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moe_rl.errors import About, DataError, DiskError, describe
 from moe_rl.gateway.sessions import Session, SessionLimits, Turn
 from moe_rl.messages import Message
 
-_HEAD, _SUFFIX, _WHAT = b"moe_rl journal 1", ".journal", "the journal of a session"
+_HEAD, _SUFFIX, _WHAT = b"moe_rl journal 2", ".journal", "the journal of a session"
 
 
 class OpenedEntry(Message, frozen=True):
@@ -41,9 +42,17 @@ class OpenedEntry(Message, frozen=True):
 
 
 class TurnsEntry(Message, frozen=True):
-    """Tells of the turns that came of one request."""
+    """Tells of the turns that came of one request. request: its digest, see `exchanges.Call`."""
 
     turns: list[Turn]
+    request: bytes
+
+
+class ReceivedEntry(Message, frozen=True):
+    """Tells of turns, by their numbers, whether the agent got them."""
+
+    turns: list[int]
+    received: bool
 
 
 class RepliesEntry(Message, frozen=True):
@@ -56,7 +65,7 @@ class ReopenedEntry(Message, frozen=True):
     """Tells that a gateway opened the session again."""
 
 
-_Entry = OpenedEntry | TurnsEntry | RepliesEntry | ReopenedEntry
+_Entry = OpenedEntry | TurnsEntry | ReceivedEntry | RepliesEntry | ReopenedEntry
 _ENTRIES: msgspec.msgpack.Decoder[_Entry] = messages.decoder(_Entry)
 
 
@@ -66,6 +75,7 @@ class JournaledSession:
 
     Attributes:
         replies: which messages continue which turn, for `Dialogues.restore`.
+        requests: the turns of each request, by its digest.
         whole: bytes of the file without a torn last line.
         digest: of the last whole line.
     """
@@ -73,6 +83,7 @@ class JournaledSession:
     session: Session
     key_hash: bytes
     replies: Mapping[bytes, int]
+    requests: list[tuple[bytes, list[int]]]
     whole: int
     digest: str
 
@@ -104,9 +115,13 @@ class SessionJournals:
                 self.remove(session.name)
             raise
 
-    def add_turns(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Write down the turns that came of a request."""
-        self._add(session, TurnsEntry(list(turns)))
+    def add_turns(self, session: Session, turns: Sequence[Turn], request: bytes) -> None:
+        """Write down the turns that came of a request, whose digest is given."""
+        self._add(session, TurnsEntry(list(turns), request))
+
+    def add_received(self, session: Session, turns: Sequence[int], received: bool) -> None:
+        """Write down whether turns were received."""
+        self._add(session, ReceivedEntry(list(turns), received))
 
     def add_replies(self, session: Session, turns: Mapping[bytes, int]) -> None:
         """Write down which messages continue which turn."""
@@ -143,16 +158,20 @@ class SessionJournals:
             raise _damaged(path, 2, f"no entry that opens {name}")
         session = Session(name, first.group, first.limits, clock - max(0.0, now - first.opened))
         replies: dict[bytes, int] = {}
+        requests: list[tuple[bytes, list[int]]] = []
         for entry in entries[1:]:
             match entry:
-                case TurnsEntry(turns):
+                case TurnsEntry(turns, request):
                     for turn in turns:
                         session.restore(turn)
+                    requests.append((request, [turn.number for turn in turns]))
+                case ReceivedEntry(numbers, received):
+                    session.tell_received(numbers, received)
                 case RepliesEntry(found):
                     replies |= found
                 case ReopenedEntry():
                     session.reopened += 1
-        return JournaledSession(session, first.key_hash, replies, whole, digest)
+        return JournaledSession(session, first.key_hash, replies, requests, whole, digest)
 
     def go_on(self, journaled: JournaledSession) -> None:
         """Cut off a torn last line, and write down that the session is opened again."""

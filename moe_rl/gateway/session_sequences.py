@@ -6,14 +6,15 @@ model was given between two of them is inserted between their tokens. What lies 
     branch 1    prompt | turn 0 | result | turn 1 | result | turn 2      one sequence: turns 0, 1 and 2
     branch 2    prompt | turn 0 | other  | turn 3                        one sequence: turn 3, all before is its prompt
 
-Branches are walked in the order in which they ended, and no turn is taken twice. So each sampled token is in exactly
-one sequence, behind the tokens that it was sampled behind, and each sequence has one record with all its rows. A turn
-whose record does not continue that of its parent, because the weights changed between the two, begins a new sequence.
+Branches are walked in the order in which they ended, and no turn is taken twice. So each sampled token of a received
+turn is in exactly one sequence, behind the tokens that it was sampled behind, and each sequence has one record with all
+its rows. A turn whose record does not continue that of its parent, because the weights changed between the two, begins
+a new sequence. A turn that the agent never received is in none: the reward did not come of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,13 +26,14 @@ def sequences_of(finished: FinishedSession, rewards: Sequence[float] = ()) -> li
     """Return the sequences of a session, in the order of their branches. Their keys are those of their records.
 
     Args:
-        rewards: of each turn, if turns are to have advantages of their own.
+        rewards: of each received turn, if turns are to have advantages of their own.
 
     Raises:
         SessionError: the chain of digests does not hold. The message names session and turn.
     """
     session = Session.of(finished)
-    return [_joined(session, turns, rewards) for turns in runs_of(session)]
+    earned = dict(zip((turn.number for turn in session.received), rewards, strict=True)) if rewards else {}
+    return [_joined(session, turns, earned) for turns in runs_of(session)]
 
 
 def runs_of(session: Session) -> list[list[Turn]]:
@@ -52,7 +54,7 @@ def runs_of(session: Session) -> list[list[Turn]]:
     return found
 
 
-def _joined(session: Session, turns: Sequence[Turn], rewards: Sequence[float]) -> Completion:
+def _joined(session: Session, turns: Sequence[Turn], rewards: Mapping[int, float]) -> Completion:
     """Return the sequence of a run of turns. Its record is that of the last one, which has the rows of all."""
     first, last = turns[0], turns[-1]
     inserted, said = [], len(first.token_ids)

@@ -10,6 +10,10 @@
     leaves it inside a prompt            forked: another input behind the same history, or the same prompt again
     leaves it inside a completion        rewritten: what the model had said was changed, dropped or written anew
 
+A turn is received once its whole reply has gone out to a client that was still there, or once another turn continues
+it. What nobody received is kept and proven like all else, but it is no act of the agent: it uses up no limit, counts
+in no branch, and gives nothing to train on. A turn that was aborted had no reply, so no other is behind it.
+
 What the model said is never tokenised again: a prompt that continues a turn begins with that turn's own ids. Each turn
 has a digest over its parent's digest, its tokens, log-probabilities, versions and record, so that none can be changed,
 exchanged or moved to another branch without notice.
@@ -36,7 +40,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Bounds a session.
+    """Bounds a session. Turns that nobody received do not count.
 
     Attributes:
         tokens: each turn counts the tokens of its prompt behind its parent's, and its completion.
@@ -61,6 +65,8 @@ class Turn:
         continues: whether its record continues that of the parent. If not, it has the rows of the whole prompt.
         shared: how many tokens of its prompt the session already had, from the first token on.
         digest: of the turn and all turns before it on its branch, 64 hex digits.
+        received: whether the agent got it. The digest does not cover this, as it is known later; that of the session
+            does.
     """
 
     number: int
@@ -75,6 +81,7 @@ class Turn:
     kind: TurnKind
     shared: int
     digest: str = ""
+    received: bool = False
 
     @property
     def ids(self) -> Ids:
@@ -102,7 +109,7 @@ class PendingTurns:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSession:
-    """Holds a session that takes no more turns. digest: over all turns and the names."""
+    """Holds a session that takes no more turns. digest: over the names and all turns, received or not."""
 
     name: str
     group: str
@@ -116,7 +123,7 @@ class Session:
     Attributes:
         name: of the session, in record keys and messages. It is no secret.
         group: the sessions whose rewards are compared; the caller's choice.
-        turns: in the order in which they ended.
+        turns: in the order in which they ended, also those that nobody received.
         ended: whether it takes no more turns. The caller sets it.
         reopened: how often it was opened again by a gateway that started again. The caller sets it.
         shards: prefix of the names of its trace shards; None: its routes are not recorded. The caller may set it.
@@ -137,17 +144,21 @@ class Session:
         self._opened = opened
         self._children: dict[int | None, list[int]] = {None: []}
         self._pending: list[PendingTurns] = []
-        self._tokens = 0
 
     @property
     def busy(self) -> bool:
-        """Return whether a request of the session is being sampled."""
+        """Return whether a request of the session is being sampled, or its reply is going out."""
         return bool(self._pending)
 
     @property
+    def received(self) -> list[Turn]:
+        """Return the turns that the agent got."""
+        return [turn for turn in self.turns if turn.received]
+
+    @property
     def kinds(self) -> Counter[TurnKind]:
-        """Return how many turns there are of each kind."""
-        return Counter(turn.kind for turn in self.turns)
+        """Return how many received turns there are of each kind."""
+        return Counter(turn.kind for turn in self.received)
 
     def begin(self, prompt: Sequence[int], *, samples: int, max_tokens: int, now: float) -> PendingTurns:
         """Find the place of a prompt in the tree, and set aside what its turns may use.
@@ -163,11 +174,15 @@ class Session:
             raise SessionError(describe("The session has ended", where={"session": self.name}, fault="ended"))
         ids = tuple(prompt)
         parent, shared = self._deepest(ids)
+        if parent is not None:
+            self.tell_received([parent])  # otherwise its client would not know how to go on
+        received = self.received
         fed = (len(ids) - shared) * samples
         pending = sum(one.samples for one in self._pending)
-        tokens_left = self.limits.tokens - self._tokens - sum(one.tokens for one in self._pending) - fed
+        used = sum(len(turn.ids) for turn in received) + sum(one.tokens for one in self._pending)
+        tokens_left = self.limits.tokens - used - fed
         for what, got, most in (
-            ("turns", len(self.turns) + pending + samples, self.limits.turns),
+            ("turns", len(received) + pending + samples, self.limits.turns),
             ("seconds", now - self._opened, self.limits.seconds),
             ("tokens", self.limits.tokens - tokens_left + samples, self.limits.tokens),
         ):
@@ -211,6 +226,21 @@ class Session:
         self._append(turn)
         return turn
 
+    def tell_received(self, numbers: Sequence[int], received: bool = True) -> list[int]:
+        """Note whether turns were received. Returns the numbers of those of which this is news.
+
+        What an aborted turn had was sent to nobody, and what another turn continues was received.
+        """
+        news = [
+            number
+            for number in numbers
+            if self.turns[number].received != received
+            and (self.turns[number].finish_reason != "abort" if received else not self._children[number])
+        ]
+        for number in news:
+            self.turns[number] = replace(self.turns[number], received=received)
+        return news
+
     def restore(self, turn: Turn) -> None:
         """Add a turn that was kept.
 
@@ -228,6 +258,8 @@ class Session:
         if (digest := self._digest(turn)) != turn.digest:
             raise self._fault(number, "is not what it was", f"digest {digest}", turn.digest)
         self._append(turn)
+        if turn.parent is not None:
+            self.tell_received([turn.parent])
 
     def path(self, number: int) -> list[Turn]:
         """Return the turns of a branch from the root to a turn."""
@@ -257,8 +289,10 @@ class Session:
         return found.pop() if len(found) == 1 else None
 
     def branches(self) -> list[list[Turn]]:
-        """Return the branches, in the order in which their last turns ended."""
-        return [self.path(turn.number) for turn in self.turns if not self._children[turn.number]]
+        """Return the branches of received turns, in the order in which their last turns ended."""
+        received = self.received
+        continued = {turn.parent for turn in received}
+        return [self.path(turn.number) for turn in received if turn.number not in continued]
 
     def finish(self) -> FinishedSession:
         """Return the session as it is."""
@@ -277,7 +311,7 @@ class Session:
         if (whole := _whole_digest(session)) != finished.digest:
             raise SessionError(
                 describe(
-                    "A session lacks turns or has another name",
+                    "A session lacks turns, has another name, or another turn of it was received",
                     where={"session": finished.name},
                     got=f"{len(finished.turns)} turns, digest {whole}",
                     expected=finished.digest,
@@ -288,9 +322,9 @@ class Session:
 
     def _append(self, turn: Turn) -> None:
         self.turns.append(turn)
-        self._children[turn.parent].append(turn.number)
         self._children[turn.number] = []
-        self._tokens += len(turn.ids)
+        if turn.finish_reason != "abort":
+            self._children[turn.parent].append(turn.number)
 
     def _length(self, number: int | None) -> int:
         """Return how many tokens there are up to the end of a turn; None: up to the root."""
@@ -342,7 +376,7 @@ class Session:
 
 
 def _whole_digest(session: Session) -> str:
-    told = (session.name, session.group, [turn.digest for turn in session.turns])
+    told = (session.name, session.group, [(turn.digest, turn.received) for turn in session.turns])
     return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()
 
 

@@ -13,11 +13,10 @@ costs time, and never leaves a client with half of another answer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +24,16 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from moe_rl.errors import DiskError, MoeRLError, SessionError
 from moe_rl.gateway import anthropic_dialect as anthropic
 from moe_rl.gateway import openai_dialect as openai
 from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.asking import AgentReply, BadRequest
+from moe_rl.gateway.exchanges import Call
 from moe_rl.gateway.fields import checked
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.sessions import Session, SessionLimits
@@ -51,13 +52,11 @@ class Dialect:
 
     Attributes:
         read: makes the wish from the body.
-        answer: samples it.
         body, events: the reply, whole or as a stream; get the reply's name, the model's, the wish and the replies.
         error: the body of an error.
     """
 
     read: Callable[[bytes], Any]
-    answer: Callable[[Session, Any, asyncio.Event], Awaitable[list[AgentReply]]]
     body: Callable[[str, str, Any, Sequence[AgentReply]], dict[str, Any]]
     events: Callable[[str, str, Any, Sequence[AgentReply]], Iterator[bytes]]
     error: Callable[[BadRequest], dict[str, Any]]
@@ -90,14 +89,10 @@ class GatewayApp:
     ):
         self._gateway, self._keeper, self._token, self._longest = gateway, keeper, token.encode(), longest
         self._failed = failed
-        chat = Dialect(openai.read_chat, gateway.chat, openai.chat_body, openai.chat_events, openai.error_body)
-        text = Dialect(openai.read_text, gateway.complete, openai.text_body, openai.text_events, openai.error_body)
+        chat = Dialect(openai.read_chat, openai.chat_body, openai.chat_events, openai.error_body)
+        text = Dialect(openai.read_text, openai.text_body, openai.text_events, openai.error_body)
         messages = Dialect(
-            anthropic.read_messages,
-            gateway.chat,
-            anthropic.messages_body,
-            anthropic.messages_events,
-            anthropic.error_body,
+            anthropic.read_messages, anthropic.messages_body, anthropic.messages_events, anthropic.error_body
         )
         routes = [
             Route("/health", _health),
@@ -118,11 +113,16 @@ class GatewayApp:
         async def serve(request: Request) -> Response:
             try:
                 session = self._session(request)
-                wish = dialect.read(bytes(await _body(request, self._longest)))
-                async with _client(request) as leave:
-                    replies = await dialect.answer(session, wish, leave)
-                if not replies:
+                body = bytes(await _body(request, self._longest))
+                wish = dialect.read(body)
+                call = _call(request, body)
+                exchange = await self._gateway.answer(session, wish, call)
+                assert exchange.replies is not None  # they are kept as long as a client waits
+                if call.gone:
+                    self._gateway.sent(session, exchange, call)
                     return Response(status_code=_CLIENT_GONE)
+                if not (replies := exchange.replies.result()):
+                    raise BadRequest("the sampler gave the request up: send it again", status=503, code="aborted")
             except BadRequest as error:
                 return JSONResponse(dialect.error(error), error.status, _headers(error.status))
             except ClientDisconnect:
@@ -131,11 +131,14 @@ class GatewayApp:
                 self._failed(error)
                 failed = BadRequest(str(error), status=503, code="sampler_failed")
                 return JSONResponse(dialect.error(failed), failed.status)
-            name = secrets.token_hex(12)
-            told = name, self._gateway.model, wish, replies
-            if wish.stream:
-                return StreamingResponse(_each(dialect.events(*told)), media_type="text/event-stream")
-            return Response(msgspec.json.encode(dialect.body(*told)), media_type="application/json")
+            told = secrets.token_hex(12), self._gateway.model, wish, replies
+
+            def reply() -> Response:
+                if wish.stream:
+                    return Response(b"".join(dialect.events(*told)), media_type="text/event-stream")
+                return Response(msgspec.json.encode(dialect.body(*told)), media_type="application/json")
+
+            return _Reply(reply, call, lambda: self._gateway.sent(session, exchange, call))
 
         return serve
 
@@ -241,14 +244,16 @@ def _error_body(request: Request, error: BadRequest) -> dict[str, Any]:
 
 
 def _summary(session: Session) -> dict[str, Any]:
+    received = session.received
     return {
         "session": session.name,
         "group": session.group,
-        "turns": len(session.turns),
+        "turns": len(received),
+        "undelivered": len(session.turns) - len(received),
         "branches": len(session.branches()),
         "kinds": session.kinds,
-        "tokens": sum(len(turn.ids) for turn in session.turns),
-        "sampled_tokens": sum(len(turn.token_ids) for turn in session.turns),
+        "tokens": sum(len(turn.ids) for turn in received),
+        "sampled_tokens": sum(len(turn.token_ids) for turn in received),
     }
 
 
@@ -269,24 +274,30 @@ async def _body(request: Request, longest: int) -> bytearray:
         raise BadRequest(str(refusal), status=refusal.status, code="body") from None
 
 
-@contextlib.asynccontextmanager
-async def _client(request: Request) -> AsyncIterator[asyncio.Event]:
-    """Yield an event that is set when the client goes away. Its body must have been read."""
-    leave = asyncio.Event()
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        leave.set()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield leave
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+def _call(request: Request, body: bytes) -> Call:
+    """Return the call of a request whose body has been read."""
+    call, connection = Call(request.url.path, request.headers, body), request.scope["connection"]
+    connection.on_hang_up = call.leave
+    if connection.hung_up:
+        call.leave()
+    return call
 
 
-async def _each(events: Iterator[bytes]) -> AsyncIterator[bytes]:
-    for event in events:
-        yield event
+class _Reply(Response):
+    """Sends a reply, and says when that has ended. A client that goes before has left its call by then."""
+
+    def __init__(self, reply: Callable[[], Response], call: Call, ended: Callable[[], None]):
+        self.background = None
+        self._reply, self._call, self._ended = reply, call, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            reply = self._reply()
+            if scope["connection"].hung_up:
+                self._call.leave()
+            await reply(scope, receive, send)
+        except BaseException:
+            self._call.leave()
+            raise
+        finally:
+            self._ended()

@@ -157,12 +157,18 @@ ALL = (
         "when measured"),
     # Episodes of an environment.
     Metric("episode/turns_mean", "turns", "neutral",
-        "Mean number of turns of an episode. Each completion of the model is a turn.",
+        "Mean number of turns of an episode. Each completion that the agent received is a turn.",
         "Falls to 1 where tools should be used: the model answers without them.",
         "when measured"),
     Metric("episode/turns_quantile/<name>", "turns", "neutral",
         "Turns than which 5, 25, 50, 75 and 95% of the episodes have fewer (p05 to p95).",
         "p95 at task.environment.turns: the limit ends episodes.",
+        "when measured"),
+    Metric("episode/undelivered", "turns", "lower",
+        "Turns that were sampled and that no agent received: their client went away before. They are not trained on, "
+        "and count against no limit and in no reward.",
+        "Above 0: clients give up too early. A time limit lets only short completions through, which are then learnt; "
+        "raise it, or bound completions by max_tokens.",
         "when measured"),
     Metric("episode/branches_mean", "branches", "neutral",
         "Mean number of branches of an episode: histories that no turn continues.",

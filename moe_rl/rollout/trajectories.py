@@ -39,9 +39,10 @@ class Trajectory:
 
     Attributes:
         name: of its session.
-        sequences: what the model said, each token once; none if it said nothing. They share the reward.
+        sequences: what the agent received of the model, each token once; none if that is nothing. They share the
+            reward.
         verdict: the environment's reward. An episode that failed has a failed verdict, and says why.
-        turns, branches: numbers of these in its session.
+        turns, undelivered, branches: numbers of turns that the agent received and did not, and of branches.
         digest: of its session.
     """
 
@@ -49,6 +50,7 @@ class Trajectory:
     sequences: list[Completion]
     verdict: Verdict
     turns: int
+    undelivered: int
     branches: int
     digest: str
 

@@ -28,7 +28,7 @@ LONGEST, VOCAB = 1 << 16, 384
 class Scripted:
     """Is a sampler of one place. It says `texts` in turn, the last one again and again, each when `goes` is set.
 
-    A request that its client leaves before comes back with its first `left` tokens.
+    A request whose client leaves before comes back with its first `left` tokens.
     """
 
     places = (0,)
@@ -49,7 +49,7 @@ class Scripted:
         found = []
         for one, text in zip(requests, said_now, strict=True):
             ids = self._codec.encode(text)
-            if leave.is_set():
+            if not self.goes.is_set():
                 found.append(said(one.prompt_token_ids, ids[: self.left], key=one.key, finish_reason="abort"))
             else:
                 stop = ids[-1] if ids[-1] in one.stop_token_ids else None

@@ -35,8 +35,9 @@ def said(
 
 
 def take(session: Session, prompt, token_ids, **more) -> Turn:
-    """Let a session say `token_ids` to a prompt."""
+    """Let a session say `token_ids` to a prompt, and its agent receive it unless it was aborted."""
     place = session.begin(prompt, samples=1, max_tokens=len(token_ids), now=0.0)
     turn = session.add(place, said(prompt, token_ids, **more), continues=place.parent is not None)
     session.drop(place)
-    return turn
+    session.tell_received([turn.number])
+    return session.turns[turn.number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 
 from moe_rl.errors import DataError, DiskError, SessionError
 from moe_rl.gateway.session_journal import SessionJournals
@@ -16,15 +17,21 @@ LIMITS = SessionLimits(tokens=20, turns=5, seconds=10.0)
 KEY = hash_key("s.secret")
 
 
+def add(journals, session, *turns) -> None:
+    """Write down the turns of a request, and that they were received."""
+    journals.add_turns(session, [replace(turn, received=False) for turn in turns], b"asked")
+    journals.add_received(session, [turn.number for turn in turns], True)
+
+
 def written(folder) -> tuple[SessionJournals, Session]:
     """Write the journal of a session: a turn, one that continues it, and two samples of another prompt."""
     journals, session = SessionJournals(folder), Session("s", "g", LIMITS, 0.0)
     journals.open(session, KEY, 1000.0)
-    journals.add_turns(session, [take(session, [1, 2], [3, 4], key="a")])
+    add(journals, session, take(session, [1, 2], [3, 4], key="a"))
     journals.add_replies(session, {b"hi": 0})
-    journals.add_turns(session, [take(session, [1, 2, 3, 4, 5], [6], key="b", version=2)])
+    add(journals, session, take(session, [1, 2, 3, 4, 5], [6], key="b", version=2))
     journals.add_replies(session, {b"hi": 1, b"more": 1})
-    journals.add_turns(session, [take(session, [7], [8], key="c"), take(session, [7], [9], key="d")])
+    add(journals, session, take(session, [7], [8], key="c"), take(session, [7], [9], key="d"))
     return journals, session
 
 
@@ -67,7 +74,7 @@ def test_a_session_goes_on_and_comes_back_again(tmp_path):
         found = journals.read("s", now=1000.0, clock=0.0)
         journals.go_on(found)
         assert found.session.reopened == times
-    journals.add_turns(found.session, [take(found.session, [1, 2, 3, 4, 5, 6, 7], [8], key="e")])
+    add(journals, found.session, take(found.session, [1, 2, 3, 4, 5, 6, 7], [8], key="e"))
     again = read(tmp_path).session
     assert len(again.turns) == 5 and again.turns[4].parent == 1 and again.reopened == 2
     assert again.turns[:4] != [] and again.finish().digest == found.session.finish().digest != session.finish().digest
@@ -82,7 +89,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
     whole = path.read_bytes()
     begin = whole.index(b"\n", whole.index(b"\n") + 1) + 1
     ends = [at + 1 for at in range(begin, len(whole)) if whole[at : at + 1] == b"\n"]
-    has = dict(zip([begin, *ends], [0, 1, 1, 2, 2, 4], strict=True))  # turns
+    has = dict(zip([begin, *ends], [0, 1, 1, 1, 2, 2, 2, 4, 4], strict=True))  # turns
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
         if cut < begin:
@@ -96,7 +103,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
         assert [turn.digest for turn in found.session.turns] == [turn.digest for turn in session.turns][: has[kept]]
         if cut % 7 == 0:
             journals.go_on(found)
-            journals.add_turns(found.session, [take(found.session, [9], [9])])
+            add(journals, found.session, take(found.session, [9], [9]))
             assert len(read(tmp_path).session.turns) == has[kept] + 1
 
 
@@ -146,7 +153,7 @@ def test_what_a_full_disk_kept_out_is_written_next_time(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", full)
     turn = take(session, [5], [5])
     with refused(DiskError, file=tmp_path / "s.journal", fault="ENOSPC"):
-        journals.add_turns(session, [turn])
+        add(journals, session, turn)
     assert len(read(tmp_path).session.turns) == 4  # the rest of the line is missing: it is torn
     room[0] = 1 << 20
     journals.add_replies(session, {b"late": 4})

@@ -67,7 +67,7 @@ def test_a_turn_with_rows_of_its_own_begins_a_sequence(session):
     """The weights changed between the turns: the prefix has other rows, those that the second turn attended to."""
     take(session, [1], [2])
     place = session.begin([1, 2, 3], samples=1, max_tokens=1, now=0.0)
-    session.add(place, said([1, 2, 3], [4], key="b", version=1), continues=False)
+    session.tell_received([session.add(place, said([1, 2, 3], [4], key="b", version=1), continues=False).number])
     assert numbers(session) == [[0], [1]]
     second = sequences_of(session.finish())[1]
     assert (second.prompt_token_ids, second.token_ids, second.routes.rows) == ((1, 2, 3), (4,), 3)
@@ -81,17 +81,26 @@ def test_a_changed_session_is_not_made_into_sequences(session):
         sequences_of(finished)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 3), st.booleans()), max_size=12))
-def test_each_sampled_token_is_in_one_sequence_behind_what_it_was_sampled_behind(steps):
-    """Each step continues some earlier turn, or the root, with some tokens."""
+ENDS = st.sampled_from(["received", "received", "lost", "abort"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 3), st.booleans(), ENDS), max_size=12))
+def test_each_received_token_is_in_one_sequence_behind_what_it_was_sampled_behind(steps):
+    """Each step continues some earlier turn that had a reply, or the root, with some tokens."""
     session, fresh = Session("s", "g", WIDE, 0.0), iter(range(1, 1000))
-    for at, new, length, continues in steps:
-        before = at % (len(session.turns) + 1)
-        history = () if before == len(session.turns) else session.ids(before)
+    for at, new, length, continues, end in steps:
+        replied = [turn.number for turn in session.turns if turn.finish_reason != "abort"]
+        before = at % (len(replied) + 1)
+        history = () if before == len(replied) else session.ids(replied[before])
         prompt = (*history, *(next(fresh) for _ in range(new if history else new + 1)))
         place = session.begin(prompt, samples=1, max_tokens=length, now=0.0)
-        answer = said(prompt, [next(fresh) for _ in range(length)])
-        session.add(place, answer, continues=place.parent is not None and continues)
+        answer = said(prompt, [next(fresh) for _ in range(length)], finish_reason="abort" if end == "abort" else "stop")
+        turn = session.add(place, answer, continues=place.parent is not None and continues)
+        session.drop(place)
+        if end == "received":
+            session.tell_received([turn.number])
+    continued = {turn.parent for turn in session.turns}
+    assert all(turn.received or turn.number not in continued for turn in session.turns)
     seen = []
     for one, run in zip(sequences_of(session.finish()), runs_of(session), strict=True):
         ids = np.array(one.ids)
@@ -101,4 +110,4 @@ def test_each_sampled_token_is_in_one_sequence_behind_what_it_was_sampled_behind
         own = {token for turn in run for token in turn.token_ids}
         assert set(one.token_ids) == own and all(turn.continues for turn in run[1:])
         seen += one.token_ids
-    assert sorted(seen) == sorted(token for turn in session.turns for token in turn.token_ids)
+    assert sorted(seen) == sorted(token for turn in session.received for token in turn.token_ids)

@@ -150,7 +150,7 @@ def test_no_turn_goes_beyond_a_limit(asks):
             for place, used in places:
                 for _ in range(place.samples):
                     sampled = said(place.prompt, [1] * max(1, min(used, place.max_tokens)))
-                    session.add(place, sampled, continues=False)
+                    session.tell_received([session.add(place, sampled, continues=False).number])
                 session.drop(place)
             places = []
     assert sum(len(turn.ids) for turn in session.turns) <= 60 and len(session.turns) <= 7

@@ -188,7 +188,7 @@ def moved(session: Session, number: int, **changes) -> Session:
     for completion, turn in zip(session.turns, session.turns, strict=True):
         given = replace(turn, **changes) if turn.number == number else completion
         place = made.begin(session.prompt(turn.number), samples=1, max_tokens=1, now=0.0)
-        made.add(replace(place, parent=turn.parent), given, continues=given.continues)
+        made.tell_received([made.add(replace(place, parent=turn.parent), given, continues=given.continues).number])
         made.drop(place)
     return made
 

@@ -1324,8 +1324,8 @@ MUTANTS: list[Mutant] = [
         (
             "two requests spend the same tokens",
             "sessions.py",
-            "tokens_left = self.limits.tokens - self._tokens - sum(one.tokens for one in self._pending) - fed",
-            "tokens_left = self.limits.tokens - self._tokens - fed",
+            "used = sum(len(turn.ids) for turn in received) + sum(one.tokens for one in self._pending)",
+            "used = sum(len(turn.ids) for turn in received)",
             "A session that asks several times at once goes beyond its limit.",
             "tests/gateway/test_sessions.py",
         ),
@@ -1379,8 +1379,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a client that is gone",
-            "web.py",
-            "leave.set()",
+            "exchanges.py",
+            "self.leave.set()",
             "pass",
             "Requests of agents that gave up are sampled to their end.",
             "tests/gateway/test_web.py",

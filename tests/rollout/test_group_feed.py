@@ -234,7 +234,7 @@ class Player:
                           inserted=(InsertedTokens(1, (9, 10)),))  # fmt: skip
         failed = len(self.names) % 5 == 0
         verdict = Verdict("failed", None, detail="hung") if failed else Verdict("scored", self.draw.random())
-        return Trajectory(asked.name, [said], verdict, 2, 1, "d")
+        return Trajectory(asked.name, [said], verdict, 2, 0, 1, "d")
 
 
 class Failing(Player):

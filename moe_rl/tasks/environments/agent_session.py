@@ -112,18 +112,21 @@ async def _post(url: str, body: bytes) -> tuple[int, bytes]:
         to.hostname, to.port or (443 if to.scheme == "https" else 80), ssl=to.scheme == "https" or None
     )
     try:
-        # With HTTP/1.0 the server sends the answer in one piece and closes the connection.
-        head = f"POST {to.path} HTTP/1.0\r\nHost: {to.netloc}\r\nContent-Type: application/json\r\n"
+        # The server leaves the connection open, so that it hears how we close it: once the answer is read, or before.
+        head = f"POST {to.path} HTTP/1.1\r\nHost: {to.netloc}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
-        lines, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+        first, *others = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in others)}
+        return int(first.split()[1]), await reader.readexactly(int(fields["content-length"]))
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionError(
+            f"the gateway went away within its answer: {len(error.partial)} bytes of it came"
+        ) from None
+    except KeyError:
+        raise ConnectionError("the gateway's answer does not say how long it is: a proxy changed it") from None
     finally:
         writer.close()
-    first, *others = lines.decode("latin-1").split("\r\n")
-    fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in others)}
-    if len(answer) != int(fields.get("content-length", -1)):
-        raise ConnectionError(f"the gateway went away within its answer: {len(answer)} bytes of it came")
-    return int(first.split()[1]), answer
 
 
 def _refusal(status: int, answer: bytes) -> ChatError:

@@ -26,7 +26,7 @@ class PlayedRow:
         row: its number, from 0.
         session: name of its session.
         rewards, problem, traceback, seconds: as in `Episode`.
-        turns, branches, tokens, sampled_tokens: what the session has.
+        turns, undelivered, branches, tokens, sampled_tokens: what the session has.
     """
 
     row: int
@@ -36,6 +36,7 @@ class PlayedRow:
     traceback: str
     seconds: float
     turns: int
+    undelivered: int
     branches: int
     tokens: int
     sampled_tokens: int
@@ -139,7 +140,7 @@ async def _play(number: int, row: Mapping[str, Any], pool: EnvironmentPool, owne
         episode = await pool.play(access, row)
     finally:
         has, fault = await owner.finish(access.name)
-    counts = {name: has.get(name, 0) for name in ("turns", "branches", "tokens", "sampled_tokens")}
+    counts = {name: has.get(name, 0) for name in ("turns", "undelivered", "branches", "tokens", "sampled_tokens")}
     problem, rewards = episode.problem, episode.rewards
     if fault and not problem:
         problem = f"the gateway cannot keep its session: {fault}"
