@@ -32,8 +32,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "container": (None,),
     "mcp_servers": (None, []),
 }
-# Arguments that are no JSON object are the value of this name in the input of a tool.
-_RAW = "arguments"
 _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -169,8 +167,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
             case {"type": "thinking", "thinking": str(thought)}:
                 message["reasoning_content"] = thought
             case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(given)}:
-                arguments = given.get(_RAW) if set(given) == {_RAW} else None
-                text = arguments if isinstance(arguments, str) else json.dumps(given, ensure_ascii=False)
+                text = json.dumps(given, ensure_ascii=False)
                 calls.append({"id": name, "type": "function", "function": {"name": tool, "arguments": text}})
             case {"type": "text"}:
                 texts.append(block)
@@ -202,9 +199,7 @@ def _blocks(reply: AgentReply) -> list[dict[str, Any]]:
     if answer.content:
         found.append({"type": "text", "text": answer.content})
     for name, use in zip(reply.use_ids, answer.uses, strict=True):
-        given = read_arguments(use.arguments)
-        given = given if isinstance(given, dict) else {_RAW: given}
-        found.append({"type": "tool_use", "id": name, "name": use.name, "input": given})
+        found.append({"type": "tool_use", "id": name, "name": use.name, "input": read_arguments(use.arguments)})
     return found
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from moe_rl.errors import did_you_mean
 from moe_rl.gateway.asking import BadRequest, SamplingWish
+from moe_rl.gateway.json_values import carried
 from moe_rl.types import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 
 _MOST_SAMPLES = 128
@@ -25,9 +26,11 @@ def checked[T](body: bytes, known: Collection[str], only: Mapping[str, Sequence[
         BadRequest: it is no JSON object, or a field is not served or has a wrong value.
     """
     try:
-        given = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not a JSON object: {error}", code="invalid_json") from None
+        given = carried(body)
+    except ValueError as error:
+        raise BadRequest(f"the body is not a JSON object that can be used: {error}", code="invalid_json") from None
+    if not isinstance(given, dict):
+        raise BadRequest("the body is not a JSON object", code="invalid_json")
     for name, value in given.items():
         if name in only:
             if value not in only[name]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import About, ConfigError, describe
+from moe_rl.gateway.json_values import as_object, carried
 from moe_rl.models.facts import ModelFacts
 from moe_rl.tasks.tokenizer import TextCodec, transformers_tokenizer
 from moe_rl.tasks.turn_end import endless_problem
@@ -134,12 +135,16 @@ class ChatRenderer:
         self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> ParsedAnswer:
         """Return what the model said. Text is tokens turned into text, and nothing is turned back."""
-        found = self._renderer.parse_response(list(completion), tools=_listed(tools), prompt_ids=list(prompt))
+        try:
+            found = self._renderer.parse_response(list(completion), tools=_listed(tools), prompt_ids=list(prompt))
+        except (ValueError, RecursionError):  # a call beyond what Python reads of JSON
+            ended = bool(completion) and completion[-1] in self.stop_token_ids
+            text = self._tokenizer.decode(list(completion)[: len(completion) - ended], skip_special_tokens=False)
+            return ParsedAnswer(text, "", (), 1)
         uses, unreadable = [], []
         for call in found.tool_calls:
-            if tools and call.status == "ok" and isinstance(call.name, str):
-                arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
-                uses.append(ToolUse(call.name, arguments))
+            if tools and call.status == "ok" and (use := _tool_use(call.name, call.arguments)) is not None:
+                uses.append(use)
             else:
                 unreadable.append(call.raw)
         content = "\n".join(text for text in (found.content, *unreadable) if text)
@@ -186,10 +191,17 @@ def _for_renderer(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return found
 
 
-def read_arguments(text: str) -> Any:
-    """Return the arguments of a tool call: an object if the text is one in JSON, otherwise the text."""
+def _tool_use(name: Any, arguments: Any) -> ToolUse | None:
+    """Return the call of a tool that a renderer has read, if JSON carries it both ways."""
     try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text
+        text = arguments if isinstance(arguments, str) and arguments else json.dumps(arguments or {})
+        carried(json.dumps(name))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return ToolUse(name, text) if isinstance(name, str) and name and as_object(text) is not None else None
+
+
+def read_arguments(text: str) -> Any:
+    """Return the arguments of a tool call: an object if the text is one that JSON carries, otherwise the text."""
+    found = as_object(text)
+    return text if found is None else found

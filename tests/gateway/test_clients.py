@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import aiohttp
 import pytest
 
-from tests.gateway.conftest import chat_tokenizer
+from tests.gateway.conftest import ADD, chat_tokenizer
 from tests.gateway.scripted import served
 
 HI = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -118,5 +119,107 @@ def test_faults_keys_and_bodies_are_told_in_the_form_of_each_dialect(folder):
                 assert (answer.status, (await answer.json())["type"]) == (401, "error")
             async with client.get(f"{running.url}/v1/nothing") as answer:
                 assert (await answer.json())["error"]["code"] == "not_found"
+
+    asyncio.run(run())
+
+
+UNREADABLE = {
+    "half a pair": r'{"a": "\ud99c"}',
+    "the other half": r'{"a": "\udc00x"}',
+    "half a pair as a name": r'{"\ud99c": 1}',
+    "digits": '{"a": ' + "7" * 5000 + "}",
+    "nesting": '{"a": ' + "[" * 3000 + "]" * 3000 + "}",
+    "nesting that some read": '{"a": ' + "[" * 300 + "]" * 300 + "}",
+    "NaN": '{"a": NaN, "b": 1}',
+    "infinity": '{"a": -Infinity}',
+    "beyond floats": '{"a": 1e999}',
+    "a list": "[1, 2]",
+    "a text": '"x"',
+    "a number": "5",
+}
+READABLE = {
+    "a long integer": ('{"a": ' + "7" * 30 + "}", {"a": int("7" * 30)}),
+    "a name twice": ('{"a": 1, "a": 2}', {"a": 2}),
+    "NUL": (r'{"a": "\u0000"}', {"a": "\0"}),
+    "a whole pair": (r'{"a": "\ud83d\ude00"}', {"a": "\U0001f600"}),
+    "a long text": ('{"a": "' + "x" * 5000 + '"}', {"a": "x" * 5000}),
+    "a name like ours": ('{"arguments": "x"}', {"arguments": "x"}),
+    "nothing": ("{}", {}),
+    "null": ("null", {}),
+}
+
+
+async def dialogue(folder, arguments: str, path: str):
+    """Let the model call a tool in that way, and go on with what the client got. Returns that, and the session."""
+    said = '<tool_call>\n{"name": "add", "arguments": ' + arguments + "}\n</tool_call><|im_end|>"
+    async with served(folder, said, "ok<|im_end|>") as running, aiohttp.ClientSession() as client:
+        opened = running.open()
+        url = f"{running.url}/s/{opened.key}{path}"
+        messages = [*HI["messages"]]
+        ours = {"tools": [ADD] if "chat" in path else [{"name": "add", "input_schema": {"type": "object"}}]}
+        status, first = await told(client, url, json=HI | ours)
+        assert status == 200, first
+        reply = first["choices"][0]["message"] if "choices" in first else {k: first[k] for k in ("role", "content")}
+        if "choices" in first:
+            uses = reply.get("tool_calls") or []
+            results = [{"role": "tool", "tool_call_id": one["id"], "content": "5"} for one in uses]
+        else:
+            uses = [one for one in reply["content"] if one["type"] == "tool_use"]
+            results = [{"type": "tool_result", "tool_use_id": one["id"], "content": "5"} for one in uses]
+            results = [{"role": "user", "content": results}] if uses else []
+        messages += [reply, *(results or [{"role": "user", "content": "more"}])]
+        status, second = await told(client, url, json=HI | ours | {"messages": messages})
+        assert status == 200, second
+        kinds = [one.kind for one in opened.session.received]
+        # Behind a message of the user, Qwen3's template may write what was said otherwise.
+        assert len(kinds) == 2 and (kinds[1] == "continued" or not uses)
+        return reply, uses, running.gateway.counts["unreadable"]
+
+
+PATHS_OF_CHATS = ("/v1/chat/completions", "/v1/messages")
+
+
+@pytest.mark.parametrize("path", PATHS_OF_CHATS)
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_call_that_json_does_not_carry_is_text(folder, what, path):
+    reply, uses, unreadable = asyncio.run(dialogue(folder, UNREADABLE[what], path))
+    text = reply["content"] if "chat" in path else "".join(one["text"] for one in reply["content"])
+    assert not uses and unreadable == 1 and UNREADABLE[what] in text
+
+
+@pytest.mark.parametrize("path", PATHS_OF_CHATS)
+@pytest.mark.parametrize("what", READABLE)
+def test_a_call_that_json_carries_is_a_call(folder, what, path):
+    arguments, value = READABLE[what]
+    _, uses, unreadable = asyncio.run(dialogue(folder, arguments, path))
+    got = [json.loads(one["function"]["arguments"]) if "chat" in path else one["input"] for one in uses]
+    assert got == [value] and unreadable == 0
+
+
+WRONG = {
+    "half a pair at the end": (r'"x\ud99c"', "half a surrogate pair"),
+    "half a pair": (r'"\ud99cx"', "half a surrogate pair"),
+    "the other half": (r'"\udc00"', "half a surrogate pair"),
+    "digits": ('[{"type": "text", "text": "x", "n": ' + "7" * 5000 + "}]", "out of range"),
+    "nesting": ("[" * 3000 + "]" * 3000, "nested deeper than 100"),
+    "nesting that some read": ("[" * 300 + "]" * 300, "nested deeper than 100"),
+    "beyond floats": ("1e999", "out of range"),
+    "NaN": ("NaN", "invalid character"),
+}
+
+
+@pytest.mark.parametrize("path", PATHS_OF_CHATS)
+@pytest.mark.parametrize("what", WRONG)
+def test_what_json_does_not_carry_is_refused_before_anything_is_sampled(folder, what, path):
+    async def run():
+        content, problem = WRONG[what]
+        body = '{"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": ' + content + "}]}"
+        async with served(folder, "x") as running, aiohttp.ClientSession() as client:
+            opened = running.open()
+            headers = {"content-type": "application/json"}
+            url = f"{running.url}/s/{opened.key}{path}"
+            status, answer = await told(client, url, data=body, headers=headers)
+            assert status == 400 and problem in answer["error"]["message"], answer
+            assert not running.sampler.asked and not opened.session.busy
 
     asyncio.run(run())
