@@ -313,8 +313,9 @@ class AgentGateway:
             raise BadRequest(str(error), code="session_limit") from None
 
     def _tokens(self, completion: Completion) -> list[SaidToken]:
-        pairs = zip(completion.text_token_ids, completion.logprobs.tolist(), strict=False)
-        return [SaidToken(self._codec.decode([token]), logprob) for token, logprob in pairs]
+        ids = completion.text_token_ids
+        told = zip(ids, completion.logprobs.tolist(), self._codec.pieces(ids), strict=False)
+        return [SaidToken(self._codec.decode([token]), logprob, piece) for token, logprob, piece in told]
 
 
 def message_of(answer: ParsedAnswer, use_ids: Sequence[str]) -> dict[str, Any]:

@@ -108,10 +108,16 @@ class TextWish(Wish):
 
 @dataclass(frozen=True, slots=True)
 class SaidToken:
-    """Holds one sampled token for a reply. text: what it stands for, perhaps a part of a character."""
+    """Holds one sampled token for a reply.
+
+    Attributes:
+        text: what it stands for, with U+FFFD for a part of a character.
+        bytes: the same as UTF-8, with the bytes of that part. Those of all tokens are the text.
+    """
 
     text: str
     logprob: float
+    bytes: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ such as user and metadata, are accepted and have no effect.
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -294,17 +295,15 @@ def _head(name: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def _chat_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
-    told = [
-        {"token": one.text, "logprob": one.logprob, "bytes": list(one.text.encode()), "top_logprobs": []}
-        for one in tokens
-    ]
+    told = [{"token": one.text, "logprob": one.logprob, "bytes": list(one.bytes), "top_logprobs": []} for one in tokens]
     return {"content": told, "refusal": None}
 
 
 def _text_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
-    texts = [one.text for one in tokens]
-    offsets = [*accumulate(map(len, texts), initial=0)][:-1]
-    told = [one.logprob for one in tokens]
+    texts, told = [one.text for one in tokens], [one.logprob for one in tokens]
+    # A character begins where its first part does.
+    read = codecs.getincrementaldecoder("utf-8")("replace").decode
+    offsets = [*accumulate((len(read(one.bytes)) for one in tokens), initial=0)][:-1]
     return {"tokens": texts, "token_logprobs": told, "top_logprobs": None, "text_offset": offsets}
 
 

@@ -18,6 +18,14 @@ from moe_rl.types import Completion
 
 # Shown for a sampled id that the tokenizer does not know. Such ids exist because models pad their vocabulary.
 _UNKNOWN = "\ufffd"
+# Byte-level vocabularies, as GPT-2's, write a token with one letter for each byte: those that can be printed as
+# themselves in Latin-1, the others with the letters from U+0100 on.
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): bytes([byte]) for byte in _PRINTED} | {
+    chr(0x100 + at): bytes([byte]) for at, byte in enumerate(sorted(set(range(0x100)) - set(_PRINTED)))
+}
+# A token that is one byte, in vocabularies of characters.
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def stop_tokens(config: Config, facts: ModelFacts) -> tuple[int, ...]:
@@ -37,6 +45,9 @@ class TextCodec:
                 the `stop` strings.
         """
         self._tokenizer = _read_tokenizer(Path(model_path))
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        decoder = self._tokenizer.decoder
+        self._names_bytes = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
         if unknown := [token for token in stop_token_ids if token not in self._known]:
             raise DataError(
@@ -91,6 +102,27 @@ class TextCodec:
             else:
                 spans.append([])
         return _UNKNOWN.join(self._tokenizer.decode(span, skip_special_tokens=False) if span else "" for span in spans)
+
+    def pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes that each token stands for. Joined, they are the UTF-8 of what `decode` returns, but a part
+        of a character has its own bytes, where a text has U+FFFD."""
+        found, text = [self._bytes(token) for token in ids], self.decode(ids)
+        whole = b"".join(found)
+        spaces = len(whole) - len(whole.lstrip(b" "))
+        if spaces > len(text) - len(text.lstrip(" ")):  # some tokenizers drop one at the start
+            found[0] = found[0][1:]
+        return found
+
+    def _bytes(self, token: int) -> bytes:
+        name = self._tokenizer.id_to_token(token)
+        if name is None or token in self._added:
+            return (name or _UNKNOWN).encode()
+        if self._names_bytes:
+            return b"".join(_BYTES.get(letter) or letter.encode() for letter in name)
+        if byte := _FALLBACK.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        decoder = self._tokenizer.decoder  # it may drop a space at the start
+        return name.encode() if decoder is None else decoder.decode(["x", name]).removeprefix("x").encode()
 
     def text(self, completion: Completion) -> str:
         """Return the text of a completion, without the stop token or stop string that ended it.

@@ -223,3 +223,22 @@ def test_what_json_does_not_carry_is_refused_before_anything_is_sampled(folder, 
             assert not running.sampler.asked and not opened.session.busy
 
     asyncio.run(run())
+
+
+def test_the_bytes_of_log_probabilities_are_the_text(folder):
+    """Parts of a character have bytes of their own, in both of OpenAI's routes."""
+
+    async def run():
+        async with served(folder, "café 😊<|im_end|>") as running, aiohttp.ClientSession() as client:
+            url = f"{running.url}/s/{running.open().key}/v1"
+            _, chat = await told(client, f"{url}/chat/completions", json=HI | {"logprobs": True})
+            (choice,) = chat["choices"]
+            tokens = choice["logprobs"]["content"]
+            assert choice["message"]["content"] == "café 😊" and len(tokens) > 6
+            assert bytes(byte for one in tokens for byte in one["bytes"]).decode() == "café 😊"
+            _, text = await told(client, f"{url}/completions", json={"prompt": "x", "logprobs": 0})
+            (choice,) = text["choices"]
+            offsets = choice["logprobs"]["text_offset"]
+            assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"].removesuffix("<|im_end|>")), choice
+
+    asyncio.run(run())
