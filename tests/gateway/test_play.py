@@ -40,7 +40,7 @@ def test_every_row_is_played_in_a_session_that_is_kept(running, router, play, ca
     status, told = play([ROW] * 3, "--rows", "2")
     assert status == 0, capsys.readouterr()
     assert told["summary"] == {
-        "rows": 2, "scored": 2, "failed": 0, "reward": 1.0, "turns": 4,
+        "rows": 2, "scored": 2, "failed": 0, "reward": 1.0, "turns": 4, "undelivered": 0,
         "tokens": sum(row["tokens"] for row in told["rows"]),
         "sampled_tokens": sum(row["sampled_tokens"] for row in told["rows"]),
     }  # fmt: skip

@@ -124,14 +124,14 @@ def test_a_session_ends_at_its_limits(running):
 
 
 def test_a_client_that_goes_away_ends_its_request(running, engine, router):
-    """What was sampled until then is a turn, with its rows; a retry is another one."""
+    """What was sampled until then is kept with its rows, and was received by nobody; a retry is the session's turn."""
     opened, left = running.open(), running.gateway.counts["left"]
     session = left_while_sampled(running, opened, engine)
     assert running.gateway.counts["left"] == left + 1, "it had ended before its client went"
     (turn,) = session.turns
     assert turn.finish_reason == "abort" and turn.token_ids
     client_of(running, opened).completions.create(model="any", prompt="ab", max_tokens=5)
-    assert [one.kind for one in session.turns] == ["first", "forked"]
+    assert [(one.kind, one.received) for one in session.turns] == [("first", False), ("first", True)]
     check_session(session.finish(), running.store)
     running.agrees(session, router)
 
