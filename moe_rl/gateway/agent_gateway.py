@@ -2,7 +2,7 @@
 
     messages --- Dialogues ----> the turn that they continue
              --- ChatRenderer -> token ids: those of that turn, and the new messages behind them
-    request  --- Exchanges ----> what an equal one gave whose reply did not arrive
+    request  --- AgentExchanges > what an equal one gave whose reply did not arrive
     token ids -- Session ------> place in the tree, limits
               -- TurnSampler --> completion, record in the trace store
     completion - ChatRenderer -> text, reasoning, tool calls
@@ -24,16 +24,19 @@ from typing import Any
 from moe_rl.errors import DataError, DiskError, EngineError, SessionError, describe
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingRule, SamplingWish, TextWish
 from moe_rl.gateway.dialogues import Dialogues
-from moe_rl.gateway.exchanges import Call, Exchange, Exchanges
+from moe_rl.gateway.exchanges import AgentExchange, AgentExchanges, ClientCall
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.rendering import ChatRenderer, ParsedAnswer
 from moe_rl.gateway.session_journal import SessionJournals
 from moe_rl.gateway.session_keys import OpenedSession, SessionBook, hash_key
 from moe_rl.gateway.sessions import FinishedSession, PendingTurns, Session, SessionLimits, Turn
 from moe_rl.gateway.turn_sampler import TurnSampler
+from moe_rl.rollout.sampler import nobody
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.types import Completion
 
+# A client that hangs up with the reply unread does so soon. Balancers reset idle connections much later.
+_UNREAD_SECONDS = 5.0
 _NOTHING_SAID = ParsedAnswer("", "", (), 0)
 
 
@@ -70,7 +73,7 @@ class AgentGateway:
         self._text_stops = tuple(stop_token_ids)
         self._chat_stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *stop_token_ids)))
         self._dialogues: dict[str, Dialogues] = {}
-        self._exchanges = Exchanges()
+        self._exchanges = AgentExchanges()
         self._rules: dict[str, SamplingRule] = {}
 
     def open(
@@ -127,7 +130,7 @@ class AgentGateway:
             self._dialogues[name] = Dialogues()
             self._dialogues[name].restore(journaled.replies)
             for request, turns in journaled.requests:
-                self._exchanges.add(journaled.session, Exchange.of(request, turns))
+                self._exchanges.add(journaled.session, AgentExchange.of(request, turns))
         return problems
 
     def end(self, session: Session) -> FinishedSession:
@@ -158,7 +161,7 @@ class AgentGateway:
         self._exchanges.forget(session)
         self._rules.pop(session.name, None)
 
-    async def answer(self, session: Session, wish: ChatWish | TextWish, call: Call) -> Exchange:
+    async def answer(self, session: Session, wish: ChatWish | TextWish, call: ClientCall) -> AgentExchange:
         """Sample what a client asks for, or find what an equal request of its own has given.
 
         Returns the exchange with its replies, one for each sample, and none if it was aborted. The caller sends them,
@@ -182,7 +185,7 @@ class AgentGateway:
             except BaseException:
                 earlier.exit(call)
                 raise
-        exchange = Exchange(call.request)
+        exchange = AgentExchange(call.request)
         self._exchanges.add(session, exchange)
         exchange.enter(call)
         replies: list[AgentReply] = []
@@ -200,12 +203,13 @@ class AgentGateway:
                 self._exchanges.drop(session, exchange)
         return exchange
 
-    def sent(self, session: Session, exchange: Exchange, call: Call) -> None:
+    def sent(self, session: Session, exchange: AgentExchange, call: ClientCall) -> None:
         """Note that the replies went out whole, if the client is still there, or that they reach nobody."""
         exchange.exit(call)
         if not call.gone:
             self._tell_received(session, exchange.turns, received=True)
             call.on_leave(lambda: self._tell_received(session, exchange.turns, received=False))
+            asyncio.get_running_loop().call_later(_UNREAD_SECONDS, call.on_leave, nobody)
         if not (call.gone and exchange.waited_for):
             self._release(session, exchange)
 
@@ -215,19 +219,19 @@ class AgentGateway:
             with suppress(DiskError):  # it is written with what comes next
                 self._journals.add_received(session, news, received)
 
-    def _reserve_again(self, session: Session, exchange: Exchange) -> None:
+    def _reserve_again(self, session: Session, exchange: AgentExchange) -> None:
         """Set aside again what the turns of an exchange use of the limits, if nobody has received them."""
         turns = [session.turns[number] for number in exchange.turns]
         if exchange.place is None and not any(turn.received for turn in turns):
             most = max(len(turn.token_ids) for turn in turns)
             exchange.place = self._begin(session, session.prompt(turns[0].number), len(turns), most)
 
-    def _release(self, session: Session, exchange: Exchange) -> None:
+    def _release(self, session: Session, exchange: AgentExchange) -> None:
         if exchange.place is not None:
             session.drop(exchange.place)
             exchange.place = None
 
-    async def _chat(self, session: Session, wish: ChatWish, exchange: Exchange) -> list[AgentReply]:
+    async def _chat(self, session: Session, wish: ChatWish, exchange: AgentExchange) -> list[AgentReply]:
         if wish.tools and not self._renderer.reads_tools:
             raise BadRequest(
                 "this gateway's renderer finds no tool calls: set gateway.renderer to one of the model's family",
@@ -252,7 +256,7 @@ class AgentGateway:
             self._journals.add_replies(session, new)
         return replies
 
-    async def _complete(self, session: Session, wish: TextWish, exchange: Exchange) -> list[AgentReply]:
+    async def _complete(self, session: Session, wish: TextWish, exchange: AgentExchange) -> list[AgentReply]:
         prompt = self._codec.encode(wish.prompt) if isinstance(wish.prompt, str) else wish.prompt
         replies = []
         for turn, completion in await self._turns(session, prompt, wish.sampling, self._text_stops, exchange):
@@ -280,7 +284,7 @@ class AgentGateway:
         prompt: tuple[int, ...],
         wish: SamplingWish,
         stop_token_ids: Sequence[int],
-        exchange: Exchange,
+        exchange: AgentExchange,
     ) -> list[tuple[Turn, Completion]]:
         """Sample a prompt, and add what came of it to the session. Returns nothing if a part of it was aborted."""
         if (rule := self._rules.get(session.name)) is not None:

@@ -26,7 +26,7 @@ from moe_rl.rollout.sampler import nobody
 _KEPT_REPLIES = 16
 
 
-class Call:
+class ClientCall:
     """Is one client's request, as long as its connection lasts.
 
     Attributes:
@@ -54,7 +54,7 @@ class Call:
             heard()
 
 
-class Exchange:
+class AgentExchange:
     """Is a request and what came of it.
 
     Attributes:
@@ -70,10 +70,10 @@ class Exchange:
         self.replies: asyncio.Future[list[AgentReply]] | None = asyncio.get_running_loop().create_future()
         self.turns: list[int] = []
         self.place: PendingTurns | None = None
-        self._clients: set[Call] = set()
+        self._clients: set[ClientCall] = set()
 
     @classmethod
-    def of(cls, request: bytes, turns: Sequence[int]) -> Exchange:
+    def of(cls, request: bytes, turns: Sequence[int]) -> AgentExchange:
         """Return one whose replies nobody keeps."""
         found = cls(request)
         found.replies, found.turns = None, list(turns)
@@ -84,28 +84,28 @@ class Exchange:
         """Return whether a client waits for it."""
         return bool(self._clients)
 
-    def enter(self, call: Call) -> None:
+    def enter(self, call: ClientCall) -> None:
         """Let a client wait for the replies, until `exit` or until it goes."""
         self._clients.add(call)
         call.on_leave(lambda: self._left(call))
 
-    def exit(self, call: Call) -> None:
+    def exit(self, call: ClientCall) -> None:
         """Let a client wait no more."""
         self._clients.discard(call)
 
-    def _left(self, call: Call) -> None:
+    def _left(self, call: ClientCall) -> None:
         self.exit(call)
         if not self._clients:
             self.leave.set()
 
 
-class Exchanges:
+class AgentExchanges:
     """Holds the requests of all open sessions."""
 
     def __init__(self) -> None:
-        self._of: dict[str, list[Exchange]] = {}
+        self._of: dict[str, list[AgentExchange]] = {}
 
-    def repeated(self, session: Session, call: Call) -> Exchange | None:
+    def repeated(self, session: Session, call: ClientCall) -> AgentExchange | None:
         """Return the exchange that a request repeats."""
         equal = [one for one in self._of.get(session.name, ()) if one.request == call.request]
         for one in reversed(equal):
@@ -116,7 +116,7 @@ class Exchanges:
         # With several under way nobody knows which of them it is.
         return equal[-1] if sum(one.waited_for for one in equal) <= 1 else None
 
-    def add(self, session: Session, exchange: Exchange) -> None:
+    def add(self, session: Session, exchange: AgentExchange) -> None:
         """Remember an exchange, and forget the oldest replies."""
         known = self._of.setdefault(session.name, [])
         known.append(exchange)
@@ -124,7 +124,7 @@ class Exchanges:
         for one in kept[:-_KEPT_REPLIES]:
             one.replies = None
 
-    def drop(self, session: Session, exchange: Exchange) -> None:
+    def drop(self, session: Session, exchange: AgentExchange) -> None:
         """Forget an exchange that gave nothing."""
         self._of[session.name].remove(exchange)
 
@@ -133,5 +133,5 @@ class Exchanges:
         self._of.pop(session.name, None)
 
 
-def _received(session: Session, exchange: Exchange) -> bool:
+def _received(session: Session, exchange: AgentExchange) -> bool:
     return any(session.turns[number].received for number in exchange.turns)

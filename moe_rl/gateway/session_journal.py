@@ -42,7 +42,7 @@ class OpenedEntry(Message, frozen=True):
 
 
 class TurnsEntry(Message, frozen=True):
-    """Tells of the turns that came of one request. request: its digest, see `exchanges.Call`."""
+    """Tells of the turns that came of one request. request: its digest, see `exchanges.ClientCall`."""
 
     turns: list[Turn]
     request: bytes

@@ -231,11 +231,12 @@ class Session:
 
         What an aborted turn had was sent to nobody, and what another turn continues was received.
         """
+        continued = {turn.parent for turn in self.turns}
         news = [
             number
             for number in numbers
             if self.turns[number].received != received
-            and (self.turns[number].finish_reason != "abort" if received else not self._children[number])
+            and (self.turns[number].finish_reason != "abort" if received else number not in continued)
         ]
         for number in news:
             self.turns[number] = replace(self.turns[number], received=received)
@@ -258,8 +259,6 @@ class Session:
         if (digest := self._digest(turn)) != turn.digest:
             raise self._fault(number, "is not what it was", f"digest {digest}", turn.digest)
         self._append(turn)
-        if turn.parent is not None:
-            self.tell_received([turn.parent])
 
     def path(self, number: int) -> list[Turn]:
         """Return the turns of a branch from the root to a turn."""
@@ -325,6 +324,8 @@ class Session:
         self._children[turn.number] = []
         if turn.finish_reason != "abort":
             self._children[turn.parent].append(turn.number)
+        if turn.parent is not None:
+            self.tell_received([turn.parent])
 
     def _length(self, number: int | None) -> int:
         """Return how many tokens there are up to the end of a turn; None: up to the root."""

@@ -33,7 +33,7 @@ from moe_rl.gateway import anthropic_dialect as anthropic
 from moe_rl.gateway import openai_dialect as openai
 from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.asking import AgentReply, BadRequest
-from moe_rl.gateway.exchanges import Call
+from moe_rl.gateway.exchanges import ClientCall
 from moe_rl.gateway.fields import checked
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.sessions import Session, SessionLimits
@@ -117,10 +117,10 @@ class GatewayApp:
                 wish = dialect.read(body)
                 call = _call(request, body)
                 exchange = await self._gateway.answer(session, wish, call)
-                assert exchange.replies is not None  # they are kept as long as a client waits
                 if call.gone:
                     self._gateway.sent(session, exchange, call)
                     return Response(status_code=_CLIENT_GONE)
+                assert exchange.replies is not None  # they are kept as long as a client waits
                 if not (replies := exchange.replies.result()):
                     raise BadRequest("the sampler gave the request up: send it again", status=503, code="aborted")
             except BadRequest as error:
@@ -138,7 +138,7 @@ class GatewayApp:
                     return Response(b"".join(dialect.events(*told)), media_type="text/event-stream")
                 return Response(msgspec.json.encode(dialect.body(*told)), media_type="application/json")
 
-            return _Reply(reply, call, lambda: self._gateway.sent(session, exchange, call))
+            return _SentReply(reply, call, lambda: self._gateway.sent(session, exchange, call))
 
         return serve
 
@@ -274,19 +274,19 @@ async def _body(request: Request, longest: int) -> bytearray:
         raise BadRequest(str(refusal), status=refusal.status, code="body") from None
 
 
-def _call(request: Request, body: bytes) -> Call:
+def _call(request: Request, body: bytes) -> ClientCall:
     """Return the call of a request whose body has been read."""
-    call, connection = Call(request.url.path, request.headers, body), request.scope["connection"]
+    call, connection = ClientCall(request.url.path, request.headers, body), request.scope["connection"]
     connection.on_hang_up = call.leave
     if connection.hung_up:
         call.leave()
     return call
 
 
-class _Reply(Response):
+class _SentReply(Response):
     """Sends a reply, and says when that has ended. A client that goes before has left its call by then."""
 
-    def __init__(self, reply: Callable[[], Response], call: Call, ended: Callable[[], None]):
+    def __init__(self, reply: Callable[[], Response], call: ClientCall, ended: Callable[[], None]):
         self.background = None
         self._reply, self._call, self._ended = reply, call, ended
 

@@ -172,6 +172,18 @@ def test_limits_name_themselves_and_grants_are_given_back():
     assert "limit of seconds" in str(told.value)
 
 
+def test_what_was_continued_stays_received():
+    """Also if what continues it was aborted, or if its connection broke while that was sampled."""
+    session = Session("s", "g", WIDE, 0.0)
+    take(session, [1], [2])
+    place = session.begin([1, 2, 3], samples=1, max_tokens=1, now=0.0)
+    assert session.tell_received([0], False) == [0]
+    session.add(place, said([1, 2, 3], [4], finish_reason="abort"), continues=True)
+    session.drop(place)
+    assert session.tell_received([0], False) == session.tell_received([1]) == []
+    assert [turn.received for turn in Session.of(session.finish()).turns] == [True, False]
+
+
 def test_a_session_answers_to_its_own_key_alone():
     book = SessionBook(3, WIDE)
     opened = [book.open(group, now=0.0) for group in ("one", "one", "two")]
