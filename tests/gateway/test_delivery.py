@@ -47,8 +47,9 @@ def played(folder, play, *texts, **more):
 
 
 async def quiet(session: Session) -> None:
-    while session.busy:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(20):
+        while session.busy:
+            await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
 
 

@@ -1383,7 +1383,7 @@ MUTANTS: list[Mutant] = [
             "self.leave.set()",
             "pass",
             "Requests of agents that gave up are sampled to their end.",
-            "tests/gateway/test_web.py",
+            "tests/gateway/test_delivery.py",
         ),
     ),
     *_room(
