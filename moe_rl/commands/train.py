@@ -455,7 +455,8 @@ def _try_environment(config: Config, facts: ModelFacts, codec: TextCodec) -> lis
 
     assert config.task.environment is not None
     try:
-        ChatRenderer(config.model.path, config.gateway.renderer).refuse_endless(codec, facts, config.rollout)
+        renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
+        renderer.refuse_endless(codec, facts, config.rollout)
         pool_of(config.task.environment, concurrent=1).close()
     except ConfigError as error:
         return error.problems

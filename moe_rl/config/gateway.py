@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from moe_rl.config.section import Count, Few, Seconds, Section
+
+DialogueKind = Literal["first_turns", "later_turns", "tools", "tool_calls", "reasoning"]
 
 
 class GatewayConfig(Section):
@@ -15,6 +17,9 @@ class GatewayConfig(Section):
     as qwen3, and its settings, such as enable_thinking. default: the model's own chat template, with the settings
     tool_parser and reasoning_parser. It renders a whole dialogue anew for each turn, so a turn continues the one before
     only where the template writes what the model said with the same tokens."""
+    differs_in: tuple[DialogueKind, ...] = ()
+    """Kinds of dialogue in which the renderer may write other tokens than the model's chat template. It is refused for
+    a difference in any other. The history of a session that is of such a kind is not compared with the template."""
     max_sessions: Few = 1024
     """Most sessions that are open at once."""
     session_tokens: Count = 131072

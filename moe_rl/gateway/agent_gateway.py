@@ -32,6 +32,7 @@ from moe_rl.gateway.session_keys import OpenedSession, SessionBook, hash_key
 from moe_rl.gateway.sessions import FinishedSession, PendingTurns, Session, SessionLimits, Turn
 from moe_rl.gateway.turn_sampler import TurnSampler
 from moe_rl.rollout.sampler import nobody
+from moe_rl.tasks.shown_messages import NotShown
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.types import Completion
 
@@ -273,8 +274,10 @@ class AgentGateway:
                 return self._renderer.render(messages, tools), None
             number, known = found
             said = session.turns[number].token_ids
-            extended = self._renderer.extend(session.prompt(number), said, messages[known:], tools)
-            return extended or self._renderer.render(messages, tools), number
+            extended = self._renderer.extend(session.prompt(number), said, messages, tools, start=known)
+            return extended or self._renderer.render(messages, tools, said=known), number
+        except NotShown as error:
+            raise BadRequest(str(error), wish.place(error.number, error.field), code="unsupported_value") from None
         except ValueError as error:
             raise BadRequest(str(error), "messages") from None
 

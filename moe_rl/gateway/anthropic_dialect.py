@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
-from moe_rl.gateway.fields import checked, plain_text, strings, within_bounds
+from moe_rl.gateway.fields import checked, plain_text, refuse_prefill, strings, within_bounds
 from moe_rl.gateway.rendering import read_arguments
 
 _SERVED = {
@@ -32,6 +32,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "container": (None,),
     "mcp_servers": (None, []),
 }
+# What this API calls the fields of messages.
+_NAMES = {"reasoning_content": "thinking", "tool_calls": "tool_use", "tool_call_id": "tool_use_id"}
+# A client writes what its provider is to count into a block of the system's text, and another one into each request.
+_BILLING = "x-anthropic-billing-header:"
+# No template knows that a result is an error, so its text says it.
+_FAILED = "Error: "
 _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -75,17 +81,22 @@ def read_messages(body: bytes) -> ChatWish:
     given = checked(body, _SERVED | _NO_MATTER, _ONLY, _MessagesBody)
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
-    system = plain_text(given.system, "system")
+    refuse_prefill(given.messages[-1].role, len(given.messages) - 1)
+    system = _system(given.system)
     messages: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
+    places = ["system"] if system else []
     for at, one in enumerate(given.messages):
         if one.role not in ("user", "assistant"):
             raise BadRequest(f"got {one.role!r}, expected user or assistant", f"messages.{at}.role")
         blocks = [{"type": "text", "text": one.content}] if isinstance(one.content, str) else one.content
         read = _heard if one.role == "user" else _said
         messages += read(blocks, f"messages.{at}.content")
+        places += [f"messages.{at}"] * (len(messages) - len(places))
     return ChatWish(
         model=given.model,
         messages=tuple(messages),
+        places=tuple(places),
+        names=_NAMES,
         tools=tuple(_tool(at, one) for at, one in enumerate(given.tools or [])),
         sampling=within_bounds(
             SamplingWish(
@@ -138,6 +149,14 @@ def error_body(error: BadRequest) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": text}}
 
 
+def _system(given: str | list[dict[str, Any]] | None) -> str:
+    """Return the system's text without the block that only concerns the provider."""
+    blocks = [{"type": "text", "text": given}] if isinstance(given, str) else given or []
+    if blocks and str(blocks[0].get("text")).startswith(_BILLING):
+        blocks = blocks[1:]
+    return plain_text(blocks, "system")
+
+
 def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, Any]]:
     """Return the messages that a user's message is: one for each result of a tool, and one for the text."""
     found: list[Mapping[str, Any]] = []
@@ -152,6 +171,8 @@ def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str,
         if not isinstance(name, str):
             raise BadRequest("it names the call that it answers", f"{field}.{at}.tool_use_id")
         content = plain_text(block.get("content"), f"{field}.{at}.content")
+        if block.get("is_error"):
+            content = f"{_FAILED}{content}"
         found.append({"role": "tool", "tool_call_id": name, "content": content})
     if texts or not found:
         found.append({"role": "user", "content": plain_text(texts, field)})
@@ -165,7 +186,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
     for at, block in enumerate(blocks):
         match block:
             case {"type": "thinking", "thinking": str(thought)}:
-                message["reasoning_content"] = thought
+                message["reasoning_content"] = message.get("reasoning_content", "") + thought
             case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(given)}:
                 text = json.dumps(given, ensure_ascii=False)
                 calls.append({"id": name, "type": "function", "function": {"name": tool, "arguments": text}})

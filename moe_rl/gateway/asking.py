@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_rl.gateway.rendering import Message, ParsedAnswer
@@ -92,10 +92,22 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatWish(Wish):
-    """Asks for the next message of a chat. tools: in OpenAI's form."""
+    """Asks for the next message of a chat.
+
+    Attributes:
+        tools: in OpenAI's form.
+        places: the place of each message in the request.
+        names: what the request calls a field of a message, where it does not call it as `messages` do.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
+    places: tuple[str, ...]
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def place(self, number: int | None, name: str) -> str:
+        """Return the place of a message's field in the request; number None: of a field of the request."""
+        return name if number is None else f"{self.places[number]}.{self.names.get(name, name)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ class EpisodeGateway:
     def __init__(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path, store: TraceStore):
         assert config.task.environment is not None
         self._config, self._environment, self._failures = config, config.task.environment, run_dir / FAILURES
-        renderer = ChatRenderer(config.model.path, config.gateway.renderer)
+        renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
         self.gateway: AgentGateway = gateway_over(sampler, config, facts, renderer, None, version=0, reads_text=True)
         self._keeper = SessionKeeper(run_dir / "rollouts", store)
         self._socket = bound_socket(None, 0)

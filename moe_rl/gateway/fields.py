@@ -64,6 +64,16 @@ def plain_text(content: Any, field: str) -> str:
     return "".join(texts)
 
 
+def refuse_prefill(role: str, number: int) -> None:
+    """Refuse a last message of the assistant. Raises BadRequest."""
+    if role == "assistant":
+        text = (
+            "the last message is the assistant's. Its text would have to be the beginning of the answer, which is not "
+            "served: end with a message of a user or a tool, or continue a text with /v1/completions"
+        )
+        raise BadRequest(text, f"messages.{number}", code="unsupported_value")
+
+
 def strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return one text or several as a tuple, without empty ones."""
     return tuple(text for text in ([value] if isinstance(value, str) else value or ()) if text)

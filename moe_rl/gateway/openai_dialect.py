@@ -16,7 +16,7 @@ import msgspec
 
 from moe_rl.gateway.agent_gateway import message_of
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingWish, TextWish
-from moe_rl.gateway.fields import checked, plain_text, strings, within_bounds
+from moe_rl.gateway.fields import checked, plain_text, refuse_prefill, strings, within_bounds
 
 _SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n"}
 _STREAM = {"stream", "stream_options"}
@@ -123,8 +123,10 @@ def read_chat(body: bytes) -> ChatWish:
     given = checked(body, _CHAT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _ChatBody)
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
+    refuse_prefill(given.messages[-1].role, len(given.messages) - 1)
     return ChatWish(
         messages=tuple(_message(at, one) for at, one in enumerate(given.messages)),
+        places=tuple(f"messages.{at}" for at in range(len(given.messages))),
         tools=tuple(_tool(at, one) for at, one in enumerate(given.tools or [])),
         logprobs=bool(given.logprobs),
         **_in_both(given),

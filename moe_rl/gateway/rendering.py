@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moe_rl.config.gateway import DialogueKind
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import About, ConfigError, describe
 from moe_rl.gateway.json_values import as_object, carried
+from moe_rl.gateway.template_check import Chat, Difference, difference, differences, kinds_of
 from moe_rl.models.facts import ModelFacts
+from moe_rl.tasks.shown_messages import check_shown
+from moe_rl.tasks.special_tokens import SpecialTokens, Spelling
 from moe_rl.tasks.tokenizer import TextCodec, transformers_tokenizer
 from moe_rl.tasks.turn_end import endless_problem
 
 Message = Mapping[str, Any]
 """A chat message in OpenAI's form: role, content as text, and perhaps tool_calls, tool_call_id, reasoning_content."""
-
-_PROBE = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, you."}]
-_PROBED_TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,12 @@ class ChatRenderer:
         reads_tools: whether it finds tool calls in completions.
     """
 
-    def __init__(self, model_path: Path, settings: Mapping[str, Any]):
-        """Load the tokenizer and the renderer. settings: the key gateway.renderer.
+    def __init__(self, model_path: Path, settings: Mapping[str, Any], differs_in: Collection[DialogueKind] = ()):
+        """Load the tokenizer and the renderer.
+
+        Args:
+            settings: the key gateway.renderer.
+            differs_in: the key gateway.differs_in.
 
         Raises:
             ConfigError: there is no such renderer or setting, or it is not one for this model.
@@ -73,16 +76,23 @@ class ChatRenderer:
             kind = config_from_name(name)
             if kind is None:
                 raise ValueError("a name of the package `renderers` is needed, such as default or qwen3")
-            self._tokenizer = transformers_tokenizer(model_path)
-            self._renderer = create_renderer(self._tokenizer, type(kind).model_validate(dict(settings)))
-            self._check_template(name)
+            config = type(kind).model_validate(dict(settings))
+            self._load = lambda: transformers_tokenizer(model_path)
+            self._make = lambda tokenizer: create_renderer(tokenizer, config)
+            self._tokenizer = self._load()
+            self._renderer = self._make(self._tokenizer)
+            self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
+            self._differs_in = frozenset(differs_in)
+            self._compared = name != "default" and self._tokenizer.chat_template is not None
+            if self._compared:
+                self._check_template()
         except Exception as error:  # both libraries raise errors of every kind
             raise ConfigError(
                 describe(
                     "the model's chats cannot be rendered", where=where, got=f"{name!r}: {error}", fault="renderer"
                 )
             ) from error
-        self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
+        self._special = SpecialTokens(self._tokenizer.backend_tokenizer)
         self.reads_tools = bool(getattr(self._renderer, "supports_tools", True))
 
     def refuse_endless(self, codec: TextCodec, facts: ModelFacts, rollout: RolloutConfig) -> None:
@@ -96,20 +106,31 @@ class ChatRenderer:
         if problem is not None:
             raise ConfigError(problem)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, said: int = 0
+    ) -> tuple[int, ...]:
         """Return the prompt of a chat from its beginning.
 
         Args:
             tools: as in OpenAI's requests: {"type": "function", "function": {...}}.
+            said: so many first messages are those of an earlier turn and its answer, see `check_shown`.
 
         Raises:
+            NotShown: the prompt does not show a part of the messages or tools.
             ValueError: the messages cannot be rendered. The text is for the client.
         """
-        try:
-            ids = self._renderer.render_ids(_for_renderer(messages), tools=_listed(tools), add_generation_prompt=True)
-        except Exception as error:  # a template raises what it likes
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
-        return tuple(map(int, ids))
+        ids = self._written(messages, tools)
+        compared = self._compared and not kinds_of(messages, tools) & self._differs_in
+        if compared and (found := difference(ids, self._template(messages, tools))) is not None:
+            raise ValueError(
+                f"the gateway's renderer does not write what the chat template writes: {self._told(found)}"
+            )
+        check_shown(messages, tools, lambda some, given: self._tokenizer.decode(self._written(some, given)), said=said)
+        hidden = self._special.hidden(messages, tools)
+        if hidden is None:
+            return ids
+        renderer, spelling = self._with_stand_ins
+        return spelling.spelt(self._written(*hidden, renderer=renderer))
 
     def extend(
         self,
@@ -117,19 +138,80 @@ class ChatRenderer:
         completion: Sequence[int],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
+        *,
+        start: int = 0,
     ) -> tuple[int, ...] | None:
         """Return the prompt of the next turn: that of the last one, its completion token by token, and new messages.
 
         Returns None where the template would write the earlier turns otherwise now, so that they must be rendered
         anew.
+
+        Args:
+            start: the messages from there on are new.
+
+        Raises:
+            NotShown: the prompt does not show a part of the new messages.
         """
-        bridge = self._renderer.bridge_to_next_turn(
+        earlier, new = (*prompt, *completion), messages[start:]
+        ids = self._behind(prompt, completion, new, tools)
+        if ids is None or ids[: len(earlier)] != earlier:
+            return None
+        check_shown(
+            messages,
+            (),
+            lambda some, _: self._tokenizer.decode(self._behind(prompt, completion, some, tools) or ()),
+            start=start,
+            said=start,
+        )
+        if (hidden := self._special.hidden(new, tools)) is not None:
+            renderer, spelling = self._with_stand_ins
+            ids = self._behind(prompt, completion, *hidden, renderer=renderer)
+            return None if ids is None else earlier + spelling.spelt(ids[len(earlier) :])
+        return ids
+
+    def _written(self, messages: Chat, tools: Chat, *, answers: bool = True, renderer: Any = None) -> tuple[int, ...]:
+        return self._refusing(
+            lambda: (renderer or self._renderer).render_ids(
+                _for_renderer(messages), tools=_listed(tools), add_generation_prompt=answers
+            )
+        )
+
+    def _template(self, messages: Chat, tools: Chat, *, answers: bool = True) -> tuple[int, ...]:
+        """Return what the model's own chat template writes, with the settings of the renderer."""
+        config = self._renderer.config
+        options = {key: getattr(config, key) for key in type(config).template_field_names()}
+        return self._refusing(
+            lambda: self._tokenizer.apply_chat_template(
+                _for_renderer(messages),
+                tools=_listed(tools),
+                add_generation_prompt=answers,
+                tokenize=True,
+                return_dict=False,
+                **options,
+            )
+        )
+
+    def _behind(
+        self, prompt: Sequence[int], completion: Sequence[int], messages: Chat, tools: Chat, *, renderer: Any = None
+    ) -> tuple[int, ...] | None:
+        bridge = (renderer or self._renderer).bridge_to_next_turn(
             list(prompt), list(completion), _for_renderer(messages), tools=_listed(tools)
         )
-        if bridge is None:
-            return None
-        ids, earlier = tuple(map(int, bridge.token_ids)), (*prompt, *completion)
-        return ids if ids[: len(earlier)] == earlier else None
+        return None if bridge is None else tuple(map(int, bridge.token_ids))
+
+    @staticmethod
+    def _refusing(write: Callable[[], Sequence[int]]) -> tuple[int, ...]:
+        try:
+            return tuple(map(int, write()))
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+    @cached_property
+    def _with_stand_ins(self) -> tuple[Any, Spelling]:
+        """Return a renderer that knows the stand-ins of special tokens. The other one's tokenizer reads completions,
+        whose ids they must not have."""
+        tokenizer = self._load()
+        return self._make(tokenizer), self._special.teach(tokenizer.backend_tokenizer)
 
     def parse(
         self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Mapping[str, Any]]
@@ -150,27 +232,22 @@ class ChatRenderer:
         content = "\n".join(text for text in (found.content, *unreadable) if text)
         return ParsedAnswer(content, found.reasoning_content or "", tuple(uses), len(unreadable))
 
-    def _check_template(self, name: str) -> None:
-        """Raise ValueError where a renderer writes other tokens than the model's own chat template, if it has one."""
-        template = self._tokenizer.chat_template
-        if name == "default" or template is None:
-            return
-        config = self._renderer.config
-        options = {key: getattr(config, key) for key in type(config).template_field_names()}
-        for tools in (None, [_PROBED_TOOL])[: 1 + ("tools" in str(template))]:
-            ours = list(self._renderer.render_ids(_PROBE, tools=tools, add_generation_prompt=True))
-            theirs = list(
-                self._tokenizer.apply_chat_template(
-                    _PROBE, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **options
-                )
-            )
-            if ours != theirs:
-                at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+    def _check_template(self) -> None:
+        """Raise ValueError where a renderer writes other tokens than the model's own chat template."""
+        found = list(differences(self._written, self._template, self._behind, self.stop_token_ids))
+        kinds = list(dict.fromkeys(kind for kind, _, _ in found))
+        for kind, messages, where in found:
+            if kind not in self._differs_in:
+                dialogue = ", ".join(message["role"] for message in messages)
                 raise ValueError(
-                    f"it writes other tokens than the model's chat template, from token {at} on: "
-                    f"{self._tokenizer.decode(ours[at : at + 8])!r} instead of "
-                    f"{self._tokenizer.decode(theirs[at : at + 8])!r}"
+                    f"it writes other tokens than the model's chat template in a dialogue of {dialogue}, "
+                    f"{self._told(where)}. It differs in {', '.join(kinds)}: choose the renderer of this template, or "
+                    f"default, or say gateway.differs_in: [{', '.join(kinds)}] if that is meant"
                 )
+
+    def _told(self, where: Difference) -> str:
+        ours, theirs = (self._tokenizer.decode(list(ids)) for ids in (where.ours, where.theirs))
+        return f"from token {where.at} on: {ours!r} instead of {theirs!r}"
 
 
 def _listed(tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:

@@ -84,7 +84,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     with writing("the folder for sessions could not be created", sessions):
         sessions.mkdir(exist_ok=True)
     facts = read_model(config.model.path)
-    renderer = ChatRenderer(config.model.path, config.gateway.renderer)
+    renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
     token_file = (settings.token_file or folder / "token").absolute()
     make_token(token_file)
     token = read_token(token_file)

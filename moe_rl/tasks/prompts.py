@@ -187,6 +187,7 @@ class _PromptMaker:
     def __init__(self, config: Config, codec: TextCodec):
         self._config, self._codec = config, codec
         self._limit = config.rollout.max_prompt_tokens
+        self._spelling = 0
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -198,6 +199,7 @@ class _PromptMaker:
         if source.kind == "generator":
             return self._endless(source, key, weight)
         prompts: list[Prompt] = []
+        self._spelling = 0
         faults, dropped, left_out, first = _Faults(), Counter[str](), set[str](), dict[str, str]()
         for number, (where, row) in enumerate(read_rows(source, key, left_out)):
             try:
@@ -221,6 +223,7 @@ class _PromptMaker:
             raise DataError(describe("no prompts", where={"key": key, "file": source.data}, got=got, fault="empty"))
         notes = [f"left out {count} {kind.replace('_', ' ')}" for kind, count in sorted(dropped.items())]
         notes += [f"columns without a JSON value, left out: {', '.join(sorted(left_out))}"] if left_out else []
+        notes += [f"{self._spelling} spell special tokens, which are text there"] if self._spelling else []
         return PromptSet(source.name, prompts, None, source.prompt, weight, frozenset(left_out), tuple(notes))
 
     def _endless(self, source: PromptSourceConfig, key: str, weight: float) -> PromptSet:
@@ -292,7 +295,8 @@ class _PromptMaker:
                 if not given:
                     raise _Unfit("the prompt is empty", "no text", kind="empty")
                 messages = self._template.messages(given)
-                text = self._template.render(messages, tools)
+                text, token_ids, spells = self._template.tokens(messages, tools, self._codec)
+                self._spelling += int(spells)
             elif tools:
                 raise _Unfit(
                     f"the column {source.tools} has tools, and a prompt of plain text goes through no template",
@@ -300,8 +304,7 @@ class _PromptMaker:
                     expected=f"the section task.chat, or tools=null in source {source.name}",
                 )
             else:
-                text = given
-            token_ids = self._codec.encode(text)
+                text, token_ids = given, self._codec.encode(given)
         except (_Unfit, DataError):
             raise
         except ValueError as error:

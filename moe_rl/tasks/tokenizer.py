@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from moe_rl.config.prompt_sources import ChatConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError, describe
 from moe_rl.models.facts import ModelFacts
+from moe_rl.tasks.shown_messages import check_shown
+from moe_rl.tasks.special_tokens import SpecialTokens, Spelling
 from moe_rl.types import Completion
 
 # Shown for a sampled id that the tokenizer does not know. Such ids exist because models pad their vocabulary.
@@ -88,6 +91,21 @@ class TextCodec:
         recognised.
         """
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """Return the special tokens of the tokenizer."""
+        return SpecialTokens(self._tokenizer)
+
+    def encode_hidden(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text with stand-ins, see SpecialTokens. Raises ValueError as Spelling does."""
+        taught, spelling = self._taught
+        return spelling.spelt(taught.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _taught(self) -> tuple[Tokenizer, Spelling]:
+        taught = Tokenizer.from_str(self._tokenizer.to_str())
+        return taught, self.special_tokens.teach(taught)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of all ids. Special tokens are spelt out, and unknown ids become U+FFFD.
@@ -257,29 +275,46 @@ class ChatTemplate:
         """Return the text that the model continues with its answer. tools: of the prompt; () for those of the settings.
 
         Raises:
-            ValueError: the template refuses the messages, or leaves out the text of one, or the tools; or the settings
-                give other tools. The text is for the user.
+            NotShown: the text does not show a part of the messages or the tools.
+            ValueError: the template refuses the messages, or the settings give other tools. The text is for the user.
         """
-        if tools and self._chat.tools:
+        given = self._tools(tools)
+        text = self._text(messages, given)
+        check_shown(messages, given, self._text)
+        return text
+
+    def tokens(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], codec: TextCodec
+    ) -> tuple[str, tuple[int, ...], bool]:
+        """Return what `render` does, its tokens, and whether messages or tools spell special tokens.
+
+        These are tokens of text. Only the template's own are control tokens.
+
+        Raises:
+            ValueError: see `render`.
+        """
+        text, given = self.render(messages, tools), self._tools(tools)
+        hidden = codec.special_tokens.hidden(messages, given)
+        if hidden is None:
+            return text, codec.encode(text), False
+        return text, codec.encode_hidden(self._text(*hidden)), True
+
+    def _tools(self, own: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return the tools of a prompt: its own, or those of the settings."""
+        if own and self._chat.tools:
             raise ValueError("the row has tools of its own, and task.chat.tools gives others")
-        if tools and not re.search(r"\btools\b", self._tokenizer.get_chat_template(tools=list(tools))):
+        if own and not re.search(r"\btools\b", self._tokenizer.get_chat_template(tools=list(own))):
             raise ValueError(
                 "the model's chat template shows no tools, and the row has some; set tools=null in the source to "
-                f"train without them: {len(tools)} tools"
+                f"train without them: {len(own)} tools"
             )
+        return own or self._chat.tools
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
-            text = self._applied(messages, tools or self._chat.tools, answers=True)
+            return self._applied(messages, tools, answers=True)
         except Exception as error:  # a template raises what it likes
             raise ValueError(f"the chat template refuses the messages: {error}") from error
-        end = 0
-        for number, message in enumerate(messages):
-            for piece in _texts(message.get("content")):
-                at = text.find(piece, end)
-                if at < 0:
-                    role = message["role"]
-                    raise ValueError(f"the chat template drops message {number}, of role {role}: {piece[:60]!r}")
-                end = at + len(piece)
-        return text
 
     def _applied(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, answers: bool
@@ -305,9 +340,3 @@ def _message(message: Any) -> Mapping[str, Any]:
     if not isinstance(content, str | list) and "tool_calls" not in message:
         raise ValueError("a message has no content")
     return message
-
-
-def _texts(content: Any) -> list[str]:
-    """Return the texts of a message that must occur in the prompt. Templates strip outer whitespace."""
-    texts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
-    return [text.strip() for text in texts if text.strip()]

@@ -91,3 +91,37 @@ def test_what_json_can_say_and_text_cannot(body):
 def test_the_usual_bodies_are_wishes():
     for read, body in ((read_chat, CHAT), (read_text, TEXT), (read_messages, MESSAGES)):
         assert read(msgspec.json.encode(body)).model == "m"
+
+
+def test_a_last_message_of_the_assistant_is_refused():
+    asks, says = {"role": "user", "content": "Count to three."}, {"role": "assistant", "content": "1, 2"}
+    for read, more in ((read_chat, {}), (read_messages, {"max_tokens": 3})):
+        with pytest.raises(BadRequest) as caught:
+            read(msgspec.json.encode({"messages": [asks, says], **more}))
+        assert caught.value.field == "messages.1"
+
+
+def test_what_anthropics_messages_say_becomes_text():
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "No such file.", "is_error": True}
+    thoughts = [{"type": "thinking", "thinking": text, "signature": ""} for text in ("a", "b")]
+    use = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [*thoughts, use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "Go on."}]},
+    ]
+    wish = read_messages(msgspec.json.encode({"messages": messages, "max_tokens": 3, "system": "s"}))
+    assert [one["content"] for one in wish.messages] == ["s", "x", "", "Error: No such file.", "Go on."]
+    assert wish.messages[2]["reasoning_content"] == "ab"
+    assert wish.places == ("system", "messages.0", "messages.1", "messages.2", "messages.2")
+    assert wish.place(2, "tool_calls") == "messages.1.tool_use" and wish.place(None, "tools.0") == "tools.0"
+
+
+@pytest.mark.parametrize("text", ["You are an agent.", ""])
+def test_a_block_for_the_providers_bill_is_not_for_the_model(text):
+    blocks = [{"type": "text", "text": f"x-anthropic-billing-header: v=1; cch={text};"}, {"type": "text", "text": text}]
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    wish = read_messages(msgspec.json.encode(asked | {"system": blocks}))
+    assert wish == read_messages(msgspec.json.encode(asked | {"system": text}))
+    later = read_messages(msgspec.json.encode(asked | {"system": blocks[::-1]}))
+    assert "billing" in later.messages[0]["content"]

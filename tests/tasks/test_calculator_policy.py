@@ -98,7 +98,10 @@ def lesson(tmp_path_factory):
 
 def test_the_gateway_writes_the_tokens_that_the_policy_was_shown(lesson):
     """Every turn of every style, from the renderer of Qwen3 and from the chat template alike."""
-    renderer, codec = ChatRenderer(ASSETS / "policy", {"name": "qwen3"}), TextCodec(ASSETS / "policy", (EOS,))
+    renderer, codec = (
+        ChatRenderer(ASSETS / "policy", {"name": "qwen3"}, ("reasoning",)),
+        TextCodec(ASSETS / "policy", (EOS,)),
+    )
     assert renderer.reads_tools and renderer.stop_token_ids[0] == EOS
     rng = random.Random(3)
     for number, exercise in enumerate(lesson.heldout[:24]):

@@ -17,7 +17,7 @@ from tests.support.refusals import refused
 
 POLICY = Path(__file__).parents[2] / "assets/tiny_moe/policy"
 TEMPLATE = (
-    "{% if tools %}{{ tools[0]['function']['name'] }}\n{% endif %}"
+    "{% if tools %}{{ tools[0]['function']['name'] }} {{ tools[0]['function']['description'] }}\n{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
     "{% endif %}"
@@ -56,7 +56,7 @@ def test_a_prompt_is_rendered_as_transformers_does_and_tokenised_once(model):
     messages = template.messages("1+1=")
     assert [message["role"] for message in messages] == ["system", "user"]
     text = template.render(messages)
-    assert text == "add\n<system>Be short.\n<user>1+1=\n<assistant>False"
+    assert text == "add adds\n<system>Be short.\n<user>1+1=\n<assistant>False"
     theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         list(messages), tools=[ADD], add_generation_prompt=True, enable_thinking=False, return_dict=False
     )

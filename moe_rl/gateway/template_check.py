@@ -1,0 +1,158 @@
+"""Compares what a renderer writes with what the model's own chat template writes, dialogue by dialogue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moe_rl.config.gateway import DialogueKind
+
+Message = Mapping[str, Any]
+Chat = Sequence[Message]
+Ids = tuple[int, ...]
+
+# So many tokens of each rendering are told.
+_TOLD = 8
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+
+
+def _says(role: str, content: str, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
+
+
+def _call(number: int, **arguments: Any) -> dict[str, Any]:
+    return {
+        "id": f"abcdefgh{number}",
+        "type": "function",
+        "function": {"name": "add", "arguments": json.dumps(arguments)},
+    }
+
+
+def _result(number: int, text: str) -> Message:
+    return _says("tool", text, tool_call_id=f"abcdefgh{number}")
+
+
+_ASKS, _AGAIN, _SYSTEM = _says("user", "Hello, you."), _says("user", "And then?"), _says("system", "Be brief.")
+_ANSWERS = _says("assistant", "I am well.")
+_CALLS = _says("assistant", "", tool_calls=[_call(1, a=2)])
+_CALLS_TWICE = _says("assistant", "", tool_calls=[_call(1, a=2, s="two words"), _call(2, a=[3, {"b": None}])])
+
+DIALOGUES: Mapping[DialogueKind, Sequence[tuple[Chat, Chat]]] = {
+    "first_turns": [([_ASKS], []), ([_SYSTEM, _ASKS], [])],
+    "later_turns": [
+        ([_ASKS, _ANSWERS, _AGAIN, _ANSWERS, _AGAIN], []),
+        ([_SYSTEM, _ASKS, _ANSWERS, _AGAIN], []),
+        ([_ASKS, _says("assistant", ""), _AGAIN], []),
+    ],
+    "tools": [([_ASKS], [_TOOL]), ([_SYSTEM, _ASKS], [_TOOL])],
+    "tool_calls": [
+        ([_ASKS, _CALLS, _result(1, "5")], [_TOOL]),
+        ([_ASKS, {**_CALLS, "content": "I add."}, _result(1, "5")], [_TOOL]),
+        ([_ASKS, _CALLS_TWICE, _result(1, "5"), _result(2, "6")], [_TOOL]),
+        ([_SYSTEM, _ASKS, _CALLS, _result(1, "5"), _ANSWERS, _AGAIN], [_TOOL]),
+    ],
+    "reasoning": [
+        ([_ASKS, {**_CALLS, "reasoning_content": "I must add."}, _result(1, "5")], [_TOOL]),
+        ([_ASKS, {**_ANSWERS, "reasoning_content": "Polite."}, _AGAIN], []),
+    ],
+}
+"""Messages and tools of dialogues by their kind. What a session may be made of is in one of them."""
+
+
+def kinds_of(messages: Chat, tools: Chat) -> set[DialogueKind]:
+    """Return the kinds that a dialogue is of."""
+    found: set[DialogueKind] = {"first_turns"}
+    if tools:
+        found.add("tools")
+    for message in messages:
+        if message["role"] == "assistant":
+            found.add("later_turns")
+        if message["role"] == "tool" or message.get("tool_calls"):
+            found.add("tool_calls")
+        if message.get("reasoning_content"):
+            found.add("reasoning")
+    return found
+
+
+class ChatWriter(Protocol):
+    """Writes the tokens of messages with tools; `answers`: and of the beginning of the next answer.
+
+    Raises:
+        ValueError: such messages are refused.
+    """
+
+    def __call__(self, messages: Chat, tools: Chat, *, answers: bool = True) -> Sequence[int]: ...
+
+
+class ChatExtender(Protocol):
+    """Writes messages behind a prompt and its completion, see ChatRenderer.extend."""
+
+    def __call__(self, prompt: Sequence[int], completion: Sequence[int], messages: Chat, tools: Chat) -> Ids | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Says where two renderings part: the first token, and the tokens from there on."""
+
+    at: int
+    ours: Sequence[int]
+    theirs: Sequence[int]
+
+
+def difference(ours: Sequence[int], theirs: Sequence[int]) -> Difference | None:
+    """Return where two lists of tokens part; None if they are equal."""
+    if list(ours) == list(theirs):
+        return None
+    at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return Difference(at, ours[at : at + _TOLD], theirs[at : at + _TOLD])
+
+
+def differences(
+    ours: ChatWriter, theirs: ChatWriter, extend: ChatExtender, ends: Collection[int]
+) -> Iterator[tuple[DialogueKind, Chat, Difference]]:
+    """Yield the dialogues that a renderer writes otherwise than the template: whole, or the messages behind an answer.
+
+    What the template or the renderer refuses is left out: nobody can ask for it.
+
+    Args:
+        ends: tokens that end an answer.
+    """
+    for kind, dialogues in DIALOGUES.items():
+        for messages, tools in dialogues:
+            try:
+                written, expected = ours(messages, tools), theirs(messages, tools)
+            except ValueError:
+                continue
+            found = difference(written, expected) or _behind_an_answer(messages, tools, theirs, extend, ends)
+            if found is not None:
+                yield kind, messages, found
+
+
+def _behind_an_answer(
+    messages: Chat, tools: Chat, theirs: ChatWriter, extend: ChatExtender, ends: Collection[int]
+) -> Difference | None:
+    """Compare what both write behind the last answer. What the model said stays as it is, so that is left out."""
+    at = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+    if at is None:
+        return None
+    prompt, answered = theirs(messages[:at], tools), theirs(messages[: at + 1], tools, answers=False)
+    said = answered[len(prompt) :]
+    end = next((n for n, one in enumerate(said) if one in ends), None)
+    if answered[: len(prompt)] != prompt or end is None:
+        return None  # the template writes an answer otherwise once it is given
+    extended = extend(prompt, said[: end + 1], messages[at + 1 :], tools)
+    if extended is None:
+        return None
+    new = extended[len(prompt) + end + 1 :]
+    expected = theirs(messages, tools)
+    return difference(new, expected[len(expected) - len(new) :])

@@ -1,0 +1,199 @@
+"""Finds what a chat says and its rendered text does not show.
+
+A template leaves out what it does not know, without a word: tools, calls, reasoning, names. A copy of the chat, with a
+word of its own in the place of each text, is rendered too. A text whose word is not there was not shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Chat = Sequence[Mapping[str, Any]]
+Render = Callable[[Chat, Chat], str]
+"""Returns the text of messages and tools, with the beginning of the next answer."""
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_ASKS: Mapping[str, Any] = {"role": "user", "content": "a"}
+
+
+class NotShown(ValueError):
+    """Says what is not shown. The text is for the user.
+
+    Attributes:
+        number: of the message; None for a tool.
+        field: of the message, or of the request.
+    """
+
+    def __init__(self, text: str, number: int | None, field: str):
+        super().__init__(text)
+        self.number, self.field = number, field
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    number: int | None
+    field: str
+    got: str
+
+
+@dataclass
+class _Words:
+    """Makes the copy of a chat, and knows what each word stands for."""
+
+    places: dict[str, _Place] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
+
+    def new(self, number: int | None, name: str, got: str) -> str:
+        # Nine letters and digits are what the strictest templates take for the id of a call.
+        word = f"zq{len(self.places):07d}"
+        self.places[word] = _Place(number, name, got)
+        return word
+
+    def text(self, text: str, number: int | None, name: str) -> str:
+        return self.new(number, name, text) if text.strip() else text
+
+    def id(self, given: str) -> str:
+        return self.ids.setdefault(given, f"zx{len(self.ids):07d}")
+
+    def message(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        made = dict(message)
+        for name, value in message.items():
+            if name == "tool_calls" and value:
+                made[name] = [self._call(number, one) for one in value]
+            elif name == "tool_call_id" and isinstance(value, str):
+                made[name] = self.id(value)
+            elif name == "content" and isinstance(value, list):
+                made[name] = [{**part, "text": self.text(part["text"], number, name)} for part in value]
+            elif name != "role" and isinstance(value, str):
+                made[name] = self.text(value, number, name)
+        return made
+
+    def _call(self, number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        made = dict(call)
+        if isinstance(call.get("id"), str):
+            made["id"] = self.id(call["id"])
+        inner = call.get("function")
+        function = dict(inner if isinstance(inner, Mapping) else call)
+        if isinstance(function.get("name"), str):
+            function["name"] = self.text(function["name"], number, "tool_calls")
+        function["arguments"] = self._arguments(number, function.get("arguments"))
+        return {**made, "function": function} if isinstance(inner, Mapping) else {**made, **function}
+
+    def _arguments(self, number: int, given: Any) -> Any:
+        """Return arguments with one word as name and one as value, in the form of those that are given."""
+        told = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
+        value = _json(given) if isinstance(given, str) else given
+        if not isinstance(value, Mapping):
+            return self.text(given, number, "tool_calls") if isinstance(given, str) else given
+        made = {self.new(number, "tool_calls", told): self.new(number, "tool_calls", told)} if value else {}
+        return json.dumps(made) if isinstance(given, str) else made
+
+    def tool(self, at: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+        inner = tool.get("function")
+        function = dict(inner if isinstance(inner, Mapping) else tool)
+        name = f"tools.{at}"
+        told = str(function.get("name"))
+        for key in ("name", "description"):
+            if isinstance(function.get(key), str):
+                function[key] = self.new(None, name, told) if function[key].strip() else function[key]
+        parameters = function.get("parameters")
+        if isinstance(parameters, Mapping) and parameters.get("properties"):
+            properties = {self.new(None, name, told): {"type": "string"}}
+            function["parameters"] = {**parameters, "properties": properties, "required": list(properties)}
+        return {**tool, "function": function} if isinstance(inner, Mapping) else function
+
+
+def check_shown(messages: Chat, tools: Chat, render: Render, *, start: int = 0, said: int = 0) -> None:
+    """Raise NotShown unless the rendered text shows what the messages and tools say.
+
+    A template may leave out the reasoning before the last message of a user if it shows the reasoning behind it, as
+    those of Qwen3 and GLM-4.5 do. It may leave out the ids of calls if each result stands at the place of its call, and
+    the name of a tool at its result.
+
+    Args:
+        render: gets the messages from `start` on.
+        said: so many first messages were checked before, and the model's own reasoning in them may be left out.
+
+    Raises:
+        NotShown: something is not shown.
+        ValueError: `render` raised it.
+    """
+    words = _Words()
+    marked = [words.message(number, message) for number, message in enumerate(messages) if number >= start]
+    marked_tools = [words.tool(at, tool) for at, tool in enumerate(tools)]
+    text = render(marked, marked_tools)
+    asked = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    for word, place in words.places.items():
+        if word in text:
+            continue
+        number = place.number
+        if number is None:
+            raise NotShown(f"the chat template does not show a tool: {place.got!r}", None, place.field)
+        if place.field in _REASONING and (number < said or (number < asked and _shows(place.field, render, start))):
+            continue
+        if place.field == "name" and messages[number]["role"] == "tool" and place.got in _called(messages[:number]):
+            continue
+        raise _not_shown(messages, number, place.field, place.got)
+    for number, message in enumerate(messages[start:], start):
+        for name, value in message.items():
+            if isinstance(value, str | list) or value is None or name == "role":
+                continue
+            without = [{**one} for one in marked]
+            del without[number - start][name]
+            if render(without, marked_tools) == text:
+                raise _not_shown(messages, number, name, value)
+    if not all(text.count(word) > 1 for word in words.ids.values()):
+        _check_order(messages, start)
+
+
+def _not_shown(messages: Chat, number: int, name: str, got: Any) -> NotShown:
+    role = messages[number]["role"]
+    text = f"the chat template does not show the {name} of message {number}, of role {role}: {str(got)[:60]!r}"
+    return NotShown(text, number, name)
+
+
+def _check_order(messages: Chat, start: int) -> None:
+    """Raise NotShown for a result whose place says another call than its id."""
+    calls: list[Any] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "tool":
+            calls = [call.get("id") for call in message.get("tool_calls") or ()]
+        elif calls and (name := message.get("tool_call_id")) is not None and name != calls.pop(0) and number >= start:
+            text = (
+                "the chat template does not show the ids of tool calls, so results must come in the order of their "
+                f"calls. This one does not, the tool_call_id of message {number}: {str(name)[:60]!r}"
+            )
+            raise NotShown(text, number, "tool_call_id")
+
+
+def _called(messages: Chat) -> set[str]:
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    return {str((call.get("function") or call).get("name")) for call in calls}
+
+
+def _shows(name: str, render: Render, start: int) -> bool:
+    """Return whether a template shows the reasoning of any message."""
+    if start:
+        return False  # what follows an answer is no answer
+    word = "zq0000000"
+    call = {"id": "zx0000000", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+    thought: Mapping[str, Any] = {"role": "assistant", "content": "b", name: word}
+    result = {"role": "tool", "tool_call_id": "zx0000000", "content": "c"}
+    chats: list[Chat] = [[_ASKS, {**thought, "tool_calls": [call]}, result], [_ASKS, thought], [_ASKS, thought, _ASKS]]
+    for chat in chats:
+        try:
+            if word in render(chat, ()):
+                return True
+        except ValueError:  # such a chat is not for this template
+            continue
+    return False
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

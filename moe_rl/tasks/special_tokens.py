@@ -1,0 +1,106 @@
+"""Keeps the special tokens that a text of a chat spells from becoming control tokens.
+
+Control tokens are for the chat template. A tool's result that has <|im_end|> in it must not end its message. In a copy
+of the chat a stand-in takes the place of each spelt token. The tokenizer knows the stand-ins, so that one token marks
+the place, and the ordinary tokens of the spelling go there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+# Some tokenizers do not call their own <|...|> special.
+_LOOKS_SPECIAL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
+
+Chat = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """Knows the special token of each stand-in by its id, and the ordinary tokens that spell it; () if none do."""
+
+    tokens: Mapping[int, tuple[str, tuple[int, ...]]]
+
+    def spelt(self, ids: Iterable[int]) -> tuple[int, ...]:
+        """Return tokens with the spellings in the place of the stand-ins.
+
+        Raises:
+            ValueError: ordinary tokens cannot spell one. The text is for the user.
+        """
+        found: list[int] = []
+        for one in ids:
+            text, ordinary = self.tokens.get(one, ("", (one,)))
+            if not ordinary:
+                raise ValueError(f"a text has a special token that no other tokens spell: {text!r}")
+            found += ordinary
+        return tuple(found)
+
+
+class SpecialTokens:
+    """Knows the special tokens of a tokenizer: those that it calls special, and all that look like <|name|>."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._texts = sorted(
+            (one.content for one in added.values() if one.special or _LOOKS_SPECIAL.fullmatch(one.content)),
+            key=len,
+            reverse=True,
+        )
+        self._ids = {number for number, one in added.items() if one.content in set(self._texts)}
+        self._pattern = re.compile("|".join(map(re.escape, self._texts))) if self._texts else None
+
+    @cached_property
+    def _stand_ins(self) -> Mapping[str, str]:
+        return {text: f"zs{number:07d}" for number, text in enumerate(self._texts)}
+
+    def hidden(self, messages: Chat, tools: Chat) -> tuple[Chat, Chat] | None:
+        """Return copies of messages and tools with a stand-in for each special token that they spell, in names and
+        arguments too; None if they spell none."""
+        found: list[str] = []
+        made = [self._replaced(one, found) for one in messages], [self._replaced(one, found) for one in tools]
+        return made if found else None
+
+    def _replaced(self, value: Any, found: list[str]) -> Any:
+        if isinstance(value, str) and self._pattern is not None:
+            spelt = self._pattern.findall(value)
+            found += spelt
+            return self._pattern.sub(lambda match: self._stand_ins[match[0]], value) if spelt else value
+        if isinstance(value, Mapping):
+            return {
+                self._replaced(name, found): one if name == "role" else self._replaced(one, found)
+                for name, one in value.items()
+            }
+        return [self._replaced(one, found) for one in value] if isinstance(value, list | tuple) else value
+
+    def teach(self, tokenizer: Tokenizer) -> Spelling:
+        """Let another instance of the tokenizer know the stand-ins."""
+        words = self._stand_ins
+        tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words.values()])
+        found = {}
+        for text, word in words.items():
+            number = tokenizer.token_to_id(word)
+            assert number is not None, "it was added"
+            ids = self._ordinary(text)
+            found[number] = text, () if self._ids.intersection(ids) else ids
+        return Spelling(found)
+
+    @cached_property
+    def _without(self) -> Tokenizer:
+        described = json.loads(self._tokenizer.to_str()) | {"added_tokens": [], "post_processor": None}
+        return Tokenizer.from_str(json.dumps(described))
+
+    def _ordinary(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text within others. Some tokenizers put a space before the first of all."""
+        before = self._without.encode("\n", add_special_tokens=False).ids
+        ids = self._without.encode("\n" + text, add_special_tokens=False).ids
+        if ids[: len(before)] == before:
+            return tuple(ids[len(before) :])
+        return tuple(self._without.encode(text, add_special_tokens=False).ids)
