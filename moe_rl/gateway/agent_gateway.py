@@ -38,6 +38,8 @@ from moe_rl.types import Completion
 
 # A client that hangs up with the reply unread does so soon. Balancers reset idle connections much later.
 _UNREAD_SECONDS = 5.0
+# So many tokens tell where two prompts part.
+_TOLD = 12
 _NOTHING_SAID = ParsedAnswer("", "", (), 0)
 
 
@@ -49,8 +51,9 @@ class AgentGateway:
         book: the open sessions.
         counts: `repeated`: requests that got what an equal one gave whose reply did not arrive; `unstable`: turns whose
             messages continue a turn while their tokens do not, because the chat template writes what was said otherwise
-            now; `unreadable` tool calls; `left`: requests that were aborted because their client went away; `reopened`
-            sessions of a gateway that was killed; `not_reopened`: those whose journal or records are faulty.
+            now; `other_system`: requests that would continue a turn if the system's text were the same; `unreadable`
+            tool calls; `left`: requests that were aborted because their client went away; `reopened` sessions of a
+            gateway that was killed; `not_reopened`: those whose journal or records are faulty.
 
     Args:
         journals: get each turn before its reply is returned. None: what is open ends with the gateway.
@@ -68,13 +71,16 @@ class AgentGateway:
         stop_token_ids: Sequence[int],
     ):
         self.model, self.book, self.turns = model, book, turns
-        self.counts: Counter[str] = Counter(unstable=0, unreadable=0, left=0, repeated=0, reopened=0, not_reopened=0)
+        self.counts: Counter[str] = Counter(
+            unstable=0, other_system=0, unreadable=0, left=0, repeated=0, reopened=0, not_reopened=0
+        )
         self._journals = journals
         self._renderer, self._codec = renderer, codec
         self._text_stops = tuple(stop_token_ids)
         self._chat_stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *stop_token_ids)))
         self._dialogues: dict[str, Dialogues] = {}
         self._exchanges = AgentExchanges()
+        self._partings: dict[str, str] = {}
         self._rules: dict[str, SamplingRule] = {}
 
     def open(
@@ -160,6 +166,7 @@ class AgentGateway:
         self.turns.forget(session)
         self._dialogues.pop(session.name, None)
         self._exchanges.forget(session)
+        self._partings.pop(session.name, None)
         self._rules.pop(session.name, None)
 
     async def answer(self, session: Session, wish: ChatWish | TextWish, call: ClientCall) -> AgentExchange:
@@ -271,7 +278,10 @@ class AgentGateway:
         messages, tools = wish.messages, wish.tools
         try:
             if (found := dialogues.find(messages, tools)) is None:
-                return self._renderer.render(messages, tools), None
+                prompt = self._renderer.render(messages, tools)
+                if (other := dialogues.find(messages, tools, any_system=True)) is not None:
+                    self._part(session, session.prompt(other[0]), prompt)
+                return prompt, None
             number, known = found
             said = session.turns[number].token_ids
             extended = self._renderer.extend(session.prompt(number), said, messages, tools, start=known)
@@ -280,6 +290,20 @@ class AgentGateway:
             raise BadRequest(str(error), wish.place(error.number, error.field), code="unsupported_value") from None
         except ValueError as error:
             raise BadRequest(str(error), "messages") from None
+
+    def parting(self, session: Session) -> str | None:
+        """Return where the system's text of the last request changed that did not continue a turn for it alone."""
+        return self._partings.get(session.name)
+
+    def _part(self, session: Session, before: tuple[int, ...], prompt: tuple[int, ...]) -> None:
+        shorter = min(len(before), len(prompt))
+        at = next((n for n in range(shorter) if before[n] != prompt[n]), shorter)
+        was, now = (self._codec.decode(ids[at : at + _TOLD]) for ids in (before, prompt))
+        self.counts["other_system"] += 1
+        self._partings[session.name] = (
+            f"the system's text differs from token {at} on, {now!r} after {was!r}, so the turn is a branch from the "
+            "root. Leave out of it what changes with each request"
+        )
 
     async def _turns(
         self,

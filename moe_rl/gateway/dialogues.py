@@ -21,13 +21,18 @@ class Dialogues:
     def __init__(self) -> None:
         self._turns: dict[bytes, int] = {}
 
-    def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
+    def find(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, any_system: bool = False
+    ) -> tuple[int, int] | None:
         """Return the newest turn whose dialogue begins the messages, and how many messages that has; None without one.
 
         The longest dialogue counts.
+
+        Args:
+            any_system: find one whose system messages may be others. They are not in the number.
         """
         found = None
-        for count, history in enumerate(_histories(messages, tools)):
+        for count, history in enumerate(_histories(messages, tools, any_system)):
             if history in self._turns:
                 found = self._turns[history], count
         return found
@@ -36,9 +41,11 @@ class Dialogues:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], reply: Message, number: int
     ) -> dict[bytes, int]:
         """Remember that a turn answered these messages with `reply`. Returns what is new, for `restore`."""
-        *_, asked = _histories(messages, tools)
         without = {name: value for name, value in reply.items() if name != "reasoning_content"}
-        new = {_after(asked, said): number for said in (reply, without)}
+        new: dict[bytes, int] = {}
+        for any_system in (False, True):
+            *_, asked = _histories(messages, tools, any_system)
+            new |= {_after(asked, said): number for said in (reply, without)}
         self._turns |= new
         return new
 
@@ -47,11 +54,13 @@ class Dialogues:
         self._turns |= turns
 
 
-def _histories(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterable[bytes]:
-    """Yield a digest of the first 0, 1, 2, ... messages."""
-    at = hashlib.sha256(msgspec.json.encode(tools, order="deterministic")).digest()
+def _histories(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], any_system: bool) -> Iterable[bytes]:
+    """Yield a digest of the first 0, 1, 2, ... messages. any_system: of those that are not the system's."""
+    at = hashlib.sha256(msgspec.json.encode((tools, any_system), order="deterministic")).digest()
     yield at
     for message in messages:
+        if any_system and message["role"] == "system":
+            continue
         at = _after(at, message)
         yield at
 

@@ -201,13 +201,14 @@ class GatewayApp:
 
     async def _list(self, request: Request) -> dict[str, Any]:
         counts = {**self._gateway.counts, **self._gateway.turns.counts}
-        return {"sessions": list(map(_summary, self._gateway.book.all())), "counts": counts}
+        return {"sessions": [self._summary(one) for one in self._gateway.book.all()], "counts": counts}
 
     async def _finish(self, request: Request) -> dict[str, Any]:
         session = self._gateway.book.named(request.path_params["name"])
         if session is None:
             raise BadRequest("no open session has this name", status=404, code="not_found")
         finished = self._gateway.end(session)
+        summary = self._summary(session)
         try:
             file = await asyncio.to_thread(self._keeper.keep, finished)
         except DiskError:
@@ -216,7 +217,21 @@ class GatewayApp:
             self._gateway.forget(session)
             raise
         self._gateway.forget(session)
-        return _summary(session) | {"file": str(file), "digest": finished.digest}
+        return summary | {"file": str(file), "digest": finished.digest}
+
+    def _summary(self, session: Session) -> dict[str, Any]:
+        received = session.received
+        return {
+            "session": session.name,
+            "group": session.group,
+            "turns": len(received),
+            "undelivered": len(session.turns) - len(received),
+            "branches": len(session.branches()),
+            "kinds": session.kinds,
+            "tokens": sum(len(turn.ids) for turn in received),
+            "sampled_tokens": sum(len(turn.token_ids) for turn in received),
+            "other_system": self._gateway.parting(session),
+        }
 
 
 async def _health(request: Request) -> Response:
@@ -241,20 +256,6 @@ def _error_body(request: Request, error: BadRequest) -> dict[str, Any]:
     """Return the body of an error of no dialect's own, in the form that the client reads."""
     of_anthropic = _ANTHROPIC_PATH.match(request.url.path) or "anthropic-version" in request.headers
     return (anthropic if of_anthropic else openai).error_body(error)
-
-
-def _summary(session: Session) -> dict[str, Any]:
-    received = session.received
-    return {
-        "session": session.name,
-        "group": session.group,
-        "turns": len(received),
-        "undelivered": len(session.turns) - len(received),
-        "branches": len(session.branches()),
-        "kinds": session.kinds,
-        "tokens": sum(len(turn.ids) for turn in received),
-        "sampled_tokens": sum(len(turn.token_ids) for turn in received),
-    }
 
 
 def _bearer(request: Request) -> str:

@@ -204,5 +204,9 @@ def test_a_chat_finds_the_turn_that_it_continues():
     ):
         assert known.find([*HI, wrong, tool], [ADD]) is None
     assert known.find([*HI, reply, tool], []) is None, "the tools are a part of the prompt"
+    for text in ("Now it is 10:01.", "Now it is 10:02."):
+        timed = [{"role": "system", "content": text}, *HI, reply, tool]
+        assert known.find(timed, [ADD]) is None and known.find(timed, [ADD], any_system=True) == (0, 2)
+    assert known.find(timed, [], any_system=True) is None
     known.add(HI, [ADD], reply, 7)
     assert known.find([*HI, reply], [ADD]) == (7, 2), "the newest turn counts"

@@ -1356,8 +1356,8 @@ MUTANTS: list[Mutant] = [
         (
             "tools are no part of a chat",
             "dialogues.py",
-            'hashlib.sha256(msgspec.json.encode(tools, order="deterministic"))',
-            'hashlib.sha256(b"")',
+            'hashlib.sha256(msgspec.json.encode((tools, any_system), order="deterministic"))',
+            "hashlib.sha256(bytes([any_system]))",
             "A chat with other tools continues a turn that never saw them.",
             "tests/gateway/test_rendering.py",
         ),
