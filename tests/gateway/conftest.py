@@ -190,8 +190,13 @@ class RunningGateway:
         return answer.json()
 
     def session(self, opened: dict):
-        """Return the session itself."""
-        return self.gateway.book.named(opened["session"])
+        """Return the session itself, as the gateway's own next task would find it: a turn is noted as received in the
+        task that has sent its reply, which a client's thread may overtake."""
+
+        async def named():
+            return self.gateway.book.named(opened["session"])
+
+        return asyncio.run_coroutine_threadsafe(named(), self.loop).result()
 
     def agrees(self, session, router: Independent) -> None:
         """Compare every row and log-probability of a session with `transformers`."""
