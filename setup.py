@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "([^"]+)"$', (ROOT / "moe_rl/__init__.py").read_text(encoding="utf-8"), re.M)[1]
 
 # These folders are at the top of the repository, and inside the installed package. moe_rl/shipped.py finds them.
-SHIPPED = ("configs", "patches")
+SHIPPED = ("configs", "assets", "patches")
 
 setup(
     name="moe_rl",

@@ -1,4 +1,4 @@
-"""Finds the files that ship with the code: configs/ and patches/ of the repository."""
+"""Finds the files that ship with the code: configs/, assets/ and patches/ of the repository."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from pathlib import Path
 
 
 def shipped(folder: str) -> Path:
-    """Return the path of "configs" or "patches": inside the installed package, or at the top of a checkout."""
+    """Return the path of "configs", "assets" or "patches": inside the installed package, or at the top of a
+    checkout."""
     package = Path(__file__).resolve().parent
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder
+
+
+def find(path: Path) -> Path:
+    """Return what ships under a path `configs/...` or `assets/...` that the working directory lacks; any other path
+    unchanged."""
+    if path.parts[:1] in (("configs",), ("assets",)) and not path.exists():
+        ours = shipped(path.parts[0]).joinpath(*path.parts[1:])
+        return ours if ours.exists() else path
+    return path

@@ -21,7 +21,14 @@ from moe_rl.train.run_folder import RunFolder
 
 PRECISIONS = ("bfloat16", "float32", "fp8")
 BUDGET_TOKENS = 100_000
-OVERRIDES = ("train.dtype", "train.microbatch_tokens", "parallel.", "rollout.kv_cache_mib", "rollout.max_concurrent")
+OVERRIDES = (
+    "model.path",
+    "train.dtype",
+    "train.microbatch_tokens",
+    "parallel.",
+    "rollout.kv_cache_mib",
+    "rollout.max_concurrent",
+)
 
 _EPILOG = """
 Makes one native and one replayed forward pass of the trainer, with the same weights, tokens and packing, and compares

@@ -63,7 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write a description of the export (folder, dtype, ...) to this file"
     )
-    parser.add_argument("overrides", nargs="*", metavar="parallel.b=c", help="use another layout than the run")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="a.b=c",
+        help="use another layout than the run (parallel.*), or say where its model is now (model.path)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError("--step and overrides of parallel.* need --run: a --model has no layout")
         if options.model is not None:
             return _from_model(options, options.dtype or "bfloat16")
-        folder, config = run_folder.reopen(options.run, options.overrides, may_change=("parallel.",))
+        folder, config = run_folder.reopen(options.run, options.overrides, may_change=("parallel.", "model.path"))
         if ranks == 1 and not any(text.startswith("parallel.") for text in options.overrides):
             config = on_one_rank(config)
         facts = read_model(config.model.path)

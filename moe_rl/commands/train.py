@@ -20,7 +20,7 @@ from moe_rl.config.check import config_problems, problems, refuse
 from moe_rl.config.check_cluster import node_problems, several_nodes, start_problems
 from moe_rl.config.check_files import absent_problems, prompt_problems, vocabulary_problems
 from moe_rl.config.layout import least_ranks
-from moe_rl.config.load import find_file, load_config
+from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import write_json, write_whole
 from moe_rl.doctor.diagnosis import installation_problems, tracker_problems
@@ -354,7 +354,7 @@ def _model_to_plan(
     if begins:
         installed += run_folder.start_problems(config)
     if config.model.published is not None and not config.model.path.is_dir():
-        facts = read_published(find_file(config.model.published))
+        facts = read_published(config.model.published)
         here = describe(
             "the checkpoint, planned with model.published", where={"key": "model.path"}, got=f"no {config.model.path}"
         )

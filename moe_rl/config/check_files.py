@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moe_rl.config.load import find_file
 from moe_rl.config.prompt_sources import PromptSourceConfig
 from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.config.schema import Config
@@ -75,7 +74,7 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]
         yield from error.problems
     if config.model.published is not None:
         try:
-            yield from _other_model(config, facts, read_published(find_file(config.model.published)))
+            yield from _other_model(config, facts, read_published(config.model.published))
         except ConfigError as error:
             yield from error.problems
 

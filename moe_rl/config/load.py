@@ -2,8 +2,8 @@
 
 A file may say `extends: FILE`, with a path relative to itself. Sections are merged key by key, and lists are replaced.
 Relative paths in a config (`model.path`, `run.runs_dir`, the data of prompt sources, ...) are relative to the working
-directory of the command, never to the config file. Only files that moe_rl ships, `configs/...`, are found from any
-directory.
+directory of the command, never to the config file. Only files that moe_rl ships, `configs/...` and `assets/...`, are
+found from any directory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from moe_rl.config import strict_yaml
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, ObjectiveConfig, without_nulls
+from moe_rl.config.prompt_sources import PromptSourceConfig
 from moe_rl.config.reward_kinds import KINDS
 from moe_rl.config.schema import Config
 from moe_rl.config.section import members
@@ -91,14 +92,6 @@ def find_config(name: str | Path, beside: Path = Path(), where: About = MappingP
     )
 
 
-def find_file(path: Path) -> Path:
-    """Return the shipped file for a path `configs/...` that the working directory lacks; any other path unchanged."""
-    if path.parts[:1] == (SHIPPED.name,) and not path.exists():
-        ours = SHIPPED.joinpath(*path.parts[1:])
-        return ours if ours.exists() else path
-    return path
-
-
 def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Sources]:
     """Return the merged content of a file and those that it extends, and the source of each key.
 
@@ -148,6 +141,22 @@ def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         theirs = merged.get(key)
         merged[key] = _merged(theirs, value) if isinstance(theirs, dict) and isinstance(value, dict) else value
     return merged
+
+
+def anchored[T](value: T) -> T:
+    """Return a config, or a part of one, with absolute paths: they mean the same in every working directory."""
+    if isinstance(value, Path):
+        return cast(T, value.absolute())
+    if isinstance(value, BaseModel):
+        fields = {name: anchored(getattr(value, name)) for name in type(value).model_fields}
+        if isinstance(value, PromptSourceConfig) and (path := Path(value.data)).exists():
+            fields["data"] = str(path.absolute())
+        return value.model_copy(update=fields)
+    if isinstance(value, tuple):
+        return cast(T, tuple(map(anchored, value)))
+    if isinstance(value, dict):
+        return cast(T, {name: anchored(one) for name, one in value.items()})
+    return value
 
 
 def dump_config(config: Config) -> str:

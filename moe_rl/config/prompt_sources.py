@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from moe_rl.config.section import Count, Few, Positive, Section, Share, possible
 from moe_rl.errors import Problem, describe
+from moe_rl.shipped import find
 
 Kind = Literal["jsonl", "parquet", "generator", "dataset"]
 GENERATOR = "reasoning_gym:"
@@ -22,8 +23,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def _location(text: str) -> str:
     if not text:
         raise PydanticCustomError("location", "a file, folder, data set or generator")
-    possible(Path(text))
-    return text
+    path = possible(Path(text))
+    return text if find(path) == path else str(find(path))
 
 
 class PromptSourceConfig(Section):

@@ -26,8 +26,9 @@ _HEAD = """\
 
 A config is a YAML file with the sections below. Unknown keys are errors. On the command line `section.key=value`
 replaces a value. A file may say `extends: FILE`, with a path relative to itself, and then holds only the differences:
-sections are merged key by key, and lists are replaced. All other paths are relative to the working directory. Unless
-the table says otherwise, whole numbers are below 2^31 and other numbers at most 1e30, the limits of the libraries.
+sections are merged key by key, and lists are replaced. All other paths are relative to the working directory; those
+`configs/...` and `assets/...` that are not there are the ones that ship with moe_rl. Unless the table says otherwise,
+whole numbers are below 2^31 and other numbers at most 1e30, the limits of the libraries.
 """
 _WORDS = {
     int: "whole number",

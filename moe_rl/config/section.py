@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from moe_rl.errors import Problem
+from moe_rl.shipped import find
 from moe_rl.types import LARGEST_REWARD
 
 
@@ -50,7 +51,7 @@ Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Field(ge=0.01, le=2e6)]
 # Counts of things that cost a process, a request or a message each.
 Few = Annotated[int, Field(ge=1, le=2**16)]
-Location = Annotated[Path, AfterValidator(possible)]
+Location = Annotated[Path, AfterValidator(possible), AfterValidator(find)]
 Number = BeforeValidator(_no_boolean)
 """Added to a Literal of numbers, which would accept true as 1 without it."""
 Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]

@@ -1,6 +1,6 @@
 """Defines the folder of a run: its contents, how it is created, and how it is reopened.
 
-config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
+config.yaml     resolved, absolute paths  metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
 rollouts/       what steps trained on     engine.log      the sampler's output
 samples.jsonl   some sequences a step     history.jsonl   each start of the run export/         step-<n>
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from moe_rl import checkpoint_folder
-from moe_rl.config.load import dump_config, load_config
+from moe_rl.config.load import anchored, dump_config, load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import refusal, write_whole
 from moe_rl.errors import About, ConfigError, DiskError, MoeRLError, Problem, describe
@@ -114,7 +114,7 @@ def create(config: Config) -> RunFolder:
         except OSError as error:
             raise DiskError(refusal(error, "the run folder could not be created", path)) from error
         folder = RunFolder(path)
-        _write_config(folder, _with_start(config))
+        _write_config(folder, anchored(_with_start(config)))
         return folder
     raise ConfigError(
         describe(
@@ -208,7 +208,11 @@ def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 def change_problem(old: Config, new: Config, may_change: Sequence[str], where: About) -> Problem | None:
     """Say which keys differ that may not. may_change: keys, and sections, which end with a dot."""
-    others = {key: values for key, values in changes(old, new).items() if not _among(key, may_change)}
+    others = {
+        key: values
+        for key, values in changes(old, new).items()
+        if not (_among(key, may_change) or (key == "task.train" and _only_moved(*values)))
+    }
     if not others:
         return None
     listed = ", ".join(f"{key}*" if key.endswith(".") else key for key in may_change)
@@ -219,6 +223,12 @@ def change_problem(old: Config, new: Config, may_change: Sequence[str], where: A
         expected=f"changes of {listed} alone",
         do="start a new run to change the rest",
     )
+
+
+def _only_moved(*sources: Sequence[dict[str, Any]]) -> bool:
+    """Tell whether lists of prompt sources differ only in their places. What is there is compared by `run_inputs`."""
+    before, after = ([{**one, "data": ""} for one in several] for several in sources)
+    return before == after
 
 
 def _among(key: str, names: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from moe_rl.cli import main
 from moe_rl.config.check import config_problems
 from moe_rl.config.check_files import file_problems
-from moe_rl.config.load import find_file, load_config
+from moe_rl.config.load import load_config
 from moe_rl.models.hf import parameter_count, read_published
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.fit import memory_problems
@@ -40,7 +40,7 @@ sys.exit(status)
 
 def planned(name, overrides=()):
     config = load_config(ROOT / f"configs/{name}.yaml", overrides)
-    facts = read_published(find_file(config.model.published))
+    facts = read_published(config.model.published)
     plan = make_plan(config, facts, config.cluster.gpus)
     return config, plan, config_problems(config, facts, config.cluster.gpus) + memory_problems(plan)
 

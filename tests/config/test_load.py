@@ -4,10 +4,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_rl.config import load
-from moe_rl.config.load import dump_config, find_config, find_file, load_config
+from moe_rl.config.load import dump_config, find_config, load_config
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.schema import OverlongConfig
 from moe_rl.errors import ConfigError
+from moe_rl.shipped import find
 from tests.support.refusals import tells
 
 
@@ -320,7 +321,7 @@ def test_shipped_configs_are_found_by_name_unless_a_file_here_has_it(config_file
     assert find_config("qwen3_30b_a3b") == find_config("qwen3_30b_a3b.yaml") == ours
     assert find_config("configs/qwen3_30b_a3b.yaml") == ours
     assert load_config(extending(config_file, "extends: qwen3_30b_a3b\n")) == load_config(ours)
-    assert find_file(load_config(ours).model.published) == load.SHIPPED / "models/qwen3_30b_a3b.json"
+    assert load_config(ours).model.published == load.SHIPPED / "models/qwen3_30b_a3b.json"
     (tmp_path / "qwen3_30b_a3b").mkdir()  # a folder is no config
     assert find_config("qwen3_30b_a3b") == ours
     config_file.rename("qwen3_30b_a3b.yaml")
@@ -328,7 +329,8 @@ def test_shipped_configs_are_found_by_name_unless_a_file_here_has_it(config_file
     (tmp_path / "configs/models").mkdir(parents=True)
     mine = tmp_path / "configs/models/qwen3_30b_a3b.json"
     mine.touch()
-    assert str(find_file(mine.relative_to(tmp_path))) == "configs/models/qwen3_30b_a3b.json"
+    assert str(find(mine.relative_to(tmp_path))) == "configs/models/qwen3_30b_a3b.json"
+    assert load_config("tiny_moe_cpu").model.path == load.SHIPPED.parent / "assets/tiny_moe/policy"
     (problem,) = problems("qwen3_30b_a3x")
     tells(problem, "qwen3_30b_a3b", file="qwen3_30b_a3x", fault="absent")
     (problem,) = problems("nothing/like/it")

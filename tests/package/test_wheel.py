@@ -69,7 +69,9 @@ def test_wheel_has_the_command_configs_patches_and_types(wheel):
         names = set(archive.namelist())
         entry = next(archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
     assert "moe-rl = moe_rl.cli:main" in entry
-    shipped = {f"moe_rl/{path.relative_to(ROOT)}" for folder in ("configs", "patches") for path in files_of(folder)}
+    shipped = {
+        f"moe_rl/{path.relative_to(ROOT)}" for folder in ("configs", "assets", "patches") for path in files_of(folder)
+    }
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "moe_rl/report/templates").iterdir()}
     assert templates and shipped | templates | {"moe_rl/py.typed"} <= names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"moe_rl"}

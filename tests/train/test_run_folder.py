@@ -4,9 +4,11 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from moe_rl.config.load import load_config
 from moe_rl.errors import ConfigError
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder, held
@@ -51,6 +53,24 @@ def test_who_is_refused_is_told_where_the_run_is(tmp_path, monkeypatch):
             with refused, held(RunFolder(tmp_path), first=True):
                 pass
     assert RunFolder(tmp_path).lock.read_text() == said
+
+
+def test_a_run_folder_means_the_same_in_every_working_directory(tmp_path, monkeypatch):
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("mine.jsonl").touch()
+    given = ["model.path=my_model", "task.train.0.data=mine.jsonl", "task.heldout.0.data=my/hub_name", "run.runs_dir=r"]
+    path = run_folder.create(load_config("tiny_moe_cpu", given)).path.absolute()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    _, config = run_folder.reopen(path)
+    assert (config.model.path, config.run.runs_dir) == (tmp_path / "here/my_model", tmp_path / "here/r")
+    assert config.task.train[0].data == str(tmp_path / "here/mine.jsonl")
+    assert config.task.heldout[0].data == "my/hub_name"
+    # Prompts that have moved are those of the run; digests compare their content. Another id column is another task.
+    run_folder.reopen(path, ["task.train.0.data=moved.jsonl", "model.path=moved"])
+    with refused(ConfigError, folder=path):
+        run_folder.reopen(path, ["task.train.0.data=moved.jsonl", "task.train.0.id=null"])
 
 
 def test_what_is_left_of_a_run_that_was_killed_is_waited_for(tmp_path, rank):
