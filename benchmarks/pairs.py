@@ -16,10 +16,8 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +33,10 @@ from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
 from moe_rl.report.tracker_state import read_state
 from moe_rl.train.run_folder import RunFolder
+
+sys.path.insert(0, str(ROOT))  # to import `tools.dev`
+from tools.dev.gpu_day import ended
+from tools.dev.runs import Launch, RunEnded, python_path
 
 BENCHMARKS = Path(__file__).parent
 # Seconds. Other work may keep the machine busy.
@@ -57,6 +59,7 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=8, help="most further runs that reduce a row that died")
     parser.add_argument("--list", action="store_true", help="print the array and run nothing")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; the same call goes on"))  # runs end first
     work = options.work.absolute()
     write_models(work / "models")
     checks = Checks(work / "models")
@@ -208,13 +211,10 @@ class Rows:
 
 def run_once(row: Row, folder: Path, models: Path) -> None:
     """Make a run, and end it on the way and resume it if the row says so. Raises Died."""
-    sys.path.insert(0, str(ROOT))  # to import `tools.dev`
-    from tools.dev.runs import Launch, RunEnded
-
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(BENCHMARKS)]),
+        **python_path(BENCHMARKS),
         "WANDB_MODE": "offline",
         "MLFLOW_TRACKING_URI": f"file://{folder}/mlflow",
         "MLFLOW_ALLOW_FILE_STORE": "true",
@@ -287,19 +287,13 @@ def train_on_kept(rows: Sequence[Row], folder: Path, models: Path) -> tuple[int,
     out.write_text("")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += [str(BENCHMARKS / "pair_parts/on_kept.py"), *map(str, (run, asked, out))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(BENCHMARKS)]), "OMP_NUM_THREADS": "1"}
-    with log.open("w") as said:
-        try:
-            status = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=said, stderr=said, timeout=KEPT_SECONDS
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = 1
+    environment = python_path(BENCHMARKS) | {"OMP_NUM_THREADS": "1"}
+    status = ended(command, log, seconds=KEPT_SECONDS, environment=environment)
     seen = [json.loads(line) for line in out.read_text().splitlines()]
     bad = next((n for n, metrics in enumerate(seen) if not healthy(metrics)), len(seen))
     if bad < len(seen):
         return bad, f"it ended with {seen[bad]}"
-    return len(seen), log.read_text()[-_END:] if status else ""
+    return len(seen), "" if status == 0 else log.read_text()[-_END:]
 
 
 def healthy(metrics: dict[str, float]) -> bool:

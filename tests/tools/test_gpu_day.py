@@ -1,7 +1,10 @@
 """Tests the day on a GPU without one: what becomes of parts that fail, and whether real commands run at small sizes."""
 
 import json
+import sys
+import time
 
+import psutil
 import pytest
 
 from tools.dev import gpu_day
@@ -63,6 +66,24 @@ def test_a_part_that_fails_stops_no_other_and_says_why(tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit) as ended:
         main(["other"])
     assert ended.value.code == 2
+
+
+OF_ITS_OWN = """
+import signal, subprocess, sys, time
+child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: (child.kill(), sys.exit(1)))
+print(child.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_part_that_takes_too_long_ends_its_own_sessions(tmp_path):
+    log = tmp_path / "log"
+    assert gpu_day.ended([sys.executable, "-c", OF_ITS_OWN], log, seconds=8) is None
+    child, deadline = int(log.read_text()), time.monotonic() + 20
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_without_a_gpu_only_a_dry_run_begins(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -29,6 +30,9 @@ from moe_rl.disk import write_json
 from moe_rl.doctor.machine import PARTS as REQUIREMENTS
 from moe_rl.doctor.machine import VLLM, found_version, look
 from tools.dev.runs import ROOT, python_path
+
+# Seconds that a command has to end its own processes.
+_GRACE = 10.0
 
 fill = partial(textwrap.fill, width=120, break_on_hyphens=False, break_long_words=False)
 
@@ -190,13 +194,16 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "no output"
 
 
-def ended(command: list[str], log: Path, *, seconds: float) -> int | None:
+def ended(command: list[str], log: Path, *, seconds: float, environment: Mapping[str, str] | None = None) -> int | None:
     """Run a command in the repository's root. Returns its exit status; None if it had to be ended with all of its
-    session."""
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | python_path()
+    session. It is asked to end first: it may have sessions of its own.
+
+    environment: what it gets besides that of this process.
+    """
+    given = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | python_path() | dict(environment or {})
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | offline, start_new_session=True
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | given, start_new_session=True
         )
         try:
             return process.wait(seconds)
@@ -204,7 +211,11 @@ def ended(command: list[str], log: Path, *, seconds: float) -> int | None:
             return None
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 

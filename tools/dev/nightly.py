@@ -26,7 +26,7 @@ PARTS = {
     "mutants": Part(
         "one-line faults in a copy of the code, and the test that notices each", 3600, ("-m", "tests.mutants")
     ),
-    "pairs": Part("all pairs of switches that the checks accept", 3600, ("benchmarks/pairs.py",)),
+    "pairs": Part("all pairs of switches that the checks accept", 2 * 3600, ("benchmarks/pairs.py",)),
     "seeds": Part(
         "comparisons with independent models, 20 seeds each", 1800, (*_PYTEST, "seeds", "tests"), writes=False
     ),
