@@ -139,16 +139,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
                     do="give --config to compare another setting",
                 )
             )
-        run = RunFolder(options.run)
-        if not run.config.is_file():
-            raise ConfigError(
-                describe(
-                    "this is no run folder",
-                    where={"option": "--run"},
-                    got=options.run,
-                    expected="a folder with config.yaml in it",
-                )
-            )
+        run = run_folder.existing(options.run, "--run")
         config = load_config(run.config, options.overrides)
     if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):
         # The layout of the run may need many ranks; without torchrun there is one.

@@ -48,11 +48,10 @@ def _check(options: argparse.Namespace) -> None:
         if not (folder / run_config.FILE).is_file() and not (folder / lines.FILE).is_file():
             raise ConfigError(
                 describe(
-                    "not a run folder",
+                    "not a run folder" if folder.is_dir() else "there is no such folder",
                     where={"argument": "RUN", "folder": folder},
-                    got=folder,
                     expected=f"a folder with {run_config.FILE} or {lines.FILE} in it",
-                    do="give the run_dir that the run printed",
+                    do="give the run folder that the run printed",
                 )
             )
     if len(options.runs) > MOST:

@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the samples. Returns the exit status: 2 where there are none."""
     try:
+        if not options.run.exists():
+            do = "give the run folder that the run printed, or a session file"
+            raise DataError(describe("there is no such folder or file", where={"folder": options.run}, do=do))
         if options.session is not None or options.run.suffix == SESSION_SUFFIX:
             print("\n".join(session_lines(options.run, options.session, options.model)))
             return 0

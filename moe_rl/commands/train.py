@@ -261,7 +261,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
         folder, config = run_folder.reopen(options.resume, options.overrides)
     elif options.replay:
         replays = f"run.replays={options.replay.absolute()}"
-        config = load_config(RunFolder(options.replay).config, [*options.overrides, replays])
+        config = load_config(run_folder.existing(options.replay, "--replay").config, [*options.overrides, replays])
     else:
         config = load_config(options.config, options.overrides)
     if "WORLD_SIZE" in os.environ:
@@ -332,7 +332,7 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
         print(f"not on this machine: {message}")
     for problem in found:
         print(f"problem: {problem}")
-    print(f"{len(found)} problems" if found else "no problems")
+    print(f"{len(found)} problem{'s' * (len(found) > 1)}" if found else "no problems")
     if file:
         result: dict[str, Any] = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
         result |= {"trace": asked and dataclasses.asdict(asked)} if trace else {}

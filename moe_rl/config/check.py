@@ -211,25 +211,14 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
 
 
 def _evaluation_problems(config: Config) -> Iterator[Problem]:
-    evaluation, steps = config.eval, config.run.steps
-    if evaluation.best is None:
-        return
-    if evaluation.best not in (known := config.task.pass_rates):
+    evaluation = config.eval
+    if evaluation.best is not None and evaluation.best not in (known := config.task.pass_rates):
         yield describe(
             "no evaluation has this metric",
             where={"key": "eval.best"},
             got=evaluation.best,
             expected=f"one of {', '.join(known)}",
             do=did_you_mean(evaluation.best, known),
-        )
-    waits = evaluation.every_steps * (evaluation.patience or 1)
-    if waits >= steps:
-        yield describe(
-            "the run ends before there is a choice",
-            where={"key": "eval.every_steps * eval.patience" if evaluation.patience else "eval.every_steps"},
-            got=waits,
-            expected=f"below run.steps = {steps}",
-            do="evaluate more often, or remove eval.best" if evaluation.patience is None else "lower one of the two",
         )
 
 

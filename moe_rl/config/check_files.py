@@ -14,7 +14,7 @@ from pathlib import Path
 from moe_rl.config.prompt_sources import PromptSourceConfig
 from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, Problem, describe, did_you_mean
+from moe_rl.errors import About, ConfigError, Problem, describe, did_you_mean
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_published, tokenizer_vocabulary
 from moe_rl.models.weight_files import read_checkpoint
@@ -48,11 +48,12 @@ def _absent_sources(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator
         if source.kind == "generator" or source.may_be_on_the_hub:
             continue
         if not (os.path.isdir if source.kind == "dataset" else os.path.isfile)(source.data):
-            yield describe(
-                "cannot read the prompts",
-                where={"key": f"task.{key}.{at}.data", "file": source.data},
-                expected="a .jsonl file, a .parquet file, a data set's folder or hub name, or reasoning_gym:TASK",
-            )
+            where: About = {"key": f"task.{key}.{at}.data", "file": source.data}
+            if source.kind != "dataset":
+                yield describe("there is no such file", where=where, do="correct the path")
+            else:
+                kinds = "a .jsonl file, a .parquet file, a data set's folder or hub name, or reasoning_gym:TASK"
+                yield describe("this is nothing that prompts are read from", where=where, expected=kinds)
 
 
 def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:

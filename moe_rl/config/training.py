@@ -96,10 +96,13 @@ class PlacementConfig(Section):
 class OptimizerConfig(Section):
     """Sets the optimizer, which is Adam."""
 
-    lr: Positive
-    """Peak learning rate."""
+    lr: Annotated[float, Field(gt=0.0, le=0.1)]
+    """Peak learning rate. Adam moves each weight by up to about this much in an update. Most weights of a model are
+    smaller than 0.1, so a higher rate would replace the model and is refused."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up. linear and cosine: it falls to `min_lr`."""
+    """How the learning rate goes on after the warm-up. linear and cosine: it falls to `min_lr`. The fall begins with
+    the update behind the warm-up. So without a warm-up no update has `lr`: the first of n on a line has
+    lr x (1 - 1/n)."""
     warmup_steps: Whole = 0
     """Number of updates over which the learning rate rises linearly from 0 to `lr`."""
     decay_steps: Count | None = None

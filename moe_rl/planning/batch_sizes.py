@@ -20,6 +20,7 @@ class Batch:
         prompts_per_epoch: number of prompts in task.train. None if unknown; the values that depend on it are then None
             too.
         epochs: with one sampling round per step.
+        endless: a source of task.train generates prompts without end, so there are no epochs.
     """
 
     sequences_per_step: int
@@ -36,6 +37,7 @@ class Batch:
     steps_per_epoch: float | None
     max_tokens_per_epoch: int | None
     epochs: float | None
+    endless: bool
 
 
 def make_batch(config: Config, layout: Layout, prompts: int | None) -> Batch:
@@ -64,6 +66,7 @@ def make_batch(config: Config, layout: Layout, prompts: int | None) -> Batch:
         steps_per_epoch=prompts / rollout.prompts_per_step if prompts else None,
         max_tokens_per_epoch=prompts * rollout.group_size * longest if prompts else None,
         epochs=run.steps * rollout.prompts_per_step / prompts if prompts else None,
+        endless=any(source.kind == "generator" for source in config.task.train),
     )
 
 

@@ -69,14 +69,15 @@ def _step(plan: Plan) -> list[Row]:
 
 def _run(plan: Plan) -> list[Row]:
     batch, rounds = plan.batch, plan.batch.sampling_rounds
-    epochs = "unknown: task.train cannot be read" if batch.epochs is None else f"{batch.epochs:.2f}"
+    unknown = "none: the prompts are endless" if batch.endless else "unknown: task.train cannot be read"
+    epochs = unknown if batch.epochs is None else f"{batch.epochs:.2f}"
     steps, tokens = batch.steps_per_epoch, batch.max_tokens_per_epoch
     return [
         ("steps", f"{batch.steps:,}", ""),
         ("optimizer updates", f"{batch.updates:,}", ""),
-        ("prompts per epoch", "unknown" if batch.prompts_per_epoch is None else f"{batch.prompts_per_epoch:,}", ""),
-        ("steps per epoch", "unknown" if steps is None else f"{steps:,.1f}", ""),
-        ("tokens per epoch", "unknown" if tokens is None else f"{tokens:,}", "at most"),
+        ("prompts per epoch", unknown if batch.prompts_per_epoch is None else f"{batch.prompts_per_epoch:,}", ""),
+        ("steps per epoch", unknown if steps is None else f"{steps:,.1f}", ""),
+        ("tokens per epoch", unknown if tokens is None else f"{tokens:,}", "at most"),
         ("epochs", epochs, f"up to {rounds} times that" if rounds > 1 else ""),
     ]
 

@@ -207,6 +207,10 @@ def _take_left_behind(
     step = done + 1
     begun = f"resumed after step {done}" if done else "restarted from the beginning"
     config, vocabulary = trainer.config, trainer.facts.vocab
+    if done == config.run.steps:
+        rollouts.ledger.rewind(done)
+        main.log.note(f"the run has made all its {done} steps; run.steps=N makes it longer")
+        return None
     try:
         entry, found = left_behind(
             step,
@@ -220,7 +224,8 @@ def _take_left_behind(
         )
     except MoeRLError as error:
         dropped = rollouts.ledger.rewind(done)
-        main.log.note(f"{begun}; {dropped} steps are repeated. Step {step} is sampled again: {error}")
+        how = f"again: {error}" if dropped else "next: no rollouts of it were finished"
+        main.log.note(f"{begun}; {dropped} steps are repeated. Step {step} is sampled {how}")
         return None
     judged = isinstance(found, RolloutBatch)
     dropped = rollouts.ledger.rewind(step if judged else done)

@@ -123,6 +123,21 @@ def create(config: Config) -> RunFolder:
     )
 
 
+def existing(path: Path, option: str) -> RunFolder:
+    """Return the folder of a run that exists. option: names who asks for it. Raises ConfigError if it is none."""
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise ConfigError(
+            describe(
+                "not a run folder" if path.is_dir() else "there is no such folder",
+                where={"option": option, "folder": path},
+                expected="a folder with config.yaml in it",
+                do="give the run folder that the run printed",
+            )
+        )
+    return folder
+
+
 def reopen(
     path: Path, overrides: Sequence[str] = (), may_change: Sequence[str] = MAY_CHANGE
 ) -> tuple[RunFolder, Config]:
@@ -135,17 +150,7 @@ def reopen(
     Raises:
         ConfigError: `path` is not a run folder, or another key is changed: that would be a different run.
     """
-    folder = RunFolder(path)
-    if not folder.config.is_file():
-        raise ConfigError(
-            describe(
-                "not a run folder",
-                where={"option": "--resume, --run", "folder": path},
-                got=path,
-                expected="a folder with config.yaml in it",
-                do="give the run_dir that the run printed",
-            )
-        )
+    folder = existing(path, "--resume, --run")
     config = load_config(folder.config, overrides)
     where: About = {"option": "--resume, --run", "folder": path}
     if (wrong := change_problem(load_config(folder.config), config, may_change, where)) is not None:

@@ -18,7 +18,7 @@ PACKED = "model.layers.0.mlp.up_proj.weight"
     [
         (["--model", "m", "--out", "o", "--step", "2"], {"RANK": "0"}, "--step and overrides of parallel.*"),
         (["--model", "no such", "--out", "o"], {}, "there is no such folder"),
-        (["--run", "no such", "--out", "o"], {}, "not a run folder"),
+        (["--run", "no such", "--out", "o"], {}, "there is no such folder"),
     ],
 )
 def test_a_mistake_is_said_before_torch_is_imported(monkeypatch, capsys, arguments, environment, part):

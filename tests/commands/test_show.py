@@ -60,4 +60,5 @@ def test_a_result_that_cannot_be_written_is_told(folder, capsys):
 def test_what_is_not_there_is_refused(folder, options, capsys):
     run = folder if options else folder / "nothing"
     assert main(["show", str(run), *options]) == 2
-    assert "samples.jsonl" in capsys.readouterr().err
+    told = "samples.jsonl" if options else f"there is no such folder or file ({run})"
+    assert told in capsys.readouterr().err

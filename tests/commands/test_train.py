@@ -39,7 +39,10 @@ def launch(tmp_path_factory):
         (["--config", CONFIG, "rollout.temprature=1"], ["rollout.temprature", "temperature"]),
         (["--config", CONFIG, "train.updates_per_step=5"], ["train.updates_per_step"]),
         (["--config", CONFIG, "model.path=assets/nothing"], ["model.path", "assets/nothing"]),
-        (["--config", CONFIG, "task.train.0.data=missing.jsonl"], ["task.train.0.data", "missing.jsonl"]),
+        (
+            ["--config", CONFIG, "task.train.0.data=missing.jsonl"],
+            ["task.train.0.data: there is no such file (missing.jsonl)"],
+        ),
         (["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"]),
         (["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"]),
         (
@@ -47,7 +50,9 @@ def launch(tmp_path_factory):
             ["train.delay_wgrad_compute", "got no transformer-engine"],
         ),
         (["--resume", "moe_rl"], ["--resume", "config.yaml"]),
-        (["--replay", "moe_rl"], ["moe_rl/config.yaml"]),
+        (["--replay", "moe_rl"], ["--replay", "moe_rl", "config.yaml"]),
+        (["--replay", "runs/nope"], ["--replay", "there is no such folder (runs/nope)"]),
+        (["--resume", "runs/nope"], ["--resume", "there is no such folder (runs/nope)"]),
     ],
 )
 def test_one_message_and_nothing_started(launch, arguments, words):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.cli import main
+from moe_rl.config import check
 from moe_rl.config.check import config_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.load import load_config
@@ -96,6 +97,13 @@ def test_it_is_planned_on_a_laptop_quickly_and_without_torch(name, tmp_path):
     elsewhere = name not in ("stability_study", "tiny_moe_cpu")
     assert bool(written["absent"]) == elsewhere == ("not on this machine: model.path" in run.stdout)
     assert len(written["plan"]["stages"]) == written["plan"]["layout"]["pipeline"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_short_trial_of_a_config_with_a_best_policy_is_allowed(steps):
+    ours = (f"run.steps={steps}", "eval.best=eval/pass_rate", "eval.patience=3", "train.optimizer.warmup_steps=0")
+    config = load_config("tiny_moe_cpu", ours)
+    assert check.problems(config, 2) == []
 
 
 def test_a_shipped_config_is_planned_from_any_folder_by_its_name(tmp_path):

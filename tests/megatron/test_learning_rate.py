@@ -7,25 +7,28 @@ import pytest
 from moe_rl.config.training import OptimizerConfig, TrainConfig
 from moe_rl.megatron.model import learning_rate_schedule
 
+UNIT = 2.0**-6  # a power of two, so that it changes no bit
+
 
 class Groups:
     """The part of an optimizer that a schedule sets."""
 
     def __init__(self, min_lr: float):
-        decays = {"max_lr": 2.0, "min_lr": min_lr, "wd_mult": 1.0}  # as Megatron makes them from the config
+        decays = {"max_lr": 2.0 * UNIT, "min_lr": min_lr, "wd_mult": 1.0}  # as Megatron makes them from the config
         self.param_groups = [decays, decays | {"wd_mult": 0.0}]
 
 
 def rates(run_updates: int, **settings) -> list[float]:
-    """Return the learning rate of each update of a run, and of two more."""
-    optimizer = OptimizerConfig(lr=2.0, weight_decay=0.5, **settings)
+    """Return the learning rate of each update of a run, and of two more, in units of half its peak."""
+    settings["min_lr"] = settings.get("min_lr", 0.0) * UNIT
+    optimizer = OptimizerConfig(lr=2.0 * UNIT, weight_decay=0.5, **settings)
     train, groups, found = TrainConfig(microbatch_tokens=8, optimizer=optimizer), Groups(optimizer.min_lr), []
     schedule = learning_rate_schedule(groups, train, run_updates)
     for _ in range(run_updates + 2):
         schedule.step(1)
         assert groups.param_groups[0]["lr"] == groups.param_groups[1]["lr"] == schedule.get_lr({})
         assert [group["weight_decay"] for group in groups.param_groups] == [0.5, 0.0]
-        found.append(schedule.get_lr({}))
+        found.append(schedule.get_lr({}) / UNIT)
     return found
 
 

@@ -171,6 +171,8 @@ def test_what_does_not_divide_still_gives_a_plan(plan_of):
     )
     assert (plan.layout.expert_data, plan.layout.experts_per_rank, plan.batch.groups_per_update) == (1, 2, 1)
     assert plan.batch.epochs is None and "cannot be read" in render(plan)
+    endless = plan_of("task.train=[{name: sums, data: 'reasoning_gym:chain_sum', seed: 1}]")
+    assert endless.batch.endless and "endless" in render(endless) and "cannot be read" not in render(endless)
 
 
 def test_parameter_count_adds_up(plan_of, model):

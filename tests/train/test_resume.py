@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.config.load import load_config
 from moe_rl.config.training import ParallelConfig
-from moe_rl.errors import CheckpointError, MoeRLError, SupportError
+from moe_rl.errors import CheckpointError, DataError, MoeRLError, SupportError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSet, PromptSource
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
+from moe_rl.train import resume
 from moe_rl.train.resume import check_of_this_run, left_behind, restore
 from moe_rl.types import Completion, Prompt, Provenance, Sequence, Span, sampled_by
 
@@ -172,6 +174,31 @@ def test_a_shard_whose_line_the_manifest_lost_is_not_taken(left, tmp_path, what)
     manifest.write_bytes(line)
     left.find()
     assert left.kept.store.unpublished() == []
+
+
+@pytest.mark.parametrize(
+    ("done", "dropped", "told"),
+    [
+        (4, 1, "resumed after step 4; 1 steps are repeated. Step 5 is sampled again: damaged"),
+        (4, 0, "resumed after step 4; 0 steps are repeated. Step 5 is sampled next: no rollouts of it were finished"),
+        (6, 0, "the run has made all its 6 steps; run.steps=N makes it longer"),
+    ],
+    ids=["damaged", "never sampled", "all steps made"],
+)
+def test_only_what_was_sampled_is_said_to_be_sampled_again(monkeypatch, done, dropped, told):
+    def broken(*_, **__):
+        raise DataError("damaged")
+
+    notes = []
+    monkeypatch.setattr(resume, "left_behind", broken)
+    config = load_config("tiny_moe_cpu", ["run.steps=6"])
+    step = SimpleNamespace(spec=None)
+    trainer = SimpleNamespace(config=config, facts=SimpleNamespace(vocab=9), train_step=step)
+    ledger = SimpleNamespace(rewind=lambda steps: dropped)
+    rollouts = SimpleNamespace(ledger=ledger, source=None, kept=None)
+    main = SimpleNamespace(log=SimpleNamespace(note=notes.append))
+    assert resume._take_left_behind(trainer, main, rollouts, done) is None
+    assert notes == [told]
 
 
 def test_a_checkpoint_that_lacks_a_field_is_refused_before_anything_changes(tmp_path, monkeypatch):
