@@ -40,13 +40,14 @@ def interval(values: Sequence[float], samples: int) -> tuple[float, float]:
     """Return the ends of the 95% interval of a mean over prompts.
 
     Samples of one prompt are alike, so the spread is that of the prompts' values: prompts are the clusters. The spread
-    gives the number of independent samples that would know as much, and Wilson's score interval (1927) is taken for
-    that number. Unlike mean +- 1.96 errors it stays within 0 and 1, and has a width where all prompts pass. The normal
-    quantile is widened to Student's, by the first term of its expansion, where prompts are few.
+    gives the number of independent samples that would know as much, and the interval of Agresti and Coull (1998) is
+    taken for that number. Unlike mean +- 1.96 errors it has a width where all prompts pass. It contains Wilson's, which
+    is too short for a true rate near 0 or 1: 30 prompts at a rate of 0.9946 are held by 85 of 100. The normal quantile
+    is widened to Student's, by the first term of its expansion, where prompts are few.
 
     Args:
         values: one in [0, 1] for each prompt.
-        samples: number of samples behind all values. The interval assumes no more independent ones than that.
+        samples: number of independent trials behind all values, at most.
 
     Returns:
         Two numbers in [0, 1]; NaN without a value.
@@ -59,14 +60,14 @@ def interval(values: Sequence[float], samples: int) -> tuple[float, float]:
     alike = mean in (0.0, 1.0) or prompts == 1  # nothing is known of the spread: a prompt counts as one sample
     number = prompts if alike else min(samples, mean * (1 - mean) / error) if error else samples
     z = _Z * (1 + (_Z**2 + 1) / (4 * max(1, prompts - 1)))
-    centre = (mean + z**2 / (2 * number)) / (1 + z**2 / number)
-    half = z / (1 + z**2 / number) * math.sqrt(mean * (1 - mean) / number + (z / (2 * number)) ** 2)
+    centre = (mean * number + z**2 / 2) / (number + z**2)
+    half = z * math.sqrt(centre * (1 - centre) / (number + z**2))
     return max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half))
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Collects the values of a metric: one for each prompt, from a number of samples."""
+    """Collects the values of a metric: one for each prompt, from a number of independent trials, each of k samples."""
 
     values: list[float] = field(default_factory=list)
     samples: int = 0
@@ -76,7 +77,7 @@ class _Rate:
         known = [one for one in passed if one is not None]
         if len(known) >= k:
             self.values.append(pass_at(k, len(known), sum(known)))
-            self.samples += len(known)
+            self.samples += len(known) // k
 
 
 def eval_metrics(results: Sequence[PromptResult]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from moe_rl.objectives.losses import policy_loss
 
 F64 = torch.float64
 WIDE = {"clip_low": 0.9, "clip_high": 9.0}
+SAPO = {"tau_positive": 1.0, "tau_negative": 1.05}
 CAPPED = {"weight_cap": 50.0}
 NOW = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=F64).log()
 SAMPLER = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64).log()
@@ -33,6 +34,7 @@ RIGHT = {
 WRONG = {
     **{name: (name, NOW, WIDE, ()) for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo")},
     "cispo": ("cispo", NOW, CAPPED, ()),
+    "sapo from the sampler": ("sapo", SAMPLER, SAPO, ()),
 }
 
 

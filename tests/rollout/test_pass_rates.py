@@ -34,9 +34,27 @@ def test_an_interval_holds_the_true_rate_in_about_95_of_100_evaluations(prompts,
         assert np.mean(np.abs(passed.mean(1) - truth) <= naive) < 0.85
 
 
+@pytest.mark.parametrize("prompts", [20, 30, 200])
+def test_an_interval_holds_a_true_rate_near_1(prompts):
+    """Whether pass@4 of 4 samples is 1 or 0 is one trial a prompt. The chance that the interval holds is summed up."""
+    found = [interval([1.0] * passed + [0.0] * (prompts - passed), prompts) for passed in range(prompts + 1)]
+    for truth in (0.8, 0.9, 0.95, 0.98, 0.99, 0.9946, 0.999):
+        chances = [math.comb(prompts, n) * truth**n * (1 - truth) ** (prompts - n) for n in range(prompts + 1)]
+        assert sum(c for c, (low, high) in zip(chances, found, strict=True) if low <= truth <= high) > 0.94
+
+
+def test_samples_that_make_one_value_of_pass_at_k_together_count_once():
+    source = SOURCE.model_copy(update={"samples": 8, "pass_at": (1, 4)})
+    metrics = eval_metrics([PromptResult(source, None, [True] * 4 + [False] * 4) for _ in range(10)])
+    of_one, of_four = (metrics[f"eval/high/pass_at/sums/{k}"] - metrics[f"eval/low/pass_at/sums/{k}"] for k in (1, 4))
+    value = metrics["eval/pass_at/sums/4"]
+    assert (metrics["eval/low/pass_at/sums/4"], metrics["eval/high/pass_at/sums/4"]) == interval([value] * 10, 20)
+    assert of_one < of_four
+
+
 def test_the_ends_of_an_interval():
     low, high = interval([1.0] * 30, 30)
-    assert high == 1 and 0.85 < low < 0.9  # Wilson's, and not a width of 0
+    assert high == 1 and 0.85 < low < 0.9  # not a width of 0
     assert interval([0.0] * 30, 240) == pytest.approx((1 - high, 1 - low))
     assert interval([0.5] * 4, 8)[0] > interval([0.0, 1.0] * 2, 8)[0]  # alike by chance: as 8 independent samples
     assert interval([0.5] * 4, 8)[0] < 0.3
