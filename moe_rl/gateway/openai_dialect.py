@@ -218,8 +218,9 @@ def text_events(name: str, model: str, wish: TextWish, replies: Sequence[AgentRe
 
 def error_body(error: BadRequest) -> dict[str, Any]:
     """Return the body of an error."""
+    text = f"{error.field}: {error}" if error.field else str(error)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}}
+    return {"error": {"message": text, "type": kind, "param": error.field or None, "code": error.code}}
 
 
 def _message(at: int, message: _Message) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -62,11 +62,14 @@ class Dialect:
     error: Callable[[BadRequest], dict[str, Any]]
 
 
+_Limit = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
 class _OpenBody(msgspec.Struct, forbid_unknown_fields=True):
     group: str = ""
-    tokens: int | None = None
-    turns: int | None = None
-    seconds: float | None = None
+    tokens: _Limit | None = None
+    turns: _Limit | None = None
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=2e6)] | None = None
 
 
 class GatewayApp:
@@ -240,9 +243,8 @@ async def _health(request: Request) -> Response:
 
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # the app registers it for these alone
-    bad = BadRequest(
-        f"no such route: {request.method} {request.url.path[:200]}", status=error.status_code, code="not_found"
-    )
+    path = re.sub(r"^/+s/+[^/]+", "/s/KEY", request.url.path)[:200]  # no message repeats a session's key
+    bad = BadRequest(f"no such route: {request.method} {path}", status=error.status_code, code="not_found")
     return JSONResponse(_error_body(request, bad), bad.status, error.headers)
 
 
