@@ -92,6 +92,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         listener = stack.enter_context(bound_socket(settings.host, settings.port))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
+        print(f"starting the sampler and the gateway; what vLLM says is in {folder} ...", flush=True)
         sampler, version, reads_text = _sampler(config, facts, folder, stack)
         journals, store = SessionJournals(sessions), TraceStore(folder / "trace")
         store.collect_garbage()
