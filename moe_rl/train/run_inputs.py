@@ -9,7 +9,7 @@
                       source files of your functions and of the modules that these import: see `tasks.code_files`
     package/NAME      versions of installed packages that give rewards or prompts
 
-Digests are of contents, so a copy in another folder is the same. Of a file above 64 MiB the digest covers the size and
+Digests are of contents, so a copy in another folder is the same. For a file above 64 MiB the digest covers the size and
 4 KiB of each MiB: another training or merge changes all of it, and to read a large checkpoint whole takes minutes.
 """
 

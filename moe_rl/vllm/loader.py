@@ -1,6 +1,6 @@
 """Loads checkpoints into vLLM that its default loader cannot load. Importing this module registers the loader.
 
-The files of a model with tied embeddings have the embedding alone. Of the families here, vLLM ties only Qwen3-MoE; for
+The files of a model with tied embeddings have the embedding alone. vLLM ties only Qwen3-MoE here; for
 the others it makes an output matrix of its own, finds no values for it, and does not start. And some files have buffers
 that are computed from config.json; vLLM skips the usual ones, and does not start with the others.
 """

@@ -39,7 +39,7 @@ class Independent:
         self.facts = read_model(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._biases = []
-        # Of the last pass: router logits [T, E] and chosen experts [T, K] of each layer.
+        # What the last pass gave: router logits [T, E] and chosen experts [T, K] of each layer.
         self._layers: list[tuple[torch.Tensor, ...]] = [()] * len(self.facts.moe_layers)
         for at, layer in enumerate(self.facts.moe_layers):
             mlp = self.model.model.layers[layer].mlp
