@@ -103,7 +103,7 @@ def reference(
         for number in range(len(sequences))
     }
     gradients = dict(_published(model, expected_tensors(facts)))
-    return Reference(logprobs, gradients, float(imbalance) / len(gates), routers)
+    return Reference(logprobs, gradients, float(imbalance.detach()) / len(gates), routers)
 
 
 def _imbalance(facts: ModelFacts, logits: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N worker.py FOLDER PID
 
 Job n is the file FOLDER/<n>.job: a pickled function and its arguments. Rank r writes what the function returns to
-FOLDER/<n>-rank<r>.pt, or its traceback to FOLDER/<n>-rank<r>.error, and then ends. A rank that ends behind its result
+FOLDER/<n>-rank<r>.pt, or its traceback to FOLDER/<n>-rank<r>.error, and then ends. A rank that takes no further job
 makes FOLDER/<n>-rank<r>.left. A job lays out its own parallel groups.
 
 PID: of the process that gives the jobs; without it the rank ends.
@@ -23,6 +23,9 @@ import torch.distributed as dist
 from moe_rl.megatron import world
 from tests.distributed.ranks import Leave
 
+# Jobs leave threads of gloo behind: a few each, and each takes processor time.
+THREADS = 80
+
 
 def main():
     folder, giver, agent = Path(sys.argv[1]), Path("/proc") / sys.argv[2], os.getppid()
@@ -39,6 +42,7 @@ def main():
             found = run(*arguments)
             dist.barrier()
             world.clear()  # the groups of this job would take CPU time from the next ones
+            leaves = len(os.listdir("/proc/self/task")) > THREADS
         except Leave as leave:
             found, leaves = leave.found, True
         except BaseException:

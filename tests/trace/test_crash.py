@@ -126,6 +126,8 @@ def test_kill_9_at_every_file_system_call(tmp_path, spec, write_shard, write_pla
 _COMPACTING = ("open", "pwrite", "fsync", "replace", "unlink", "dup2", "close")
 
 
+# The child calls Python and the file system alone, and ends with _exit: no lock of another thread is asked for.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_kill_9_at_every_call_of_a_removal_that_compacts(tmp_path, spec, write_shard, assert_holds, monkeypatch):
     monkeypatch.setattr(manifest_module, "_SPARE_LINES", -1000)  # every removal replaces the manifest
     seen = set()
