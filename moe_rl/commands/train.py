@@ -19,6 +19,7 @@ from moe_rl.commands import launch
 from moe_rl.config.check import config_problems, problems, refuse
 from moe_rl.config.check_cluster import node_problems, several_nodes, start_problems
 from moe_rl.config.check_files import absent_problems, prompt_problems, vocabulary_problems
+from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
@@ -36,6 +37,7 @@ from moe_rl.errors import (
     TraceError,
     describe,
 )
+from moe_rl.gateway.renderer_trial import renderer_problems
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model, read_published
 from moe_rl.models.second_reading import reading_problems
@@ -50,6 +52,7 @@ from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
 from moe_rl.report.side_speeds import measured_speeds, read_speeds
 from moe_rl.rollout.attach import attach_problems
+from moe_rl.tasks.environments.environment_pool import EnvironmentPool
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import TaskPrompts, load_task
 from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec, stop_tokens
@@ -422,7 +425,7 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
         if config.run.replays:
             return task, []
         if config.task.environment is not None:
-            return task, _try_environment(config, facts, codec)
+            return task, _try_environment(config, config.task.environment)
         if task.has_chats:
             write = ChatTemplate(config.model.path, config.task.chat).history
             if endless := endless_problem(write, codec, facts.eos_token_ids, config.rollout):
@@ -448,16 +451,12 @@ def _try_rewards(config: Config, task: TaskPrompts) -> tuple[TaskPrompts, list[P
     return dataclasses.replace(task, told=tuple(told)), []
 
 
-def _try_environment(config: Config, facts: ModelFacts, codec: TextCodec) -> list[Problem]:
-    """Import the environment as the run will, and load what renders its chats. Return what is wrong with them."""
-    from moe_rl.gateway.episode_gateway import pool_of  # needs the extra `gateway`
-    from moe_rl.gateway.rendering import ChatRenderer
-
-    assert config.task.environment is not None
+def _try_environment(config: Config, environment: EnvironmentConfig) -> list[Problem]:
+    """Import the environment as the run will, and try what renders its chats. Return what is wrong with them."""
+    if found := renderer_problems(config):
+        return found
     try:
-        renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
-        renderer.refuse_endless(codec, facts, config.rollout)
-        pool_of(config.task.environment, concurrent=1).close()
+        EnvironmentPool.of(environment, concurrent=1).close()
     except ConfigError as error:
         return error.problems
     return []

@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.config.schema import Config
 from moe_rl.disk import writing
 from moe_rl.errors import EngineError, MoeRLError, describe
@@ -47,17 +46,6 @@ FAILURES = "failed_episodes.log"
 _BUSY_SECONDS, _LOOK_SECONDS = 30.0, 0.02
 
 
-def pool_of(environment: EnvironmentConfig, *, concurrent: int | None = None) -> EnvironmentPool:
-    """Start the pool that a config describes. Raises ConfigError if the environment cannot be imported."""
-    return EnvironmentPool(
-        environment.run,
-        concurrent=environment.concurrent if concurrent is None else concurrent,
-        seconds=environment.seconds,
-        memory_limit_mib=environment.memory_limit_mib,
-        python=environment.python,
-    )
-
-
 class EpisodeGateway:
     """Plays episodes in the event loop in which it is opened: a LivePlayer.
 
@@ -81,7 +69,7 @@ class EpisodeGateway:
         longest = config.gateway.max_body_mib << 20
         app = GatewayApp(self.gateway, self._keeper, secrets.token_urlsafe(32), longest=longest, failed=self._fail)
         self._listener = GatewayListener(app.asgi, self._socket)
-        self._pool = pool_of(self._environment)
+        self._pool = EnvironmentPool.of(self._environment)
 
     async def open(self) -> None:
         """Begin to listen."""

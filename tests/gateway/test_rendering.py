@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_rl.config.load import load_config
 from moe_rl.errors import ConfigError
 from moe_rl.gateway.dialogues import Dialogues
+from moe_rl.gateway.renderer_trial import renderer_problems
 from moe_rl.gateway.rendering import ChatRenderer, ToolUse
 from moe_rl.tasks.shown_messages import NotShown
 from moe_rl.tasks.tokenizer import TextCodec
 from tests.gateway.conftest import ADD, CALL, NEXT, chat_tokenizer
-from tests.support.refusals import refused
+from tests.support.refusals import refused, tells
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -69,6 +71,11 @@ def with_template(folder, made, template: str):
 def test_a_renderer_must_write_what_the_models_template_writes(folder, tmp_path, codec):
     same = ChatRenderer(with_template(folder, tmp_path / "same", KNOWS), {"name": "qwen3"})
     assert codec.decode(same.render(HI, ())) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_trial_in_another_process_tells_what_is_wrong_with_its_parts():
+    (problem,) = renderer_problems(load_config("tool_use_cpu", ["gateway.differs_in=[]"]))
+    tells(problem, "differs_in: [reasoning]", key="gateway.renderer", fault="renderer")
 
 
 @pytest.mark.parametrize(

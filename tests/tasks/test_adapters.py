@@ -24,7 +24,6 @@ import pytest
 
 from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.errors import ConfigError
-from moe_rl.gateway.episode_gateway import pool_of
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool, Episode
 from tests.tasks.model_stub import ModelStub
 
@@ -312,7 +311,7 @@ def test_an_episode_with_another_interpreter_has_its_packages_and_none_of_ours(t
     theirs = tmp_path / f"lib/python3.{sys.version_info.minor}/site-packages"
     (theirs / "msgspec").symlink_to(ours / "msgspec")
     (theirs / "only_there.py").write_text("HERE = True\n")
-    with pool_of(EnvironmentConfig(run="adapted.facts", python=python), concurrent=1) as pool:
+    with EnvironmentPool.of(EnvironmentConfig(run="adapted.facts", python=python), concurrent=1) as pool:
         stub = ModelStub(lambda body: {})
         row = {"prefix": str(tmp_path), "not_there": str(ours)}
         episode = asyncio.run(pool.play(stub.access, row))

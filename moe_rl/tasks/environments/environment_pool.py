@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config.check_files import dotted_path_problem
+from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.errors import ConfigError, RewardError, describe
 from moe_rl.messages import Message
 from moe_rl.tasks.environments.agent_session import SessionAccess
@@ -139,6 +140,17 @@ class EnvironmentPool:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def of(cls, environment: EnvironmentConfig, *, concurrent: int | None = None) -> EnvironmentPool:
+        """Start the pool that a config describes, or one for fewer episodes at once."""
+        return cls(
+            environment.run,
+            concurrent=environment.concurrent if concurrent is None else concurrent,
+            seconds=environment.seconds,
+            memory_limit_mib=environment.memory_limit_mib,
+            python=environment.python,
+        )
 
     def __enter__(self) -> EnvironmentPool:
         return self
