@@ -16,8 +16,8 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,8 @@ from moe_rl.types import Completion
 _UNREAD_SECONDS = 5.0
 # So many tokens tell where two prompts part.
 _TOLD = 12
+# Bodies from this size on are read and rendered two at a time, so that the others find a free thread.
+_LARGE_BODY, _LARGE_AT_ONCE = 1 << 18, 2
 _NOTHING_SAID = ParsedAnswer("", "", (), 0)
 
 
@@ -82,6 +84,7 @@ class AgentGateway:
         self._exchanges = AgentExchanges()
         self._partings: dict[str, str] = {}
         self._rules: dict[str, SamplingRule] = {}
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     def open(
         self,
@@ -197,12 +200,14 @@ class AgentGateway:
         self._exchanges.add(session, exchange)
         exchange.enter(call)
         replies: list[AgentReply] = []
+        session.under_way += 1
         try:
             if isinstance(wish, ChatWish):
-                replies = await self._chat(session, wish, exchange)
+                replies = await self._chat(session, wish, exchange, call.size)
             else:
-                replies = await self._complete(session, wish, exchange)
+                replies = await self._complete(session, wish, exchange, call.size)
         finally:
+            session.under_way -= 1
             self.counts["left"] += int(exchange.leave.is_set())
             assert exchange.replies is not None
             exchange.replies.set_result(replies)
@@ -210,6 +215,14 @@ class AgentGateway:
                 self._release(session, exchange)
                 self._exchanges.drop(session, exchange)
         return exchange
+
+    async def off_loop[**P, R](self, size: int, work: Callable[P, R], *given: P.args, **more: P.kwargs) -> R:
+        """Run work on a request in a thread, so that the event loop answers others meanwhile.
+
+        size: of the request's body, in bytes.
+        """
+        async with self._large if size >= _LARGE_BODY else nullcontext():
+            return await asyncio.to_thread(work, *given, **more)
 
     def sent(self, session: Session, exchange: AgentExchange, call: ClientCall) -> None:
         """Note that the replies went out whole, if the client is still there, or that they reach nobody."""
@@ -239,15 +252,24 @@ class AgentGateway:
             session.drop(exchange.place)
             exchange.place = None
 
-    async def _chat(self, session: Session, wish: ChatWish, exchange: AgentExchange) -> list[AgentReply]:
+    async def _chat(self, session: Session, wish: ChatWish, exchange: AgentExchange, size: int) -> list[AgentReply]:
         if wish.tools and not self._renderer.reads_tools:
             raise BadRequest(
                 "this gateway's renderer finds no tool calls: set gateway.renderer to one of the model's family",
                 "tools",
                 code="unsupported_parameter",
             )
+        most, parts = self.turns.bounds.max_model_len, len(wish.messages) + len(wish.tools)
+        if parts > most:  # each has a token at least, and rendering so many takes seconds
+            raise BadRequest(
+                f"the chat has {parts} messages and tools, and the model takes {most} tokens in all",
+                "messages",
+                code="context_length_exceeded",
+            )
         dialogues = self._dialogues.setdefault(session.name, Dialogues())
-        prompt, continued = self._prompt(session, dialogues, wish)
+        prompt, continued, parted = await self.off_loop(size, self._prompt, session, dialogues, wish)
+        if parted is not None:
+            self._part(session, session.prompt(parted), prompt)
         replies = []
         new: dict[bytes, int] = {}
         for turn, completion in await self._turns(session, prompt, wish.sampling, self._chat_stops, exchange):
@@ -264,8 +286,9 @@ class AgentGateway:
             self._journals.add_replies(session, new)
         return replies
 
-    async def _complete(self, session: Session, wish: TextWish, exchange: AgentExchange) -> list[AgentReply]:
-        prompt = self._codec.encode(wish.prompt) if isinstance(wish.prompt, str) else wish.prompt
+    async def _complete(self, session: Session, wish: TextWish, exchange: AgentExchange, size: int) -> list[AgentReply]:
+        text = wish.prompt
+        prompt = await self.off_loop(size, self._codec.encode, text) if isinstance(text, str) else text
         replies = []
         for turn, completion in await self._turns(session, prompt, wish.sampling, self._text_stops, exchange):
             text = (self._codec.decode(prompt) if wish.echo else "") + self._codec.text(completion)
@@ -273,19 +296,20 @@ class AgentGateway:
             replies.append(AgentReply(turn, len(prompt), _NOTHING_SAID, (), text, tokens, completion.stop_string))
         return replies
 
-    def _prompt(self, session: Session, dialogues: Dialogues, wish: ChatWish) -> tuple[tuple[int, ...], int | None]:
-        """Return the token ids of a chat, and the turn that its messages continue."""
+    def _prompt(
+        self, session: Session, dialogues: Dialogues, wish: ChatWish
+    ) -> tuple[tuple[int, ...], int | None, int | None]:
+        """Return the token ids of a chat, the turn that its messages continue, and the one that they would continue if
+        the system's text were the same. Runs in a thread, and changes nothing."""
         messages, tools = wish.messages, wish.tools
         try:
             if (found := dialogues.find(messages, tools)) is None:
-                prompt = self._renderer.render(messages, tools)
-                if (other := dialogues.find(messages, tools, any_system=True)) is not None:
-                    self._part(session, session.prompt(other[0]), prompt)
-                return prompt, None
+                other = dialogues.find(messages, tools, any_system=True)
+                return self._renderer.render(messages, tools), None, None if other is None else other[0]
             number, known = found
             said = session.turns[number].token_ids
             extended = self._renderer.extend(session.prompt(number), said, messages, tools, start=known)
-            return extended or self._renderer.render(messages, tools, said=known), number
+            return extended or self._renderer.render(messages, tools, said=known), number, None
         except NotShown as error:
             raise BadRequest(str(error), wish.place(error.number, error.field), code="unsupported_value") from None
         except ValueError as error:

@@ -31,6 +31,7 @@ class ClientCall:
 
     Attributes:
         request: digest of all that makes the request what it is.
+        size: of its body, in bytes.
         again: whether the client says that it asked before.
         gone: whether it left before its reply was received.
     """
@@ -38,6 +39,7 @@ class ClientCall:
     def __init__(self, path: str, headers: Mapping[str, str], body: bytes):
         attempts, key = headers.get("x-stainless-retry-count", "0"), headers.get("idempotency-key", "")
         self.request = hashlib.sha256(f"{path}\n{key}\n".encode() + body).digest()
+        self.size = len(body)
         self.again = bool(key) or attempts.strip("0") != ""
         self.gone = False
         self._heard: Callable[[], None] = nobody

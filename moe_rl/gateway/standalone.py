@@ -41,7 +41,7 @@ from moe_rl.rollout.group_sampler import EngineGroups, GroupSampler
 from moe_rl.rollout.rollouts import engine_settings
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceStore
-from moe_rl.vllm.api_server import bound_socket, make_token
+from moe_rl.vllm.api_server import bound_socket, make_token, url_of
 from moe_rl.vllm.control import read_token
 
 # Each call fills a trace shard, and a sampler fills 256 at a time.
@@ -216,9 +216,8 @@ async def _announce(
     """Wait until the gateway listens, then print a line and write JSON to `ready_file`."""
     while not listener.listens:
         await asyncio.sleep(0.02)
-    address, port = bound.getsockname()[:2]
     document = {
-        "url": f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}",
+        "url": url_of(*bound.getsockname()[:2]),
         "pid": os.getpid(),
         "token_file": str(token_file),
         "folder": str(settings.folder.absolute()),

@@ -38,6 +38,7 @@ from moe_rl.gateway.fields import checked
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.sessions import Session, SessionLimits
 from moe_rl.rollout.sampler import nobody
+from moe_rl.vllm.api_server import url_of
 from moe_rl.vllm.gate import read_body
 from moe_rl.vllm.server_control import RefusedCall
 
@@ -117,7 +118,7 @@ class GatewayApp:
             try:
                 session = self._session(request)
                 body = bytes(await _body(request, self._longest))
-                wish = dialect.read(body)
+                wish = await self._gateway.off_loop(len(body), dialect.read, body)
                 call = _call(request, body)
                 exchange = await self._gateway.answer(session, wish, call)
                 if call.gone:
@@ -199,7 +200,8 @@ class GatewayApp:
             usual.seconds if given.seconds is None else given.seconds,
         )
         opened = self._gateway.open(given.group, limits)
-        url = str(request.base_url).rstrip("/") + f"/s/{opened.key}"
+        # Where this request came in. The header Host says what its client likes.
+        url = f"{url_of(*request.scope['server'])}/s/{opened.key}"
         return {"session": opened.session.name, "key": opened.key, "base_url": f"{url}/v1", "url": url}
 
     async def _list(self, request: Request) -> dict[str, Any]:

@@ -140,17 +140,21 @@ def bound_socket(host: str | None, port: int) -> socket.socket:
     return listener
 
 
+def url_of(address: str, port: int) -> str:
+    """Return the URL of a numeric address."""
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
 def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) -> None:
     arguments.refuse_wrong_vllm(settings.capture)
     os.environ |= model_runner(settings.capture) | {TOKEN_FILE: str(token_file)}
     # By default torch.distributed listens at the host name's address. Servers on several machines set this themselves.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address, port = listener.getsockname()[:2]
-    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
     fingerprint = settings.model_fingerprint or routed_fingerprint(settings.model)
     trace_root = str(settings.trace_root.absolute())
     document = {
-        "url": url,
+        "url": url_of(address, port),
         "pid": os.getpid(),
         "token_file": str(token_file),
         "trace_root": trace_root,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 
 import aiohttp
 import pytest
 
+from moe_rl.errors import SessionError
 from tests.gateway.conftest import ADD, chat_tokenizer
-from tests.gateway.scripted import served
+from tests.gateway.scripted import LONGEST, OWNER, served
+from tests.support.refusals import refused
 
 HI = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -240,5 +243,90 @@ def test_the_bytes_of_log_probabilities_are_the_text(folder):
             (choice,) = text["choices"]
             offsets = choice["logprobs"]["text_offset"]
             assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"].removesuffix("<|im_end|>")), choice
+
+    asyncio.run(run())
+
+
+class Slow:
+    """Is a renderer that writes a long chat only once the others have been answered, as more tokens than fit."""
+
+    def __init__(self, renderer):
+        self._renderer, self.others, self.waited, self.began = renderer, threading.Event(), [], 0
+
+    def __getattr__(self, name):
+        return getattr(self._renderer, name)
+
+    def render(self, messages, tools, **more):
+        if len(messages[0]["content"]) > 1000:
+            self.began += 1
+            self.waited.append(self.others.wait(20))
+            return (1,) * (LONGEST + 1)
+        return self._renderer.render(messages, tools, **more)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_others_are_answered_while_large_chats_are_rendered(folder, path):
+    large = {**HI, "messages": [{"role": "user", "content": "hi " * 100_000}]}
+
+    async def run():
+        async with served(folder, "hello<|im_end|>") as running, aiohttp.ClientSession() as client:
+            running.gateway._renderer = slow = Slow(running.gateway._renderer)
+
+            async def ask(body):
+                async with client.post(f"{running.url}/s/{running.open().key}{path}", json=body) as answer:
+                    return answer.status
+
+            waiting = [asyncio.create_task(ask(large)) for _ in range(40)]
+            while not slow.began:
+                await asyncio.sleep(0.01)
+            assert [await ask(HI) for _ in range(3)] == [200] * 3 and not any(one.done() for one in waiting)
+            slow.others.set()
+            assert await asyncio.gather(*waiting) == [400] * 40, "they are longer than the model takes"
+            assert all(slow.waited)
+
+    asyncio.run(run())
+
+
+def test_a_session_is_busy_while_its_chat_is_rendered(folder):
+    async def run():
+        async with served(folder, "hello<|im_end|>") as running, aiohttp.ClientSession() as client:
+            running.gateway._renderer = slow = Slow(running.gateway._renderer)
+            opened = running.open()
+            large = {**HI, "messages": [{"role": "user", "content": "hi " * 1000}]}
+            asked = asyncio.create_task(client.post(f"{running.url}/s/{opened.key}/v1/chat/completions", json=large))
+            while not slow.began:
+                await asyncio.sleep(0.01)
+            with refused(SessionError, fault="busy"):
+                running.gateway.end(opened.session)
+            slow.others.set()
+            assert (await asked).status == 400
+            running.gateway.end(opened.session)
+
+    asyncio.run(run())
+
+
+def test_more_messages_than_the_model_takes_tokens_are_refused_unrendered(folder):
+    chat = {**HI, "messages": [{"role": "user", "content": ""}] * (LONGEST + 1)}
+
+    async def run():
+        async with served(folder, "hello<|im_end|>", longest=4 << 20) as running, aiohttp.ClientSession() as client:
+            running.gateway._renderer = None  # so rendering would be a fault of the gateway, status 500
+            async with client.post(f"{running.url}/s/{running.open().key}/v1/chat/completions", json=chat) as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, error["code"]) == (400, "context_length_exceeded")
+                assert str(LONGEST) in error["message"] and str(LONGEST + 1) in error["message"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1:1", "[::1]:99"])
+def test_the_address_of_a_session_is_the_gateways_own(folder, host):
+    async def run():
+        async with served(folder, "hello<|im_end|>") as running, aiohttp.ClientSession() as client:
+            headers = {"Host": host, "X-Forwarded-Proto": "https", "Authorization": f"Bearer {OWNER}"}
+            async with client.post(f"{running.url}/sessions", headers=headers, json={}) as answer:
+                opened = await answer.json()
+            assert opened["url"] == f"{running.url}/s/{opened['key']}"
+            assert opened["base_url"] == f"{opened['url']}/v1"
 
     asyncio.run(run())
