@@ -154,6 +154,15 @@ def _segment_problems(config: Config) -> Iterator[Problem]:
     """Yield what is wrong where completions are aborted at each update, and continued as segments."""
     pipeline, rollout = config.pipeline, config.rollout
     continued = pipeline.by_group and pipeline.kv == "recompute" and not rollout.stop
+    anew = {"rollout.stop": bool(rollout.stop), "task.environment": config.task.environment is not None}
+    for key, given in anew.items() if pipeline.by_group and pipeline.segments == "first" else ():
+        if given:
+            yield describe(
+                "what was aborted is never continued, but begins anew",
+                where={"key": "pipeline.segments", "given": f"{key} is set"},
+                got="first",
+                do=f"remove pipeline.segments, or {key}",
+            )
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     if continued and pipeline.segments == "exact" and config.train.microbatch_tokens < 2 * longest:
         yield describe(

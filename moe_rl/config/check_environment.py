@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_rl.config.schema import Config, TaskConfig
+from moe_rl.config.section import Section
 from moe_rl.errors import About, Problem, describe
 
 # Keys of `task` that only a run with reward functions uses.
@@ -22,7 +23,7 @@ def environment_problems(config: Config) -> Iterator[Problem]:
             yield describe(
                 "not used where an environment writes the messages and gives the rewards",
                 where={"key": f"task.{key}", **given},
-                got=", ".join(value) if isinstance(value, dict) else value,
+                got=_told(value),
                 do=f"remove task.{key}, or task.environment",
             )
     if config.rollout.stop:
@@ -54,3 +55,10 @@ def environment_problems(config: Config) -> Iterator[Problem]:
             got=config.task.environment.concurrent,
             expected=f"at most gateway.max_sessions = {config.gateway.max_sessions}",
         )
+
+
+def _told(value: object) -> object:
+    """Return the value of a key as a user wrote it: the names of a section's members, or what is not as usual."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    return ", ".join(value) if isinstance(value, dict) else value

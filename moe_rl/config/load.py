@@ -241,8 +241,11 @@ def _message(error: ErrorDetails, sources: Sources) -> Problem:
     if error["type"] == "missing":
         usual = f"Published or usual: {leaf} {field.examples[0]}." if field is not None and field.examples else ""
         return describe("required, but missing", where=where, do=" ".join(["add it.", meaning, usual]).strip())
-    why = meaning if loss and leaf in holder.__annotations__ and leaf in ObjectiveConfig.model_fields else ""
-    return describe("wrong value", where=where, got=_shown(given), expected=expected, do=why)
+    loss_key = loss and leaf in holder.__annotations__ and leaf in ObjectiveConfig.model_fields
+    out_of_range = error["type"].startswith(("less_than", "greater_than"))  # the meaning says why there is a range
+    return describe(
+        "wrong value", where=where, got=_shown(given), expected=expected, do=meaning if loss_key or out_of_range else ""
+    )
 
 
 def _shown(value: Any, limit: int = 80) -> str:

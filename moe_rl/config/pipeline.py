@@ -25,11 +25,11 @@ class PipelineConfig(Section):
     """What becomes of the KV cache of requests that are in flight when new weights arrive, in mode async. keep: they go
     on with it. recompute: they are aborted, and continued with a new prefill under the new weights."""
     segments: Literal["exact", "first"] = "exact"
-    """How a completion is trained on that was aborted and continued, in mode async. exact: each part is a segment of
-    its own behind the earlier ones, with routes for all its tokens from the weights that sampled it. All segments of a
-    completion are in one microbatch and one term of the loss; a part that leaves no room for another in
-    train.microbatch_tokens is sampled again. first: one sequence, in which every token keeps the first routes that were
-    recorded for it."""
+    """How a completion is trained on that was aborted and continued, in mode async: at an update with kv recompute, and
+    with either kv where a run ends in the middle of it and is resumed. exact: each part is a segment of its own behind
+    the earlier ones, with routes for all its tokens from the weights that sampled it. All segments of a completion are
+    in one microbatch and one term of the loss; a part that leaves no room for another in train.microbatch_tokens is
+    sampled again. first: one sequence, in which every token keeps the first routes that were recorded for it."""
     late: Literal["wait", "drop"] = "wait"
     """What a step does, in mode async, about groups that would be too old for the next step and are not ready. wait: it
     waits for them. drop: they are dropped and their prompts count as used."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 
 from moe_rl.config.check_cluster import server_problems
+from moe_rl.config.check_files import absent_problems, file_problems
 from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.doctor.machine import (
     ALWAYS,
@@ -96,10 +97,19 @@ def diagnose(machine: Machine, config: Config | None = None) -> Diagnosis:
     missing = installation_problems(config)
     missing += _gpu_problems(machine, config)
     if config is not None:
-        missing += tracker_problems(config)
+        missing += [*tracker_problems(config), *_absent(config)]
     if config is not None and config.rollout.servers:
         missing += _server_problems(config)
     return Diagnosis(missing, [*_apex(machine), *_without(machine)])
+
+
+def _absent(config: Config) -> list[Problem]:
+    """Return what a config names and this machine lacks: the model, prompts, libraries, functions, folders."""
+    try:
+        facts = read_model(config.model.path)
+    except ConfigError as error:
+        return [*error.problems, *absent_problems(config)]
+    return file_problems(config, facts)
 
 
 def _server_problems(config: Config) -> list[Problem]:

@@ -6,12 +6,13 @@ import math
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{100 * value:.{digits}f}%"
+    """Format a fraction. NaN is the fraction of nothing, such as of no completion that could be verified."""
+    return "-" if value is None or math.isnan(value) else f"{100 * value:.{digits}f}%"
 
 
 def points(change: float | None) -> str:
     """Format a change of a fraction in percentage points, as in +43.6 points."""
-    return "-" if change is None else f"{100 * change:+.1f} points"
+    return "-" if change is None or math.isnan(change) else f"{100 * change:+.1f} points"
 
 
 def scientific(value: float | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from moe_rl.errors import TraceError
@@ -12,6 +14,8 @@ from moe_rl.trace.record import check_name
 from moe_rl.trace.store import TraceStore
 from moe_rl.trace.validator import validate
 from moe_rl.types import RouteRef
+
+_REMOVING_SECONDS = 0.2
 
 
 def verify(store: TraceStore, shard: str) -> list[str]:
@@ -49,18 +53,36 @@ def faults(selection: Selection) -> list[str]:
     """Return everything wrong with the shards and, for a whole store, with its manifest; [] if nothing is.
 
     This covers every checksum, routes that no router produces (the validator's rules), shards that the manifest lists
-    but the folder lacks, and damaged lines of the manifest.
+    but the folder lacks, and damaged lines of the manifest. The run may go on: a shard that it removes meanwhile has no
+    fault.
     """
-    problems = []
+    store, problems = selection.store, []
+    before = store.manifest()
     if selection.whole:
-        manifest = selection.store.manifest()
-        problems += [f"{MANIFEST}, line {line}: damaged" for line in manifest.damaged]
-        gone = [name for name in manifest.published if name not in selection.shards]
-        problems += [f"shard {name} was published and is not there" for name in gone]
+        problems += [f"{MANIFEST}, line {line}: damaged" for line in before.damaged]
     for shard in selection.shards:
-        found = verify(selection.store, shard)
-        problems += found or _not_routes(selection.store, shard)
+        found = verify(store, shard)
+        try:
+            found = found or _not_routes(store, shard)
+        except TraceError as error:
+            found = [str(error)]
+        if found and not _removed(store, shard):
+            problems += found
+    if selection.whole:
+        # A writer's line is there before its shard, which may have come meanwhile.
+        there = {*selection.shards, *store.shards()}
+        gone = [name for name in before.published if name not in there and not _removed(store, name)]
+        problems += [f"shard {name} was published and is not there" for name in gone]
     return problems
+
+
+def _removed(store: TraceStore, shard: str) -> bool:
+    """Tell whether a shard that was there or listed a moment ago was removed: it is neither any more."""
+    if shard in store.shards():
+        return False
+    if shard in store.manifest().published:
+        time.sleep(_REMOVING_SECONDS)  # files go first, and then their lines
+    return shard not in store.manifest().published
 
 
 def _not_routes(store: TraceStore, shard: str) -> list[str]:

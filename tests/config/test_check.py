@@ -172,7 +172,7 @@ def test_two_segments_of_a_completion_fit_into_a_microbatch(found):
         (["rollout.temperature=0.009"], ["rollout.temperature", "0.01"]),
         (["rollout.temperature=2.1"], ["rollout.temperature", "to 2"]),
         (["run.peer_timeout_seconds=1e300"], ["run.peer_timeout_seconds", "2000000"]),
-        (["train.optimizer.lr=1"], ["train.optimizer.lr", "got 1", "to 0.1"]),
+        (["train.optimizer.lr=1"], ["train.optimizer.lr", "got 1", "to 0.1", "would replace the model"]),
         (
             ["train.optimizer.eps=1e-46"],
             ["train.optimizer.eps", "0.000000000000000000000000000001"],

@@ -82,3 +82,16 @@ def test_a_kl_penalty_in_the_reward_is_of_whole_completions():
     by_turn = "task.environment.credit=turn"
     assert keys(*PLAYS, *NO_REWARDS, by_turn) == [] == keys(*PLAYS, *NO_REWARDS, *kl)
     assert keys(*PLAYS, *NO_REWARDS, by_turn, *kl) == ["objective.kl_in"]
+
+
+@pytest.mark.parametrize(
+    ("override", "got"),
+    [
+        ("task.chat={}", "{}"),
+        ("task.chat.system=Be brief.", "{'system': 'Be brief.'}"),
+        ("task.overlong={cache_tokens: 5}", "{'cache_tokens': 5}"),
+    ],
+)
+def test_an_unused_section_is_told_as_it_was_written(override, got):
+    (problem,) = found(*PLAYS, *NO_REWARDS, override)
+    assert problem.got == got

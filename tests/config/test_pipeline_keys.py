@@ -10,6 +10,11 @@ from tests.support.refusals import tells
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
 ASYNC = "pipeline.mode=async"
+PLAYS = (
+    "task.environment={run: moe_rl.tasks.environments.examples.calculator.run, concurrent: 4}",
+    "task.rewards={}",
+    "task.pass_reward=null",
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +27,10 @@ ASYNC = "pipeline.mode=async"
         ([ASYNC, "pipeline.max_staleness=0", "pipeline.oversample=0.5"], "pipeline.oversample"),
         ([ASYNC, "pipeline.kv=recompute", "rollout.stop=[END]"], "pipeline.kv"),
         ([ASYNC, "pipeline.kv=recompute", "pipeline.oversample=0.5", "pipeline.late=drop"], None),
+        ([ASYNC, "pipeline.segments=first", "rollout.stop=[END]"], "pipeline.segments"),
+        ([ASYNC, "pipeline.segments=first", *PLAYS], "pipeline.segments"),
+        ([ASYNC, "pipeline.segments=first"], None),
+        ([ASYNC, *PLAYS], None),
         ([ASYNC, "pipeline.max_staleness=0"], None),
         ([ASYNC, "rollout.stop=[END]"], None),
     ],

@@ -73,6 +73,16 @@ def test_what_is_missing_is_said_and_is_the_status(monkeypatch, capsys):
     assert "no/such.yaml" in capsys.readouterr().err
 
 
+def test_what_a_config_names_and_is_not_here_is_missing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # not installed
+    assert cli.main(["doctor", "--config", "reasoning_gym_cpu"]) == 2
+    assert "task.rewards.gym.kind" in capsys.readouterr().out
+    absent = [f"model.path={tmp_path}/nowhere", f"task.train.0.data={tmp_path}/nothing.jsonl"]
+    assert cli.main(["doctor", "--config", str(CONFIG), *absent, "rollout.capture=worker"]) == 2
+    said = capsys.readouterr().out
+    assert "missing: model.path" in said and "missing: task.train.0.data" in said and "2 missing" in said
+
+
 @pytest.mark.parametrize("part", [part for part in ALWAYS if part is not VLLM], ids=lambda part: part.name)
 def test_every_part_that_is_needed_is_missed(whole_installation, monkeypatch, part):
     for found in ("", "0.0.1"):
@@ -140,10 +150,17 @@ def test_delayed_gradients_of_weights_need_transformer_engine(whole_installation
 
 def test_a_config_for_a_cluster_needs_its_nodes(whole_installation):
     config = load_config(ROOT / "configs/qwen3_30b_a3b.yaml")
-    assert [m.split(":")[0] for m in diagnose(made_up(), config).missing] == ["cluster.gpus_per_node"]
+
+    def missing(*gpus):
+        found = diagnose(made_up(gpus), config).missing
+        return [
+            one for one in found if one.about["key"] not in ("model.path", "task.train.0.data", "task.heldout.0.data")
+        ]
+
+    assert [one.about["key"] for one in missing()] == ["cluster.gpus_per_node"]
     h100, small = Gpu("H100", 81559 << 20), Gpu("A100", 40 << 30)
-    assert diagnose(made_up((h100,) * 8), config).missing == []
-    messages = diagnose(made_up((h100,) * 6 + (small,)), config).missing
+    assert missing(*[h100] * 8) == []
+    messages = missing(*[h100] * 6, small)
     tells(messages[0], key="cluster.gpus_per_node", got=7, expected=8)
     tells(messages[1], key="cluster.gpu_memory_gib", got="40.0 GiB", expected="79 GiB")
 

@@ -226,3 +226,9 @@ def test_a_crash_during_rewind_leaves_the_old_log(log_of, tmp_path, monkeypatch,
     with refused(DiskError, file=tmp_path / "metrics.jsonl", got=("killed",)):
         log.rewind(2)
     assert fired and (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_rate_of_no_verified_completion_is_no_number(log_of, capsys, eval_metrics):
+    log_of().eval_row(0, eval_metrics(0) | {"eval/pass_rate": float("nan")})
+    said = capsys.readouterr().out
+    assert "pass -" in said and "nan" not in said

@@ -2,8 +2,12 @@
 
 import os
 
+import pytest
+
 from moe_rl.errors import TraceError
-from moe_rl.trace import TraceStore, frame, verify
+from moe_rl.trace import TraceStore, audit, frame, verify
+from moe_rl.trace.audit import faults
+from moe_rl.trace.inspection import select
 from moe_rl.trace.manifest import MANIFEST
 from tests.support.refusals import refused
 
@@ -39,3 +43,36 @@ def test_a_shard_without_a_line(tmp_path, spec, write_shard):
     assert len(verify(TraceStore(tmp_path), "none")) == 2
     with refused(TraceError, field="shard name"):
         verify(TraceStore(tmp_path), "../s")
+
+
+@pytest.mark.parametrize("at", ["verify", "_not_routes"])
+def test_a_shard_that_the_run_removes_meanwhile_has_no_fault(tmp_path, spec, write_shard, monkeypatch, at):
+    for name in ("a", "b", "c"):
+        write_shard(tmp_path, name, spec)
+    selection, real = select(str(tmp_path)), getattr(audit, at)
+
+    def removing(store, shard):
+        if shard == "a":
+            TraceStore(tmp_path).remove("a", "b")
+            write_shard(tmp_path, "d", spec)
+        return real(store, shard)
+
+    monkeypatch.setattr(audit, at, removing)
+    assert faults(selection) == []
+    assert faults(select(str(tmp_path))) == []
+    (tmp_path / "c.safetensors").unlink()
+    (lost,) = faults(select(str(tmp_path)))
+    assert "shard c was published and is not there" in lost
+
+
+def test_a_shard_that_is_lost_while_it_is_read_is_a_fault(tmp_path, spec, write_shard, monkeypatch):
+    write_shard(tmp_path, "a", spec)
+    selection, real = select(str(tmp_path)), audit.verify
+
+    def losing(store, shard):
+        (tmp_path / "a.safetensors").unlink()
+        return real(store, shard)
+
+    monkeypatch.setattr(audit, "verify", losing)
+    (lost,) = faults(selection)
+    assert "shard a" in lost
