@@ -18,6 +18,7 @@ VERBS = {
     "trace": "inspect or verify a trace store, and import or export routes",
     "report": "write the report of a run, also while it goes on, or compare several runs",
     "show": "print what the policy wrote, and where sampler and trainer differ",
+    "explain": "say who was right when a check ended a run",
     "compare": "compare sampler and trainer with and without replay",
     "prove": "prove on this machine that a layout replays exactly",
     "patch": "check, apply or revert the patches of an installed vLLM or a checkout",

@@ -66,6 +66,9 @@ Fact = Literal[
     "microbatch",
     "tensor",
     "metric",
+    "lr",  # learning rate of the last update
+    "staleness",  # how many versions older than the trainer's the weights are that routed the oldest row
+    "power",  # of a test, 0 to 1
     "case",  # name of a proof's case
     "patch",
 ]
@@ -149,6 +152,11 @@ def first_of(texts: Sequence[str], *, separator: str = "; ") -> str:
     return separator.join(texts[:_SHOWN]) + more
 
 
+def after_lr(lr: float | None) -> About:
+    """Return the learning rate of the last update as a fact of a message; none before the first."""
+    return {} if lr is None else {"lr": f"{lr:g}"}
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question with the known name that is most like this one, for a message; "" if none is like it."""
     close = get_close_matches(name, list(known), n=1)
@@ -156,7 +164,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class MoeRLError(Exception):
-    """Serves as root of everything moe_rl raises on purpose. Tools print it as one message and exit 2."""
+    """Serves as root of everything moe_rl raises on purpose. Tools print it as one message and exit 2.
+
+    everywhere: whether all ranks raise an error at this place, this one or one that tells why it was raised elsewhere.
+    They may then go on together.
+    """
+
+    everywhere = False
 
     @property
     def message(self) -> Problem:

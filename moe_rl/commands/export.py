@@ -101,6 +101,23 @@ def run(options: argparse.Namespace) -> int:
 def _from_run(
     options: argparse.Namespace, folder: run_folder.RunFolder, config: Config, facts: ModelFacts, dtype: str
 ) -> int:
+    done, first = write_weights(checkpoints.find(folder.checkpoints, options.step), options.out, config, facts, dtype)
+    if first:
+        print(f"written: {options.out}, the weights after {done} steps")
+        _write_result(options, dtype, {"step": done})
+    return 0
+
+
+def write_weights(path: Path, out: Path, config: Config, facts: ModelFacts, dtype: str) -> tuple[int, bool]:
+    """Write the weights of a run's checkpoint as a Hugging Face folder. All processes call it together.
+
+    Args:
+        path: The checkpoint.
+        config: Of the run, in the layout of these processes.
+
+    Returns:
+        The steps of the checkpoint, and whether this process is the first.
+    """
     # torch and megatron are imported only here, so that mistakes in the options show at once.
     import torch.distributed as dist
 
@@ -109,7 +126,6 @@ def _from_run(
     from moe_rl.megatron.model import DTYPES, unwrap
     from moe_rl.megatron.policy import ReferencePolicy
 
-    path = checkpoints.find(folder.checkpoints, options.step)
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)
     try:
         model = config.model.path
@@ -117,13 +133,10 @@ def _from_run(
         done = checkpoint.load_weights(path, policy)["step"]
         dense, experts = world.holds_first_replica()
         tensors = hf_map.export(map(unwrap, policy.chunks), facts, dense=dense, experts=experts)
-        write_checkpoint(options.out, tensors, facts, CheckpointReader(model, facts), DTYPES[dtype])
-        if dist.get_rank() == 0:
-            print(f"written: {options.out}, the weights after {done} steps")
-            _write_result(options, dtype, {"step": done})
+        write_checkpoint(out, tensors, facts, CheckpointReader(model, facts), DTYPES[dtype])
+        return done, dist.get_rank() == 0
     finally:
         world.stop()
-    return 0
 
 
 def _from_model(options: argparse.Namespace, dtype: str) -> int:

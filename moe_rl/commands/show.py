@@ -7,7 +7,7 @@
     moe-rl show FILE.session            the turns of a session that a gateway has kept
 
 The run keeps report.samples_per_step sequences of each step in samples.jsonl, and the sessions of the steps whose
-rollouts it keeps.
+rollouts it keeps. If a check has ended the run, its evidence is listed first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from moe_rl.commands.show_session import indented, session_lines
 from moe_rl.disk import write_json
 from moe_rl.errors import DataError, MoeRLError, describe
+from moe_rl.report import evidence_folder
 from moe_rl.report.sample_lines import FILE, SampleLine, read_samples
 from moe_rl.rollout.kept import SESSION_SUFFIX
 
@@ -52,7 +53,10 @@ def run(options: argparse.Namespace) -> int:
         if options.session is not None or options.run.suffix == SESSION_SUFFIX:
             print("\n".join(session_lines(options.run, options.session, options.model)))
             return 0
-        chosen = choose(read_samples(options.run), options)
+        if kept := evidence_folder.lines(options.run):
+            print("\n".join([*kept, f"moe-rl explain {options.run} says who was right", ""]))
+        samples = read_samples(options.run)
+        chosen = choose(samples, options) if samples or not kept else []  # a check may end the first step
         print("\n\n".join(text(sample) for sample in chosen))
         if options.json:
             write_json(options.json, {"samples": [asdict(sample) for sample in chosen]})

@@ -233,6 +233,10 @@ class GuardsConfig(Section):
     same_version: bool = True
     """Whether a run that samples ahead of training ends when tokens of lag 0, which the trainer's own version sampled,
     disagree with the trainer as tokens of other weights do. That is a fault and no drift: see docs/howto/guards.md."""
+    evidence_mib: Whole = 4096
+    """Largest size in MiB of what a run keeps, when a check ends it, for `moe-rl explain` to say who was right: the
+    trainer's weights, some sequences, and both engines' routes. Weights that do not fit are left out; then `explain`
+    needs a checkpoint. 0: nothing is kept."""
 
 
 class ClusterConfig(Section):

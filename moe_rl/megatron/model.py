@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,8 @@ def replay_session(
     align_from: int = 0,
     compare_with: Seq[MicrobatchRoutes] | None = None,
     keep_router_logits: bool = False,
+    agreed: Callable[[Callable[[], None]], None] = lambda check: check(),
+    lr: float | None = None,
 ) -> ReplaySession:
     """Make the session of one pass of a model over its microbatches. Open it around the pass, see `ReplaySession`.
 
@@ -234,6 +237,8 @@ def replay_session(
         recomputed_layers=recomputed_layers(chunks) if training else frozenset(),
         any_stage=world.any_stage,
         sum_over_share=world.sum_over_share,
+        agreed=agreed,
+        lr=lr,
         compare_with=None if compare_with is None else list(compare_with),
         keep_router_logits=keep_router_logits,
         plans=list(plans),

@@ -103,6 +103,11 @@ class Policy:
         self.schedule.step(made - self.schedule.num_steps)
 
     @property
+    def lr(self) -> float | None:
+        """Return the learning rate of the last update; None before the first."""
+        return self.schedule.get_lr({}) if self.updates else None
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Return the global 0-based numbers of the MoE layers that this rank holds, ascending."""
         return moe_layers(self.chunks)
@@ -159,7 +164,7 @@ class Policy:
 
     def session(self, tables: Seq[MicrobatchRoutes], *, mode: Mode, name: str, **options: Any) -> ReplaySession:
         """Make the session of one pass of this policy. For `options` see `replay_session`."""
-        return replay_session(self.chunks, tables, mode=mode, name=name, **options)
+        return replay_session(self.chunks, tables, mode=mode, name=name, lr=self.lr, **options)
 
     def logprobs(
         self, microbatches: list[Microbatch], session: ReplaySession | None, temperature: float | None = None

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +32,75 @@ class Reference:
     routers: dict[int, torch.Tensor]
 
 
+class IndependentModel:
+    """Runs a checkpoint in `transformers`, one sequence at a time. Its routers choose for themselves, or take the
+    experts that they are given.
+
+    Attributes:
+        biases: What each MoE layer adds to its scores before it chooses, [E]; None where a family has none.
+        routers: Logits of each MoE layer's router in the last pass, [T, E].
+    """
+
+    def __init__(self, checkpoint: Path, *, weights: torch.dtype | None = None, dtype: torch.dtype = torch.float32):
+        """Args: `weights` is the precision that parameters are rounded to first, and `dtype` that of the passes."""
+        quiet()
+        from transformers import AutoModelForCausalLM
+
+        self.facts = read_model(checkpoint)
+        # transformers has no sdpa attention with sinks.
+        attention = "eager" if self.facts.sinks else "sdpa"
+        self.model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation=attention
+        )
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(weights or dtype).to(dtype)
+        self.routers: list[torch.Tensor] = [torch.empty(0)] * len(self.facts.moe_layers)
+        self.biases: list[torch.Tensor | None] = []
+        self._routes: torch.Tensor | None = None
+        self._topk = torch.topk
+        for column, layer in enumerate(self.facts.moe_layers):
+            mlp = self.model.model.layers[layer].mlp
+            gate = mlp.gate if hasattr(mlp, "gate") else mlp.router
+            gate.forward = self._watched(gate, column)
+            self.biases.append(getattr(gate, "e_score_correction_bias", None))
+
+    def __call__(self, tokens: Seq[int] | np.ndarray, routes: np.ndarray | None = None) -> torch.Tensor:
+        """Return the logits [T, V] of what follows each token.
+
+        Args:
+            tokens: [T].
+            routes: [T, L, K], the experts that every token takes. For those that there are not, and with None, the
+                routers choose.
+        """
+        self._routes = None if routes is None else torch.from_numpy(routes.astype(np.int64))
+        return self.model(torch.tensor([[*map(int, tokens)]])).logits[0]
+
+    def _watched(self, gate, column):
+        forward = gate.forward
+
+        def choose(scores, k, *args, **kwargs):
+            """Replace torch.topk within a router. The top-k among experts, not among groups, is recognised by its
+            width."""
+            own = self._topk(scores, k, *args, **kwargs)
+            if self._routes is None or scores.shape[-1] != self.facts.num_experts:
+                return own
+            given = self._routes[:, column]
+            known = (given < self.facts.num_experts).all(-1, keepdim=True)
+            chosen = torch.where(known, given, own[1])
+            return scores.gather(1, chosen), chosen
+
+        def run(hidden):
+            torch.topk = choose
+            try:
+                output = forward(hidden)
+            finally:
+                torch.topk = self._topk
+            self.routers[column] = output[0]
+            return output
+
+        return run
+
+
 def reference(
     checkpoint: Path, routes: list[np.ndarray] | None, *, aux: float = 0.0, microbatches: Iterable[Seq[int]] = ()
 ) -> Reference:
@@ -44,66 +112,29 @@ def reference(
         routes: One array [T, L, K] per sequence, the experts that every token takes; None means the model's own choice.
         microbatches: The sequences of each microbatch. The imbalance is computed per microbatch.
     """
-    quiet()
-    from transformers import AutoModelForCausalLM
-
-    facts = read_model(checkpoint)
-    # transformers has no sdpa attention with sinks.
-    attention = "eager" if facts.sinks else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation=attention)
+    model = IndependentModel(checkpoint)
+    facts = model.facts
     sequences, _ = batch(facts)
-    current: dict[str, Any] = {}
-    topk = torch.topk
-
-    def choose(scores, k, *args, **kwargs):
-        """Replace torch.topk within a router. The top-k among experts, not among groups, is recognised by its width."""
-        if routes is None or scores.shape[-1] != facts.num_experts:
-            return topk(scores, k, *args, **kwargs)
-        chosen = current["routes"][:, current["column"]]
-        return scores.gather(1, chosen), chosen
-
-    def forced_gate(gate, column):
-        forward = gate.forward
-
-        def run(hidden):
-            current["column"], torch.topk = column, choose
-            try:
-                output = forward(hidden)
-            finally:
-                torch.topk = topk
-            logits[current["number"], column] = output[0]
-            return output
-
-        return run
-
-    mlps = [model.model.layers[layer].mlp for layer in facts.moe_layers]
-    gates = [mlp.gate if hasattr(mlp, "gate") else mlp.router for mlp in mlps]
-    for column, gate in enumerate(gates):
-        gate.forward = forced_gate(gate, column)
     logprobs: dict[int, torch.Tensor] = {}
-    logits: dict[tuple[int, int], torch.Tensor] = {}
+    logits: dict[int, list[torch.Tensor]] = {}
     loss = imbalance = torch.zeros(())
     for number, sequence in enumerate(sequences):
-        tokens = torch.tensor([sequence.prompt_token_ids + sequence.token_ids])
-        current["number"] = number
-        if routes is not None:
-            current["routes"] = torch.from_numpy(routes[number].astype(np.int64))
-        predicted = model(tokens[:, :-1]).logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        tokens = torch.tensor(sequence.prompt_token_ids + sequence.token_ids)
+        scores = model(tokens[:-1].numpy(), None if routes is None else routes[number])
+        logits[number] = list(model.routers)
+        predicted = scores.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         predicted = predicted[len(sequence.prompt_token_ids) - 1 :]
         loss = loss - (predicted * sequence.reward).sum() / len(sequences)
         logprobs[number] = predicted.detach()
     everything = sum(sequence.forwarded for sequence in sequences)
     for numbers in microbatches:
-        for column in range(len(gates)):
-            together = torch.cat([logits[number, column] for number in numbers])
+        for column in range(len(facts.moe_layers)):
+            together = torch.cat([logits[number][column] for number in numbers])
             imbalance = imbalance + len(together) / everything * _imbalance(facts, together)
     (loss + aux * imbalance).backward()
-    routers = {
-        number: torch.stack([logits[number, column].detach() for column in range(len(gates))], 1)
-        for number in range(len(sequences))
-    }
-    gradients = dict(_published(model, expected_tensors(facts)))
-    return Reference(logprobs, gradients, float(imbalance.detach()) / len(gates), routers)
+    routers = {number: torch.stack([one.detach() for one in layers], 1) for number, layers in logits.items()}
+    gradients = dict(_published(model.model, expected_tensors(facts)))
+    return Reference(logprobs, gradients, float(imbalance.detach()) / len(facts.moe_layers), routers)
 
 
 def _imbalance(facts: ModelFacts, logits: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from moe_rl.errors import About, ReplayError, describe
+from moe_rl.errors import About, ReplayError, after_lr, describe
 from moe_rl.replay.alignment import Alignment, AlignmentTest
 from moe_rl.replay.evidence import (
     misapplied,
@@ -69,6 +69,8 @@ class ReplaySession:
             once, at exit.
         sum_over_share: Adds int64 [n], modulo 2**64, over the ranks that hold other layers or other rows of the same
             sequences. Called at most once, at exit.
+        agreed: Calls a function that compares, and raises on every rank if it raises on one. Called once, at exit.
+        lr: Learning rate of the update before this pass, for messages; None before the first.
         compare_with: The record to compare the router's choice with, if it is not `microbatches`: the same microbatches
             with other routes.
         keep_router_logits: Keep the logits of every router in `router_logits`.
@@ -95,6 +97,8 @@ class ReplaySession:
     recomputed_layers: frozenset[int] = frozenset()
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
     sum_over_share: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums
+    agreed: Callable[[Callable[[], None]], None] = lambda check: check()
+    lr: float | None = None
     compare_with: list[MicrobatchRoutes] | None = None
     keep_router_logits: bool = False
     plans: list[dict[int, LayerPlan] | None] = field(default_factory=list)
@@ -334,8 +338,15 @@ class ReplaySession:
             )
 
     def _close(self) -> None:
-        tables, where = self.microbatches, self.place
         dispatched, read = self._sums_of_share()
+        self.agreed(lambda: self._check(dispatched, read))
+        if self.compared:
+            differs = torch.cat([one.differs for one in self.compared], 1)
+            self.tally.native_token_mismatch = int(self.any_stage(differs.any(0)).sum())
+
+    def _check(self, dispatched: list[int], read: list[int]) -> None:
+        """Make the checks and counts for which this rank needs no other."""
+        tables, where = self.microbatches, self.place
         refuse_strangers(self._strangers, where)
         if self.mode != "observe":
             self.tally.consumed, self.tally.expected = self._check_ledger(self._taken, where)
@@ -350,16 +361,19 @@ class ReplaySession:
             numbers = range(len(tables))
             refuse_uncompared(self._native, numbers, self.layers, where)
             self.compared = [Compared.of_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
-            self.tally = replace(
-                self.tally, **totals(self.compared, [table.lags for table in tables], self.layers, self.any_stage)
-            )
+            self.tally = replace(self.tally, **totals(self.compared, [table.lags for table in tables], self.layers))
             if self.align is not None:
                 refuse_blind_witness(self.compared, self.tally.native_margin, self.layers, where)
                 for number, (one, table) in enumerate(zip(self.compared, tables, strict=True), self.align_from):
                     self.align.compared(number, one.shared, table.names)
                 self.alignment = self.align.verdict(tables[0].fed.experts)
                 if self.alignment is not None:
-                    refuse_misaligned(self.alignment, where)
+                    refuse_misaligned(self.alignment, {**where, **self._conditions(self.alignment)})
+
+    def _conditions(self, alignment: Alignment) -> About:
+        """Return what a verdict on the routes depends on besides them."""
+        staleness = max((int(table.lags.max()) for table in self.microbatches if len(table.lags)), default=0)
+        return {**after_lr(self.lr), "staleness": staleness, "power": f"{alignment.power:.3f}"}
 
     def _check_ledger(self, ledger: Ledger, where: About) -> tuple[int, int]:
         return ledger.check(range(len(self.microbatches)), self.layers, self.recomputed_layers, where)

@@ -7,7 +7,6 @@ layers, S sequences of a microbatch with the padding as one more, layer: global 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,17 +130,11 @@ class Compared:
         return cls(*(torch.stack([getattr(one, name) for one in layers]) for name in ("differs", "shared", "margin")))
 
 
-def totals(
-    compared: Seq[Compared],
-    lags: Seq[torch.Tensor],
-    layers: Seq[int],
-    any_stage: Callable[[torch.Tensor], torch.Tensor],
-) -> dict[str, Any]:
-    """Compute the native counts of a session's `Tally` over all its microbatches.
+def totals(compared: Seq[Compared], lags: Seq[torch.Tensor], layers: Seq[int]) -> dict[str, Any]:
+    """Compute the native counts of a session's `Tally` over all its microbatches, but for native_token_mismatch.
 
     Args:
         lags: For each microbatch, int64 [N].
-        any_stage: See `ReplaySession`.
     """
     wrong, lag = torch.cat([one.differs for one in compared], 1), torch.cat([*lags])
     by_lag = torch.stack([sums_by_lag(wrong.sum(0), lag), len(layers) * sums_by_lag(torch.ones_like(lag), lag)], 1)
@@ -151,7 +144,6 @@ def totals(
         "native_by_lag": tuple(map(tuple, by_lag.tolist())),
         "native_mismatch": sum(by_layer),
         "native_positions": wrong.numel(),
-        "native_token_mismatch": int(any_stage(wrong.any(0)).sum()),
         "native_tokens": wrong.shape[1],
         "native_shared": sum(int(one.shared.sum()) for one in compared),
         "native_margin": sum(float(one.margin.double().sum()) for one in compared),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import MoeRLError, ReplayError, TraceError, describe
+from moe_rl.errors import Fact, MoeRLError, ReplayError, TraceError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
@@ -25,7 +25,8 @@ from moe_rl.types import RouteRef, Sequence, by_completion
 def agreed[Result](read: Callable[[], Result], what: str = "recorded routes of its sequences") -> Result:
     """Return what `read` returns, once it has returned on every rank. If it raises on one rank, all ranks raise.
 
-    The errors of all ranks give the reason: torchrun ends the others as soon as the first of them ends.
+    The errors of all ranks give the reason: torchrun ends the others as soon as the first of them ends. They have
+    `everywhere` set.
 
     Args:
         read: Must not wait for other ranks.
@@ -39,10 +40,29 @@ def agreed[Result](read: Callable[[], Result], what: str = "recorded routes of i
     (who,) = world.all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
     if not who:
         return result
-    reason = world.broadcast(str(refused) if refused else "", str, int(who) - 1)
-    if refused:
-        raise refused
-    raise ReplayError(describe(f"another rank refused the {what}", got=f"rank {who - 1:.0f}: {reason}"))
+    told = world.broadcast(None if refused is None else _Refusal.of(refused), _Refusal, int(who) - 1)
+    refused = refused or told.error(what, int(who) - 1)
+    refused.everywhere = True
+    raise refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Holds what a rank tells the others of its error."""
+
+    text: str
+    fault: str
+    about: dict[Fact, int | str]
+
+    @classmethod
+    def of(cls, error: MoeRLError) -> _Refusal:
+        return cls(str(error), error.message.fault, dict(error.about))
+
+    def error(self, what: str, rank: int) -> ReplayError:
+        """Return the error that the others raise. It is about the same."""
+        message = describe(f"another rank refused the {what}", got=f"rank {rank}: {self.text}", fault=self.fault)
+        message.about = self.about
+        return ReplayError(message)
 
 
 def assign(

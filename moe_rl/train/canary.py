@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from moe_rl.errors import WeightSyncError, describe
+from moe_rl.errors import WeightSyncError, after_lr, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy
@@ -25,7 +25,8 @@ from moe_rl.replay.alignment import FALSE_ALARM, Sample, divergence, misplaced_l
 from moe_rl.replay.routes import RowPolicy
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.rollout.sampler import WeightHolder
-from moe_rl.trace import TraceSpec, TraceStore, validate
+from moe_rl.trace import RouteRecord, TraceSpec, TraceStore, validate
+from moe_rl.train.assignment import agreed
 from moe_rl.types import ScoredTokens, Sequence, sampled_by
 
 _SHARD = "canary"
@@ -88,6 +89,10 @@ class Canary:
         self._fed = [np.array(run[:-1], np.int64) for run in self.runs]
         self._microbatches: list[Microbatch] = []
         self._tables: list[MicrobatchRoutes] = []
+        # What the samplers made of the runs: their scores, and by their names the records that they published.
+        self.scored: list[ScoredTokens] = []
+        self.records: dict[str, list[RouteRecord]] = {}
+        self._lr: float | None = None  # of the update before the version that was scored
         # The last version that was scored: the trainer's log-probabilities [S], and those of each sampler.
         self._last: tuple[int, np.ndarray, dict[str, np.ndarray]] | None = None
 
@@ -100,12 +105,19 @@ class Canary:
         Raises WeightSyncError naming sampler and layer when a layer's routes are not those of the trainer's layer. The
         trace then keeps these routes. Raises TraceError or RouteValidationError for damaged or malformed routes.
         """
-        return world.broadcast(self._heard(*own, sampler, version, exact) if sampler is not None else None, Heard)
+        if sampler is not None:
+            self.score(sampler, version)
+        heard = agreed(lambda: None if sampler is None else self._heard(*own, version, exact), "canary")
+        return world.broadcast(heard, Heard)
 
-    def _heard(self, ours: np.ndarray, witness: np.ndarray, sampler: WeightHolder, version: int, exact: float) -> Heard:
+    def score(self, sampler: WeightHolder, version: int) -> None:
+        """Let the sampler score the runs, and keep its scores until it scores the next version."""
         self.store.remove(*self._shards())  # left by a run that ended during a comparison
+        self.scored, self.records = sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"), {}
+
+    def _heard(self, ours: np.ndarray, witness: np.ndarray, version: int, exact: float) -> Heard:
         heard, scores = [], dict[str, np.ndarray]()
-        for one in sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"):
+        for one in self.scored:
             scores[one.by] = np.concatenate(one.logprobs)
             apart = np.abs(ours - scores[one.by])
             suspects = self._suspects(apart, witness, exact) if exact else ""
@@ -134,6 +146,14 @@ class Canary:
 
         All ranks call it with the weights of this version.
         """
+        self._lr = policy.lr
+        logprobs, chosen, _ = self.followed(policy, version)
+        return logprobs, chosen
+
+    def followed(
+        self, policy: Policy, version: int, *, logits: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what `natively` does, and the logits float32 [L, S, E] of the routers: NaN without `logits`."""
         if not self._microbatches:
             self._microbatches = _microbatches(self._sequences)
             # These tables serve every version, since the runs have no routes to read.
@@ -148,20 +168,27 @@ class Canary:
                 )
                 for microbatch in self._microbatches
             ]
-        with policy.session(self._tables, mode="record", name=f"canary of version {version}") as session:
+        name = f"canary of version {version}"
+        with policy.session(self._tables, mode="record", name=name, keep_router_logits=logits) as session:
             logprobs, *_ = policy.logprobs(self._microbatches, session, temperature=1.0)
         chosen, rows = session.recorded_routes()[0].routes, self._microbatches[0].routed_rows
         tokens = sum(map(len, self._fed))
         here = np.flatnonzero(rows < tokens)
-        own = _Chosen([], [], b"")
+        own = _Chosen([], [], b"", b"")
         if world.data_parallel()[0] == 0:  # the others route the same tokens
             mine = np.stack([chosen[layer].cpu().numpy()[here] for layer in policy.layers]).astype(np.int16)
-            own = _Chosen(list(policy.layers), rows[here].tolist(), mine.tobytes())
-        witness = np.full((len(self.spec.moe_layers), tokens, self.spec.top_k), -1, np.int64)
+            kept = [session.router_logits[0, layer].float().cpu().numpy()[here] for layer in policy.layers if logits]
+            own = _Chosen(list(policy.layers), rows[here].tolist(), mine.tobytes(), b"".join(x.tobytes() for x in kept))
+        layers = len(self.spec.moe_layers)
+        witness = np.full((layers, tokens, self.spec.top_k), -1, np.int64)
+        scored = np.full((layers, tokens, self.spec.num_experts), np.nan, np.float32)
         for part in world.gather(own, _Chosen):
-            columns = [self.spec.moe_layers.index(layer) for layer in part.layers]
-            choice = np.frombuffer(part.chosen, np.int16).reshape(len(columns), len(part.rows), self.spec.top_k)
-            witness[np.ix_(columns, part.rows)] = choice
+            places = np.ix_([self.spec.moe_layers.index(layer) for layer in part.layers], part.rows)
+            shape = (len(part.layers), len(part.rows), -1)
+            if part.rows:
+                witness[places] = np.frombuffer(part.chosen, np.int16).reshape(shape)
+            if part.logits:
+                scored[places] = np.frombuffer(part.logits, np.float32).reshape(shape)
         if (witness < 0).any():
             layer, row, _ = np.argwhere(witness < 0)[0].tolist()
             raise WeightSyncError(
@@ -170,7 +197,7 @@ class Canary:
                     where={"token": row, "layer": self.spec.moe_layers[layer]},
                 )
             )
-        return logprobs.cpu().numpy(), witness
+        return logprobs.cpu().numpy(), witness, scored
 
     def _align(
         self, scored: ScoredTokens, apart: np.ndarray, witness: np.ndarray, version: int, suspects: str
@@ -179,7 +206,7 @@ class Canary:
 
         apart [S]: |log-probability difference| of each token.
         """
-        records = [self.store.read(ref) for ref in scored.routes]
+        records = self.records[scored.by] = [self.store.read(ref) for ref in scored.routes]
         for record, fed, ref in zip(records, self._fed, scored.routes, strict=True):
             validate(record, token_ids=fed, spec=self.spec, weight_version=version, ref=ref)
         routes = np.concatenate([record.routes for record in records]).transpose(1, 0, 2).astype(np.int64)
@@ -197,7 +224,7 @@ class Canary:
             raise WeightSyncError(
                 describe(
                     "sampler and trainer route the canary differently",
-                    where={"version": version, "sampler": scored.by},
+                    where={"version": version, "sampler": scored.by, **after_lr(self._lr)},
                     got="; ".join(found),
                     expected="in each layer the experts that the trainer's routers choose",
                     do="look at the export of these layers, the first of them first: its router, and all before it; "
@@ -273,11 +300,15 @@ def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Holds what one rank's routers chose in its layers [l] and rows [s]. chosen: the bytes of int16 [l, s, K]."""
+    """Holds what one rank's routers chose in its layers [l] and rows [s].
+
+    chosen: the bytes of int16 [l, s, K]. logits: those of float32 [l, s, E], or none.
+    """
 
     layers: list[int]
     rows: list[int]
     chosen: bytes
+    logits: bytes
 
 
 def _sequence(key: str, run: tuple[int, ...]) -> Sequence:

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from moe_rl.config.schema import Config, GuardsConfig
-from moe_rl.errors import CheckpointError, CollapseError, NonFiniteError, PipelineError, WeightSyncError, describe
+from moe_rl.errors import (
+    CheckpointError,
+    CollapseError,
+    NonFiniteError,
+    PipelineError,
+    WeightSyncError,
+    after_lr,
+    describe,
+)
 from moe_rl.megatron.policy import UpdateResult
 from moe_rl.objectives.lags import LAGS
 from moe_rl.train.canary import Heard
@@ -50,6 +58,7 @@ class Guards:
         """exact: whether sampler and trainer both compute in float32, on the same weights."""
         self.settings, self.exact = settings, exact
         self.skipped = self.lost = 0
+        self.lr: float | None = None  # of the last update of this process
         self.canary: list[tuple[int, float]] = []
         self.same: list[float] = []  # policy KL of tokens of lag 0, while they looked like a synchronous run's
         self.open = (0.0, 0.0)  # tokens of lag 0 that are not judged yet, and the sum of their k3
@@ -90,6 +99,7 @@ class Guards:
         step: from 1. update: number of the update in the step, from 0.
         """
         self.skipped = 0 if result.applied else self.skipped + 1
+        self.lr = result.lr
         if self.skipped >= self.settings.max_skipped_updates:
             raise NonFiniteError(
                 describe(
@@ -124,7 +134,7 @@ class Guards:
             raise WeightSyncError(
                 describe(
                     "sampler and trainer score the same tokens differently",
-                    where={"version": version, "sampler": heard.by},
+                    where={"version": version, "sampler": heard.by, **after_lr(self.lr)},
                     got=f"a canary of {difference:.3g} nats{f'; {heard.suspects}' if heard.suspects else ''}",
                     expected=expected,
                     do=f"every tensor arrived as it was sent. {_AGREED if before else _NEVER_AGREED}. For a sampler of "
@@ -145,7 +155,7 @@ class Guards:
             raise WeightSyncError(
                 describe(
                     "an update has not reached a sampler, which scores tokens as it did before",
-                    where={"version": version, "sampler": by},
+                    where={"version": version, "sampler": by, **after_lr(self.lr)},
                     got=f"a canary that changed by {theirs:.3g} nats",
                     expected=f"about {ours:.3g}, as on the trainer's side",
                     do="the digest of what arrived was right, so look at what happens to it behind that: a copy of the "
@@ -178,7 +188,7 @@ class Guards:
         return CollapseError(
             describe(
                 "the run has collapsed",
-                where={"step": step},
+                where={"step": step, **after_lr(self.lr)},
                 got=f"since step {step - self.lost + 1}: {'; '.join(reasons)}",
                 expected=f"fewer than guards.collapse_steps = {limit} such steps in a row",
                 do="go back to a checkpoint from before, and lower train.optimizer.lr or train.updates_per_step, or "
@@ -206,7 +216,7 @@ class Guards:
             raise PipelineError(
                 describe(
                     "tokens that the trainer's own version sampled look as if other weights had",
-                    where={"step": step, "metric": f"policy_kl/k3_lag/{LAGS[0]}"},
+                    where={"step": step, "metric": f"policy_kl/k3_lag/{LAGS[0]}", **after_lr(self.lr)},
                     got=f"{value:.3g} nats a token, and too much {self.apart} times in a row",
                     expected=f"at most {limit:.3g}, as in a synchronous run: the median so far is {usual:.3g}",
                     do="this is a fault and no drift, which is 0 at lag 0. Look for prefix blocks that a sampler kept "

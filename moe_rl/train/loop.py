@@ -110,7 +110,7 @@ def train(
                 batch = trainer.sample(step, clock)
                 if batch is None:
                     trainer.stop(done)
-                with peers.phase("train", step, seconds=trainer.train_seconds):
+                with peers.phase("train", step, seconds=trainer.train_seconds), trainer.judging(step, batch):
                     metrics = trainer.train_step.run(
                         batch.sequences,
                         batch.group_ids,

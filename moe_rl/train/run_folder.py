@@ -8,6 +8,7 @@ timeline.jsonl  who worked when           groups/         groups that no step ha
 pool.log        the output of the pool that samples while the ranks train
 trackers/       what each tracker has got, and its log
 inputs.jsonl    digests of what the run reads
+evidence/       what a check that ended the run was about, for `moe-rl explain`
 summary.json, report.html                 run.lock        locked by every rank while it runs; says where rank 0 is
 
 A step's trace shards and its rollout file are kept or deleted together. Kept are those of the last `replay.keep_shards`

@@ -17,6 +17,7 @@ from moe_rl.objectives import second_moment
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.plans import load_sums, peak_rows
 from moe_rl.replay.session import Mode, ReplaySession
+from moe_rl.train.assignment import agreed
 from moe_rl.train.samples import PassSeen
 from moe_rl.train.shares import MicrobatchWork, UpdateShare
 from moe_rl.train.step_metrics import Shown, mismatch_of
@@ -43,6 +44,7 @@ def session(
         align=align,
         align_from=align_from,
         training=training,
+        agreed=lambda check: agreed(check, "routes that it replays"),
     )
 
 

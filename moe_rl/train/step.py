@@ -20,7 +20,7 @@ from moe_rl.train.credit import give_credit
 from moe_rl.train.guards import Guards, computes_alike
 from moe_rl.train.loss import UpdateLoss
 from moe_rl.train.samples import PassSeen, View, gather_views
-from moe_rl.train.shares import Shares
+from moe_rl.train.shares import MicrobatchWork, Shares
 from moe_rl.train.step_metrics import Shown, step_metrics
 from moe_rl.types import Sequence
 
@@ -38,6 +38,7 @@ class TrainStep:
             policy.check_copies()
         self.guards = Guards(config.guards, exact=computes_alike(config))
         self.views: dict[str, list[View]] = {}  # what the ranks saw of the last step's samples
+        self.work: list[MicrobatchWork] = []  # of the step that runs, with the routes to replay
 
     def run(
         self,
@@ -65,7 +66,7 @@ class TrainStep:
             The step's metrics, equal on every rank. `report/metrics.py` explains each key.
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
-        shown = Shown()
+        self.work, shown = [], Shown()
         # The first update's forward runs on the weights of the step's beginning. So it is the pass for old logprobs of
         # its own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
         own = objective.old_logprobs == "trainer" and replay != "r2" and not objective.needs_old_first
@@ -74,7 +75,7 @@ class TrainStep:
         with clock("routes"):
             shares, fallback = self.shares.of(sequences, group_ids, weight_version, policy.placement)
             work = [one for share in shares for one in share.work]
-            align = None
+            self.work, align = work if replay == "r3" else [], None
             if replay == "r3" and self.config.guards.alignment:
                 tested = work if objective.old_logprobs == "trainer" else shares[0].work
                 align = AlignmentTest(policy.layers, [one.table.places for one in tested], world.device())

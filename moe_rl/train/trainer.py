@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import NoReturn
@@ -47,6 +47,7 @@ from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
 from moe_rl.train.assignment import agreed
 from moe_rl.train.canary import Canary, Native
+from moe_rl.train.keep_evidence import Concerned, EvidenceKeeper, of_canary
 from moe_rl.train.peers import Peers, StopRequested
 from moe_rl.train.progress import Progress
 from moe_rl.train.replayed_run import last_step
@@ -148,6 +149,7 @@ class Trainer:
         self.saving = Clock(ended=self.timed)  # time spent on checkpoints and exports since the last step was logged
         runs = None if task is None else canary_runs(config, task)
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
+        self.evidence = EvidenceKeeper(config, folder, self.policy, self.store, spec)
 
     def timed(self, part: str, begin: float, end: float) -> None:
         """Write a part of a step that has ended into the time line of the run, on rank 0."""
@@ -258,7 +260,15 @@ class Trainer:
             self.main.log.step(step, metrics)
             self.main.timeline.step = step + 1
             self.main.trackers.look()
-        return self.train_step.guards.after_step(step, metrics)
+        with self.evidence.of(step, step, lambda: _concerned(batch), alike=True):
+            collapse = self.train_step.guards.after_step(step, metrics)
+        if collapse is not None:
+            self.evidence.keep(collapse, step, step, 0, lambda: _concerned(batch))
+        return collapse
+
+    def judging(self, step: int, batch: RolloutBatch) -> AbstractContextManager[None]:
+        """Keep evidence if the body, the training of a step, is ended by a check."""
+        return self.evidence.of(step, step - 1, lambda: _concerned(batch), lambda: self.train_step.work)
 
     def check_start(self) -> None:
         """Check before the first update that the trainer would send the sampler exactly the checkpoint, bit for bit."""
@@ -304,8 +314,10 @@ class Trainer:
 
         with without_mode():
             sent = self.sender.send(engine, version, beside=score)
+        with self.evidence.of(version, version, lambda: of_canary(self.canary, version)), without_mode():
             heard = self.canary.compare(own[0], engine, version, exact=exact)
-        guards.after_sync(version, heard)
+        with self.evidence.of(version, version, lambda: of_canary(self.canary, version, heard.by), alike=True):
+            guards.after_sync(version, heard)
         return {"sync/bytes": sent} | heard.metrics()
 
     def evaluate(self, step: int, *, last: bool) -> str:
@@ -449,3 +461,7 @@ class Trainer:
             "trainer_dtype": config.train.dtype,
             "sampler_dtype": config.rollout.dtype,
         }
+
+
+def _concerned(batch: RolloutBatch) -> list[Concerned]:
+    return [Concerned.of(sequence) for sequence in batch.sequences]

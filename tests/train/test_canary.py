@@ -49,7 +49,8 @@ def hear(tmp_path, witness, rng):
 
     def call(*samplers, version=3, of=3, exact=0.0, ours=0.0):
         given = [(routes, np.zeros(ROWS) if apart is None else apart) for routes, apart in samplers]
-        return canary._heard(np.full(ROWS, ours), witness, Sampler(given, version), of, exact)
+        canary.score(Sampler(given, version), of)
+        return canary._heard(np.full(ROWS, ours), witness, of, exact)
 
     call.store = canary.store
     return call

@@ -22,7 +22,8 @@ HEALTHY = {
     "reward/mean": 0.0,
 }
 RAMBLING = {"rollout/truncated_fraction": 1.0}
-GOOD, BAD = SimpleNamespace(applied=True), SimpleNamespace(applied=False, nonfinite="gradient on rank 3")
+GOOD = SimpleNamespace(applied=True, lr=1e-3)
+BAD = SimpleNamespace(applied=False, lr=1e-3, nonfinite="gradient on rank 3")
 
 
 def guards(**settings):

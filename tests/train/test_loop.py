@@ -90,8 +90,9 @@ def test_utilization_is_what_training_needs_over_what_its_devices_can_do(monkeyp
     clock.seconds = dict.fromkeys(trainer._TRAINING, 0.5)
     guards = SimpleNamespace(after_step=lambda step, metrics: None)
     run = SimpleNamespace(
-        facts=model, peak_flops=peak, main=None, saving=Clock(), timed=None, train_step=SimpleNamespace(guards=guards)
-    )
+        facts=model, peak_flops=peak, main=None, saving=Clock(), timed=None, train_step=SimpleNamespace(guards=guards),
+        evidence=SimpleNamespace(of=lambda *_, **__: nullcontext()),
+    )  # fmt: skip
     batch = SimpleNamespace(metrics={}, sequences=[SimpleNamespace(forwarded=length) for length in (5, 3)])
     logged = {}
     guards.after_step = lambda step, metrics: logged.update(metrics)

@@ -59,7 +59,8 @@ def run(layout, path, out):
     seen = {"logprobs": logprobs, "routes": routes, "heard": heard.metrics(), "shards": store.shards()}
     if dist.get_rank() == 0:
         try:
-            canary._heard(logprobs, routes, Recorded(store, out, spec, swapped, 3), 3, 0.0)
+            canary.score(Recorded(store, out, spec, swapped, 3), 3)
+            canary._heard(logprobs, routes, 3, 0.0)
         except WeightSyncError as error:
             seen |= {"said": str(error), "kept": store.shards()}
             store.remove(*store.shards())

@@ -1,0 +1,165 @@
+"""`moe-rl explain RUN`: say who was right when a check ended a run.
+
+    moe-rl explain RUN                               the newest evidence
+    moe-rl explain RUN --evidence step000002-canary  this one; `moe-rl show RUN` lists them
+
+When a check ends a run, the run keeps weights, tokens, and both engines' routes and scores in RUN/evidence. This
+command runs the tokens through a third engine, `transformers` in float32, and compares. The verdict is one of
+
+    recorder    the sampler computes what it should, and its record is wrong
+    weights     the sampler, or both engines, compute with other weights than those that were kept
+    trainer     the trainer computes something else than the two others, or was to replay another record
+    check       both engines are right up to near ties: the check was wrong. Please report it
+    undecided   what would settle it is not kept
+
+It needs the memory for one copy of the model in float32, and another one if an engine is less precise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_rl.commands.export import write_weights
+from moe_rl.config.layout import on_one_rank
+from moe_rl.config.load import load_config
+from moe_rl.disk import write_json
+from moe_rl.errors import DataError, MoeRLError, describe
+from moe_rl.models.hf import read_model
+from moe_rl.report import evidence_folder
+from moe_rl.report.evidence_folder import Evidence, KeptWeights
+from moe_rl.train import run_folder
+
+if TYPE_CHECKING:
+    from moe_rl.proof.explanation import Explanation, Side
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl explain`."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.epilog = "Exit status: 0 with a verdict, 1 if it is undecided, 2 an error with an explanation."
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--evidence", metavar="NAME", help="folder in RUN/evidence (default: the newest)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Explain. Return the exit status."""
+    try:
+        folder = _folder(run_folder.existing(options.run, "RUN").path, options.evidence)
+        evidence = evidence_folder.read(folder)
+        rows = evidence_folder.read_rows(folder, evidence)
+        print("\n".join(_about(folder, evidence)), flush=True)
+        # torch and transformers are imported only here, so that mistakes in the options show at once.
+        from moe_rl.proof.explanation import explain
+
+        with _published(options.run, folder, evidence) as (weights, trained):
+            found = explain(evidence, rows, weights, trained)
+        print("\n".join(_lines(found)))
+        if options.json:
+            write_json(options.json, {"evidence": str(folder), **asdict(evidence), **asdict(found)})
+    except MoeRLError as error:
+        print(f"moe-rl: {error}", file=sys.stderr)
+        return 2
+    return int(found.verdict == "undecided")
+
+
+def _folder(run: Path, name: str | None) -> Path:
+    known = evidence_folder.folders(run)
+    if not known:
+        raise DataError(
+            describe(
+                "the run has no evidence",
+                where={"folder": run},
+                expected="a run that a check has ended, with guards.evidence_mib above 0",
+            )
+        )
+    if name is None:
+        return known[-1]
+    for folder in known:
+        if folder.name == name:
+            return folder
+    raise DataError(
+        describe(
+            "the run has no such evidence",
+            where={"option": "--evidence"},
+            got=name,
+            expected=", ".join(folder.name for folder in known),
+        )
+    )
+
+
+@contextmanager
+def _published(run: Path, folder: Path, evidence: Evidence) -> Iterator[tuple[dict[int, Path], Path | None]]:
+    """Give the weights of each version as Hugging Face folders, and those that the trainer had.
+
+    What is kept as a checkpoint of the run is converted for the time of the body.
+    """
+    weights: dict[int, Path] = {}
+    trained: Path | None = None
+    with tempfile.TemporaryDirectory(prefix="moe-rl-explain-") as spare:
+        for one in evidence.weights:
+            path = folder / one.path  # an absolute path stays as it is
+            if not path.exists():
+                print(f"  weights of version {one.version} are gone: {path}")
+                continue
+            if not one.published:
+                path = _converted(run, path, one, Path(spare))
+            if one.version == evidence.version and one.updates == evidence.updates:
+                trained = path
+            if not one.updates:
+                weights[one.version] = path
+        yield weights, trained
+
+
+def _converted(run: Path, path: Path, one: KeptWeights, spare: Path) -> Path:
+    config = on_one_rank(load_config(run_folder.RunFolder(run).config))
+    out = spare / f"version{one.version}"
+    write_weights(path, out, config, read_model(config.model.path), config.train.dtype)
+    return out
+
+
+def _about(folder: Path, evidence: Evidence) -> list[str]:
+    """Lay out what the check said and when."""
+    lr = "before the first update" if evidence.lr is None else f"learning rate {evidence.lr:g}"
+    power = "" if evidence.power is None else f", power {evidence.power:.3f}"
+    return [
+        f"{folder}",
+        f"  step {evidence.step}, {evidence.what}: {lr}, staleness {evidence.staleness}{power}",
+        f"  {evidence.error}: {evidence.message}",
+        f"  kept: {len(evidence.sequences)} sequences; weights of "
+        + (", ".join(f"version {one.version}" for one in evidence.weights) or "no version"),
+        *(f"  not kept: {what}" for what in evidence.left_out),
+    ]
+
+
+def _lines(found: Explanation) -> list[str]:
+    """Lay out the comparisons and the verdict."""
+    sides = [("sampler", side) for side in found.sampler] + ([("trainer", found.trainer)] if found.trainer else [])
+    header = "  engine   weights  choices  near ties  beyond  largest margin / near tie   nats / explained by rounding"
+    lines = [header, *(_line(name, side) for name, side in sides)]
+    for name, side in sides:
+        if side.differ and side.where:
+            key, row, layer = side.where
+            layers = ", ".join(f"{layer} {share:.0%}" for layer, share in side.by_layer.items() if share >= 0.005)
+            lines.append(
+                f"  {name}: most in {key}, row {row}, layer {layer}" + (f"; by layer: {layers}" if layers else "")
+            )
+    if found.moved is not None:
+        lines.append(
+            f"  older weights made the record: {found.moved:.1%} of its choices are others under the trainer's weights"
+        )
+    return [*lines, f"verdict: {found.verdict}: {found.why}"]
+
+
+def _line(name: str, side: Side) -> str:
+    margin = "impossible" if side.worst is None else f"{side.worst:.3g}"
+    nats = "-" if side.nats is None else f"{side.nats:.3g} / {side.allowed:.3g}"
+    choices = f"{side.choices:>7}  {side.near:>9}  {side.differ:>6}  {f'{margin} / {side.tie:.3g}':>26}"
+    return f"  {name:<7}  version {side.version}  {choices}   {nats:>29}"

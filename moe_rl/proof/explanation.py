@@ -1,0 +1,323 @@
+"""Says from the evidence of a run who was right when a check ended it: the third engine, `transformers`, decides.
+
+The third engine takes the experts that one of the two engines took, row by row. Its own scores say whether each choice
+was the best one. A choice within a near tie is no difference: how far scores move by rounding alone is measured, by the
+third engine in float32 and in the engine's precision on the same weights. Log-probabilities are compared in the same
+way.
+
+| the record fits | the sampler's scores fit | the trainer fits | who |
+|---|---|---|---|
+| yes | yes | yes | the check was wrong |
+| no | yes | yes | recorder |
+| | no | yes | weights: the sampler computes with others |
+| yes | yes | no | trainer |
+| no, or its scores | | no | weights: neither engine computes with those that were kept |
+
+Before that: a trainer that was to replay other experts than the record has is wrong, and so is a recorder whose record
+contradicts the router logits of its own engine.
+
+Legend: T rows of a sequence, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from moe_rl.proof.choices import choice_scores, regret
+from moe_rl.proof.reference import IndependentModel
+from moe_rl.report.evidence_folder import ABSENT, Evidence
+
+Verdict = Literal["check", "recorder", "weights", "trainer", "undecided"]
+Rows = Mapping[str, np.ndarray]
+
+# Engines differ by this share of the largest score where both compute in float32: 64 units in its last place.
+_EXACT = 64 * float(np.finfo(np.float32).eps)
+# How many times the measured rounding is a near tie, and a difference of log-probabilities. A sampler that stores
+# weights with 3 bits instead of 7 rounds 16 times as much.
+_TIES, _SCORES, _COARSE, _LEAST_NATS = 4.0, 3.0, 16.0, 1e-4
+# Largest shares of choices beyond near ties of an engine that fits: of all, of a layer, and of a sequence.
+_SHARES = (0.005, 0.02, 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Says how one engine compares with the third one.
+
+    Attributes:
+        version: of the weights of the third engine.
+        choices: (row, layer) that were compared. near: other than the third engine's, within a near tie. differ: beyond
+            that.
+        worst: the largest margin by which the third engine prefers another choice, in units of scores; None if there is
+            an impossible one. where: (sequence, row, layer). tie: the largest near tie of that layer.
+        by_layer: share of `differ` in each layer, by its global number.
+        nats: mean |difference of log-probabilities|; allowed: what rounding explains. None where there are none.
+        fits, scores_fit: the verdict on choices and on log-probabilities; None where there is nothing to compare.
+    """
+
+    version: int
+    choices: int = 0
+    near: int = 0
+    differ: int = 0
+    worst: float | None = 0.0
+    where: tuple[str, int, int] | None = None
+    tie: float = 0.0
+    by_layer: dict[int, float] = field(default_factory=dict)
+    nats: float | None = None
+    allowed: float | None = None
+    fits: bool | None = None
+    scores_fit: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Says who was right, and why.
+
+    Attributes:
+        sampler, trainer: The two engines; several sides of the sampler if several versions made its rows.
+        moved: Share of the record's choices of older weights that the trainer's weights would not have made.
+        replayed_others: Number of (row, layer) at which the trainer was to replay other experts than the record has.
+        own_logits: Share of the record's choices that the router logits of the sampler itself contradict; None where it
+            recorded none.
+        missing: Versions whose weights were needed and are not there.
+    """
+
+    verdict: Verdict
+    why: str
+    sampler: list[Side]
+    trainer: Side | None
+    moved: float | None
+    replayed_others: int
+    own_logits: float | None
+    missing: list[int]
+
+
+def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], trained: Path | None) -> Explanation:
+    """Compare both engines with the third one.
+
+    Args:
+        rows: Arrays of the sequences of the evidence.
+        weights: Hugging Face folders of the versions that made its rows, as far as there are any.
+        trained: That of the weights that the trainer had.
+    """
+    names = [one.key for one in evidence.sequences]
+    sides, missing, moved = [], [], None
+    # Rows of a later version attend to keys of the first one, or to new ones, so only the first version's are clear.
+    cut = [one.versions[0] if one.versions else (0, 0) for one in evidence.sequences]
+    for version in sorted({version for version, _ in cut}):
+        mine: list[tuple[str, Rows]] = [
+            (name, _rows(part, count))
+            for name, part, (made, count) in zip(names, rows, cut, strict=True)
+            if made == version and count
+        ]
+        if (path := weights.get(version)) is None:
+            missing.append(version)
+            continue
+        coarse = _COARSE if evidence.sampler_weights != "exact" else 1.0
+        engine = _Engine(path, evidence.sampler_dtype, coarse, evidence.temperature)
+        sides.append(engine.side(version, mine, "record", None if evidence.truncated else "sampler_logprobs"))
+        if trained is not None and version < evidence.version:
+            newer = _Engine(trained, evidence.sampler_dtype, coarse, evidence.temperature)
+            side = newer.side(evidence.version, mine, "record", None)
+            moved = max(moved or 0.0, side.differ / max(side.choices, 1))
+    trainer = None
+    if trained is not None and rows:
+        engine = _Engine(trained, evidence.trainer_dtype, 1.0, 1.0)
+        trainer = engine.side(evidence.version, list(zip(names, rows, strict=True)), "chosen", "trainer_logprobs")
+    found = Explanation(
+        "undecided", "", sides, trainer, moved, _replayed_others(rows), _own_logits(rows, trained), missing
+    )
+    verdict, why = _judge(found)
+    return replace(found, verdict=verdict, why=why)
+
+
+def _judge(found: Explanation) -> tuple[Verdict, str]:
+    """Return who was right, and why, see the table above."""
+    record = _all(side.fits for side in found.sampler)
+    scores = _all(side.scores_fit for side in found.sampler)
+    trainer = None if found.trainer is None else _all([found.trainer.fits, found.trainer.scores_fit])
+    if found.replayed_others:
+        return "trainer", f"it was to replay other experts than the record has, at {found.replayed_others} places"
+    if found.own_logits:
+        return "recorder", f"the sampler's own router logits contradict {found.own_logits:.1%} of the record"
+    if found.missing:
+        versions = ", ".join(map(str, found.missing))
+        return "undecided", f"the record was made by weights that are not kept: version {versions}"
+    if record is None and scores is None:
+        return "undecided", "the sampler's routes and log-probabilities are not kept"
+    if trainer is None:
+        return "undecided", "the trainer's weights are not kept"
+    if not trainer:
+        if record is not False and scores is not False:
+            return "trainer", "the sampler computes what the third engine does, and the trainer something else"
+        return "weights", "neither engine computes what the third one does with the weights that were kept"
+    if scores is False:
+        return "weights", "the trainer computes what the third engine does, and the sampler something else"
+    if record is False:
+        if scores is None:
+            return (
+                "undecided",
+                "the record is wrong for these weights, and no log-probability says which the sampler has",
+            )
+        return "recorder", "the sampler scores its tokens as the third engine does, but did not take these experts"
+    return "check", "both engines compute what the third one does, up to near ties"
+
+
+class _Engine:
+    """Runs the third engine on one version of the weights, in float32 and in the precision of another engine."""
+
+    def __init__(self, path: Path, dtype: str, coarse: float, temperature: float):
+        """Args: `dtype` and `coarse` describe the other engine: its precision, and how many times this it rounds."""
+        low = getattr(torch, dtype)
+        self.exact, self.temperature, self.coarse = IndependentModel(path, weights=low), temperature, coarse
+        self.low = self.exact if low == torch.float32 else IndependentModel(path, dtype=low)
+        self.facts = self.exact.facts
+
+    @torch.no_grad()
+    def side(self, version: int, rows: Seq[tuple[str, Rows]], routes: str, logprobs: str | None) -> Side:
+        """Compare an engine. routes, logprobs: the names of its arrays."""
+        seen = [_Seen(self, part, part.get(routes), part.get(logprobs or "")) for _, part in rows]
+        choices = [(name, one) for (name, _), one in zip(rows, seen, strict=True) if one.known.any()]
+        side = self._choices(Side(version), choices) if choices else Side(version)
+        return self._scores(side, [one for one in seen if one.apart.shape[1]])
+
+    def _choices(self, side: Side, seen: list[tuple[str, _Seen]]) -> Side:
+        """Add to a side what the choices of some sequences show."""
+        largest, moved = (torch.stack([getattr(one, what) for _, one in seen]).amax(0) for what in ("largest", "moved"))
+        ties, layers = _EXACT * largest + _TIES * self.coarse * moved, self.facts.moe_layers
+        known, regrets = (torch.cat([getattr(one, what) for _, one in seen]) for what in ("known", "regrets"))
+        beyond = known & (regrets > ties)
+        of_layers = beyond.sum(0) / known.sum(0).clamp(min=1)
+        lengths = [len(one.known) for _, one in seen]
+        shares = [
+            float(part.sum() / all_.sum())
+            for part, all_ in zip(beyond.split(lengths), known.split(lengths), strict=True)
+        ]
+        differ, choices = int(beyond.sum()), int(known.sum())
+        found = differ / choices, float(of_layers.amax()), max(shares)
+        at, column = divmod(int(torch.where(known, regrets, -1).argmax()), len(layers))
+        worst = float(regrets[at, column])
+        places = [(name, row) for name, one in seen for row in range(len(one.known))]
+        return replace(
+            side,
+            choices=choices,
+            near=int((known & (regrets > 0)).sum()) - differ,
+            differ=differ,
+            worst=worst if math.isfinite(worst) else None,
+            where=(*places[at], layers[column]),
+            tie=float(ties[column]),
+            by_layer={layer: float(share) for layer, share in zip(layers, of_layers, strict=True)},
+            fits=all(share <= limit for share, limit in zip(found, _SHARES, strict=True)),
+        )
+
+    def _scores(self, side: Side, seen: list[_Seen]) -> Side:
+        """Add to a side what the log-probabilities of some sequences show.
+
+        A wrong record changes what the third engine computes when it takes these experts. So the engine also fits if it
+        computes what the third one does by its own choice.
+        """
+        if not seen:
+            return side
+        apart, noise = (torch.cat([getattr(one, what) for one in seen], 1) for what in ("apart", "noise"))
+        way = int(apart.mean(1).argmin())
+        limits = [
+            _LEAST_NATS + _SCORES * self.coarse * float(part)
+            for part in (noise.mean(1).amax(), noise.median(1).values.amax())
+        ]
+        nats, usual = float(apart[way].mean()), float(apart[way].median())
+        return replace(side, nats=nats, allowed=limits[0], scores_fit=nats <= limits[0] and usual <= limits[1])
+
+
+class _Seen:
+    """Holds what the third engine makes of one sequence.
+
+    Attributes:
+        known: bool [T, L], where there is a choice. regrets: float32 [T, L], see `choices.regret`; infinite for what is
+            no choice of K experts.
+        largest, moved: [L], the largest score, and the largest change of a score by rounding.
+        apart, noise: [2, N], |differences of log-probabilities|: of the engine to the third one, and of this one by
+            rounding; in the first row under the engine's choices, in the second under its own.
+    """
+
+    def __init__(self, engine: _Engine, rows: Rows, routes: np.ndarray | None, logprobs: np.ndarray | None):
+        tokens, facts = torch.from_numpy(rows["tokens"].astype(np.int64)), engine.facts
+        ways = [routes] if logprobs is None else [routes, None]
+        ran = [[_pass(model, tokens, way, engine.temperature) for model in (engine.exact, engine.low)] for way in ways]
+        (scores, _), (rounded, _) = ran[0]
+        self.largest = scores.abs().amax((0, 2))
+        self.moved = (scores - rounded).abs().amax((0, 2))
+        shape = scores.shape[:2]
+        self.known, self.regrets = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
+        if routes is not None:
+            given = torch.from_numpy(routes.astype(np.int64))
+            self.known = (given != ABSENT).all(-1)
+            ordered = given.sort(-1).values
+            sound = (ordered[..., -1] < facts.num_experts) & (ordered.diff(dim=-1) > 0).all(-1)
+            for column in range(shape[1]):
+                chosen = given[:, column].clamp(max=facts.num_experts - 1)
+                self.regrets[:, column] = regret(facts, scores[:, column], chosen)
+            self.regrets[~sound] = torch.inf
+        self.apart = self.noise = torch.empty(2, 0)
+        if logprobs is not None:
+            theirs = torch.from_numpy(logprobs)
+            here = theirs.isfinite()
+            self.apart = torch.stack([(exact[1] - theirs).abs()[here] for exact, _ in ran])
+            self.noise = torch.stack([(exact[1] - low[1]).abs()[here] for exact, low in ran])
+
+
+def _pass(
+    model: IndependentModel, tokens: torch.Tensor, routes: np.ndarray | None, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores [T, L, E] of the routers, and the log-probability [T] of each row's next token."""
+    logits = model(tokens[:-1].numpy(), routes).float() / temperature
+    pairs = zip(model.routers, model.biases, strict=True)
+    scores = torch.stack([choice_scores(model.facts, one, bias) for one, bias in pairs], 1)
+    return scores, logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def _rows(rows: Rows, count: int) -> dict[str, np.ndarray]:
+    """Return the arrays of the first rows of a sequence."""
+    return {name: array[: count + (name == "tokens")] for name, array in rows.items()}
+
+
+def _all(values: Iterable[bool | None]) -> bool | None:
+    """Return whether all that is known is so; None if nothing is known."""
+    known = [value for value in values if value is not None]
+    return all(known) if known else None
+
+
+def _replayed_others(rows: Seq[Rows]) -> int:
+    """Count the (row, layer) at which the trainer was to replay other experts than the record has."""
+    found = 0
+    for part in rows:
+        if "record" in part and "applied" in part:
+            record, applied = part["record"], part["applied"]
+            known = (record != ABSENT).all(-1) & (applied != ABSENT).all(-1)
+            found += int(((np.sort(record, -1) != np.sort(applied, -1)).any(-1) & known).sum())
+    return found
+
+
+def _own_logits(rows: Seq[Rows], trained: Path | None) -> float | None:
+    """Return the share of the record that the sampler's own router logits contradict; None where there are none."""
+    logits = [part for part in rows if "record" in part and "sampler_logits" in part]
+    if not logits or trained is None:
+        return None
+    model = IndependentModel(trained)
+    wrong = compared = 0
+    for part in logits:
+        record, own = torch.from_numpy(part["record"].astype(np.int64)), torch.from_numpy(part["sampler_logits"])
+        known = own.isfinite().all(-1) & (record < model.facts.num_experts).all(-1)
+        for column, bias in enumerate(model.biases):
+            at = known[:, column].nonzero()[:, 0]
+            scores = choice_scores(model.facts, own[at, column], bias)
+            near = 4 * torch.finfo(torch.bfloat16).eps * scores.abs().amax(-1)
+            wrong += int((regret(model.facts, scores, record[at, column]) > near).sum())
+            compared += len(at)
+    return wrong / compared if compared else None

@@ -1,0 +1,190 @@
+"""Writes, lists and reads what a run keeps when a check ends it, so that `moe-rl explain` can say who was right.
+
+RUN/evidence/step000002-alignment/
+    evidence.json          an `Evidence`
+    rows.safetensors       arrays of its sequences, each named `<number of the sequence>/<name in ARRAYS>`
+    weights/step-000001    weights of version 1, as a Hugging Face checkpoint or as a checkpoint of the run
+
+Legend: T forwarded tokens of a sequence, L MoE layers of the model, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from moe_rl.disk import sync, write_whole
+from moe_rl.errors import DataError, describe
+
+FOLDER = "evidence"  # inside the run folder
+_FILE, _ROWS, WEIGHTS = "evidence.json", "rows.safetensors", "weights"
+ABSENT = 65535
+"""Stands in `record` and `applied` for experts that are not known."""
+ARRAYS = {
+    "tokens": "int32 [T + 1], token ids",
+    "record": "uint16 [T, L, K], the experts that the sampler recorded",
+    "sampler_logprobs": "float32 [T], the sampler's of each row's next token, NaN where it sampled none",
+    "sampler_logits": "float32 [T, L, E], logits of the sampler's routers, NaN where it did not record them",
+    "applied": "uint16 [T, L, K], the experts that the trainer was to replay",
+    "chosen": "uint16 [T, L, K], the experts that the trainer's routers choose without replay",
+    "trainer_logits": "float32 [T, L, E], the logits of these routers",
+    "trainer_logprobs": "float32 [T], the trainer's of each row's next token, in the same pass, at temperature 1",
+}
+"""Shapes and meaning of the arrays of a sequence. What is not known of a sequence is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWeights:
+    """Says where weights lie.
+
+    Attributes:
+        version: the weights after this step.
+        path: relative to the folder of the evidence; absolute for what lies elsewhere.
+        published: whether it is a Hugging Face checkpoint; otherwise one of the run's own.
+        updates: number of updates that were made after this version.
+    """
+
+    version: int
+    path: str
+    published: bool
+    updates: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Names a sequence of the evidence. versions: (version of the weights, number of rows that they made), in turn."""
+
+    key: str
+    versions: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Holds what a check said, when, and what is kept.
+
+    Attributes:
+        step: in which the run ended.
+        what: name of the fault.
+        error, message: type and text of the error.
+        version: of the trainer's weights in its passes. updates: how many updates it had made since.
+        lr: learning rate of the last update; None before the first.
+        staleness: how many versions older than the trainer's the weights are that made the oldest row.
+        power: of the alignment test; None where it gave no verdict.
+        temperature: at which the sampler's log-probabilities were taken.
+        truncated: whether it sampled from a part of the vocabulary, so that these differ from the trainer's.
+        trainer_dtype, sampler_dtype: precisions. sampler_weights: how the sampler stores them, see rollout.weights.
+        weights: where they lie.
+        left_out: what is not kept, and why.
+        sequences: their arrays are in `read_rows`.
+    """
+
+    step: int
+    what: str
+    error: str
+    message: str
+    version: int
+    updates: int
+    lr: float | None
+    staleness: int
+    power: float | None
+    temperature: float
+    truncated: bool
+    trainer_dtype: str
+    sampler_dtype: str
+    sampler_weights: str
+    weights: list[KeptWeights] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    sequences: list[KeptRows] = field(default_factory=list)
+
+
+def folders(run: Path) -> list[Path]:
+    """Return the folders with evidence of a run, oldest first."""
+    found = (file.parent for file in (run / FOLDER).glob(f"*/{_FILE}"))
+    return sorted((path for path in found if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def name_of(step: int, what: str) -> str:
+    """Return the name of the folder for what was found in a step. what: in words."""
+    return f"step{step:06d}-{re.sub('[^a-z0-9]+', '-', what.lower()).strip('-') or 'refused'}"
+
+
+def begin(run: Path, name: str) -> Path:
+    """Make and return a hidden folder to write evidence into."""
+    hidden = run / FOLDER / f".{name}.tmp"
+    abandon(hidden)
+    hidden.mkdir(parents=True)
+    return hidden
+
+
+def abandon(hidden: Path) -> None:
+    """Remove a hidden folder."""
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def publish(hidden: Path, limit: int) -> Path:
+    """Give a hidden folder its name and return it, once there is room: the oldest evidence of the run goes first.
+
+    limit: bytes of all evidence of a run.
+    """
+    run, needed = hidden.parents[1], size_of(hidden)
+    kept = folders(run)
+    while kept and sum(map(size_of, kept)) + needed > limit:
+        shutil.rmtree(kept.pop(0))
+    name = hidden.name.removeprefix(".").removesuffix(".tmp")
+    names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
+    final = next(path for one in names if not (path := hidden.with_name(one)).exists())
+    sync(hidden)
+    hidden.rename(final)
+    sync(final.parent)
+    return final
+
+
+def write(folder: Path, evidence: Evidence, rows: Mapping[str, np.ndarray]) -> None:
+    """Write and sync the two files of evidence into a folder."""
+    from safetensors.numpy import save
+
+    write_whole(folder / _ROWS, save({name: np.ascontiguousarray(array) for name, array in rows.items()}))
+    write_whole(folder / _FILE, msgspec.json.format(msgspec.json.encode(evidence)) + b"\n")
+
+
+def read(folder: Path) -> Evidence:
+    """Read what is kept of a check. Raises DataError for a damaged file."""
+    file = folder / _FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Evidence)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DataError(describe("evidence cannot be read", where={"file": file}, got=error)) from error
+
+
+def read_rows(folder: Path, evidence: Evidence) -> list[dict[str, np.ndarray]]:
+    """Read the arrays of each sequence, by the names in ARRAYS. Raises DataError for a damaged file."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        arrays = load_file(folder / _ROWS)
+    except (OSError, SafetensorError) as error:
+        raise DataError(describe("evidence cannot be read", where={"file": folder / _ROWS}, got=error)) from error
+    found: list[dict[str, np.ndarray]] = [{} for _ in evidence.sequences]
+    for name, array in arrays.items():
+        number, _, what = name.partition("/")
+        found[int(number)][what] = array
+    return found
+
+
+def lines(run: Path) -> list[str]:
+    """Return a line for each folder with evidence of a run."""
+    from moe_rl.report.format import binary
+
+    return [f"evidence: {path}, {binary(size_of(path))}: {read(path).message.splitlines()[0]}" for path in folders(run)]

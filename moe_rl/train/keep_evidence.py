@@ -1,0 +1,405 @@
+"""Keeps what settles who was right when a check ends a run: weights, tokens, and both engines' routes and scores.
+
+A check raises its error on all ranks. They then run the sequences concerned once more through the trainer, with routers
+that choose for themselves, write the trainer's weights, and end with the error. What fails here is noted on it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.config.schema import Config
+from moe_rl.errors import MoeRLError, TraceError
+from moe_rl.megatron import world
+from moe_rl.megatron.cpu import without_mode
+from moe_rl.megatron.exporting import Exports
+from moe_rl.megatron.model import DTYPES
+from moe_rl.megatron.policy import Policy
+from moe_rl.models.hf import expected_tensors
+from moe_rl.report import evidence_folder
+from moe_rl.report.evidence_folder import ABSENT, Evidence, KeptRows, KeptWeights
+from moe_rl.report.format import binary
+from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train.canary import Canary
+from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.shares import MicrobatchWork
+from moe_rl.types import RouteRef, Sequence, VersionSpan
+
+# What is kept of the rows: enough to tell a wrong layer, place or sequence from near ties.
+_SEQUENCES, _ROWS = 32, 4096
+_NAMES = {"CollapseError": "collapse", "PipelineError": "lag 0", "WeightSyncError": "canary"}
+
+
+@dataclass(frozen=True, slots=True)
+class Concerned:
+    """Holds a sequence that a check may have been about, as the sampler gave it.
+
+    Attributes:
+        tokens: ids, at least 2.
+        logprobs: the sampler's, float32 [tokens - 1], NaN where it sampled none.
+        versions: of the weights that made its rows, where it has no record.
+        ref: its record. record: uint [T, L, K], if it was read before.
+    """
+
+    key: str
+    tokens: tuple[int, ...]
+    logprobs: np.ndarray
+    versions: tuple[VersionSpan, ...]
+    ref: RouteRef | None = None
+    record: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Concerned:
+        """Take a sequence of a batch."""
+        logprobs = np.full(sequence.forwarded, np.nan, np.float32)
+        logprobs[sequence.positions - 1] = sequence.rollout_logprobs
+        return cls(sequence.key, tuple(sequence.ids), logprobs, sequence.versions, sequence.routes)
+
+
+def of_canary(canary: Canary, version: int, by: str = "") -> list[Concerned]:
+    """Take the runs of the canary with what a sampler made of them. by: its name; "" means the one compared last."""
+    by = by or next(reversed(canary.records), canary.scored[0].by)
+    scored = next(one for one in canary.scored if one.by == by)
+    read = canary.records.get(by)
+    records = [None] * len(canary.runs) if read is None else [record.routes for record in read]
+    return [
+        Concerned(f"canary/{at}", run, logprobs, (VersionSpan(len(run) - 1, version),), record=record)
+        for at, (run, logprobs, record) in enumerate(zip(canary.runs, scored.logprobs, records, strict=True))
+    ]
+
+
+class EvidenceKeeper:
+    """Writes evidence into the folder of a run. All ranks call it together."""
+
+    def __init__(self, config: Config, folder: RunFolder, policy: Policy, store: TraceStore, spec: TraceSpec):
+        self.config, self.folder, self.policy, self.store, self.spec = config, folder, policy, store, spec
+        self._limit = config.guards.evidence_mib << 20
+
+    @contextmanager
+    def of(
+        self,
+        step: int,
+        version: int,
+        sequences: Callable[[], Seq[Concerned]],
+        work: Callable[[], Seq[MicrobatchWork]] = lambda: (),
+        *,
+        alike: bool = False,
+    ) -> Iterator[None]:
+        """Keep evidence if the body ends with an error that all ranks raise.
+
+        Args:
+            step: of the run.
+            version: of the trainer's weights at the beginning of the body.
+            sequences: gives on rank 0 what the body is about.
+            work: gives this rank's microbatches with the routes that they were to take.
+            alike: whether the body does the same on all ranks. Otherwise the error must say that it is everywhere.
+        """
+        made = self.policy.updates
+        try:
+            yield
+        except MoeRLError as error:
+            if error.everywhere or alike:
+                self.keep(error, step, version, self.policy.updates - made, sequences, work)
+            raise
+
+    def keep(
+        self,
+        error: MoeRLError,
+        step: int,
+        version: int,
+        updates: int,
+        sequences: Callable[[], Seq[Concerned]],
+        work: Callable[[], Seq[MicrobatchWork]] = lambda: (),
+    ) -> None:
+        """Keep evidence of an error that all ranks have, and note on it where. updates: made since the version."""
+        if not self._limit:
+            return
+        try:
+            with without_mode():
+                told = _Keeping(self, error, step, version, updates, list(work())).run(sequences)
+        except Exception as failure:  # it must not hide the error
+            told = f"evidence of this could not be kept: {type(failure).__name__}: {failure}"
+        error.add_note(told)
+
+
+class _Keeping:
+    """Keeps the evidence of one error."""
+
+    def __init__(
+        self,
+        keeper: EvidenceKeeper,
+        error: MoeRLError,
+        step: int,
+        version: int,
+        updates: int,
+        work: list[MicrobatchWork],
+    ):
+        self.config, self.folder, self.policy = keeper.config, keeper.folder, keeper.policy
+        self.store, self.spec, self.limit = keeper.store, keeper.spec, keeper._limit
+        self.error, self.work = error, work
+        about, config = error.about, self.config
+        self.evidence = Evidence(
+            step=step,
+            what=error.message.fault or _NAMES.get(type(error).__name__, type(error).__name__),
+            error=type(error).__name__,
+            message=str(error),
+            version=version,
+            updates=updates,
+            lr=self.policy.lr,
+            staleness=0,
+            power=float(about["power"]) if "power" in about else None,
+            temperature=config.rollout.temperature,
+            truncated=bool(config.rollout.top_k or config.rollout.top_p < 1 or config.rollout.min_p),
+            trainer_dtype=config.train.dtype,
+            sampler_dtype=config.rollout.dtype,
+            sampler_weights=config.rollout.weights,
+        )
+        item = DTYPES[config.train.dtype].itemsize
+        self.weight_bytes = sum(math.prod(shape) * item for shape in expected_tensors(self.policy.facts).values())
+        layers, experts, top_k = len(self.spec.moe_layers), self.spec.num_experts, self.spec.top_k
+        self.row_bytes = layers * (8 * experts + 6 * top_k)
+
+    def run(self, sequences: Callable[[], Seq[Concerned]]) -> str:
+        """Write the folder; return where it is, in words. Raises MoeRLError on all ranks if rank 0 cannot write."""
+        first, run = dist.get_rank() == 0, self.folder.path
+        chosen: list[Concerned] = []
+        begun = _Agreed()
+        if first:
+            with self._failing(begun):
+                chosen = self._chosen(sequences())
+                begun.runs = [(one.key, one.tokens) for one in chosen]
+                name = evidence_folder.name_of(self.evidence.step, self.evidence.what)
+                begun.place = str(evidence_folder.begin(run, name))
+        begun = self._told(begun)
+        hidden = Path(begun.place)
+        try:
+            followed = self._follow([tokens for _, tokens in begun.runs])
+            applied = self._applied({key: len(tokens) - 1 for key, tokens in begun.runs})
+            weights = self._write_weights(hidden)
+            if first:
+                with self._failing(begun):
+                    self._write(hidden, chosen, followed, applied, weights)
+                    begun.place = str(evidence_folder.publish(hidden, self.limit))
+            begun = self._told(begun)  # the ranks end as soon as the first of them does
+        finally:
+            if first:
+                evidence_folder.abandon(hidden)
+        return f"evidence is in {begun.place}; moe-rl explain {run} says who was right"
+
+    @contextmanager
+    def _failing(self, begun: _Agreed) -> Iterator[None]:
+        """Keep an error of the body, for the other ranks."""
+        try:
+            yield
+        except Exception as error:
+            begun.failure = f"{type(error).__name__}: {error}"
+
+    def _told(self, begun: _Agreed) -> _Agreed:
+        """Return what rank 0 has. Raises MoeRLError if it failed."""
+        begun = world.broadcast(begun, _Agreed)
+        if begun.failure:
+            raise MoeRLError(begun.failure)
+        return begun
+
+    def _chosen(self, sequences: Seq[Concerned]) -> list[Concerned]:
+        """Choose the sequences to keep, those that the error names first, and cut the last one to the rows that fit."""
+        fits = self.weight_bytes <= self.limit
+        room = (self.limit - self.weight_bytes if fits else self.limit) // (2 * self.row_bytes)
+        rows = min(_ROWS, self.config.train.microbatch_tokens, room)
+        message, chosen = str(self.error), list[Concerned]()
+        for one in sorted(sequences, key=lambda one: one.key not in message):
+            if len(chosen) == _SEQUENCES or rows < 1:
+                break
+            if len(one.tokens) > 1:
+                chosen.append(replace(one, tokens=one.tokens[: rows + 1]))
+                rows -= len(chosen[-1].tokens) - 1
+        if (left := len(sequences) - len(chosen)) > 0:
+            self.evidence.left_out.append(f"{left} of {len(sequences)} sequences")
+        return chosen
+
+    def _follow(self, runs: list[tuple[int, ...]]) -> list[dict[str, np.ndarray]]:
+        """Return what the trainer makes of each run of tokens."""
+        if not runs:
+            return []
+        logprobs, chosen, logits = Canary(runs, self.store, self.spec).followed(
+            self.policy, self.evidence.version, logits=True
+        )
+        ends = np.cumsum([len(run) - 1 for run in runs])[:-1]
+        parts = [
+            np.split(logprobs.astype(np.float32), ends),
+            np.split(chosen.transpose(1, 0, 2).astype(np.uint16), ends),
+            np.split(logits.transpose(1, 0, 2), ends),
+        ]
+        names = ("trainer_logprobs", "chosen", "trainer_logits")
+        return [dict(zip(names, one, strict=True)) for one in zip(*parts, strict=True)]
+
+    def _applied(self, rows: dict[str, int]) -> dict[str, np.ndarray]:
+        """Return the routes that the passes of the step were to take, of the sequences with these numbers of rows."""
+        mine = []
+        for work in self.work:
+            table = work.table
+            for at, name in enumerate(table.names):
+                if name in rows:
+                    here = table.places.recorded & (table.places.sequence == at)
+                    routes = np.stack([table.routes[layer].cpu().numpy()[here] for layer in table.routes])
+                    positions = table.places.position[here].tolist()
+                    mine.append(_Applied(name, list(table.routes), positions, routes.astype(np.uint16).tobytes()))
+        shape = (len(self.spec.moe_layers), self.spec.top_k)
+        found: dict[str, np.ndarray] = {}
+        for part in [one for parts in world.gather(mine, list[_Applied]) for one in parts]:
+            routes = found.setdefault(part.key, np.full((rows[part.key], *shape), ABSENT, np.uint16))
+            given = np.frombuffer(part.routes, np.uint16).reshape(len(part.layers), len(part.positions), -1)
+            kept = np.flatnonzero(np.array(part.positions) < rows[part.key])
+            columns = np.array([self.spec.moe_layers.index(layer) for layer in part.layers], np.int64)
+            routes[np.ix_(np.array(part.positions, np.int64)[kept], columns)] = given[:, kept].transpose(1, 0, 2)
+        return found
+
+    def _write_weights(self, place: Path) -> list[KeptWeights]:
+        """Write the trainer's weights, if they fit."""
+        evidence = self.evidence
+        if self.weight_bytes > self.limit:
+            size, limit = binary(self.weight_bytes), binary(self.limit)
+            evidence.left_out.append(f"the trainer's weights: {size}, above guards.evidence_mib ({limit})")
+            return []
+        folder = place / evidence_folder.WEIGHTS
+        exports = Exports(
+            folder,
+            self.policy.facts,
+            self.config.model.path,
+            DTYPES[self.config.train.dtype],
+            keep=None,
+            resume_from=self.folder.checkpoints,
+        )
+        exports.save(evidence.version, self.policy)
+        exports.finish()
+        path = f"{evidence_folder.WEIGHTS}/{checkpoints.name_of(evidence.version)}"
+        return [KeptWeights(evidence.version, path, published=True, updates=evidence.updates)]
+
+    def _write(
+        self,
+        hidden: Path,
+        chosen: list[Concerned],
+        followed: list[dict[str, np.ndarray]],
+        applied: dict[str, np.ndarray],
+        weights: list[KeptWeights],
+    ) -> None:
+        """Write on rank 0 all but the trainer's weights."""
+        evidence, arrays = self.evidence, dict[str, np.ndarray]()
+        for number, (one, seen) in enumerate(zip(chosen, followed, strict=True)):
+            rows = len(one.tokens) - 1
+            record, versions, logits = self._record(one, rows)
+            known = {
+                "tokens": np.array(one.tokens, np.int32),
+                "record": record,
+                "sampler_logprobs": one.logprobs[:rows],
+                "sampler_logits": logits,
+                "applied": applied.get(one.key),
+                **seen,
+            }
+            arrays |= {f"{number}/{name}": array for name, array in known.items() if array is not None}
+            evidence.sequences.append(KeptRows(one.key, versions))
+        made = {version for one in evidence.sequences for version, _ in one.versions}
+        staleness = evidence.version - min(made, default=evidence.version)
+        weights = weights + self._older(hidden, made - {one.version for one in weights if not one.updates})
+        evidence_folder.write(hidden, replace(evidence, weights=weights, staleness=staleness), arrays)
+
+    def _record(
+        self, one: Concerned, rows: int
+    ) -> tuple[np.ndarray | None, tuple[tuple[int, int], ...], np.ndarray | None]:
+        """Return the recorded experts, the versions of the rows, and the logits of the sampler's routers."""
+        spans = tuple((span.weight_version, span.tokens) for span in one.versions)
+        if one.record is not None:
+            return one.record[:rows].astype(np.uint16), _cut(spans, rows), None
+        if one.ref is None:
+            return None, _cut(spans, rows, ahead=True), None
+        try:
+            read = self.store.read(one.ref)
+        except TraceError as error:
+            self.evidence.left_out.append(f"the record of {one.key}: {error}")
+            return None, _cut(spans, rows, ahead=True), None
+        record = np.full((rows, len(self.spec.moe_layers), self.spec.top_k), ABSENT, np.uint16)
+        first = min(read.first_row, rows)
+        record[first : first + len(read.routes)] = read.routes[: rows - first]
+        made = tuple((span.weight_version, span.rows) for span in read.spans)
+        made = ((made[0][0], first + made[0][1]), *made[1:])
+        logits = None
+        with suppress(TraceError):  # it has none
+            at = self.store.aux(one.ref, "router_logits_rows").astype(np.int64)
+            logits = np.full((rows, len(self.spec.moe_layers), self.spec.num_experts), np.nan, np.float32)
+            logits[at[at < rows]] = self.store.aux(one.ref, "router_logits")[at < rows]
+        return record, _cut(made, rows), logits
+
+    def _older(self, hidden: Path, versions: set[int]) -> list[KeptWeights]:
+        """Say where the weights of these versions lie. What lies in the run is linked, so that it survives there."""
+        found = []
+        exported, saved = (dict(checkpoints.complete(path)) for path in (self.folder.exports, self.folder.checkpoints))
+        for version in sorted(versions):
+            if version == 0 and self.config.model.from_run is None:
+                found.append(KeptWeights(0, str(self.config.model.path), published=True))
+            elif source := exported.get(version) or saved.get(version):
+                name = f"{evidence_folder.WEIGHTS}/{source.name}"
+                if evidence_folder.size_of(source) + evidence_folder.size_of(hidden) <= self.limit:
+                    shutil.copytree(source, hidden / name, copy_function=_link)
+                else:
+                    name = str(source)
+                found.append(KeptWeights(version, name, published=version in exported))
+            else:
+                self.evidence.left_out.append(
+                    f"the weights of version {version}: the run has no checkpoint and no export of them"
+                )
+        return found
+
+
+@dataclass(slots=True)
+class _Agreed:
+    """Holds what rank 0 tells the others. runs: key and tokens of each sequence. place: the folder."""
+
+    runs: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    place: str = ""
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """Holds what one rank was to replay of a sequence. routes: the bytes of uint16 [layers, positions, K]."""
+
+    key: str
+    layers: list[int]
+    positions: list[int]
+    routes: bytes
+
+
+def _cut(spans: tuple[tuple[int, int], ...], rows: int, *, ahead: bool = False) -> tuple[tuple[int, int], ...]:
+    """Return (version, rows) for the first `rows` rows.
+
+    ahead: the spans cover only the sampled tokens, and the rows before them belong to the first.
+    """
+    if ahead and spans:
+        spans = ((spans[0][0], spans[0][1] + max(0, rows - sum(count for _, count in spans))), *spans[1:])
+    found, left = list[tuple[int, int]](), rows
+    for version, count in spans:
+        took = min(count, left)
+        before = found.pop()[1] if found and found[-1][0] == version else 0
+        if before + took:
+            found.append((version, before + took))
+        left -= took
+    return tuple(found)
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file a second name; copy it where the disk cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
