@@ -324,6 +324,7 @@ class AgentGateway:
         at = next((n for n in range(shorter) if before[n] != prompt[n]), shorter)
         was, now = (self._codec.decode(ids[at : at + _TOLD]) for ids in (before, prompt))
         self.counts["other_system"] += 1
+        session.other_system += 1
         self._partings[session.name] = (
             f"the system's text differs from token {at} on, {now!r} after {was!r}, so the turn is a branch from the "
             "root. Leave out of it what changes with each request"

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
-from moe_rl.gateway.fields import checked, plain_text, refuse_prefill, strings, within_bounds
+from moe_rl.gateway.fields import checked, plain_text, refuse_prefill, refuse_unread, strings, within_bounds
 from moe_rl.gateway.rendering import read_arguments
 
 _SERVED = {
@@ -170,6 +170,7 @@ def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str,
         name = block.get("tool_use_id")
         if not isinstance(name, str):
             raise BadRequest("it names the call that it answers", f"{field}.{at}.tool_use_id")
+        refuse_unread(block, ("type", "tool_use_id", "content", "is_error"), f"{field}.{at}")
         content = plain_text(block.get("content"), f"{field}.{at}.content")
         if block.get("is_error"):
             content = f"{_FAILED}{content}"
@@ -186,8 +187,12 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
     for at, block in enumerate(blocks):
         match block:
             case {"type": "thinking", "thinking": str(thought)}:
+                refuse_unread(block, ("type", "thinking", "signature"), f"{field}.{at}")
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
             case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(given)}:
+                # That the model itself called it goes without saying.
+                more = ("caller",) if block.get("caller") == {"type": "direct"} else ()
+                refuse_unread(block, ("type", "id", "name", "input", *more), f"{field}.{at}")
                 text = json.dumps(given, ensure_ascii=False)
                 calls.append({"id": name, "type": "function", "function": {"name": tool, "arguments": text}})
             case {"type": "text"}:

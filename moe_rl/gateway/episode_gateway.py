@@ -165,7 +165,9 @@ class EpisodeGateway:
         rewards = episode.rewards if by_turn and verdict.scored and isinstance(episode.rewards, tuple) else ()
         sequences = sequences_of(finished, rewards)
         undelivered, branches = len(session.turns) - turns, len(session.branches())
-        played = Trajectory(asked.name, sequences, verdict, turns, undelivered, branches, finished.digest)
+        played = Trajectory(
+            asked.name, sequences, verdict, turns, undelivered, branches, finished.digest, session.other_system
+        )
         most = self._config.train.microbatch_tokens
         if verdict.scored and asked.kept and played.forwarded > most:
             told = f"{played.forwarded} tokens in {len(sequences)} sequences"

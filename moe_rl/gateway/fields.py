@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from moe_rl.gateway.json_values import carried
 from moe_rl.types import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 
 _MOST_SAMPLES = 128
+# Fields of a part of a message that only concern the provider.
+_OF_THE_PROVIDER = {"cache_control", "prompt_cache_breakpoint"}
 
 
 def checked[T](body: bytes, known: Collection[str], only: Mapping[str, Sequence[Any]], kind: type[T]) -> T:
@@ -42,7 +45,7 @@ def checked[T](body: bytes, known: Collection[str], only: Mapping[str, Sequence[
         return msgspec.convert({name: value for name, value in given.items() if name not in only}, kind)
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$")
-        raise BadRequest(text, place.strip("`.").replace("[...]", "")) from None
+        raise BadRequest(text, re.sub(r"\[(\d+)\]", r".\1", place.strip("`.").replace("[...]", ""))) from None
 
 
 def plain_text(content: Any, field: str) -> str:
@@ -56,12 +59,21 @@ def plain_text(content: Any, field: str) -> str:
     for at, part in enumerate(content):
         match part:
             case {"type": "text", "text": str(text)}:
+                refuse_unread(part, ("type", "text"), f"{field}.{at}")
                 texts.append(text)
             case _:
                 kind = part.get("type") if isinstance(part, dict) else part
                 got = f"got {str(kind)[:40]!r}, expected text"
                 raise BadRequest(got, f"{field}.{at}", code="unsupported_value")
     return "".join(texts)
+
+
+def refuse_unread(part: Mapping[str, Any], known: Collection[str], field: str) -> None:
+    """Refuse a part of a message that says more than is read of it, such as citations. Raises BadRequest."""
+    for name, value in part.items():
+        if name not in known and name not in _OF_THE_PROVIDER and value not in (None, "", [], {}):
+            text = "this field is not served, and the prompt would not show it"
+            raise BadRequest(text, f"{field}.{name[:100]}", code="unsupported_parameter")
 
 
 def refuse_prefill(role: str, number: int) -> None:

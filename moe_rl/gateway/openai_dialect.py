@@ -10,7 +10,7 @@ import codecs
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -59,15 +59,17 @@ class _Tool(msgspec.Struct, forbid_unknown_fields=True):
     type: str = "function"
 
 
-class _Called(msgspec.Struct):
+class _Called(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str
 
 
-class _ToolCall(msgspec.Struct):
+class _ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     id: str
     function: _Called
-    type: str = "function"
+    type: Literal["function"] = "function"
+    # Of a stream. Clients that put its pieces together leave it in.
+    index: int | None = None
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,7 +84,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = None
+    annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
 
 class _Stream(msgspec.Struct, forbid_unknown_fields=True):
@@ -237,11 +239,15 @@ def _message(at: int, message: _Message) -> Mapping[str, Any]:
         ("name", message.name),
         ("tool_call_id", message.tool_call_id),
         ("reasoning_content", reasoning),
-        ("tool_calls", msgspec.to_builtins(message.tool_calls) if message.tool_calls else None),
+        ("tool_calls", [_call(one) for one in message.tool_calls or ()]),
     ):
         if value:
             found[name] = value
     return found
+
+
+def _call(call: _ToolCall) -> Mapping[str, Any]:
+    return {"id": call.id, "function": msgspec.to_builtins(call.function), "type": call.type}
 
 
 def _tool(at: int, tool: _Tool) -> Mapping[str, Any]:

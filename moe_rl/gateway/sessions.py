@@ -125,7 +125,8 @@ class Session:
         group: the sessions whose rewards are compared; the caller's choice.
         turns: in the order in which they ended, also those that nobody received.
         ended: whether it takes no more turns. The caller sets it.
-        under_way: requests that have no reply yet. The caller counts them.
+        under_way: requests that have no reply yet. other_system: those that would have continued a turn if the system's
+            text were the same. The caller counts both.
         reopened: how often it was opened again by a gateway that started again. The caller sets it.
         shards: prefix of the names of its trace shards; None: its routes are not recorded. The caller may set it.
         seed: what the seeds of its requests follow from, with their numbers. The caller may set it.
@@ -138,7 +139,7 @@ class Session:
         self.name, self.group, self.limits = name, group, limits
         self.turns: list[Turn] = []
         self.ended = False
-        self.under_way = 0
+        self.under_way = self.other_system = 0
         self.reopened = 0
         self.shards: str | None = f"session-{name}"
         # Not the part of the name that each start of a gateway has anew.

@@ -170,6 +170,11 @@ ALL = (
         "Above 0: clients give up too early. A time limit lets only short completions through, which are then learnt; "
         "raise it, or bound completions by max_tokens.",
         "when measured"),
+    Metric("episode/other_system", "turns", "lower",
+        "Turns that would continue an earlier one if the system's text were the same. Each is a branch from the root.",
+        "Above 0: something in the system's text changes with each request, such as the time. Leave it out: every turn "
+        "computes its whole history again, in sampling and in training.",
+        "when measured"),
     Metric("episode/branches_mean", "branches", "neutral",
         "Mean number of branches of an episode: histories that no turn continues.",
         "Far above 1 in a dialogue without parallel requests: something rewrites the history, such as a chat template "

@@ -233,6 +233,7 @@ def episode_metrics(trajectories: Seq[Trajectory]) -> dict[str, float]:
         "episode/turns_mean": _mean(turns),
         **_quantiles("episode/turns_quantile", turns),
         "episode/undelivered": sum(one.undelivered for one in trajectories),
+        "episode/other_system": sum(one.other_system for one in trajectories),
         "episode/branches_mean": _mean([one.branches for one in trajectories]),
         "episode/sequences_mean": _mean([len(one.sequences) for one in trajectories]),
         "episode/inserted_fraction": given / max(1, given + said),

@@ -44,6 +44,7 @@ class Trajectory:
         verdict: the environment's reward. An episode that failed has a failed verdict, and says why.
         turns, undelivered, branches: numbers of turns that the agent received and did not, and of branches.
         digest: of its session.
+        other_system: requests that would have continued a turn if the system's text were the same.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Trajectory:
     undelivered: int
     branches: int
     digest: str
+    other_system: int = 0
 
     @property
     def whole(self) -> Completion:

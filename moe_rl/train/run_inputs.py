@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -88,8 +88,12 @@ def changed_inputs(folder: RunFolder | None, config: Config, inputs: Sequence[Ru
     """
     if (earlier := _earlier(folder, config)) is None:
         return {}
-    before = _read(earlier)
-    now = {one.name: one for one in inputs}
+    return _compared(earlier, _read(earlier), config, {one.name: one for one in inputs})
+
+
+def _compared(
+    earlier: RunFolder, before: Mapping[str, RunInput], config: Config, now: Mapping[str, RunInput]
+) -> dict[str, tuple[Any, Any]]:
     left_out: tuple[str, ...] = ()
     if config.run.replays is not None:
         left_out = ("heldout/", "reward/", "environment/", "package/")
@@ -114,11 +118,12 @@ def input_problems(
     """
     if (earlier := _earlier(folder, config)) is None:
         return []
+    now = {one.name: one for one in inputs}
     try:
-        before, changed = _read(earlier), changed_inputs(folder, config, inputs)
+        before = _read(earlier)
+        changed = _compared(earlier, before, config, now)
     except MoeRLError as error:
         return [error.message]
-    now = {one.name: one for one in inputs}
     known = {"/".join(name.split("/")[:end]) for name in (*before, *now) for end in range(1, name.count("/") + 2)}
     found = [
         describe(

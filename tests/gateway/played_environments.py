@@ -78,3 +78,12 @@ async def branches_by_turn(session, row):
     """Hold the dialogue of `branches`, and give each turn a reward."""
     await branches(session, row)
     return [1.0, 0.0, 2.0, -1.0]
+
+
+async def dated(session, row):
+    """Ask twice in one dialogue whose system's text changes with each request."""
+    asked = [{"role": "system", "content": "at 1"}, {"role": "user", "content": row["question"]}]
+    reply = await session.chat(asked, max_tokens=9)
+    again = [{"role": "system", "content": "at 2"}, asked[1], reply, {"role": "user", "content": "more"}]
+    await session.chat(again, max_tokens=9)
+    return 1.0

@@ -125,3 +125,65 @@ def test_a_block_for_the_providers_bill_is_not_for_the_model(text):
     assert wish == read_messages(msgspec.json.encode(asked | {"system": text}))
     later = read_messages(msgspec.json.encode(asked | {"system": blocks[::-1]}))
     assert "billing" in later.messages[0]["content"]
+
+
+CITED = {"type": "text", "text": "x", "citations": [{"type": "char_location", "cited_text": "y"}]}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "5"}
+USE = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "field"),
+    [
+        ("assistant", [CITED], "messages.1.content.0.citations"),
+        ("user", [CITED], "messages.1.content.0.citations"),
+        ("user", [RESULT | {"content": [CITED]}], "messages.1.content.0.content.0.citations"),
+        ("user", [RESULT | {"toolset_name": "t"}], "messages.1.content.0.toolset_name"),
+        ("assistant", [USE | {"caller": {"type": "code", "tool_id": "t"}}], "messages.1.content.0.caller"),
+        ("assistant", [{"type": "thinking", "thinking": "x", "signature": "s", "x": 1}], "messages.1.content.0.x"),
+    ],
+)
+def test_what_a_block_says_and_no_prompt_shows_is_refused(role, content, field):
+    asks = {"role": "user", "content": "x"}
+    body = {"messages": [asks, {"role": role, "content": content}, asks], "max_tokens": 3}
+    with pytest.raises(BadRequest) as caught:
+        read_messages(msgspec.json.encode(body))
+    assert (caught.value.field, caught.value.code) == (field, "unsupported_parameter")
+
+
+def test_citations_of_the_systems_text_are_refused():
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "system": [CITED]}
+    with pytest.raises(BadRequest) as caught:
+        read_messages(msgspec.json.encode(body))
+    assert caught.value.field == "system.0.citations"
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"content": "x", "annotations": [{"type": "url_citation"}]}, "messages.1.annotations"),
+        ({"content": [{"type": "text", "text": "x", "more": 1}]}, "messages.1.content.0.more"),
+        ({"tool_calls": [CALL | {"extra_content": {"x": 1}}]}, "messages.1.tool_calls.0"),
+        ({"tool_calls": [CALL | {"type": "custom"}]}, "messages.1.tool_calls.0.type"),
+    ],
+)
+def test_what_an_assistants_message_says_and_no_prompt_shows_is_refused(more, field):
+    asks = {"role": "user", "content": "x"}
+    with pytest.raises(BadRequest) as caught:
+        read_chat(msgspec.json.encode({"messages": [asks, {"role": "assistant", **more}, asks]}))
+    assert caught.value.field == field
+
+
+def test_what_the_packages_send_back_and_providers_read_is_no_matter():
+    """Empty fields, hints for caches, who called a tool when it was the model, and the number of a streamed call."""
+    asks = {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}
+    text = {"type": "text", "text": "x", "citations": None}
+    use = USE | {"caller": {"type": "direct"}, "toolset_name": None}
+    messages = [asks, {"role": "assistant", "content": [text, use]}, {"role": "user", "content": [RESULT]}]
+    wish = read_messages(msgspec.json.encode({"messages": messages, "max_tokens": 3}))
+    assert [one["role"] for one in wish.messages] == ["user", "assistant", "tool"]
+    says = {"role": "assistant", "content": "x", "annotations": [], "tool_calls": [CALL | {"index": 0}]}
+    chat = read_chat(
+        msgspec.json.encode({"messages": [asks, says, {"role": "tool", "tool_call_id": "c", "content": "5"}]})
+    )
+    assert chat.messages[1]["tool_calls"] == [CALL]

@@ -330,3 +330,30 @@ def test_the_address_of_a_session_is_the_gateways_own(folder, host):
             assert opened["base_url"] == f"{opened['url']}/v1"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_systems_text_that_changes_with_each_request_is_counted(folder, path):
+    """Only what would continue a turn otherwise counts, and the owner sees where the texts part."""
+
+    def body(system, *more):
+        messages = [*HI["messages"], *more]
+        if path == "/v1/messages":
+            return HI | {"system": system, "messages": messages}
+        return HI | {"messages": [{"role": "system", "content": system}, *messages]}
+
+    more = ({"role": "assistant", "content": "hello"}, {"role": "user", "content": "more"})
+
+    async def run():
+        async with served(folder, "hello<|im_end|>") as running, aiohttp.ClientSession() as client:
+            opened = running.open()
+            for asked in (body("at 1"), body("at 1", *more), body("at 2"), body("at 3", *more), body("at 4", *more)):
+                status, _ = await told(client, f"{running.url}/s/{opened.key}{path}", json=asked)
+                assert status == 200
+            async with client.get(f"{running.url}/sessions", headers={"Authorization": f"Bearer {OWNER}"}) as answer:
+                listed = await answer.json()
+            (session,) = listed["sessions"]
+            assert listed["counts"]["other_system"] == opened.session.other_system == 2
+            assert session["kinds"] == {"first": 1, "continued": 1, "forked": 3} and "'4" in session["other_system"]
+
+    asyncio.run(run())

@@ -23,6 +23,7 @@ from moe_rl.gateway.session_sequences import runs_of
 from moe_rl.gateway.sessions import Session
 from moe_rl.models.hf import read_model
 from moe_rl.replay.routes import microbatch_routes, read_routes, source_sum
+from moe_rl.rollout.batches import episode_metrics
 from moe_rl.rollout.episodes import Episodes
 from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.rollout.rollouts import Rollouts
@@ -30,6 +31,7 @@ from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import Prompt, VersionSpan
+from tests.gateway.scripted import Scripted
 from tests.support.one_rank import alone
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -245,6 +247,27 @@ def test_an_episode_that_is_given_up_ends_with_its_last_request(checkpoint, tmp_
 
     left, open_sessions = asyncio.run(give_up())
     assert left == 0 and not list(open_sessions)
+
+
+def test_a_systems_text_that_changes_is_a_metric_of_the_run(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config = config_of(checkpoint, tmp_path, run="played_environments.dated")
+
+    async def play():
+        sampler = Scripted(TextCodec(checkpoint, ()), "hello<|im_end|>")
+        player = EpisodeGateway(config, read_model(checkpoint), sampler, tmp_path, TraceStore(tmp_path / "trace"))
+        await player.open()
+        prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
+        asked = [replace(Episodes(config).request(f"g-c{n}", f"c{n}", prompt), kept=False) for n in range(2)]
+        try:
+            return await player.play(asked)
+        finally:
+            await player.close()
+
+    both = asyncio.run(play())
+    assert [(one.verdict.reward, one.turns, one.branches) for one in both] == [(1.0, 2, 2)] * 2
+    assert episode_metrics(both)["episode/other_system"] == 2
+    assert episode_metrics([replace(one, other_system=0) for one in both])["episode/other_system"] == 0
 
 
 @pytest.fixture

@@ -73,6 +73,12 @@ def begun(tmp_path, monkeypatch):
     return Run(tmp_path)
 
 
+def test_what_the_run_wrote_down_is_read_once(begun, monkeypatch):
+    read, real = [], run_inputs.read_lines
+    monkeypatch.setattr(run_inputs, "read_lines", lambda file, kind: read.append(file) or real(file, kind))
+    assert begun.problems() == [] and len(read) == 1
+
+
 def test_the_inputs_are_named(begun):
     names = {one.name for one in begun.inputs()}
     assert {"model/config.json", "model/model.safetensors", "model/tokenizer.json", "model/generation_config.json"} <= (
