@@ -129,7 +129,7 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
             moved = max(moved or 0.0, side.differ / max(side.choices, 1))
     trainer = None
     if trained is not None and rows:
-        engine = _Engine(trained, evidence.trainer_dtype, 1.0, 1.0)
+        engine = _Engine(trained, evidence.trainer_dtype, 1.0, 1.0, chose_freely=True)
         trainer = engine.side(evidence.version, list(zip(names, rows, strict=True)), "chosen", "trainer_logprobs")
     found = Explanation(
         "undecided", "", sides, trainer, moved, _replayed_others(rows), _own_logits(rows, trained), missing
@@ -173,11 +173,13 @@ def _judge(found: Explanation) -> tuple[Verdict, str]:
 class _Engine:
     """Runs the third engine on one version of the weights, in float32 and in the precision of another engine."""
 
-    def __init__(self, path: Path, dtype: str, coarse: float, temperature: float):
-        """Args: `dtype` and `coarse` describe the other engine: its precision, and how many times this it rounds."""
+    def __init__(self, path: Path, dtype: str, coarse: float, temperature: float, *, chose_freely: bool = False):
+        """Args: `dtype` and `coarse` describe the other engine: its precision, and how many times this it rounds.
+        `chose_freely`: the choices that it is said to have made are its own for sure."""
+        self.chose_freely = chose_freely
         low = getattr(torch, dtype)
         self.exact, self.temperature, self.coarse = IndependentModel(path, weights=low), temperature, coarse
-        self.low = self.exact if low == torch.float32 else IndependentModel(path, dtype=low)
+        self.low = None if low == torch.float32 else IndependentModel(path, dtype=low)
         self.facts = self.exact.facts
 
     @torch.no_grad()
@@ -242,14 +244,19 @@ class _Seen:
         known: bool [T, L], where there is a choice. regrets: float32 [T, L], see `choices.regret`; infinite for what is
             no choice of K experts.
         largest, moved: [L], the largest score, and the largest change of a score by rounding.
-        apart, noise: [2, N], |differences of log-probabilities|: of the engine to the third one, and of this one by
-            rounding; in the first row under the engine's choices, in the second under its own.
+        apart, noise: [ways, N], |differences of log-probabilities|: of the engine to the third one, and of this one by
+            rounding; in the first row under the engine's choices, in the second, if there is one, under its own.
     """
 
     def __init__(self, engine: _Engine, rows: Rows, routes: np.ndarray | None, logprobs: np.ndarray | None):
         tokens, facts = torch.from_numpy(rows["tokens"].astype(np.int64)), engine.facts
-        ways = [routes] if logprobs is None else [routes, None]
-        ran = [[_pass(model, tokens, way, engine.temperature) for model in (engine.exact, engine.low)] for way in ways]
+        ways = [routes] if logprobs is None or routes is None or engine.chose_freely else [routes, None]
+        ran = []
+        for way in ways:
+            exact = low = _pass(engine.exact, tokens, way, engine.temperature)
+            if engine.low is not None:
+                low = _pass(engine.low, tokens, way, engine.temperature)
+            ran.append((exact, low))
         (scores, _), (rounded, _) = ran[0]
         self.largest = scores.abs().amax((0, 2))
         self.moved = (scores - rounded).abs().amax((0, 2))
@@ -264,7 +271,7 @@ class _Seen:
                 chosen = given[:, column].clamp(max=facts.num_experts - 1)
                 self.regrets[:, column] = regret(facts, scores[:, column], chosen)
             self.regrets[~sound] = torch.inf
-        self.apart = self.noise = torch.empty(2, 0)
+        self.apart = self.noise = torch.empty(len(ways), 0)
         if logprobs is not None:
             theirs = torch.from_numpy(logprobs)
             here = theirs.isfinite()

@@ -176,11 +176,8 @@ def read_rows(folder: Path, evidence: Evidence) -> list[dict[str, np.ndarray]]:
         arrays = load_file(folder / _ROWS)
     except (OSError, SafetensorError) as error:
         raise DataError(describe("evidence cannot be read", where={"file": folder / _ROWS}, got=error)) from error
-    found: list[dict[str, np.ndarray]] = [{} for _ in evidence.sequences]
-    for name, array in arrays.items():
-        number, _, what = name.partition("/")
-        found[int(number)][what] = array
-    return found
+    numbers = range(len(evidence.sequences))
+    return [{what: arrays[name] for what in ARRAYS if (name := f"{number}/{what}") in arrays} for number in numbers]
 
 
 def lines(run: Path) -> list[str]:

@@ -38,7 +38,13 @@ from moe_rl.types import RouteRef, Sequence, VersionSpan
 
 # What is kept of the rows: enough to tell a wrong layer, place or sequence from near ties.
 _SEQUENCES, _ROWS = 32, 4096
-_NAMES = {"CollapseError": "collapse", "PipelineError": "lag 0", "WeightSyncError": "canary"}
+# Words for faults, and for types of errors without one.
+_NAMES = {
+    **dict.fromkeys(("read", "dispatched", "misapplied"), "checksum"),
+    "CollapseError": "collapse",
+    "PipelineError": "lag 0",
+    "WeightSyncError": "canary",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +154,10 @@ class _Keeping:
         self.config, self.folder, self.policy = keeper.config, keeper.folder, keeper.policy
         self.store, self.spec, self.limit = keeper.store, keeper.spec, keeper._limit
         self.error, self.work = error, work
-        about, config = error.about, self.config
+        about, config, fault = error.about, self.config, error.message.fault or type(error).__name__
         self.evidence = Evidence(
             step=step,
-            what=error.message.fault or _NAMES.get(type(error).__name__, type(error).__name__),
+            what=_NAMES.get(fault, fault),
             error=type(error).__name__,
             message=str(error),
             version=version,

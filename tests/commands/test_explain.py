@@ -115,7 +115,7 @@ def test_where_both_engines_are_right_the_check_was_wrong(planted, capsys):
     assert sampler["nats"] < 1e-5 < sampler["allowed"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_a_near_tie_of_the_engines_precision_is_no_difference(planted, capsys, dtype):
     """The third engine's own rounding in that precision says what is near."""
     model = IndependentModel(planted.sound, dtype=getattr(torch, dtype))
@@ -143,7 +143,7 @@ RECORDS = {
 }
 
 
-USUAL = ["rows of the other sequence", "an expert twice"]
+USUAL = ["rows of the other sequence"]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,7 @@ def test_a_record_that_does_not_fit_its_engine_is_the_recorders_fault(planted, c
     assert found["trainer"]["differ"] == 0
 
 
+@pytest.mark.long
 def test_one_expert_of_a_layer_that_is_wrong_everywhere_is_found_there(planted, capsys):
     layer = 2
     for rows in planted.rows:
@@ -168,7 +169,7 @@ def test_one_expert_of_a_layer_that_is_wrong_everywhere_is_found_there(planted, 
     found = planted.explained(capsys)
     assert found["verdict"] == "recorder"
     shares = list(found["sampler"][0]["by_layer"].values())
-    assert shares[layer] > 0.9 and sum(shares) == shares[layer]
+    assert shares[layer] > 0.9 and not any(shares[:layer])  # later layers see what these experts would have done
 
 
 def test_a_sampler_with_other_weights_is_told_from_its_recorder(planted, capsys):
@@ -176,16 +177,19 @@ def test_a_sampler_with_other_weights_is_told_from_its_recorder(planted, capsys)
     assert planted.explained(capsys)["verdict"] == "weights"
 
 
+@pytest.mark.long
 def test_weights_that_neither_engine_has_are_told(planted, capsys):
     weights = [KeptWeights(1, str(planted.other), True)]
     assert planted.explained(capsys, weights=weights)["verdict"] == "weights"
 
 
+@pytest.mark.long
 def test_a_trainer_with_other_weights_than_it_exports_is_told(planted, capsys):
     planted.engine("chosen", "trainer_logprobs", planted.other)
     assert planted.explained(capsys)["verdict"] == "trainer"
 
 
+@pytest.mark.long
 def test_a_trainer_that_was_to_replay_another_record_is_told(planted, capsys):
     for rows in planted.rows:
         rows["applied"] = np.roll(rows["record"], 1, 0)
@@ -193,6 +197,7 @@ def test_a_trainer_that_was_to_replay_another_record_is_told(planted, capsys):
     assert found["verdict"] == "trainer" and found["replayed_others"] > 0
 
 
+@pytest.mark.long
 def test_router_logits_of_the_sampler_against_its_record_are_the_recorders_fault(planted, capsys):
     model = IndependentModel(planted.sound)
     for rows, tokens in zip(planted.rows, planted.runs, strict=True):

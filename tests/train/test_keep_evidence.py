@@ -9,27 +9,28 @@ from moe_rl.report import evidence_folder
 from moe_rl.train.canary import Canary
 from moe_rl.train.keep_evidence import _cut, of_canary
 from moe_rl.types import ScoredTokens
-from tests.train.stand_in_run import begin
+from tests.support.one_rank import alone
+from tests.train.stand_in_run import OVERRIDES
 
 
 @pytest.mark.timeout(300)
 def test_a_run_that_is_ended_by_a_check_leaves_what_settles_it(tmp_path, capsys):
     """The stand-in sampler makes up its routes and log-probabilities: it computes with no weights of this run."""
-    process, run = begin(tmp_path, "guards.alignment=true", "run.steps=2", "rollout.prompts_per_step=16")
+    config = ["--config", "configs/tiny_moe_cpu.yaml", *OVERRIDES, f"run.runs_dir={tmp_path}", "rollout.dtype=float32"]
+    process = alone("tests/train/refused_run.py", *config)
     assert process.returncode == 2, process.stderr[-4000:]
+    (run,) = tmp_path.glob("tiny-moe-*")
     (told,) = [line for line in process.stderr.splitlines() if "ReplayError" in line]
     (folder,) = evidence_folder.folders(run)
-    assert folder.name == "step000001-alignment" and str(folder) in told and "staleness 0, power" in told
+    assert folder.name == "step000001-checksum" and str(folder) in told
     kept = evidence_folder.read(folder)
-    assert (kept.version, kept.lr, kept.staleness) == (0, None, 0) and kept.power is not None
-    assert [one.path for one in kept.weights] == ["weights/step-000000"] and len(kept.sequences) == 32
-    # What the trainer was to replay is the record.
-    for rows in evidence_folder.read_rows(folder, kept):
-        assert rows["applied"].tolist() == rows["record"].tolist()
+    assert (kept.step, kept.version, kept.lr, kept.staleness) == (1, 0, None, 0)
+    assert [one.path for one in kept.weights] == ["weights/step-000000"] and len(kept.sequences) == 4
+    assert all("record" in rows for rows in evidence_folder.read_rows(folder, kept))
     assert main(["show", str(run)]) == 0 and str(folder) in capsys.readouterr().out
     assert main(["explain", str(run), "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["verdict"] == "weights" and found["replayed_others"] == 0
+    assert found["verdict"] == "weights"
     assert found["trainer"]["differ"] == 0 and found["sampler"][0]["differ"] > 0
 
 
