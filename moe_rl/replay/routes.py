@@ -53,6 +53,7 @@ class SequenceRoutes:
         recorded: bool [T], rows whose recorded route was read.
         lags: int64 [T], how many versions older than the trainer's the weights are that routed each recorded row; 0 for
             the others.
+        versions: int64 [T], of these weights; 0 for the others.
         prompt: How many of the tokens belong to the prompt.
     """
 
@@ -62,13 +63,14 @@ class SequenceRoutes:
     native: np.ndarray
     recorded: np.ndarray
     lags: np.ndarray
+    versions: np.ndarray
     prompt: int = 0
 
     @classmethod
     def complete(cls, key: str, token_ids: np.ndarray, routes: np.ndarray) -> SequenceRoutes:
-        """Make the routes of a sequence whose rows are all recorded and replayed."""
-        nothing = np.zeros(len(routes), bool)
-        return cls(key, token_ids, routes, native=nothing, recorded=~nothing, lags=nothing.astype(np.int64))
+        """Make the routes of a sequence whose rows are all recorded and replayed, of weights of version 0."""
+        nothing, zeros = np.zeros(len(routes), bool), np.zeros(len(routes), np.int64)
+        return cls(key, token_ids, routes, native=nothing, recorded=~nothing, lags=zeros, versions=zeros)
 
 
 def missing_rows(sequence: Sequence) -> int:
@@ -146,11 +148,11 @@ def read_routes(
         wanted.append([] if ref is None else [(ref, run) for run in _runs(mine[ref.start :], ref.rows)])
     records = iter(store.read_each([one for runs in wanted for one in runs], layers=layers) if any(wanted) else ())
     found = []
-    for sequence, tokens, versions, runs in zip(sequences, fed, sampled, wanted, strict=True):
+    for sequence, tokens, expected_versions, runs in zip(sequences, fed, sampled, wanted, strict=True):
         tokens, ref = np.asarray(tokens), sequence.routes
         routes = padding_routes(len(tokens), len(layers), spec, expert_parallel=1)
         missing, recorded = np.ones(len(tokens), bool), np.zeros(len(tokens), bool)
-        lags = np.zeros(len(tokens), np.int64)
+        lags, versions = (np.zeros(len(tokens), np.int64) for _ in range(2))
         if ref is not None:
             missing[ref.start : ref.start + ref.rows] = False
         for ref, (first, last) in runs:
@@ -166,11 +168,11 @@ def read_routes(
             )
             routes[rows], recorded[rows] = record.routes, True
             made = versions_of_rows(record.spans)
-            _check_versions(sequence, made, rows.start, versions)
-            lags[rows] = weight_version - made
+            _check_versions(sequence, made, rows.start, expected_versions)
+            lags[rows], versions[rows] = weight_version - made, made
         native = missing | ((lags > 0) if policy.stale == "native" else False)
         prompt = len(sequence.prompt_token_ids)
-        found.append(SequenceRoutes(sequence.key, tokens, routes, native, recorded, lags, prompt))
+        found.append(SequenceRoutes(sequence.key, tokens, routes, native, recorded, lags, versions, prompt))
     return found
 
 
@@ -297,7 +299,8 @@ def microbatch_routes(
 
     on_device = partial(_on_device, device=device)
     ids = _indices(np.concatenate([part.routes for part in parts]))
-    salts = np.concatenate([row_salts(name, tokens).view(np.int64) for name, tokens in zip(names, fed, strict=True)])
+    of_rows = zip(names, fed, parts, strict=True)
+    salts = np.concatenate([row_salts(name, tokens, part.versions).view(np.int64) for name, tokens, part in of_rows])
     native = np.concatenate([part.native for part in parts])[rows]
     recorded = np.concatenate([part.recorded for part in parts])
     lags = np.concatenate([part.lags for part in parts])
@@ -348,9 +351,9 @@ def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel
 
 
 def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> SequenceRoutes:
-    nothing = np.zeros(rows, bool)
+    nothing, zeros = np.zeros(rows, bool), np.zeros(rows, np.int64)
     routes = padding_routes(rows, layers, spec, expert_parallel=expert_parallel)
-    return SequenceRoutes(PADDING, np.zeros(rows, np.int64), routes, nothing, nothing, np.zeros(rows, np.int64))
+    return SequenceRoutes(PADDING, zeros, routes, nothing, nothing, lags=zeros, versions=zeros)
 
 
 def _indices(routes: np.ndarray) -> np.ndarray:
@@ -377,7 +380,7 @@ def _checksums(
     if not any(counts):
         return torch.zeros(len(parts), len(layers), dtype=torch.int64, device=device)
     routes = np.concatenate([part.routes[mask] for part, mask in zip(parts, rows, strict=True)])
-    salts = [row_salts(part.key, part.token_ids)[mask] for part, mask in zip(parts, rows, strict=True)]
+    salts = [row_salts(part.key, part.token_ids, part.versions)[mask] for part, mask in zip(parts, rows, strict=True)]
     return expected(
         _on_device(_indices(routes), device),
         _on_device(np.concatenate(salts).view(np.int64), device),

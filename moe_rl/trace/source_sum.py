@@ -2,11 +2,12 @@
 
 The checksum is the sum over the sequence's rows and over the layers, modulo 2**64, of
 
-    salt(request) * salt(position, token) * sum over the row's experts of  salt(layer, expert)
+    salt(request) * salt(position, token, weight version) * sum over the row's experts of  salt(layer, expert)
 
 The recorder computes it from the engine's own buffer, and it travels in the reference (`RouteRef.source_sum`). The
 trainer compares it with the experts that reach its dispatchers. No step in between computes it again. It therefore
-reveals a row of another position, token, request or layer, and a missing or wrong expert, wherever the error happened.
+reveals a row of another position, token, weight version, request or layer, and a missing or wrong expert, wherever the
+error happened.
 Two errors cancel by chance about once in 2**63. Checksums of different layers, or different rows, of a sequence add up.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
@@ -38,9 +39,12 @@ def expert_salts(layer: int, experts: int) -> np.ndarray:
     return salts
 
 
-def place_salts(positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """Return an odd salt for each row, uint64 [T], from its position in the sequence and its token id, integers [T]."""
-    return _mixed(_mixed(np.asarray(positions).astype(np.uint64)) ^ np.asarray(token_ids).astype(np.uint64)) | _ODD
+def place_salts(positions: np.ndarray, token_ids: np.ndarray, versions: np.ndarray | int = 0) -> np.ndarray:
+    """Return an odd salt for each row, uint64 [T], from its position in the sequence, its token id, and the version of
+    the weights that routed it: integers [T], or one version for all. Versions count modulo 2**32."""
+    with np.errstate(over="ignore"):
+        places = np.asarray(positions).astype(np.uint64) + (np.asarray(versions).astype(np.uint64) << np.uint64(32))
+    return _mixed(_mixed(places) ^ np.asarray(token_ids).astype(np.uint64)) | _ODD
 
 
 def request_salt(key: str) -> np.uint64:
@@ -48,32 +52,41 @@ def request_salt(key: str) -> np.uint64:
     return np.uint64(xxhash.xxh3_64_intdigest(key.encode()) | 1)
 
 
-def row_salts(key: str, token_ids: np.ndarray) -> np.ndarray:
-    """Return odd uint64 [T], salt(request) * salt(position, token), for all rows of a sequence from row 0."""
+def row_salts(key: str, token_ids: np.ndarray, versions: np.ndarray | int = 0) -> np.ndarray:
+    """Return odd uint64 [T], salt(request) * salt(position, token, version), for all rows of a sequence from row 0."""
     with np.errstate(over="ignore"):
-        return request_salt(key) * place_salts(np.arange(len(token_ids)), token_ids)
+        return request_salt(key) * place_salts(np.arange(len(token_ids)), token_ids, versions)
 
 
-def placed_rows(sums: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """Bind each row's sum to its position and token: uint64 [T], the input of `total`.
+def placed_rows(
+    sums: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, versions: np.ndarray | int
+) -> np.ndarray:
+    """Bind each row's sum to its position, token and weight version: uint64 [T], the input of `total`.
 
     sums [T] are 64-bit integers, the sum of the salts of each row's experts.
     """
     with np.errstate(over="ignore"):
-        return sums.view(np.uint64) * place_salts(positions, token_ids)
+        return sums.view(np.uint64) * place_salts(positions, token_ids, versions)
 
 
-def rows_of(routes: np.ndarray, layers: Sequence[int], token_ids: np.ndarray, start: int = 0) -> np.ndarray:
+def rows_of(
+    routes: np.ndarray,
+    layers: Sequence[int],
+    token_ids: np.ndarray,
+    start: int = 0,
+    *,
+    versions: np.ndarray | int = 0,
+) -> np.ndarray:
     """Return `placed_rows`, uint64 [T], for routes that another program recorded.
 
     The sum protects the routes only from here on. routes [T, L, K] are expert ids of `layers`; `start` is the position
-    of the first row.
+    of the first row; `versions` are of the weights that routed the rows, [T] or one for all.
     """
     experts = int(routes.max(initial=0)) + 1
     sums = np.zeros(len(routes), np.uint64)
     for column, layer in enumerate(layers):
         sums += expert_salts(layer, experts)[routes[:, column]].sum(-1, dtype=np.uint64)
-    return placed_rows(sums, np.arange(start, start + len(routes)), token_ids)
+    return placed_rows(sums, np.arange(start, start + len(routes)), token_ids, versions)
 
 
 def total(key: str, rows: np.ndarray) -> str:
@@ -91,9 +104,16 @@ def added(sums: Iterable[str]) -> str:
     return f"{sum(int(one, 16) for one in sums) % (1 << _BITS):016x}"
 
 
-def signed(ref: RouteRef, routes: np.ndarray, layers: Sequence[int], token_ids: np.ndarray) -> RouteRef:
+def signed(
+    ref: RouteRef,
+    routes: np.ndarray,
+    layers: Sequence[int],
+    token_ids: np.ndarray,
+    *,
+    versions: np.ndarray | int = 0,
+) -> RouteRef:
     """Return the reference with the checksum of the arrays that its record was just written from. See `rows_of`."""
-    return replace(ref, source_sum=total(ref.key, rows_of(routes, layers, token_ids, ref.start)))
+    return replace(ref, source_sum=total(ref.key, rows_of(routes, layers, token_ids, ref.start, versions=versions)))
 
 
 def sum_of(ref: RouteRef) -> int:

@@ -337,7 +337,7 @@ class Recorder:
                     fault="no expert" if got == NOT_REPORTED else "range",
                 )
             )
-        placed = placed_rows(sums, positions, token_ids)
+        placed = placed_rows(sums, positions, token_ids, weight_version)
         self._slots.write(slots, positions, token_ids, routes, placed, weight_version, may_repeat=self._speculates)
 
     def _rows(self, request: Recorded, ask: RecordingRequest, table: BlockTable, forwarded: int) -> Rows:

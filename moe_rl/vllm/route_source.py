@@ -121,7 +121,7 @@ class NativeSource:
                 )
             )
         chosen = routes[:, self._layers].astype(self._dtype, casting="safe")
-        sums = rows_of(chosen, self._layers.tolist(), token_ids)
+        sums = rows_of(chosen, self._layers.tolist(), token_ids, versions=self._version)
         return Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64), sums)
 
     def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> None:

@@ -32,8 +32,9 @@ class Rows:
         routes: [T, L, K].
         token_ids: [T] int32.
         weight_versions: [T] int64.
-        sums: [T] uint64, checksums of the routes as they left the engine's buffer, bound to position and token, see
-            `placed_rows` in trace.source_sum. They are copied with the rows and never computed again from the routes.
+        sums: [T] uint64, checksums of the routes as they left the engine's buffer, bound to position, token and
+            version, see `placed_rows` in trace.source_sum. They are copied with the rows and never computed again from
+            the routes.
     """
 
     routes: np.ndarray

@@ -80,7 +80,7 @@ def test_what_is_refused_of_the_trace(tmp_path):
         for i in range(3):
             tokens = (*range(20, 25), 25 + i) if i < 2 else tuple(range(30, 36))
             ref = writer.add(f"s{i}", routes(5, i), tokens[:5], [Span(5, 7, Provenance.DECODE)])
-            ref = signed(ref, routes(5, i), SPEC.moe_layers, tokens[:5])
+            ref = signed(ref, routes(5, i), SPEC.moe_layers, tokens[:5], versions=7)
             sequences.append(
                 Sequence(f"s{i}", tokens[:2], tokens[2:], np.zeros(4, np.float32), 0.0, sampled_by(7, 4), ref)
             )

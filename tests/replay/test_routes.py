@@ -20,9 +20,11 @@ from moe_rl.replay.routes import (
     missing_rows,
     padding_routes,
     read_routes,
+    source_sum,
 )
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.trace.source_sum import expert_salts, row_salts
+from moe_rl.trace.spans import versions_of_rows
 from moe_rl.types import Provenance, RoutePart, Sequence, Span, VersionSpan, sampled_by
 from tests.support.operations import Operations
 from tests.support.refusals import refused
@@ -45,7 +47,7 @@ def stored(tmp_path):
             table = routes_of(rng, prompt + completion - 1)
             spans = [Span(len(tokens) - 1, 3, Provenance.DECODE)]
             ref = writer.add(f"s{number}", table, np.array(tokens[:-1], np.int32), spans)
-            ref = signed(ref, table, SPEC.moe_layers, tokens[:-1])
+            ref = signed(ref, table, SPEC.moe_layers, tokens[:-1], versions=3)
             sequences.append(
                 Sequence(
                     f"s{number}",
@@ -142,6 +144,25 @@ def test_routes_of_other_tokens_are_refused(stored, change, error):
     assert {about.get("request", about.get("record"))} <= {"s0", "s1"}
 
 
+def test_a_record_and_a_completion_that_both_say_the_newest_version_are_refused(stored, tmp_path):
+    """Rows of version 3 that both call version 4: only the checksum from the engine's buffer knows better."""
+    _, (first, _), tables = stored
+    with ShardWriter(tmp_path / "newest", "step1", SPEC) as writer:
+        tokens = fed(first).astype(np.int32)
+        ref = writer.add("s0", tables[0], tokens, [Span(8, 4, Provenance.DECODE)])
+    read = partial(read_one, TraceStore(tmp_path / "newest"), spec=SPEC, layers=SPEC.moe_layers, **whole(first))
+    for version, source in ((4, signed(ref, tables[0], SPEC.moe_layers, tokens, versions=4)), (3, first.routes)):
+        relabelled = dataclasses.replace(
+            first, routes=dataclasses.replace(ref, source_sum=source.source_sum), versions=sampled_by(4, 4)
+        )
+        part = read(relabelled, weight_version=4)
+        if version == 4:
+            lay([part], source=[source_sum(relabelled)])
+            continue
+        with refused(ReplayError, "s0", fault="read"):
+            lay([part], source=[source_sum(relabelled)])
+
+
 def test_a_token_and_its_row_are_of_the_same_weights(tmp_path):
     """Weights 4 came after the second of 5 sampled tokens, whose rows are 3 to 7."""
     tokens = np.arange(9)
@@ -149,7 +170,7 @@ def test_a_token_and_its_row_are_of_the_same_weights(tmp_path):
     with ShardWriter(tmp_path, "step1", SPEC) as writer:
         ref = writer.add("s", table, tokens[:-1].astype(np.int32), [Span(5, 3, Provenance.DECODE),
                                                                     Span(3, 4, Provenance.DECODE)])  # fmt: skip
-    ref = signed(ref, table, SPEC.moe_layers, tokens[:-1])
+    ref = signed(ref, table, SPEC.moe_layers, tokens[:-1], versions=np.repeat([3, 4], [5, 3]))
 
     def read(*versions, here=slice(None)):
         mine = np.zeros(8, bool)
@@ -192,7 +213,7 @@ def test_only_the_rows_of_this_rank_are_read(tmp_path):
     with ShardWriter(tmp_path, "step1", SPEC) as writer:
         table = routes_of(rng, 800)
         ref = writer.add("s", table, np.array(tokens[:-1], np.int32), [Span(800, 3, Provenance.DECODE)])
-        ref = signed(ref, table, SPEC.moe_layers, tokens[:-1])
+        ref = signed(ref, table, SPEC.moe_layers, tokens[:-1], versions=3)
     sequence = Sequence(
         "s", tuple(tokens[:5]), tuple(tokens[5:]), np.zeros(796, np.float32), 1.0, sampled_by(3, 796), ref
     )
@@ -316,7 +337,9 @@ def test_more_sequences_and_layers_take_no_more_operations():
             laid = lay(parts, padding=4, spec=spec)
         counts.append(operations.count)
         sums = [
-            np.add.reduce(row_salts(p.key, p.token_ids) * expert_salts(layer, 16)[p.routes[:, layer]].sum(-1))
+            np.add.reduce(
+                row_salts(p.key, p.token_ids, p.versions) * expert_salts(layer, 16)[p.routes[:, layer]].sum(-1)
+            )
             for p in parts
             for layer in range(layers)
         ]
@@ -340,7 +363,7 @@ def test_missing_rows_are_refused_or_left_to_the_router(stored, tmp_path):
         tokens = fed(first)[2:7].astype(np.int32)
         table = routes_of(rng, 5)
         ref = dataclasses.replace(writer.add("s0", table, tokens, [Span(5, 3, Provenance.DECODE)]), start=2)
-    some = dataclasses.replace(first, routes=signed(ref, table, SPEC.moe_layers, tokens))
+    some = dataclasses.replace(first, routes=signed(ref, table, SPEC.moe_layers, tokens, versions=3))
     none = dataclasses.replace(first, routes=None)
     assert [missing_rows(s) for s in (first, some, none)] == [0, 3, 8]
     read = partial(read_one, spec=SPEC, layers=SPEC.moe_layers, **whole(first), weight_version=3)
@@ -375,7 +398,7 @@ def test_rows_of_older_weights_are_marked_and_treated_as_asked(tmp_path, stored,
     with ShardWriter(tmp_path / "mixed", "step2", SPEC) as writer:
         table = routes_of(rng, 8)
         ref = writer.add("s0", table, fed(first).astype(np.int32), spans)
-        ref = signed(ref, table, SPEC.moe_layers, fed(first))
+        ref = signed(ref, table, SPEC.moe_layers, fed(first), versions=versions_of_rows(spans))
     read = partial(
         read_one, TraceStore(tmp_path / "mixed"),
         dataclasses.replace(first, routes=ref, versions=sampled_by(6, 4)), SPEC,

@@ -65,7 +65,7 @@ def sources(parts, covered=slice(None)):
     for part in parts:
         start = covered.start or 0
         ref = RouteRef(part.key, len(part.routes[covered]), (), start)
-        refs.append(signed(ref, part.routes[covered], LAYERS, part.token_ids[covered]))
+        refs.append(signed(ref, part.routes[covered], LAYERS, part.token_ids[covered], versions=part.versions[covered]))
     return [sum_of(ref) for ref in refs]
 
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from moe_rl.trace import RouteRecord, TraceStore, signed, validate
+from moe_rl.trace.spans import versions_of_rows
 from moe_rl.types import Provenance, RouteRef, VersionSpan
 from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.in_flight import trainer_reads
@@ -124,7 +125,8 @@ def play(tmp_path, checkpoint, scenarios):
 
 def summed(ref: RouteRef, record: RouteRecord) -> bool:
     """Whether the record's checksum equals that of the reference, taken at the engine's buffer."""
-    return signed(ref, record.routes, record.layers, record.token_ids).source_sum == ref.source_sum
+    versions = versions_of_rows(record.spans)
+    return signed(ref, record.routes, record.layers, record.token_ids, versions=versions).source_sum == ref.source_sum
 
 
 def agree(outcome: Outcome, model: Independent, *, act: int = 0, version: int = 0) -> int:

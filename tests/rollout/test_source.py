@@ -56,7 +56,7 @@ def test_arrays_of_finished_requests_become_records(source, tmp_path):
     np.testing.assert_array_equal(record.routes, np.sort(routes[:, LAYERS], -1))
     assert record.token_ids.tolist() == [5, 6, 7, 8, 9, 10, 11]
     assert record.spec.layer_map == "dmdmd"
-    own = signed(refs["a"], routes[:, LAYERS], LAYERS, [*prompt, *tokens[:-1]])
+    own = signed(refs["a"], routes[:, LAYERS], LAYERS, [*prompt, *tokens[:-1]], versions=3)
     assert own == refs["a"] != replace(refs["a"], source_sum="")
     how = [Provenance.CACHED, Provenance.PREFILL, Provenance.DECODE]
     assert record.spans == tuple(Span(rows, 3, one) for rows, one in zip((4, 1, 2), how, strict=True))

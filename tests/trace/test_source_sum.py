@@ -20,8 +20,8 @@ def sequence(seed, tokens=8):
     return routes, rng.integers(0, 150_000, tokens)
 
 
-def of(routes, tokens, *, key="s1/p0/c0", layers=LAYERS, start=0):
-    return total(key, rows_of(routes, layers, tokens, start))
+def of(routes, tokens, *, key="s1/p0/c0", layers=LAYERS, start=0, versions=0):
+    return total(key, rows_of(routes, layers, tokens, start, versions=versions))
 
 
 def test_layers_and_rows_that_were_summed_apart_add_up():
@@ -47,6 +47,8 @@ def test_salts_differ_and_those_of_rows_are_odd():
     assert len(set(experts.tolist())) == len(experts)
     places = place_salts(np.repeat(np.arange(300), 300), np.tile(np.arange(300), 300))
     assert len(set(places.tolist())) == len(places) and (places % 2 == 1).all()
+    places = place_salts(np.tile(np.arange(300), 300), 7, np.repeat(np.arange(300), 300))
+    assert len(set(places.tolist())) == len(places) and (places % 2 == 1).all()
     assert len({int(request_salt(f"s1/p0/c{n}")) for n in range(1000)}) == 1000
 
 
@@ -71,7 +73,8 @@ def test_any_change_on_the_way_changes_it(data):
     row, other = data.draw(st.lists(st.integers(0, 7), min_size=2, max_size=2, unique=True))
     layer, second = data.draw(st.lists(st.integers(0, 2), min_size=2, max_size=2, unique=True))
     wrong, change = routes.copy(), data.draw(st.sampled_from(
-        ["expert", "rows", "layers", "layers of a row", "shift", "sequence", "key", "token", "start", "dropped"]
+        ["expert", "rows", "layers", "layers of a row", "shift", "sequence", "key", "token", "start", "version",
+         "dropped"]
     ))  # fmt: skip
     asked = {}
     if change == "expert":
@@ -92,7 +95,8 @@ def test_any_change_on_the_way_changes_it(data):
         tokens = tokens.copy()
         tokens[row] += 1
     else:
-        asked = {"key": "s1/p0/c1"} if change == "key" else {"start": 1}
+        versions = np.where(np.arange(8) == row, 1, 0)
+        asked = {"key": {"key": "s1/p0/c1"}, "start": {"start": 1}, "version": {"versions": versions}}[change]
     same = wrong.shape == routes.shape and np.array_equal(np.sort(wrong, -1), np.sort(routes, -1))
-    if not same or change in ("key", "token", "start"):
+    if not same or change in ("key", "token", "start", "version"):
         assert of(wrong, tokens, **asked) != right

@@ -39,7 +39,7 @@ class Left:
             routes = np.tile(np.array([0, 1], np.uint8), (3, 2, 1))
             routes[1:] += 1
             ref = writer.add("s2/p0/c0", routes, [1, 2, 3], [Span(3, version, Provenance.DECODE)])
-            ref = signed(ref, routes, SPEC.moe_layers, [1, 2, 3])
+            ref = signed(ref, routes, SPEC.moe_layers, [1, 2, 3], versions=version)
         logprobs = np.array([-0.5, -1.25], np.float32)
         sequence = Sequence("s2/p0/c0", (1, 2), (3, 4), logprobs, 0.5, sampled_by(DONE, 2), routes=ref)
         self.batch = RolloutBatch([sequence], [0], {"reward/mean": 0.5}, "second")

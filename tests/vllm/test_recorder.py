@@ -17,6 +17,7 @@ from moe_rl.errors import EngineError, ReplayError, TraceDiskError, TraceError
 from moe_rl.replay.routes import microbatch_routes, read_routes, source_sum
 from moe_rl.trace import TraceStore, signed
 from moe_rl.trace.source_sum import rows_of, total
+from moe_rl.trace.spans import versions_of_rows
 from moe_rl.types import Provenance, Sequence, sampled_by
 from moe_rl.vllm import recorder as module
 from moe_rl.vllm import slot_journal
@@ -159,8 +160,9 @@ class Engine:
 
     def compare(self, key, ref, tokens, routes, versions=None) -> None:
         assert (ref.key, ref.rows, ref.start) == (key, len(tokens), 0)
-        assert ref.source_sum == total(key, rows_of(routes, LAYERS, tokens))
         record = self.store.read(ref)
+        made = versions_of_rows(record.spans)
+        assert ref.source_sum == total(key, rows_of(routes, LAYERS, tokens, versions=made))
         np.testing.assert_array_equal(record.routes, np.sort(routes, -1))
         assert record.token_ids.tolist() == list(tokens)
         assert record.spec.moe_layers == LAYERS and record.spec.layer_map == "dmdmd"

@@ -44,6 +44,7 @@ from moe_rl.trace.adapters.megatron_trace import decode_megatron
 from moe_rl.trace.adapters.replies import first_row, from_array, from_nemo, from_sglang, from_vllm
 from moe_rl.trace.record import RouteRecord, TraceSpec
 from moe_rl.trace.source_sum import rows_of, signed, total
+from moe_rl.trace.spans import versions_of_rows
 from moe_rl.trace.writer import ShardWriter
 from moe_rl.types import RouteRef
 
@@ -100,7 +101,8 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
                 raise TraceError(
                     describe("line cannot be imported", where={**error.about, **where}, got=error)
                 ) from error
-            own = rows_of(record.routes, record.layers, record.token_ids, record.first_row)
+            versions = versions_of_rows(record.spans)
+            own = rows_of(record.routes, record.layers, record.token_ids, record.first_row, versions=versions)
             tokens[ref.key] = record.token_ids if before is None else np.concatenate([before, record.token_ids])
             sums[ref.key] = own if parent is None else np.concatenate([sums[parent.key][: record.first_row], own])
             refs[ref.key] = replace(ref, source_sum=total(ref.key, sums[ref.key]))
@@ -120,7 +122,8 @@ def import_array(
     with ShardWriter(root, name, spec) as writer:
         record = _array_record(path, tokens, spec, form, key, weight_version)
         ref = writer.add(record.key, record.routes, record.token_ids, record.spans)
-    return [signed(ref, record.routes, record.layers, record.token_ids)]
+    versions = versions_of_rows(record.spans)
+    return [signed(ref, record.routes, record.layers, record.token_ids, versions=versions)]
 
 
 def lint_lines(path: Path, spec: TraceSpec, form: str) -> Iterator[tuple[str, list[Finding]]]:

@@ -75,7 +75,8 @@ def stored(sequences, routes, spec, folder):
             tokens = np.array(sequence.prompt_token_ids + sequence.token_ids, np.int32)[:-1]
             spans = [Span(len(tokens), VERSION, Provenance.PREFILL)] if len(tokens) else []
             aux = head_of(sequence)
-            ref = signed(writer.add(sequence.key, table, tokens, spans, aux=aux), table, spec.moe_layers, tokens)
+            ref = signed(writer.add(sequence.key, table, tokens, spans, aux=aux), table, spec.moe_layers, tokens,
+                         versions=VERSION)  # fmt: skip
             ready.append(replace(sequence, routes=ref))
     return ready
 
