@@ -113,8 +113,10 @@ def quantiles(logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> dict[str, f
 
 
 def extreme_fractions(d: np.ndarray, taus: np.ndarray) -> np.ndarray:
-    """Return F(tau) for each tau: the share of tokens with |d| > ln tau."""
+    """Return F(tau) for each tau: the share of tokens with |d| > ln tau; NaN if a d is not finite."""
     sizes = np.sort(np.abs(np.asarray(d, np.float64)))
+    if not np.isfinite(sizes).all():
+        return np.full(len(taus), np.nan)
     return 1 - np.searchsorted(sizes, np.log(taus), side="right") / len(sizes)
 
 

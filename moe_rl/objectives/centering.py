@@ -40,6 +40,8 @@ class Head:
 def centering(head: Head, cap: float, masked: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
     """Return [T] float64: sum_v sg(c_v) log p_v over the head. Times A_i it is added to a loss -A_i w_t log p_t.
 
+    It is NaN for a token with a logprob in its head that is not finite, but for those -inf of the sampler.
+
     Args:
         cap: f(r) = min(r, cap).
         masked: Maps p and q [K, T] to bool [K, T], where f is 0. No token of the tail is masked.
@@ -52,4 +54,6 @@ def centering(head: Head, cap: float, masked: Callable[[Tensor, Tensor], Tensor]
     if masked is not None:
         weighted = torch.where(masked(p, q), 0.0, weighted)
     coefficients = weighted - (cap * rho).clamp(max=1) * p  # rho f(1 / rho) = min(1, cap rho)
-    return (coefficients * torch.where(there, head.logprobs, 0.0).double()).sum(0)
+    given = (torch.where(there, one.detach(), 0.0) for one in (head.logprobs, head.rollout_logprobs))
+    hidden = sum((one - one).double().sum(0) for one in given)  # 0 or NaN, which minimum and clamp may pass over
+    return (coefficients * torch.where(there, head.logprobs, 0.0).double()).sum(0) + hidden

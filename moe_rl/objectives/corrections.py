@@ -132,7 +132,7 @@ def token_weights(
 def metrics(sums: Seq[float]) -> dict[str, float]:
     """Compute the correction metrics from the sums of all microbatches and ranks (see `TokenWeights`).
 
-    A metric is nan when there is no token to average over.
+    A metric is nan when there is no token to average over, and all are when a weight is not finite.
 
     Returns:
         weight_mean: mean weight of a token, zeros included.
@@ -144,9 +144,10 @@ def metrics(sums: Seq[float]) -> dict[str, float]:
         fraction of the tokens. 1 when all weights are equal, 0 when all are 0.
     """
     tokens, total, squares, zero, truncated, sequences, zero_sequences = sums
+    hidden = total - total  # NaN if a weight is not finite, which counts of other weights do not show
 
     def mean(of: float, among: float) -> float:
-        return of / among if among else math.nan
+        return of / among + hidden if among else math.nan
 
     return {
         "weight_mean": mean(total, tokens),

@@ -43,8 +43,8 @@ def token_logprobs(
     Args:
         logits: [T, V], any floating dtype. Gradients have the same dtype.
         targets: [T] int64, ids of the whole vocabulary.
-        support: the ids over which each token's softmax is taken; other logits get no gradient. None: the whole
-            vocabulary.
+        support: the ids over which each token's softmax is taken; other logits get no gradient. One of them that is
+            NaN or inf makes the token's values NaN all the same. None: the whole vocabulary.
         group: the ranks that share the vocabulary. Rank r holds the ids r V .. r V + V - 1, and all ranks pass the same
             targets and support. All get the same result. Each gets the gradient of its part, provided that all compute
             the same loss. None: this rank holds the whole vocabulary.
@@ -153,8 +153,13 @@ class _TokenScores(torch.autograd.Function):
         result = source.new_zeros((ids.shape[1] + entropy, len(targets)), dtype=_working_dtype(source))
         # Per token: the largest logit; the log of the sum of exp(logit - largest).
         shift: Any = result.new_empty((2, len(targets))) if group is not None else None
+        # Per token: NaN if a logit outside its support is NaN or inf, else 0.
+        hidden = result.new_zeros(len(targets))
         for rows in _chunks(len(targets), size):
             _, logits = _logits(source, matrix, places, rows)
+            if support is not None:
+                largest = logits.amax(-1).to(result.dtype).clamp(min=0)  # -inf is a logit of probability 0
+                hidden[rows] = largest - largest
             scaled = _scaled(logits, rows, result.dtype, temperature, support, group)
             if shift is None:
                 logprobs = scaled.log_softmax(-1)
@@ -166,6 +171,9 @@ class _TokenScores(torch.autograd.Function):
                 result[-1, rows] = torch.special.entr(logprobs.exp_()).sum(-1)
         if group is not None:
             result[: ids.shape[1]].masked_fill_(~own.T, 0.0)
+        if support is not None:
+            result += hidden
+        if group is not None:
             dist.all_reduce(result, group=group)
         ctx.save_for_backward(source, matrix, places, ids, shift, result[-1] if entropy else None)
         ctx.temperature, ctx.support, ctx.group = temperature, support, group

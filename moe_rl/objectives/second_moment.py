@@ -20,10 +20,12 @@ def squares(
 ) -> tuple[Tensor, Tensor]:
     """Return the squares of the log-ratios [T] float64, and bool [T]: which tokens are in the trust region.
 
-    advantages: [B]; the others are [T]. A token whose log-ratio is NaN is in no trust region; the loss is NaN then.
+    advantages: [B]; the others are [T]. Where one of these is not finite, the square is NaN and in the trust region, so
+    that the mean over the region shows it. No such token is kept, and the loss is NaN then.
     """
     log_ratio = old_logprobs.detach().double() - rollout_logprobs.detach().double()
-    return log_ratio * log_ratio, log_ratio * advantages.detach().double()[sequence_ids] > 0
+    pushed = log_ratio * advantages.detach().double()[sequence_ids]
+    return log_ratio * log_ratio + (pushed - pushed), (pushed > 0) | ~pushed.isfinite()
 
 
 def largest_kept(in_region: np.ndarray, limit: float) -> float:

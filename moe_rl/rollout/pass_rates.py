@@ -56,6 +56,8 @@ def interval(values: Sequence[float], samples: int) -> tuple[float, float]:
     if not prompts:
         return math.nan, math.nan
     mean = statistics.fmean(values)
+    if math.isnan(mean):  # the bounds below would take it for no bound
+        return math.nan, math.nan
     error = statistics.variance(values) / prompts if prompts > 1 else 0.0
     alike = mean in (0.0, 1.0) or prompts == 1  # nothing is known of the spread: a prompt counts as one sample
     number = prompts if alike else min(samples, mean * (1 - mean) / error) if error else samples

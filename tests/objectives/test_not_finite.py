@@ -2,19 +2,24 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from moe_rl.comparison.quantities import extreme_fractions
 from moe_rl.config.objective import LOSSES
 from moe_rl.errors import RewardError
 from moe_rl.objectives import corrections as of_corrections
+from moe_rl.objectives import second_moment
 from moe_rl.objectives.advantages import ADVANTAGES, advantages, has_spread
+from moe_rl.objectives.centering import Head, centering
 from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies
 from moe_rl.objectives.losses import USE_ROLLOUT_LOGPROBS, reference_kl
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.penalties import KL_ESTIMATORS, entropy_bonus
+from moe_rl.rollout.pass_rates import interval
 from tests.objectives.test_corrections import DELTA, corrections, noisy_batches, run
 from tests.objectives.test_policy import F64, weighted_batches
 from tests.support.refusals import refused
@@ -67,7 +72,7 @@ def test_no_correction_hides_it(chosen, delta, batch, data):
     other = [owner not in {o for o, h in zip(batch.ids, hit, strict=True) if h} for owner in batch.ids]
     assert got.values[torch.tensor(other)].isfinite().all()
     shown = of_corrections.metrics(got.sums.tolist())
-    assert math.isnan(shown["weight_mean"]) and math.isnan(shown["ess_token_fraction"])
+    assert all(math.isnan(value) for value in shown.values()), shown
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
@@ -125,8 +130,8 @@ def test_no_metric_of_the_mismatch_hides_it(batch, other, dtype, data):
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_no_logprob_and_no_entropy_hides_it(data):
-    """A logit of -inf means probability 0, which shows when that token was sampled. Logits outside a token's support
-    are not an input.
+    """A logit of -inf means probability 0, which shows when that token was sampled. A logit outside a token's support
+    counts too, though it has no weight: no sound model has one that is not finite.
     """
     tokens, size = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 6))
     logits = torch.tensor(data.draw(st.lists(st.floats(-9, 9), min_size=tokens * size, max_size=tokens * size)))
@@ -135,7 +140,8 @@ def test_no_logprob_and_no_entropy_hides_it(data):
     support, at = None, data.draw(st.integers(0, tokens - 1))
     where = data.draw(st.integers(0, size - 1))
     if data.draw(st.booleans()):
-        ids = [sorted({int(target), where}) for target in targets]
+        inside = data.draw(st.booleans())
+        ids = [sorted({int(target), where}) if inside else [int(target)] for target in targets]
         support = Support.of([len(one) for one in ids], sum(ids, []), torch.device("cpu"))
     bad = data.draw(BAD)
     where = int(targets[at]) if bad == -math.inf else where
@@ -161,3 +167,41 @@ def test_no_advantage_hides_it(name, rewards, data):
         advantages(name, rewards, groups, lengths)
     with refused(RewardError, completion=at, got={"nan", "inf", "-inf"}):
         has_spread(rewards)
+
+
+@settings(max_examples=100, deadline=None)
+@given(noisy_batches(), DTYPES, st.data())
+def test_no_second_moment_hides_it(batch, dtype, data):
+    assume(batch.l)
+    full = [at for at in range(len(batch.advantages)) if at in batch.ids]
+    kept = [batch.advantages[at] for at in full]
+    plant(data, old=batch.l, rollout=batch.rollout, advantages=kept)
+    for at, value in zip(full, kept, strict=True):
+        batch.advantages[at] = value
+    old, rollout, advantage = (torch.tensor(one, dtype=dtype) for one in (batch.l, batch.rollout, batch.advantages))
+    values, region = second_moment.squares(old, rollout, advantage, torch.tensor(batch.ids))
+    in_region = values[region].numpy()
+    assert math.isnan(in_region.mean())
+    assert not (values[values.isnan()] <= second_moment.largest_kept(in_region, 0.04)).any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_centering_hides_it(data):
+    tokens, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    own, sampler = (torch.log_softmax(torch.randn(size + 1, tokens), 0)[:size] for _ in range(2))
+    where = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, tokens - 1))
+    side = data.draw(st.sampled_from([own, sampler]))
+    side[where] = data.draw(st.sampled_from([math.nan, math.inf] + ([-math.inf] if side is own else [])))
+    got = centering(Head(own, sampler), data.draw(st.sampled_from([1.0, 2.0])))
+    assert got.isnan().tolist() == [token == where[1] for token in range(tokens)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=6), st.data())
+def test_no_extreme_fraction_and_no_interval_hides_it(values, data):
+    plant(data, d=values)
+    assert np.isnan(extreme_fractions(np.array(values), np.array([1.5, 2.0, 5.0]))).all()
+    rates = [abs(value) / 3 for value in values]
+    if not math.isinf(sum(rates)):
+        assert all(math.isnan(end) for end in interval(rates, 8))
