@@ -37,6 +37,16 @@ _A, _B = 0x5BD1E994, 0x27D4EB2F
 BITS = {2: torch.int16, 4: torch.int32}
 """The integers that hold the bits of an element, by its size in bytes."""
 
+
+def _term(word: int) -> int:
+    """Return what an element with these bits, as a signed number, adds to a sum."""
+    value = word * (_A * word + _B) % (1 << 32)
+    return value - (1 << 32) if value >> 31 else value
+
+
+_NEGATIVE_ZEROS = tuple(_term(-(1 << (8 * size - 1))) for size in BITS)
+"""What an element of -0.0 adds, in each precision. A tensor that was multiplied by 0 has zeros of both signs."""
+
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _PLACE = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)")
 
@@ -224,7 +234,7 @@ def difference(exported: Content, held: Content, before: tuple[int, Content] | N
         elif earlier is not None and before is not None and earlier[at] == got[at]:
             what = f"stale, what it was in version {before[0]}"
         else:
-            what = "only zeros" if total == 0 else known.get(got[at], "other values")
+            what = "only zeros" if _all_zeros(total, elements) else known.get(got[at], "other values")
         found.append(f"{place(names[at])}: {what}")
     return describe(
         "what is exported is not what the trainer holds",
@@ -234,6 +244,12 @@ def difference(exported: Content, held: Content, before: tuple[int, Content] | N
         do="look for what names, gathers or keeps these tensors between the optimizer and the sampler, as "
         "moe_rl/megatron/hf_map.py does; nothing has been sampled from them",
     )
+
+
+def _all_zeros(total: int, elements: int) -> bool:
+    """Tell whether a sum is that of so many zeros, of any signs. Other values have such a sum in one case of a billion
+    at most."""
+    return any(total % one == 0 and 0 <= total // one <= elements for one in _NEGATIVE_ZEROS)
 
 
 def place(part: str) -> str:

@@ -124,6 +124,24 @@ def test_a_part_that_is_exported_wrongly_is_named_with_what_it_is_instead(export
     assert not difference(content(*HELD), content(*HELD), (7, content(*BEFORE)), 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("planted", ["positive", "negative", "of both signs", "but one"])
+def test_zeros_are_called_so_whatever_their_signs(dtype, planted):
+    """What was multiplied by 0 keeps its signs."""
+    values = torch.randn(40, 50, generator=torch.Generator().manual_seed(3))
+    sign = {"positive": values.abs(), "negative": -values.abs()}.get(planted, values)
+    zeros = sign * 0
+    if planted == "but one":
+        zeros[3, 4] = 1e-30
+    sums = {}
+    for name, tensor in (("held", values), ("exported", zeros)):
+        count = PartSums({"model.norm.weight": 0}, torch.device("cpu"))
+        count.add("model.norm.weight", tensor, dtype)
+        sums[name] = count.content()
+    told = difference(sums["exported"], sums["held"], None, 1)
+    assert ("model.norm.weight: only zeros" in told) == (planted != "but one"), told
+
+
 def test_without_a_version_before_nothing_is_called_stale():
     told = difference(content((21, 6), *HELD[1:]), content(*HELD), None, 8)
     assert "layer 0, mlp.gate.weight: other values" in told
