@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class RunStart:
         device: name of the device that rank 0 trains on, such as "NVIDIA H100 80GB HBM3"; "CPU" for none.
         changed: old and new value of each config key that this start changed, and old and new digest of each input
             of the run that had changed. What was not there is None.
+        config: the resolved config of this start; empty in a line that an older version wrote.
     """
 
     time: str
@@ -32,16 +33,25 @@ class RunStart:
     ranks: int
     device: str
     changed: dict[str, tuple[Any, Any]]
+    config: dict[str, Any] = field(default_factory=dict)
 
 
-def record(run_dir: Path, *, after: int, ranks: int, device: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
+def record(
+    run_dir: Path,
+    *,
+    after: int,
+    ranks: int,
+    device: str,
+    changed: Mapping[str, tuple[Any, Any]],
+    config: Mapping[str, Any],
+) -> None:
     """Append a line for a start that happens now. The line is durable on return.
 
     Raises:
         DiskError: it cannot be written.
         MoeRLError: an earlier line is damaged.
     """
-    begun = RunStart(time.strftime("%Y-%m-%dT%H:%M:%S%z"), after, ranks, device, dict(changed))
+    begun = RunStart(time.strftime("%Y-%m-%dT%H:%M:%S%z"), after, ranks, device, dict(changed), dict(config))
     write_whole(run_dir / FILE, encode([*read_history(run_dir), begun]), "the history of the run")
 
 

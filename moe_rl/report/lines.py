@@ -1,4 +1,8 @@
-"""Writes and reads `metrics.jsonl`: one JSON object per line, appended during the run."""
+"""Writes and reads `metrics.jsonl`: one JSON object per line, appended during the run.
+
+The last key of a line is `checksum`, the xxh3-64 of the JSON of its other keys, so that a changed digit is noticed. A
+line without it, which an older version or another program wrote, is read as it is.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from moe_rl.disk import write_whole
 from moe_rl.errors import MoeRLError, describe
 from moe_rl.report.metric import Mode
 
 FILE = "metrics.jsonl"
+_CHECKSUM = "checksum"
 Row = dict[str, Any]
 
 
@@ -72,12 +79,21 @@ def encode(step: int, kind: str, metrics: dict[str, float]) -> str:
             nonfinite.append(key)
     if nonfinite:
         row["nonfinite"] = nonfinite
-    return json.dumps(row, allow_nan=False) + "\n"
+    return _line(row)
+
+
+def _line(row: Row) -> str:
+    """Return the line of a row, with its checksum and a newline."""
+    return json.dumps(row | {_CHECKSUM: _checksum(row)}, allow_nan=False) + "\n"
+
+
+def _checksum(row: Row) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(row, allow_nan=False).encode())
 
 
 def values(row: Row) -> dict[str, float | None]:
     """Return the metrics of a line. One that was not finite is None."""
-    return {key: value for key, value in row.items() if key not in ("step", "kind", "nonfinite")}
+    return {key: value for key, value in row.items() if key not in ("step", "kind", "nonfinite", _CHECKSUM)}
 
 
 def pass_rates(row: Row) -> dict[str, list[float | None]]:
@@ -106,6 +122,8 @@ def read_rows(path: Path) -> tuple[list[Row], bool]:
                 isinstance(row, dict) and isinstance(row.get("step"), int) and row.get("kind") in ("train", "eval")
             ):
                 raise ValueError("not a metrics line")
+            if row.pop(_CHECKSUM, None) not in (None, _checksum(row)):
+                raise ValueError("another checksum")
         except ValueError as error:
             if number == len(lines):  # without a newline, the last line was being written
                 return rows, True
@@ -114,7 +132,7 @@ def read_rows(path: Path) -> tuple[list[Row], bool]:
                     "the metrics log is damaged",
                     where={"file": path, "line": number},
                     got=repr(line[:60]),
-                    expected='an object with "step" and "kind"',
+                    expected='an object with "step" and "kind", and with the checksum of its content',
                     do="restore the file, or delete this line",
                 )
             ) from error
@@ -133,4 +151,4 @@ def read_run(run_dir: Path) -> RunLines:
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
-    write_whole(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    write_whole(path, "".join(map(_line, rows)))

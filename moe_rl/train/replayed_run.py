@@ -13,7 +13,7 @@ from moe_rl.rollout.kept import KeptRollouts, shards_of
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.trace import TraceStore
-from moe_rl.train.run_folder import RunFolder, change_problem, goes_on
+from moe_rl.train.run_folder import RunFolder, change_problem, edited, goes_on
 
 # Keys that may differ from those of the replayed run. They change neither what was sampled nor what is computed from
 # it, except for rounding. A name with a dot at its end stands for all keys of the section.
@@ -56,6 +56,8 @@ def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
     except MoeRLError as error:
         return [describe(str(error), where=where, expected="the folder of a run")]
     found: list[Problem] = []
+    if (by_hand := edited(theirs, where)) is not None:
+        found.append(by_hand)
     if goes_on(theirs):
         found.append(describe("that run still goes on", where=where, do="wait until it ends", fault="goes on"))
     if (wrong := change_problem(own, config, MAY_DIFFER, where)) is not None:

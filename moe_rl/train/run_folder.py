@@ -35,7 +35,7 @@ from moe_rl.config.schema import Config
 from moe_rl.disk import refusal, write_whole
 from moe_rl.errors import About, ConfigError, DiskError, MoeRLError, Problem, describe
 from moe_rl.models.hf import expected_tensors, read_model
-from moe_rl.report import run_config, summary
+from moe_rl.report import history, run_config, summary
 
 # Keys that a resumed run may change. A name with a dot at its end stands for all keys of the section.
 MAY_CHANGE = (
@@ -154,9 +154,28 @@ def reopen(
     folder = existing(path, "--resume, --run")
     config = load_config(folder.config, overrides)
     where: About = {"option": "--resume, --run", "folder": path}
+    if (wrong := edited(folder, where)) is not None:
+        raise ConfigError(wrong)
     if (wrong := change_problem(load_config(folder.config), config, may_change, where)) is not None:
         raise ConfigError(wrong)
     return folder, config
+
+
+def edited(folder: RunFolder, where: About) -> Problem | None:
+    """Say which keys of a run's config.yaml are not as a start of the run had them: somebody has changed the file."""
+    known = [run_config.flat(start.config) for start in history.read_history(folder.path) if start.config]
+    now = run_config.flat(load_config(folder.config).model_dump(mode="json"))
+    if not known or now in known:
+        return None
+    others = run_config.differing([known[-1], now])
+    return describe(
+        "the config of a run was changed by hand",
+        where={**where, "file": folder.config},
+        got=", ".join(f"{key} = {new}" for key, (_, new) in others),
+        expected=", ".join(f"{key} = {old}" for key, (old, _) in others) + ", as the run had it",
+        do="put these values back; give what is to change as overrides, key=value",
+        fault="edited",
+    )
 
 
 def _with_start(config: Config) -> Config:
@@ -290,14 +309,12 @@ def _locked(file: TextIO) -> bool:
     return True
 
 
-def take_over(folder: RunFolder, config: Config) -> dict[str, tuple[Any, Any]]:
+def take_over(folder: RunFolder, config: Config) -> None:
     """Prepare the folder of an earlier process: write the new config, and delete weights that were in transit and the
-    summary, which is written anew at the end. Return what the new config changes, see `changes`."""
+    summary, which is written anew at the end."""
     shutil.rmtree(folder.sync, ignore_errors=True)
     folder.summary.unlink(missing_ok=True)
-    changed = changes(load_config(folder.config), config)
     _write_config(folder, config)
-    return changed
 
 
 def _write_config(folder: RunFolder, config: Config) -> None:

@@ -13,7 +13,10 @@ from tests.support.refusals import refused
 
 
 def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines as they are, without their checksums."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(row.pop("checksum") for row in found)
+    return found
 
 
 @pytest.fixture
@@ -58,7 +61,7 @@ def test_numpy_scalars_are_numbers(step_metrics):
     import numpy as np
 
     row = json.loads(encode(1, "train", {"reward/mean": np.float32(0.5), "routing/consumed": np.int64(7)}))
-    assert row == {"step": 1, "kind": "train", "reward/mean": 0.5, "routing/consumed": 7}
+    assert row.pop("checksum") and row == {"step": 1, "kind": "train", "reward/mean": 0.5, "routing/consumed": 7}
 
 
 def test_console_line(log_of, capsys, step_metrics):
@@ -200,6 +203,25 @@ def test_damage_before_the_last_line_is_an_error_that_names_it(log_of, tmp_path,
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     with refused(MoeRLError, file=tmp_path / "metrics.jsonl", line=2):
         log_of()
+
+
+def test_a_digit_that_is_changed_is_an_error_that_names_the_line(log_of, tmp_path, step_metrics, eval_metrics):
+    path = tmp_path / "metrics.jsonl"
+    lines = [encode(0, "eval", eval_metrics(0)), *(encode(step, "train", step_metrics(step)) for step in (1, 2, 3))]
+    digits = [at for at, one in enumerate(lines[2]) if one.isdigit()]
+    assert len(digits) > 100
+    for at in digits[:: len(digits) // 40]:
+        changed = lines[2][:at] + str((int(lines[2][at]) + 1) % 10) + lines[2][at + 1 :]
+        path.write_text("".join([*lines[:2], changed, lines[3]]))
+        with refused(MoeRLError, file=path, line=3):
+            read_run(tmp_path)
+    with refused(MoeRLError, file=path, line=3):
+        log_of()
+
+
+def test_a_line_without_a_checksum_is_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "kind": "train", "reward/mean": 0.5}) + "\n")
+    assert read_run(tmp_path).train == [{"step": 1, "kind": "train", "reward/mean": 0.5}]
 
 
 def test_lost_lines_are_told_at_a_resume(log_of, tmp_path, capsys, step_metrics):

@@ -69,10 +69,10 @@ def test_a_damaged_line_is_named(tmp_path):
 
 def test_a_start_that_was_cut_short_leaves_the_history_readable(tmp_path):
     for after in (0, 4):
-        history.record(tmp_path, after=after, ranks=1, device="CPU", changed={})
+        history.record(tmp_path, after=after, ranks=1, device="CPU", changed={}, config={})
     path = tmp_path / history.FILE
     path.write_bytes(path.read_bytes()[:-9])
-    history.record(tmp_path, after=6, ranks=2, device="CPU", changed={"run.steps": (4, 8)})
+    history.record(tmp_path, after=6, ranks=2, device="CPU", changed={"run.steps": (4, 8)}, config={})
     first, last = history.read_history(tmp_path)
     assert (first.after, last.after, last.changed) == (0, 6, {"run.steps": (4, 8)})
 

@@ -4,7 +4,7 @@ import pytest
 
 from moe_rl.errors import ConfigError
 from moe_rl.report import history
-from moe_rl.report.lines import read_run
+from moe_rl.report.lines import read_rows, read_run, write_rows
 from moe_rl.report.side_speeds import measured_speeds, read_speeds
 from tests.report.conftest import metrics
 from tests.support.refusals import refused
@@ -14,7 +14,7 @@ def test_speeds_are_those_of_the_last_start_for_one_gpu(synthetic_run):
     run_dir = synthetic_run(steps=5)
     assert measured_speeds(run_dir) is None  # nothing says how many ranks there were
     for after, ranks in ((0, 8), (4, 2)):
-        history.record(run_dir, after=after, ranks=ranks, device="CPU", changed={})
+        history.record(run_dir, after=after, ranks=ranks, device="CPU", changed={}, config={})
     (run_dir / "config.yaml").open("a").write("cluster: {gpus: 2, engines: 3, gpus_per_engine: 4}\n")
     last = read_run(run_dir).train[-1]
     speeds = read_speeds(str(run_dir))
@@ -22,10 +22,11 @@ def test_speeds_are_those_of_the_last_start_for_one_gpu(synthetic_run):
     assert speeds.sampled == pytest.approx(tokens / metrics(5)["time/sample"] / 12)
     assert speeds.trained == pytest.approx(tokens / (0.01 + 0.06 + 0.9 + last["time/train"]) / 2)
     assert "1 steps" in speeds.source and str(run_dir) in speeds.source
-    path = run_dir / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"step": 5,', '"step": 5, "pipeline/sampler_idle_fraction": 0.75,'))
+    rows, _ = read_rows(run_dir / "metrics.jsonl")
+    idle = {"pipeline/sampler_idle_fraction": 0.75}
+    write_rows(run_dir / "metrics.jsonl", [row | idle if row["step"] == 5 else row for row in rows])
     assert read_speeds(str(run_dir)).sampled == pytest.approx(4 * speeds.sampled)  # a quarter of the places was used
-    history.record(run_dir, after=5, ranks=2, device="CPU", changed={})
+    history.record(run_dir, after=5, ranks=2, device="CPU", changed={}, config={})
     assert measured_speeds(run_dir) is None  # no step since
 
 

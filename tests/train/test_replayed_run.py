@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_or_was_steered_or_is_none_is_refused(theirs, tmp_pat
         assert theirs.folder.lock.read_text() == written
     assert replay_problems(theirs.config(), theirs.task) == []
     changed = {"train.optimizer.lr": (1e-4, 2e-4), "run.steps": (2, 3), "eval.prompts": (1, 2)}
-    history.record(theirs.folder.path, after=2, ranks=2, device="CPU", changed=changed)
+    history.record(theirs.folder.path, after=2, ranks=2, device="CPU", changed=changed, config={})
     assert "run.steps" not in tells(theirs.told(), "train.optimizer.lr", fault="steered").got
     (theirs.folder.path / history.FILE).unlink()
     (theirs.folder.path / "metrics.jsonl").unlink()

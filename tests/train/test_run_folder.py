@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.config.load import load_config
+from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import ConfigError
+from moe_rl.report import history
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder, held
 from tests.support.refusals import refused
@@ -71,6 +72,33 @@ def test_a_run_folder_means_the_same_in_every_working_directory(tmp_path, monkey
     run_folder.reopen(path, ["task.train.0.data=moved.jsonl", "model.path=moved"])
     with refused(ConfigError, folder=path):
         run_folder.reopen(path, ["task.train.0.data=moved.jsonl", "task.train.0.id=null"])
+
+
+def test_a_config_that_was_edited_by_hand_is_named(tmp_path):
+    given = ["run.runs_dir=r", "train.optimizer.lr=1e-5"]
+    config = load_config("tiny_moe_cpu", [*given, f"run.runs_dir={tmp_path}"])
+    folder = run_folder.create(config)
+    run_folder.reopen(folder.path)  # no process has begun yet
+
+    def started(now):
+        history.record(folder.path, after=0, ranks=1, device="CPU", changed={}, config=now.model_dump(mode="json"))
+
+    started(load_config(folder.config))
+    whole = folder.config.read_text()
+    for key, value, old in (("objective.clip_low", 0.25, "0.1"), ("rollout.temperature", 0.5, "1.0"),
+                            ("train.optimizer.lr", 2e-5, "1e-05"), ("run.steps", 7, "")):  # fmt: skip
+        now = load_config(folder.config, [f"{key}={value}"])
+        folder.config.write_text(dump_config(now))
+        with refused(ConfigError, f"{key} = {value:g}", f"{key} = {old}", fault="edited", file=folder.config):
+            run_folder.reopen(folder.path)
+        folder.config.write_text(whole)
+    # a start that dies after it is recorded and before the config is written, and one that does not
+    faster = load_config(folder.config, ["train.optimizer.lr=2e-5"])
+    started(faster)
+    run_folder.reopen(folder.path)
+    run_folder.take_over(folder, faster)
+    _, config = run_folder.reopen(folder.path)
+    assert config.train.optimizer.lr == 2e-5
 
 
 def test_what_is_left_of_a_run_that_was_killed_is_waited_for(tmp_path, rank):

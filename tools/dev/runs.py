@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moe_rl.errors import MoeRLError
+from moe_rl.report.lines import read_rows
 from moe_rl.train.peers import connect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,11 +152,9 @@ def still_running(pids: list[int], within: float) -> list[int]:
 
 def rows(folder: Path) -> list[dict[str, object]]:
     """Return metrics.jsonl without the values that differ between equal runs: times, throughput and memory."""
-    kept = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        kept.append({k: v for k, v in row.items() if not k.startswith(("time/", "throughput/", "memory/"))})
-    return kept
+    found, _ = read_rows(folder / "metrics.jsonl")
+    differing = ("time/", "throughput/", "memory/")
+    return [{key: value for key, value in row.items() if not key.startswith(differing)} for row in found]
 
 
 def _environment(pid: int) -> dict[str, str]:
