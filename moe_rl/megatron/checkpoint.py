@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,8 @@ import torch.distributed as dist
 import xxhash
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
@@ -38,11 +40,12 @@ from moe_rl.megatron import rng, unpickling, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.optimizer_slices import set_slices, sharded_slices
 from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.weights.conservation import PartSums
 
 STATE = "state.json"
 RUN_TENSORS = "run.safetensors"
 # Fields of state.json that every checkpoint has.
-_FIELDS = ("step", "updates", "optimizer_step", "layout", "files")
+_FIELDS = ("step", "updates", "optimizer_step", "optimizer", "layout", "files")
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -66,7 +69,8 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int, fie
         fields: Those of the `state` given to `save` that the caller reads.
 
     Returns:
-        The `state` given to `save`, with `step`, `updates` and the `layout` that wrote the checkpoint.
+        The `state` given to `save`, with `step`, `updates`, the `layout` that wrote the checkpoint, and `optimizer`,
+            which `check_optimizer` compares.
 
     Raises:
         CheckpointError: A file or a field is missing, or a file is damaged, foreign, or belongs to another model.
@@ -318,6 +322,70 @@ def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
     optimizer.load_state_dict(state)
     if isinstance(optimizer, DistributedOptimizer):
         set_slices(optimizer, loaded)
+
+
+def optimizer_sums(policy: Policy) -> list[dict[str, tuple[int, int]]]:
+    """Return for each rank {kind of optimizer state: sum over its elements, their number}, see `weights.conservation`.
+
+    What several ranks hold is counted once, so the totals do not depend on the layout. All ranks call this together.
+    """
+    entries = [
+        one
+        for one in nested_values(sharded(policy, loading=False)["optimizer"])
+        if isinstance(one, ShardedTensor | ShardedTensorFactory) and not any(map(int, _replica(one)))
+    ]
+    kinds = [one.key.split(".")[2] for one in entries]  # of optimizer.state.exp_avg.NAME
+    sums = PartSums({kind: at for at, kind in enumerate(sorted(set(kinds)))}, world.device())
+    for kind, one in zip(kinds, entries, strict=True):
+        sums.add(kind, one.data, one.data.dtype)
+    found = sums.content()
+    own = {kind: (int(found.table[0, at]), int(found.table[1, at])) for kind, at in found.parts.items()}
+    return world.gather(own, dict[str, tuple[int, int]])
+
+
+def _replica(entry: ShardedTensor | ShardedTensorFactory) -> tuple[int, ...]:
+    return entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
+
+
+def totals(sums: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, list[int]]:
+    """Add up what `optimizer_sums` returned: for each kind, the sum modulo 2**64 and the number of elements."""
+    found: dict[str, list[int]] = {}
+    for rank in sums:
+        for kind, (total, elements) in rank.items():
+            one = found.setdefault(kind, [0, 0])
+            one[0], one[1] = (one[0] + total) % (1 << 64), one[1] + elements
+    return dict(sorted(found.items()))
+
+
+def check_optimizer(path: Path, policy: Policy, saved: Mapping[str, Sequence[int]]) -> None:
+    """Check that the optimizer has the state that a checkpoint was written from. All ranks call this together.
+
+    Args:
+        saved: What `totals` gave when the checkpoint at `path` was written.
+
+    Raises:
+        CheckpointError: It has other state. Raised on all ranks; the message names the ranks that have only zeros.
+    """
+    sums = optimizer_sums(policy)
+    now = totals(sums)
+    wrong = [kind for kind in sorted(now.keys() | saved.keys()) if now.get(kind) != list(saved.get(kind, ()))]
+    if not wrong:
+        return
+    zeros = [
+        str(rank)
+        for rank, own in enumerate(sums)
+        if any(own.get(kind, (1, 0))[0] == 0 < own[kind][1] for kind in wrong)
+    ]
+    raise CheckpointError(
+        describe(
+            "the optimizer does not have the state that the checkpoint holds",
+            where={"file": path},
+            got=f"other {', '.join(wrong)}" + (f", only zeros on rank {', '.join(zeros)}" if zeros else ""),
+            expected="Adam's moments and main weights as they were saved",
+            do=f"look for what changes the optimizer after it was loaded, or {to_resume_instead(path)}",
+            fault="optimizer",
+        )
+    )
 
 
 def optimizer_step(policy: Policy) -> int:

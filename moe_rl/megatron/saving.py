@@ -106,6 +106,7 @@ class Checkpoints(StepFolders):
             "step": step,
             "updates": policy.updates,
             "optimizer_step": checkpoint.optimizer_step(policy),
+            "optimizer": checkpoint.totals(checkpoint.optimizer_sums(policy)),
             "layout": checkpoint.layout(self.parallel),
         }
         part = _RankPart(request, hidden, own, in_use)

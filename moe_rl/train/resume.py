@@ -21,6 +21,7 @@ import numpy as np
 import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.errors import CheckpointError, ConfigError, MoeRLError, describe
 from moe_rl.megatron import checkpoint, world
@@ -82,11 +83,20 @@ def open_folder(
             stack.enter_context(run_folder.held(folder, first=True))
             if resumed and step != 0:
                 done = checkpoints.step_of(checkpoints.find(folder.checkpoints, step))
-            changed = (run_folder.take_over(folder, config) if resumed else {}) | inputs_changed
-            write_inputs(folder, inputs)
+            now = config if resumed else load_config(folder.config)
+            changed = run_folder.changes(load_config(folder.config), now) | inputs_changed
+            # Before the config is written: a process that dies between the two leaves one that the history knows.
             history.record(
-                folder.path, after=done, ranks=dist.get_world_size(), device=world.device_name(), changed=changed
+                folder.path,
+                after=done,
+                ranks=dist.get_world_size(),
+                device=world.device_name(),
+                changed=changed,
+                config=now.model_dump(mode="json"),
             )
+            if resumed:
+                run_folder.take_over(folder, config)
+            write_inputs(folder, inputs)
             opened = _Opened(str(folder.path), done)
         except ConfigError as error:
             opened = _Opened(problem=str(error))
@@ -129,6 +139,7 @@ def restore(trainer: Trainer, done: int) -> None:
     """Restore every part of a run to the checkpoint after `done` steps; 0 restores the beginning. All ranks call
     this."""
     parallel = trainer.config.parallel
+    path: Path | None = None
     before: dict[str, int] | None = None
     if done:
         path = checkpoints.find(trainer.folder.checkpoints, done)
@@ -157,6 +168,8 @@ def restore(trainer: Trainer, done: int) -> None:
             main.log.note(
                 f"the parallel layout changed: {', '.join(changed)}; random generators are seeded again from run.seed"
             )
+    if path is not None:  # last of all: nothing may have changed the optimizer since it was loaded
+        checkpoint.check_optimizer(path, trainer.policy, state["optimizer"])
 
 
 def _restore_rollouts(trainer: Trainer, main: RankZero, done: int) -> None:

@@ -26,7 +26,7 @@ from tests.distributed.jobs import state
 from tests.distributed.jobs.state import AGAIN, BUCKET, DAMAGES, FILES, LAYOUTS, ONE, SAVER, STEP, UPDATES
 
 OTHERS = [name for name in LAYOUTS if name != SAVER]
-USUAL = [SAVER, "begins", "EP2", "TP2-EP2 shared_memory", "EP2 from two", "DP3 from gathered"]
+USUAL = [SAVER, "begins", "zeroed", "EP2", "TP2-EP2 shared_memory", "EP2 from two", "DP3 from gathered"]
 WAYS = ["disk", "shared_memory", "broadcast", "broadcast_by_1"]
 # {what is seen: (its action in jobs/state.py, layout, precision, arguments)}
 ACTIONS = {
@@ -39,6 +39,10 @@ ACTIONS = {
     "started by weights": ("started", "EP2", "bfloat16", "two-bfloat16", False),
     "exported": ("exported", SAVER, "float32", "two"),
     "without moments": ("without_moments", "EP2", "float32", "two"),
+    "zeroed": ("zeroed", "EP2", "float32", "two", 1, "exp_avg"),
+    "zeroed bfloat16": ("zeroed", SAVER, "bfloat16", "two-bfloat16", 0, "exp_avg_sq"),
+    "DP3 zeroed": ("zeroed", "DP3", "float32", "two", 2, "exp_avg_sq"),
+    "one zeroed": ("zeroed", "one", "float32", "two", 0, "exp_avg"),
     # three ranks with the whole model each, and a third of the optimizer's state
     "DP3": ("resume", "DP3", "float32", "two", "DP3 from two"),
     "DP3 seeded": ("seeded", "DP3", "float32"),
@@ -309,6 +313,21 @@ def test_lost_moments_would_be_noticed(seen):
     straight, without = seen("begins")[0]["norms"], seen("without moments")[0]
     assert without[0] == pytest.approx(straight[0], rel=1e-5)
     assert without[1] != pytest.approx(straight[1], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "case, moment, rank",
+    [
+        ("zeroed", "exp_avg", 1),
+        ("zeroed bfloat16", "exp_avg_sq", 0),
+        ("DP3 zeroed", "exp_avg_sq", 2),
+        ("one zeroed", "exp_avg", 0),
+    ],
+)
+def test_moments_that_one_rank_loses_behind_the_checkpoint_are_named(seen, case, moment, rank):
+    for sound, planted in seen(case):
+        assert sound == ""
+        assert f"got other {moment}, only zeros on rank {rank}," in planted
 
 
 @pytest.mark.parametrize(

@@ -385,6 +385,23 @@ def without_moments(new, saved):
     return [case.update() for _ in range(2)]
 
 
+def zeroed(new, saved, rank, moment):
+    """What this rank is told of the optimizer as it was loaded, and after a moment of Adam was zeroed on one rank."""
+    case, told = new(), []
+    path, state = checkpoints.find(case.out / saved), case.load(saved)
+    for planted in (False, True):
+        if planted and dist.get_rank() == rank:
+            for optimizer in case.policy.optimizers:
+                for moments in optimizer.optimizer.state.values():
+                    moments[moment].zero_()
+        try:
+            checkpoint.check_optimizer(path, case.policy, state["optimizer"])
+            told.append("")
+        except CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
 def held(policy):
     """Everything that an update may change, of this rank: {name: tensor or number}."""
     found = {f"random.{name}": state for name, state in rng.state().items()} | {"updates": policy.updates}
