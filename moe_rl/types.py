@@ -6,11 +6,12 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
+import xxhash
 
 # Largest |reward|. Squares of larger rewards overflow float32, and sums of much larger ones overflow float64.
 LARGEST_REWARD = 1e12
@@ -183,6 +184,19 @@ class RouteRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawing:
+    """Says how tokens are drawn: by temperature, top-k, top-p and min-p, as in GenerateRequest."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __str__(self) -> str:
+        return f"temperature {self.temperature:g}, top_k {self.top_k}, top_p {self.top_p:g}, min_p {self.min_p:g}"
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Asks the sampler for one completion.
 
@@ -209,6 +223,25 @@ class GenerateRequest:
     record_from: int = 0
     stop: tuple[str, ...] = ()
 
+    @property
+    def drawing(self) -> Drawing:
+        """Return how its tokens are drawn."""
+        return Drawing(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def seal_of(key: str, token_ids: Iterable[int], logprobs: np.ndarray) -> str:
+    """Return the seal of what a sampler said, 16 hex digits: a digest of its key, its sampled tokens and their
+    log-probabilities.
+
+    It is made where a completion is made, and travels with it to the loss, which computes it again from what it has
+    used. The forwarded tokens of a sequence are bound to its routes too, by `trace.source_sum`; the last sampled token
+    is not forwarded.
+    """
+    digest = xxhash.xxh3_64(f"{key}\0".encode())
+    digest.update(np.asarray(token_ids, "<i4").tobytes())
+    digest.update(np.asarray(logprobs, "<f4").tobytes())
+    return digest.hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class Completion(_Dialogue):
@@ -226,6 +259,8 @@ class Completion(_Dialogue):
         stop_string: the stop string that ended the completion, which its last token completes; otherwise None.
         inserted: what the model was given between its turns, in order. No token of it is in `token_ids`.
         turns: the turns of the sampled tokens, in order, if turns have rewards of their own.
+        drawing: how the tokens were drawn; None: not known.
+        seal: see `seal_of`. A completion that is made from nothing is sealed; one that is copied keeps its seal.
     """
 
     key: str
@@ -239,6 +274,12 @@ class Completion(_Dialogue):
     stop_string: str | None = None
     inserted: tuple[InsertedTokens, ...] = ()
     turns: tuple[RewardedTurn, ...] = ()
+    drawing: Drawing | None = None
+    seal: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.seal:
+            object.__setattr__(self, "seal", seal_of(self.key, self.token_ids, self.logprobs))
 
     @property
     def oldest_version(self) -> int:
@@ -309,12 +350,14 @@ class Verdict:
         reward: weighted sum of the reward functions' values.
         parts: value of each reward function.
         detail: why scoring failed, for the log.
+        of: the seal of the completion that was judged.
     """
 
     status: str
     reward: float | None
     parts: dict[str, float] = field(default_factory=dict)
     detail: str = ""
+    of: str = ""
 
     @property
     def scored(self) -> bool:
@@ -332,6 +375,9 @@ class Sequence(_Dialogue):
         reward: the verifiers' reward plus the configured length terms; a KL penalty is subtracted later.
         segment_of: key of the completion or episode that these tokens are a segment of; "" for a whole completion. The
             segments have its reward. A token that one of them said is part of the prompt where others go on behind it.
+        seal: as in Completion.
+        verdict: a digest of seal, rewards and group, made where the verdict was joined to the completion, see
+            `verdict_of`.
     """
 
     key: str
@@ -344,10 +390,16 @@ class Sequence(_Dialogue):
     segment_of: str = ""
     inserted: tuple[InsertedTokens, ...] = ()
     turns: tuple[RewardedTurn, ...] = ()
+    seal: str = ""
+    verdict: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.seal:
+            object.__setattr__(self, "seal", seal_of(self.key, self.token_ids, self.rollout_logprobs))
 
     @classmethod
     def of(cls, completion: Completion, reward: float, segment_of: str = "") -> Sequence:
-        """Make a Sequence from a completion, or a segment of one, and its reward."""
+        """Make a Sequence from a completion, or a segment of one, and its reward. It is in no group yet."""
         return cls(
             key=completion.key,
             prompt_token_ids=completion.prompt_token_ids,
@@ -359,7 +411,18 @@ class Sequence(_Dialogue):
             segment_of=segment_of,
             inserted=completion.inserted,
             turns=completion.turns,
+            seal=completion.seal,
         )
+
+    def judged(self, group: int) -> Sequence:
+        """Return this sequence as one of a group, with the digest that binds its reward and its group to it."""
+        return replace(self, verdict=self.verdict_of(group))
+
+    def verdict_of(self, group: int) -> str:
+        """Return the digest, 16 hex digits, of what advantages are computed from, for a sequence of this group."""
+        rewards = (float(one).hex() for one in (self.reward, *(turn.reward for turn in self.turns)))
+        told = f"{self.seal} {self.segment_of} {group} {' '.join(rewards)}"
+        return xxhash.xxh3_64_hexdigest(told.encode())
 
     @property
     def completion(self) -> str:

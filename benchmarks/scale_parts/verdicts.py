@@ -66,7 +66,9 @@ def _waited(target: Target, reward: str) -> float:
         begin = time.monotonic()
         for at, one in enumerate(requests):
             logprobs, versions = np.zeros(length, np.float32), sampled_by(0, length)
-            made = Completion(one.key, one.prompt_token_ids, tuple(tokens), logprobs, "length", versions, None)
+            made = Completion(
+                one.key, one.prompt_token_ids, tuple(tokens), logprobs, "length", versions, None, drawing=one.drawing
+            )
             completions.append(made)
             time.sleep(max(0.0, begin + SAMPLING_SECONDS * (at + 1) / len(requests) - time.monotonic()))
             if ended is not None:

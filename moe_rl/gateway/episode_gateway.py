@@ -171,12 +171,11 @@ class EpisodeGateway:
         most = self._config.train.microbatch_tokens
         if verdict.scored and asked.kept and played.forwarded > most:
             told = f"{played.forwarded} tokens in {len(sequences)} sequences"
-            played = replace(
-                played, verdict=_failed(f"does not fit into train.microbatch_tokens = {most}: it has {told}")
-            )
+            failed = _failed(f"does not fit into train.microbatch_tokens = {most}: it has {told}")
+            played = replace(played, verdict=failed)
         if not played.verdict.scored:
             self._tell(asked, played.verdict, episode)
-        return played
+        return played.sealed()
 
     def _tell(self, asked: EpisodeRequest, verdict: Verdict, episode: Episode) -> None:
         """Write down why an episode failed, with its traceback."""

@@ -21,7 +21,7 @@ from moe_rl.replay.routes import RowPolicy, SequenceRoutes, microbatch_routes, r
 from moe_rl.replay.session import ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.types import SamplerHead, SamplingSupport, Sequence
+from moe_rl.types import SamplerHead, SamplingSupport, Sequence, seal_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +106,39 @@ class Microbatch:
         """Set the advantages of the packed sequences. values: those of the units of each sequence of the batch."""
         of_units = [value for i in self.indices for value in values[i]]
         self.advantages.copy_(torch.tensor(of_units, dtype=torch.float32))
+
+    def given_advantages(self) -> list[np.ndarray]:
+        """Return float32 [units] of each packed sequence: the advantages as the loss gets them."""
+        return np.split(self.advantages.cpu().numpy(), np.cumsum(self.units)[:-1]) if self.units else []
+
+    def seals(self, sequences: Seq[Sequence]) -> list[str]:
+        """Return the seal of each packed sequence, see `types.seal_of`, made from what the loss gets of it.
+
+        It is "" for a sequence of which a token is predicted elsewhere than in the row before it. The row that predicts
+        a token is followed by the row to which that token is fed, but for the last one.
+
+        Args:
+            sequences: The packed sequences, in packing order. Tokens in rows of other ranks are taken from these.
+        """
+        if not sequences:
+            return []
+        targets = np.array([token for one in sequences for token in one.token_ids], np.int64)
+        here = self.predicted.cpu().numpy()
+        targets[here] = self.targets.cpu().numpy()
+        whose = np.repeat(np.arange(len(sequences)), self.counts)[here]
+        ends = np.cumsum([one.forwarded for one in sequences])
+        run = np.concatenate([np.empty(0, np.int64), *self.fed(sequences)])
+        rows = self.rows[self.predicts.cpu().numpy()]
+        begins, last = ends[whose] - np.array([one.forwarded for one in sequences], np.int64)[whose], ends[whose] - 1
+        final = here == np.cumsum(self.counts)[whose] - 1  # the last sampled token is not fed
+        inside = (begins <= rows) & np.where(final, rows == last, rows < last)
+        follows = np.append(run, -1)[np.minimum(rows + 1, len(run))]
+        placed = inside & (final | (follows == targets[here]))
+        misplaced = set(whose[~placed].tolist())
+        logprobs, bounds = self.rollout_logprobs.cpu().numpy(), np.cumsum(self.counts)[:-1]
+        said = zip(np.split(targets, bounds), np.split(logprobs, bounds), strict=True)
+        pairs = enumerate(zip(sequences, said, strict=True))
+        return ["" if at in misplaced else seal_of(one.key, *own) for at, (one, own) in pairs]
 
     def fed(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Return the tokens int64 [T_i] of each packed sequence.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -204,6 +204,7 @@ class Policy:
         loss: LossFunction,
         *,
         entropy: bool = False,
+        learned: Callable[[], object] | None = None,
     ) -> UpdateResult:
         """Make one optimizer step on the gradient of the summed losses.
 
@@ -213,6 +214,8 @@ class Policy:
         Args:
             loss: Called on the last pipeline stage only.
             entropy: Also pass entropies to the loss.
+            learned: Called when the gradient is there, before anything is changed. It may refuse the update, on all
+                ranks.
         """
         generators = rng.state()
         for chunk in self.chunks:
@@ -229,6 +232,8 @@ class Policy:
             )
         if session is not None:
             session.conclude()  # nothing is learned from a pass that took wrong routes
+        if learned is not None:
+            learned()
         self.updates += 1
         lr = self.schedule.get_lr({})
         with without_mode():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +11,14 @@ import numpy as np
 import xxhash
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import RewardError, describe
+from moe_rl.errors import PipelineError, RewardError, describe
 from moe_rl.objectives.advantages import equal, has_spread, overlong_penalty
 from moe_rl.rollout.kept import KeptSample, RolloutBatch, shards_of
 from moe_rl.rollout.pieces import Pieces, all_pieces, joined
 from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
-from moe_rl.types import QUANTILES, Completion, InsertedText, Prompt, Sequence, Verdict
+from moe_rl.types import QUANTILES, Completion, Drawing, InsertedText, Prompt, Sequence, Verdict, seal_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ class Batches:
             stop_string=completion.stop_string,
             completion_token_ids=completion.text_token_ids,
             messages=prompt.messages,
+            seal=completion.seal,
         )
 
     def passes(self, verdict: Verdict) -> bool | None:
@@ -102,24 +103,44 @@ class Batches:
         return equal(verdict.parts[task.pass_reward], 1.0)
 
     def group(self, number: int, prompt: Prompt, pieces: Pieces, verdicts: Seq[Verdict]) -> PromptGroup:
-        """Return a group, with the verifiers' rewards plus the penalty for long completions."""
+        """Return a group, with the verifiers' rewards plus the penalty for long completions.
+
+        Raises:
+            RewardError: A verdict is of another completion, or a completion of another prompt.
+            PipelineError: Tokens were drawn otherwise than the config says.
+        """
         completions = [joined(parts) for parts in pieces]
+        check_drawing(all_pieces(pieces), self.config)
+        for one in completions:
+            if one.prompt_token_ids != prompt.token_ids:
+                raise RewardError(
+                    describe(
+                        "a completion is not one of its group's prompt",
+                        where={"request": one.key, "group": number},
+                        got=f"a prompt of {len(one.prompt_token_ids)} other tokens",
+                        expected=f"those of prompt {prompt.id}",
+                        do="look for what exchanges or repeats groups between the sampler and the verifiers",
+                        fault="another prompt",
+                    )
+                )
         rewards = [
             v.reward + self._overlong(c) if v.reward is not None else None
             for c, v in zip(completions, verdicts, strict=True)
         ]
-        return PromptGroup(number, prompt, pieces, completions, verdicts, rewards)
+        return _check_whose(PromptGroup(number, prompt, pieces, completions, verdicts, rewards))
 
     def played(self, number: int, prompt: Prompt, trajectories: Seq[Trajectory]) -> PromptGroup:
-        """Return a group of episodes."""
-        return PromptGroup(
-            number,
-            prompt,
-            [one.sequences for one in trajectories],
-            [one.whole for one in trajectories],
-            [one.verdict for one in trajectories],
-            [one.verdict.reward for one in trajectories],
-            trajectories,
+        """Return a group of episodes. Raises as `group` does."""
+        return _check_whose(
+            PromptGroup(
+                number,
+                prompt,
+                [one.sequences for one in trajectories],
+                [one.whole for one in trajectories],
+                [one.verdict for one in trajectories],
+                [one.verdict.reward for one in trajectories],
+                trajectories,
+            )
         )
 
     def make(
@@ -149,7 +170,8 @@ class Batches:
         sequences = []
         for group, index, piece, reward in trained:
             whole = group.completions[index]
-            sequences.append(Sequence.of(piece, reward, "" if piece is whole else whole.key))
+            one = Sequence.of(piece, reward, "" if piece is whole else whole.key)
+            sequences.append(one.judged(group.number))
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
         stored = (
@@ -220,6 +242,60 @@ class Batches:
             "rollout/truncated_fraction": _mean([float(c.finish_reason == "length") for c in completions]),
             "rollout/weight_version": max(span.weight_version for c in completions for span in c.versions),
         }
+
+
+def check_drawing(pieces: Iterable[Completion], config: Config) -> None:
+    """Check that the tokens of training completions were drawn as the config says: the trainer computes their
+    probabilities for it.
+
+    Raises:
+        PipelineError: a piece was drawn otherwise, by an earlier process of the run.
+    """
+    rollout = config.rollout
+    wanted = Drawing(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+    for piece in pieces:
+        if piece.drawing != wanted:
+            raise PipelineError(
+                describe(
+                    "tokens were drawn with other sampling parameters than those of the config",
+                    where={"request": piece.key, "key": "rollout"},
+                    got=piece.drawing or "unknown ones",
+                    expected=wanted,
+                    do="go on with the parameters that the run began with, or delete the folder groups of the run, to "
+                    "sample its unfinished groups again",
+                    fault="drawing",
+                )
+            )
+
+
+def _check_whose(group: PromptGroup) -> PromptGroup:
+    """Return a group whose verdicts are of its completions, and whose completions are what the sampler said."""
+    parts = {id(one): one for one in (*all_pieces(group.pieces), *group.completions)}.values()
+    wrong = [one.key for one in parts if one.seal != seal_of(one.key, one.token_ids, one.logprobs)]
+    if wrong:
+        raise RewardError(
+            describe(
+                "a completion was changed behind the sampler",
+                where={"request": wrong[0], "group": group.number},
+                got="tokens or log-probabilities that do not have its seal",
+                expected="what the sampler said",
+                do="look for what changes completions between the sampler and the batch",
+                fault="seal",
+            )
+        )
+    for one, verdict in zip(group.completions, group.verdicts, strict=True):
+        if verdict.of != one.seal:
+            raise RewardError(
+                describe(
+                    "a verdict is not of its completion",
+                    where={"request": one.key, "group": group.number},
+                    got=f"the verdict of a completion with the seal {verdict.of or 'none'}",
+                    expected=one.seal,
+                    do="look for what exchanges verdicts between the verifiers and the batch",
+                    fault="another verdict",
+                )
+            )
+    return group
 
 
 def episode_metrics(trajectories: Seq[Trajectory]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, PipelineError, describe
-from moe_rl.rollout.batches import PromptGroup, discarded, recorded
+from moe_rl.rollout.batches import PromptGroup, check_drawing, discarded, recorded
 from moe_rl.rollout.group_files import GroupFiles, KeptGroup
 from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
 from moe_rl.rollout.groups import Group, Groups, Reason
@@ -324,6 +324,7 @@ class GroupFeed:
         )
         if not parts:
             return request
+        check_drawing(parts, self.config)
         parent = None if self._exact else parts[-1].routes
         return replace(request, max_tokens=request.max_tokens - len(so_far), parent=parent)
 

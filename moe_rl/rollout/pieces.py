@@ -44,4 +44,5 @@ def joined(pieces: Sequence[Completion]) -> Completion:
         token_ids=sum((piece.token_ids for piece in pieces), ()),
         logprobs=np.concatenate([piece.logprobs for piece in pieces]),
         versions=tuple(spans),
+        seal="",  # that of the whole
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -69,6 +69,10 @@ class Trajectory:
             versions=sum((one.versions for one in said), ()),
             routes=None,
         )
+
+    def sealed(self) -> Trajectory:
+        """Return this trajectory with a verdict that says what it is of."""
+        return replace(self, verdict=replace(self.verdict, of=self.whole.seal))
 
     @property
     def forwarded(self) -> int:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +41,7 @@ class RewardItem:
         columns, messages: as in `Prompt`.
         finish_reason, stop_token_id, stop_string: as in `Completion`.
         completion_token_ids: the tokens of `completion`, and those of the stop string.
+        seal: of the completion, for its verdict.
     """
 
     prompt: str
@@ -51,6 +52,7 @@ class RewardItem:
     completion_token_ids: tuple[int, ...] = ()
     messages: tuple[Mapping[str, Any], ...] | None = None
     stop_string: str | None = None
+    seal: str = ""
 
     def arguments(self, parameters: RewardParameters) -> dict[str, Any]:
         """Return the values of a function's parameters: built-in arguments, or else the columns of these names.
@@ -295,6 +297,7 @@ class Judging:
         batched = {name: one for name, one in rewards.items() if one.batch is not None}
         self._single, self._batched = [name for name in rewards if name not in batched], batched
         self._results: list[Scores] = []  # of every item that came
+        self._seals: list[str] = []  # of these items
         self._places: dict[int, int] = {}  # by the number of an item: the place of its result
         self._calls: list[tuple[VerifierJob, _Call]] = []
         self._rows: dict[int, tuple[int, _Row]] = {}  # those that are in no batch yet, by number
@@ -314,6 +317,7 @@ class Judging:
         result: Scores = {}
         row: _Row = {}
         self._results.append(result)
+        self._seals.append(item.seal)
         for name in self._rewards:
             try:
                 arguments = item.arguments(self._pool.parameters[name])
@@ -352,7 +356,8 @@ class Judging:
         except BaseException:
             self._pool.close()
             raise
-        return [self._verdict(self._results[self._places[number]]) for number in sorted(self._places)]
+        places = [self._places[number] for number in sorted(self._places)]
+        return [replace(self._verdict(self._results[at]), of=self._seals[at]) for at in places]
 
     def _fill(self, at: int, row: _Row) -> None:
         """Put an item into a batch of each reward that takes batches, and call those that are full."""

@@ -46,8 +46,9 @@ def give_credit(
         of, metrics = _by_completion(objective, sequences, group_ids, shares)
     # A sequence without an advantage is in no share.
     for share in shares:
+        share.credit.update((one.key, of[one.key]) for one in share.all)
         for work in share.work:
-            work.microbatch.give_advantages([of[key] for key in share.keys])
+            work.microbatch.give_advantages([of[one.key] for one in share.all])
     return metrics
 
 
@@ -151,7 +152,7 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateS
             counts = torch.bincount(microbatch.sequence_ids, minlength=len(microbatch.indices))
             sums_here = torch.segment_reduce(tokens, "sum", lengths=counts, initial=0)
             for index, total in zip(microbatch.indices, sums_here.tolist(), strict=True):
-                number = where[share.keys[index]]
+                number = where[share.all[index].key]
                 sums[number], speakers[number] = total, speakers[number] + 1
     reduced = world.all_reduce([*sums, *speakers])
     totals, spoke = reduced[: len(sequences)], reduced[len(sequences) :]

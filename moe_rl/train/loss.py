@@ -3,6 +3,7 @@ bonus."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,13 @@ class UpdateLoss:
     Attributes:
         sums: Each call adds to these sums.
         seen: For each microbatch, the detached logprobs and, if requested, the entropies that the call received.
+        calls: How often the loss of each microbatch was computed.
     """
 
     def __init__(self, objective: ObjectiveConfig, share: UpdateShare, sums: LossSums, *, own_old: bool = False):
         self.objective, self.share, self.sums, self.own_old = objective, share, sums, own_old
         self.seen: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.calls: Counter[int] = Counter()
 
     def __call__(
         self, number: int, logprobs: torch.Tensor, *entropies: torch.Tensor, head: torch.Tensor | None = None
@@ -58,6 +61,7 @@ class UpdateLoss:
         """
         objective, share, sums, work = self.objective, self.share, self.sums, self.share.work[number]
         microbatch = work.microbatch
+        self.calls[number] += 1
         self.seen[number] = tuple(values.detach() for values in (logprobs, *entropies))
         if self.own_old:
             work.old_logprobs = self.seen[number][0]

@@ -3,7 +3,7 @@ pass."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -54,14 +54,16 @@ class UpdateShare:
         denominator, sequences, tokens: Divisors of the policy loss, the KL penalty and the entropy bonus, for the whole
             update on all ranks. The segments of a completion count as one sequence, and each turn with a reward of its
             own as one.
-        keys: Keys of all sequences of the update on all ranks. The microbatches' indices refer to these.
+        all: All sequences of the update on all ranks. The microbatches' indices refer to these.
+        credit: Advantages of the units of each sequence, by its key, once they are known.
     """
 
     work: list[MicrobatchWork]
     denominator: int
     sequences: int
     tokens: int
-    keys: tuple[str, ...] = ()
+    all: tuple[Sequence, ...] = ()
+    credit: dict[str, list[float]] = field(default_factory=dict)
 
 
 def divisors(objective: str, sequences: list[Sequence], longest: int) -> tuple[int, int, int]:
@@ -170,7 +172,7 @@ class Shares:
                 old, lags = microbatch.rollout_logprobs, weight_version - microbatch.versions
                 work.append(MicrobatchWork(microbatch, table, old_logprobs=old, lags=lags))
             divided = divisors(self.config.objective.name, ours, longest)
-            shares.append(UpdateShare(work, *divided, keys=tuple(s.key for s in ours)))
+            shares.append(UpdateShare(work, *divided, all=tuple(ours)))
         return shares
 
     def _supports(self, packed: list[Sequence]) -> list[SamplingSupport] | None:

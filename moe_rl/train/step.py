@@ -6,6 +6,7 @@ Every rank holds the tokens of the whole batch, but reads the routes of its own 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
@@ -15,12 +16,14 @@ from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.session import Mode
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import scoring
+from moe_rl.train.account import check_batch, check_update
 from moe_rl.train.assignment import ExpertPlacement
 from moe_rl.train.credit import give_credit
+from moe_rl.train.first_update import TemperatureProbe, check_reference
 from moe_rl.train.guards import Guards, computes_alike
 from moe_rl.train.loss import UpdateLoss
 from moe_rl.train.samples import PassSeen, View, gather_views
-from moe_rl.train.shares import MicrobatchWork, Shares
+from moe_rl.train.shares import MicrobatchWork, Shares, UpdateShare
 from moe_rl.train.step_metrics import Shown, step_metrics
 from moe_rl.types import Sequence
 
@@ -39,6 +42,7 @@ class TrainStep:
         self.guards = Guards(config.guards, exact=computes_alike(config))
         self.views: dict[str, list[View]] = {}  # what the ranks saw of the last step's samples
         self.work: list[MicrobatchWork] = []  # of the step that runs, with the routes to replay
+        self._trained: dict[int, list[str]] = {}  # keys of what the last steps trained on, by step
 
     def run(
         self,
@@ -67,9 +71,13 @@ class TrainStep:
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
         self.work, shown = [], Shown()
+        check_batch(sequences, group_ids, [key for at, keys in self._trained.items() if at != step for key in keys])
         # The first update's forward runs on the weights of the step's beginning. So it is the pass for old logprobs of
         # its own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
         own = objective.old_logprobs == "trainer" and replay != "r2" and not objective.needs_old_first
+        first, probe = policy.updates == 0, None
+        if first and self.reference is not None and policy.moves == 0:
+            check_reference(policy, self.reference)
         with clock("placement"):
             placement = self.placement.start_step(step, sequences)
         with clock("routes"):
@@ -92,13 +100,16 @@ class TrainStep:
                 scoring.score_natively(policy, work, step, shown)
             if self.reference is not None:
                 scoring.score_reference(self.reference, work)
+            if first:
+                mode: Mode = "observe" if replay == "off" else "replay"
+                probe = TemperatureProbe(policy, shares[0].work, mode, self.config.rollout.temperature)
         credit = give_credit(objective, sequences, group_ids, shares)
         if objective.second_moment_limit is not None:
             credit |= scoring.trust(objective.second_moment_limit, shares)
         with clock("train"):
             for number, share in enumerate(shares):
                 observe_here = number == 0 and (own or objective.old_logprobs == "sampler")
-                mode: Mode = "observe" if replay == "off" else "replay"
+                mode = "observe" if replay == "off" else "replay"
                 name = f"step {step} update {number}"
                 loss = UpdateLoss(objective, share, shown.sums, own_old=own and number == 0)
                 with scoring.session(
@@ -115,6 +126,7 @@ class TrainStep:
                         session,
                         loss,
                         entropy=observe_here or objective.entropy_coef > 0,
+                        learned=partial(_check_learned, share, loss, probe if number == 0 else None),
                     )
                 shown.tallies.append(session.tally)
                 shown.results.append(result)
@@ -123,8 +135,18 @@ class TrainStep:
                     seen = [loss.seen[i] for i in range(len(share.work))] if world.is_last_stage() else []
                     shown.passes.insert(0, PassSeen.of(share.work, seen, session))
                 self.guards.after_update(result, step=step, update=number)
+        # Sequences of still earlier steps have weights that are too old, which the validator refuses.
+        keys, oldest = {step: [one.key for one in sequences]}, step - self.config.pipeline.lag
+        self._trained = {at: of_step for at, of_step in (self._trained | keys).items() if at > oldest}
         self.views = gather_views(samples, shown.passes)
         metrics = step_metrics(self.config, self.spec, shown, by_layer=measure_native)
         if replay != "off":
             metrics |= fallback
         return metrics | credit | placement | {"optim/updates": policy.updates}
+
+
+def _check_learned(share: UpdateShare, loss: UpdateLoss, probe: TemperatureProbe | None) -> None:
+    """Make the last checks of an update, when its gradient is there and no weight has moved."""
+    check_update(share, loss.calls)
+    if probe is not None:
+        probe.check(loss.seen)

@@ -82,6 +82,7 @@ class Growing:
             routes=refs.get(request.key),
             stop_token_id=self._stop_token(request),
             stop_string=self.stop_reason if isinstance(self.stop_reason, str) else None,
+            drawing=request.drawing,
         )
 
     def _stop_token(self, request: GenerateRequest) -> int | None:

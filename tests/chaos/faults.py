@@ -13,6 +13,7 @@ from tests.chaos.plants import (
     ASKED,
     EXPERT,
     LAYER,
+    MICROBATCH,
     NOT_LOADED,
     OTHER_EXPERT,
     OTHER_LAYER,
@@ -154,6 +155,35 @@ ROUTES = (
     ),
 )  # fmt: skip
 
+_BATCH, _ACCOUNT = "trainer: the batch, at the step's beginning", "the step's account of its sequences"
+_TWICE, _OTHER_VERDICT = (
+    "a sequence was delivered more than once",
+    "has not the reward and the group that it was judged",
+)
+BATCH = (
+    _in_lab(
+        MICROBATCH, "P16", "trainer: a rank's share of an update", _ACCOUNT, "ReplayError",
+        "did not learn from each of its sequences exactly once", names_harmed=True,
+    ),
+    _in_lab(
+        "trainer: a group delivered twice", "P16", _BATCH, _ACCOUNT, "ReplayError", _TWICE, names_harmed=True,
+    ),
+    _in_lab(
+        "trainer: the last sampled token altered", "P16", _BATCH, _ACCOUNT, "ReplayError",
+        "learned from something else than what was sampled and judged", names_harmed=True,
+    ),
+    _in_lab("trainer: rewards rotated", "P16", _BATCH, _ACCOUNT, "ReplayError", _OTHER_VERDICT, names_harmed=True),
+    _in_lab("trainer: groups rotated", "P16", _BATCH, _ACCOUNT, "ReplayError", _OTHER_VERDICT, names_harmed=True),
+    _in_lab(
+        "verifiers: verdicts rotated", "P16", "rank 0: the verdicts of a step", "rank 0", "RewardError",
+        "a verdict is not of its completion", "request s",
+    ),
+    _in_lab(
+        "engine: a sampled token altered on its way", "P16", "rank 0: a completion, before it is judged", "rank 0",
+        "RewardError", "a completion was changed behind the sampler", "request s",
+    ),
+)  # fmt: skip
+
 _SWAPPED = "trainer: routes of two sequences swapped after validation"
 LAYOUTS = (
     *(
@@ -182,6 +212,7 @@ WEIGHTS = (
         f"layer {LAYER}, expert {EXPERT}, down_proj.weight: what layer {LAYER}, expert {OTHER_EXPERT}, down_proj",
     ),
     _exported("export: one expert zeroed", f"layer {LAYER}, expert {EXPERT}, down_proj.weight: only zeros"),
+    _exported("export: one expert multiplied by 0", f"layer {LAYER}, expert {EXPERT}, down_proj.weight: only zeros"),
     _exported("export: all routers of the version before", "mlp.gate.weight: stale, what it was in version "),
     _exported(
         "export: one tensor of the version before",
@@ -271,6 +302,17 @@ FOLDER = (
         "rank 0, at --resume", "",
         ("metrics.jsonl: the lines of 1 steps are lost; the report will lack them: 2",), AT_RESUME, "the run continues",
         "folder",
+    ),
+    Fault(
+        "metrics.jsonl: a digit changed", "P1", "the run's folder, while no process runs", "rank 0, at --resume", "",
+        ("the metrics log is damaged", "metrics.jsonl:2"), AT_RESUME, REFUSED, "folder",
+    ),
+    *(
+        Fault(
+            f"config.yaml: {key} edited", "P3", "the run's folder, while no process runs", "rank 0, at --resume",
+            "", ("the config of a run was changed by hand", f".{key} = {value}"), AT_RESUME, REFUSED, "folder",
+        )
+        for key, value in (("clip_low", 0.25), ("temperature", 0.75))
     ),
     Fault(
         SECOND_RESUME, "P3", "a second process, while the first one runs", "rank 0 of the second process", "",
@@ -446,6 +488,32 @@ TESTED = (
         "recorder, sink, store, reader, tables",
         _CHECKSUM, "ReplayError", "the sequences", BEFORE_UPDATE, REFUSED,
         "tests/trace/test_source_sum.py::test_any_change_on_the_way_changes_it"),
+    _by("record and completion both say a newer version than the weights had", "P7", "a record and its completion",
+        _CHECKSUM, "ReplayError", "the sequences", BEFORE_UPDATE, REFUSED,
+        "tests/replay/test_routes.py::test_a_record_and_a_completion_that_both_say_the_newest_version_are_refused"),
+    # P16: every sequence once, as it was sampled and judged
+    _by("a microbatch whose loss is computed twice or not at all; a sequence on two ranks", "P16", "a share",
+        _ACCOUNT, "ReplayError", "the sequences, and how often each was learned from", BEFORE_UPDATE, REFUSED,
+        "tests/train/test_account.py::test_a_microbatch_whose_loss_is_not_computed_once_is_named",
+        "tests/train/test_account.py::test_a_sequence_that_two_ranks_hold_is_named"),
+    _by("a token, log-probability, place or advantage that the loss gets otherwise; a loss mask one late or early",
+        "P16", "a microbatch", _ACCOUNT, "ReplayError", "the sequences", BEFORE_UPDATE, REFUSED,
+        "tests/train/test_account.py::test_what_the_loss_got_otherwise_than_it_was_sampled_is_named"),
+    _by("a temperature that trainer or sampler does not apply", "P16", "a pass of the first update",
+        "comparison of both at two temperatures", "ReplayError", "the side, and the temperature that it has",
+        "before the run's first update", REFUSED,
+        "tests/train/test_first_update.py::test_a_temperature_that_the_trainer_does_not_apply_is_named",
+        "tests/train/test_first_update.py::test_a_sampler_that_drew_at_another_temperature_is_named"),
+    _by("a reference policy with other weights at version 0", "P16", "one weight of the reference",
+        "comparison with the policy's weights", "ReplayError", "the tensor", "before the run's first update", REFUSED,
+        "tests/train/test_first_update.py::test_a_reference_with_other_weights_is_named"),
+    _by("a partial completion that is resumed with other sampling parameters", "P16, P3", "the config of a resumed run",
+        "pool", "PipelineError", "the request, and the parameters of both", "before it is sampled further", REFUSED,
+        "tests/rollout/test_group_feed.py::test_a_stopped_pool_does_not_go_on_with_other_sampling_parameters"),
+    _by("Adam's moments of one rank zeroed behind the loading of a checkpoint", "P3", "one rank's optimizer",
+        "all ranks, by sums that the checkpoint holds", "CheckpointError", "the moment and the rank", AT_RESUME,
+        REFUSED,
+        "tests/distributed/test_state.py::test_moments_that_one_rank_loses_behind_the_checkpoint_are_named"),
     # P8: a failed verifier gives no reward
     _by("a verifier that raises, hangs, dies, forks, floods, or gives NaN, text, or a sum that is too large", "P8",
         "verifier", "rank 0", "RewardError", "function, completion, failure",
@@ -468,6 +536,9 @@ TESTED = (
         "tests/objectives/test_not_finite.py::test_no_loss_hides_it",
         "tests/objectives/test_not_finite.py::test_no_correction_hides_it",
         "tests/objectives/test_not_finite.py::test_no_advantage_hides_it",
+        "tests/objectives/test_not_finite.py::test_no_second_moment_hides_it",
+        "tests/objectives/test_not_finite.py::test_no_centering_hides_it",
+        "tests/objectives/test_not_finite.py::test_no_extreme_fraction_and_no_interval_hides_it",
         "tests/train/test_not_finite.py::test_each_is_shown_where_it_is_nothing_moves_and_the_run_ends"),
     # P10: a wrong config starts nothing
     _by("unknown, misspelt, contradictory or impossible keys; mangled files", "P10", "the config", "the command",
@@ -534,7 +605,7 @@ TESTED = (
         "tests/tasks/test_verifiers.py::test_wall_clock_jumps_do_not_matter"),
 )  # fmt: skip
 
-FAULTS = (*ROUTES, *LAYOUTS, *WEIGHTS, *CHAIN, *FLIGHT, *FOLDER, *TESTED)
+FAULTS = (*ROUTES, *BATCH, *LAYOUTS, *WEIGHTS, *CHAIN, *FLIGHT, *FOLDER, *TESTED)
 
 
 def of(scene: Scene) -> list[Fault]:

@@ -151,6 +151,7 @@ def main(out: Path, faults: list[str], overrides: list[str]) -> None:
             f"run.runs_dir={out}", f"run.steps={WARM + len(faults)}", "parallel.expert=1", "rollout.kv_cache_mib=64",
             "rollout.prompts_per_step=16", "rollout.group_size=4", "eval.prompts=16", "eval.every_steps=1000",
             "checkpoint.every_steps=1000", "replay.native_every=1", "guards.collapse_steps=0", "run.seed=5",
+            "train.microbatch_tokens=256",
             *overrides,
         ],
     )  # fmt: skip

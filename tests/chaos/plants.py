@@ -297,6 +297,95 @@ def _late_after_recording(recorded_routes):
     return late
 
 
+# In the batch, between the verifiers and the loss.
+
+MICROBATCH = "trainer: a microbatch replaced by another behind the check of coverage"
+
+
+@in_function(MICROBATCH, "moe_rl.train.shares", "Shares.of")
+def _microbatch_replaced(divide):
+    def replacing(*args):
+        shares, metrics = divide(*args)
+        work = shares[0].work
+        fires(MICROBATCH, " ".join(shares[0].all[i].key for i in work[0].microbatch.indices))
+        work[0] = work[1]
+        return shares, metrics
+
+    return replacing
+
+
+def _in_the_batch(fault: str):
+    """Decorate a change of what a step trains on: change(sequences, groups) -> other ones, and what was harmed."""
+
+    def register(change: Callable) -> Callable:
+        @in_function(fault, "moe_rl.train.step", "TrainStep.run")
+        def make(run):
+            def changed(ours, sequences, group_ids, **how):
+                *wrong, harmed = change(sequences, group_ids)
+                fires(fault, harmed)
+                return run(ours, *wrong, **how)
+
+            return changed
+
+        return change
+
+    return register
+
+
+def _rotated(values: list) -> list:
+    return [*values[1:], values[0]]
+
+
+@_in_the_batch("trainer: a group delivered twice")
+def _delivered_twice(sequences, groups):
+    first = [at for at, group in enumerate(groups) if group == groups[0]]
+    again = [*sequences[: len(sequences) - len(first)], *(sequences[at] for at in first)]
+    return again, groups, " ".join(sequences[at].key for at in first)
+
+
+@_in_the_batch("trainer: the last sampled token altered")
+def _last_token_altered(sequences, groups):
+    one = sequences[3]
+    other = replace(one, token_ids=(*one.token_ids[:-1], one.token_ids[-1] ^ 1))
+    return [*sequences[:3], other, *sequences[4:]], groups, one.key
+
+
+@_in_the_batch("trainer: rewards rotated")
+def _rewards_rotated(sequences, groups):
+    rewards = _rotated([one.reward for one in sequences])
+    wrong = [replace(one, reward=reward) for one, reward in zip(sequences, rewards, strict=True)]
+    return wrong, groups, " ".join(one.key for one, other in zip(sequences, wrong, strict=True) if one != other)
+
+
+@_in_the_batch("trainer: groups rotated")
+def _groups_rotated(sequences, groups):
+    wrong = _rotated(groups)
+    moved = zip(sequences, groups, wrong, strict=True)
+    return sequences, wrong, " ".join(one.key for one, group, other in moved if group != other)
+
+
+@in_function("verifiers: verdicts rotated", "moe_rl.tasks.verifiers", "Judging.verdicts")
+def _verdicts_rotated(verdicts):
+    def rotating(judging):
+        sound = verdicts(judging)
+        if len({one.reward for one in sound}) > 1:
+            fires("verifiers: verdicts rotated", "s")
+        return _rotated(sound)
+
+    return rotating
+
+
+@in_function("engine: a sampled token altered on its way", "moe_rl.rollout.batches", "joined")
+def _token_altered_on_its_way(join):
+    def altering(pieces):
+        one = pieces[-1]
+        fires("engine: a sampled token altered on its way", one.key)
+        wrong = replace(one, token_ids=(*one.token_ids[:-1], one.token_ids[-1] ^ 1))
+        return join([*pieces[:-1], wrong])
+
+    return altering
+
+
 # What the trainer exports.
 
 _PREVIOUS: dict[str, object] = {}
@@ -348,6 +437,12 @@ def _experts_permuted(sound):
 @_exported("export: one expert zeroed")
 def _expert_zeroed(sound):
     return {name: sound[name].new_zeros(sound[name].shape) for name in _experts(sound, EXPERT).values()}
+
+
+@_exported("export: one expert multiplied by 0")
+def _expert_times_zero(sound):
+    """Zeros of both signs."""
+    return {name: sound[name] * 0 for name in _experts(sound, EXPERT).values()}
 
 
 @_exported("export: all routers of the version before")

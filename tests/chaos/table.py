@@ -23,6 +23,7 @@ PROMISES = {
     "P13": "Control routes are local and require the run's token.",
     "P14": "No pickle that could run code is loaded.",
     "P15": "A run that must stop saves and ends in time; clocks may jump.",
+    "P16": "An update learns from each of its sequences once, as it was sampled and judged.",
 }
 HEAD = """\
 # Planted faults: who notices, and what the message says

@@ -200,10 +200,11 @@ def test_a_step_is_the_same_with_plans_and_without(steps):
 
 
 def test_a_step_overlaps_in_as_many_chunks_as_asked_for(steps):
-    # old log-probabilities of the second update, or of both if r2 records in them, natively routed ones, two updates
-    wanted = {"whole": [[0], [], [0], [0]], "one-chunk": [[1], [], [1], [1]], "r2-two-chunks": [[], [2], [2]]}
-    for case, passes in wanted.items():
-        assert steps.chunks(case) == [passes] * 2, case
+    # old log-probabilities of the second update, or of both if r2 records in them, and natively routed ones
+    before = {"whole": (0, [[0], []]), "one-chunk": (1, [[1], []]), "r2-two-chunks": (2, [[]])}
+    for case, (chunks, passes) in before.items():
+        # then the first update's at two temperatures, and two updates
+        assert steps.chunks(case) == [[*passes, *[[chunks]] * 4]] * 2, case
     assert steps["one-chunk"] == steps["whole"]
     (r2, _), (plain, _) = steps["r2-two-chunks"], steps["r2"]
     assert r2["routing/planned_fraction"] == 1 and r2["routing/consumed"] == 1.5 * plain["routing/consumed"]

@@ -423,9 +423,17 @@ MUTANTS: list[Mutant] = [
         (
             "source sum without the position",
             "source_sum.py",
-            "_mixed(np.asarray(positions).astype(np.uint64))",
-            "_mixed(np.zeros_like(positions).astype(np.uint64))",
+            "np.asarray(positions).astype(np.uint64)",
+            "np.zeros_like(positions).astype(np.uint64)",
             "Routes of two places with the same token may change places unseen.",
+            "tests/trace/test_source_sum.py",
+        ),
+        (
+            "source sum without the version",
+            "source_sum.py",
+            "(np.asarray(versions).astype(np.uint64) << np.uint64(32))",
+            "np.uint64(0)",
+            "Record and completion may both say newer weights unseen.",
             "tests/trace/test_source_sum.py",
         ),
         (
@@ -554,8 +562,8 @@ MUTANTS: list[Mutant] = [
         (
             "trust region turned around",
             "second_moment.py",
-            "[sequence_ids] > 0",
-            "[sequence_ids] < 0",
+            "(pushed > 0) |",
+            "(pushed < 0) |",
             "The second-moment mask looks at the tokens that come closer to the sampler.",
             "tests/objectives/test_second_moment.py",
         ),
@@ -1698,6 +1706,22 @@ MUTANTS: list[Mutant] = [
     ),
     *_room(
         "train",
+        (
+            "a sequence learned from twice",
+            "account.py",
+            "np.flatnonzero(reduced[0] != ranks)",
+            "np.flatnonzero(reduced[0] > 2 * ranks)",
+            "A microbatch that stands in another's place is learned from twice, and the other never.",
+            "tests/train/test_account.py",
+        ),
+        (
+            "seals not compared",
+            "account.py",
+            "if seal != one.seal or not",
+            "if not",
+            "A loss that gets other tokens than were sampled goes unseen.",
+            "tests/train/test_account.py",
+        ),
         (
             "the last of equal evaluations",
             "progress.py",

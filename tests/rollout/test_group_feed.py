@@ -127,6 +127,7 @@ class Servers:
             "stop" if len(versions) >= length else "abort",
             tuple(spans),
             RouteRef(request.key, rows, (RoutePart(shard, ""),)) if versions else None,
+            drawing=request.drawing,
         )
 
     def fail(self, place):
@@ -162,8 +163,10 @@ class Verifiers:
         failed = self.fails is None or self.judged in self.fails
         parts = {"exact_match": 0.0, "format": 0.0}
         return [
-            Verdict("failed", None, detail="hung") if failed else Verdict("scored", float(n), parts)
-            for n in ([0] * len(items) if self.judged in self.same else range(len(items)))
+            Verdict("failed", None, detail="hung", of=item.seal)
+            if failed
+            else Verdict("scored", 0.0 if self.judged in self.same else float(n), parts, of=item.seal)
+            for n, item in enumerate(items)
         ]
 
 
@@ -234,7 +237,7 @@ class Player:
                           inserted=(InsertedTokens(1, (9, 10)),))  # fmt: skip
         failed = len(self.names) % 5 == 0
         verdict = Verdict("failed", None, detail="hung") if failed else Verdict("scored", self.draw.random())
-        return Trajectory(asked.name, [said], verdict, 2, 0, 1, "d")
+        return Trajectory(asked.name, [said], verdict, 2, 0, 1, "d").sealed()
 
 
 class Failing(Player):
@@ -243,7 +246,7 @@ class Failing(Player):
     async def play(self, asked):
         played = await super().play(asked)
         fails = int(asked[0].name.partition("-")[0].removeprefix("group")) % 5 == 3
-        return [replace(one, verdict=Verdict("failed", None)) for one in played] if fails else played
+        return [replace(one, verdict=Verdict("failed", None)).sealed() for one in played] if fails else played
 
 
 ENVIRONMENT = {"environment": EnvironmentConfig(run="my.run"), "rewards": {}, "pass_reward": None}
@@ -419,6 +422,26 @@ def test_a_stopped_pool_goes_on_where_it_was(tmp_path):
     check_of_all_runs(rig, 2)
     assert not {one.key for one in before.servers.asked} & {one.key for one in rig.servers.asked}, "sampled twice"
     assert any(one.parent is not None for one in rig.servers.asked)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.5), ("top_k", 7), ("top_p", 0.9), ("min_p", 0.1)])
+def test_a_stopped_pool_does_not_go_on_with_other_sampling_parameters(tmp_path, name, value):
+    """The pieces of a completion are one distribution's, and the trainer computes with that of the config."""
+
+    async def stopped():
+        rig = Rig(tmp_path, slowest=TOKENS)
+        await rig.feed.begin()
+        await rig.train(until=1)
+        await rig.feed.stop()
+
+    async def resumed():
+        rig = Rig(tmp_path, with_keys(CONFIG, "rollout", **{name: value}), done=1, slowest=TOKENS)
+        await rig.feed.begin()
+        await rig.train(until=2)
+
+    run(stopped())
+    with refused(PipelineError, name, f"{value:g}", "temperature 1, top_k 0", fault="drawing", key="rollout"):
+        run(resumed())
 
 
 @pytest.mark.parametrize("checkpoint", [0, 1, 2])

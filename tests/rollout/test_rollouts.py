@@ -2,6 +2,7 @@
 every prompt is accounted for."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,7 +47,7 @@ class Judging:
         pass
 
     def add(self, number, item):
-        self.found[number] = self.judge(*item)
+        self.found[number] = replace(self.judge(*item), of=getattr(item[1], "seal", ""))
 
     def calls(self):
         return []
@@ -74,7 +75,9 @@ class Engine:
         for at, (r, t) in enumerate(zip(requests, tokens, strict=True)):
             versions = sampled_by(0, len(t))
             logprobs = np.zeros(len(t), np.float32)
-            completions.append(Completion(r.key, r.prompt_token_ids, t, logprobs, "stop", versions, routes))
+            completions.append(
+                Completion(r.key, r.prompt_token_ids, t, logprobs, "stop", versions, routes, drawing=r.drawing)
+            )
             self.told.append(r.key)
             ended(at, completions[-1])
         return completions

@@ -27,13 +27,13 @@ steps: list[dict[str, object]] = []
 
 
 class Sampler(RandomSampler):
-    def generate(self, requests, *, shard, ended):
-        completions = super().generate(requests, shard=shard, ended=ended)
-        if shard.startswith(f"step{LOGPROB:06d}"):
-            logprobs = completions[1].logprobs.copy()
-            logprobs[2] = torch.nan
-            completions[1] = replace(completions[1], logprobs=logprobs)
-        return completions
+    def _completed(self, request, writer):
+        made = super()._completed(request, writer)
+        if request.key != f"s{LOGPROB}/p0/c1":
+            return made
+        logprobs = made.logprobs.copy()
+        logprobs[2] = torch.nan
+        return replace(made, logprobs=logprobs, seal="")
 
 
 def held(policy):

@@ -45,11 +45,12 @@ class RandomSampler:
         scores = rng.random((len(fed), len(self.spec.moe_layers), self.spec.num_experts))
         routes = np.argsort(scores, -1)[..., : self.spec.top_k].astype(np.uint8)
         ref = writer.add(request.key, routes, fed, [Span(len(fed), self.version, Provenance.DECODE)])
-        ref = signed(ref, routes, self.spec.moe_layers, fed)
+        ref = signed(ref, routes, self.spec.moe_layers, fed, versions=self.version)
         logprobs = rng.normal(-4, 0.1, len(tokens)).astype(np.float32)
         return Completion(
-            request.key, request.prompt_token_ids, tokens, logprobs, "length", sampled_by(self.version, 4), ref
-        )
+            request.key, request.prompt_token_ids, tokens, logprobs, "length", sampled_by(self.version, 4), ref,
+            drawing=request.drawing,
+        )  # fmt: skip
 
     def score(self, runs, *, shard=None):
         return [ScoredTokens([np.zeros(len(run) - 1, np.float32) for run in runs], [], "nobody")]

@@ -47,13 +47,12 @@ class Rank:
             of_old, of_ref = (
                 [torch.tensor([x for i in chosen for x in part[i]]) for chosen in microbatches] for part in (old, ref)
             )
-            keys = tuple(s.key for s in ours)
             work = [MicrobatchWork(m, None, *scores) for m, *scores in zip(packed, of_old, of_ref, strict=True)]
-            self.shares.append(UpdateShare(work, 1, 1, 1, keys=keys))
+            self.shares.append(UpdateShare(work, 1, 1, 1, all=tuple(ours)))
 
     def advantages(self):
         return {
-            share.keys[i]: value
+            share.all[i].key: value
             for share in self.shares
             for one in share.work
             for i, value in zip(one.microbatch.indices, one.microbatch.advantages.tolist(), strict=True)
@@ -176,7 +175,8 @@ def test_the_segments_of_a_completion_count_as_one(monkeypatch):
     monkeypatch.setattr(credit, "advantages", advantages)
     taken = []
     share = SimpleNamespace(
-        keys=[one.key for one in cut],
+        all=cut,
+        credit={},
         work=[SimpleNamespace(microbatch=SimpleNamespace(give_advantages=taken.extend))],
     )
     found = credit.give_credit(GspoConfig(), cut, [0, 0, 0, 1, 1, 1], [share])
@@ -215,7 +215,7 @@ def test_a_turn_has_the_advantages_of_itself_and_of_what_continues_it():
     """Compares with GRPO's process supervision, by loops: rewards less the group's mean, over its std, then summed."""
     whole, groups = episodes()
     packed = pack(whole, None, torch.device("cpu"))
-    share = UpdateShare([MicrobatchWork(packed, None, None)], 1, 1, 1, keys=tuple(one.key for one in whole))
+    share = UpdateShare([MicrobatchWork(packed, None, None)], 1, 1, 1, all=tuple(whole))
     found = credit.give_credit(GspoConfig(advantage="group_std"), whole, groups, [share])
     rewards = {group: [] for group in (0, 1)}
     for group, turns, _ in EPISODES.values():

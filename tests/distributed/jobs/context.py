@@ -69,8 +69,11 @@ def run(path, out):
 
     def take_step(config, policy):
         clock, groups = Clock(), list(range(len(sequences)))
-        whole = TrainStep(config, policy, None, store, spec)
-        return whole.run(sequences, groups, step=1, weight_version=0, measure_native=True, clock=clock)
+        whole, judged = (
+            TrainStep(config, policy, None, store, spec),
+            [one.judged(at) for at, one in enumerate(sequences)],
+        )
+        return whole.run(judged, groups, step=1, weight_version=0, measure_native=True, clock=clock)
 
     policy = build(halves)
     engine = taken(policy, path, out / "parts")

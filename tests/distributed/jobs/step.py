@@ -27,6 +27,7 @@ from moe_rl.objectives.logprobs import (
 )
 from moe_rl.proof.batch import batch
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
+from moe_rl.trace.spans import versions_of_rows
 from moe_rl.train.step import TrainStep
 from moe_rl.types import Provenance, Span, sampled_by
 
@@ -132,7 +133,13 @@ def stored(sequences, routes, spec, folder, plan, vocabulary):
             spans = [span for span in spans if span.rows > 0]
             aux = aux_of(number, sequence, supports[sequence.key], plan)
             ref = writer.add(sequence.key, table[start:], tokens[start:], spans, aux=aux)
-            ref = signed(replace(ref, start=start), table[start:], spec.moe_layers, tokens[start:])
+            ref = signed(
+                replace(ref, start=start),
+                table[start:],
+                spec.moe_layers,
+                tokens[start:],
+                versions=versions_of_rows(spans),
+            )
             ref = None if number in plan.get("missing", ()) else ref
             if number in plan.get("lost", ()):
                 ref = replace(ref, parts=tuple(replace(part, digest="0" * 16) for part in ref.parts))
@@ -169,6 +176,7 @@ def one(name, plan, checkpoint, out):
     reference = ReferencePolicy(*build, temperature=1.0) if config.objective.kl_coef else None
     step = TrainStep(config, policy, reference, TraceStore(folder), spec)
     groups = [number // 2 for number in range(len(ready))]
+    ready = [one.judged(group) for one, group in zip(ready, groups, strict=True)]
     open_session, passes = policy.session, []
     policy.session = lambda *given, **options: passes.append(options) or open_session(*given, **options)
     ahead = patch.object(ObjectiveConfig, "needs_old_first", True) if plan.get("ahead") else nullcontext()
