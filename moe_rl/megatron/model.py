@@ -21,7 +21,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from moe_rl.config.training import ParallelConfig, TrainConfig
-from moe_rl.megatron import hf_map, world
+from moe_rl.megatron import hf_map, router_gradients, world
 from moe_rl.megatron.hf_files import CheckpointReader
 from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.specs import replay_spec
@@ -246,12 +246,15 @@ def replay_session(
 
 
 def _sum_gradients(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-    """Sum gradients over ranks, after noting on each chunk whether this rank's own part is finite. After the sum, a
-    value that is not finite on one rank is so on all ranks."""
+    """Sum gradients over ranks, after noting on each chunk whether this rank's own part is finite, and what it gives to
+    the routers. After the sum, a value that is not finite on one rank is so on all ranks."""
     for chunk in chunks:
         buffers = chunk.buffers + chunk.expert_parallel_buffers
         extremes = torch.stack([end for buffer in buffers for end in torch.aminmax(buffer.grad_data)])
         chunk.own_gradients_finite = extremes.isfinite().all()
+        chunk.own_router_gradients = router_gradients.own_parts(
+            layer for layer in unwrap(chunk).decoder.layers if layer.is_moe_layer
+        )
     finalize_model_grads(chunks, None, **kwargs)
 
 

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, ReplayError, describe
-from moe_rl.megatron import hf_map, rng, schedule, world
+from moe_rl.megatron import hf_map, rng, router_gradients, schedule, world
 from moe_rl.megatron.cpu import mode_left_behind, without_mode
 from moe_rl.megatron.expert_order import checksum, move
 from moe_rl.megatron.layers import GroupedExperts
@@ -234,6 +234,7 @@ class Policy:
             session.conclude()  # nothing is learned from a pass that took wrong routes
         if learned is not None:
             learned()
+        self._check_router_gradients()
         self.updates += 1
         lr = self.schedule.get_lr({})
         with without_mode():
@@ -251,6 +252,17 @@ class Policy:
             self._step(norm)
             self.moves += grad_norm > 0
         return UpdateResult(grad_norm=grad_norm, lr=lr, nonfinite=nonfinite, aux_loss=self._finish_aux_loss())
+
+    def _check_router_gradients(self) -> None:
+        """Raise ReplayError if a rank's part of a router's gradient is lost, see `router_gradients.check`."""
+        own = [chunk.own_router_gradients for chunk in self.chunks]
+        router_gradients.check(
+            self.facts.moe_layers,
+            dict(zip(self.layers, (router.weight for router in self._routers()), strict=True)),
+            torch.cat(own),
+            self.optimizers,
+            sequence_parallel=unwrap(self.chunks[0]).config.sequence_parallel,
+        )
 
     def _step(self, norm: float | torch.Tensor) -> None:
         """Clip the gradients, whose norm Megatron has given, and move the weights.

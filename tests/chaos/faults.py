@@ -514,6 +514,10 @@ TESTED = (
         "all ranks, by sums that the checkpoint holds", "CheckpointError", "the moment and the rank", AT_RESUME,
         REFUSED,
         "tests/distributed/test_state.py::test_moments_that_one_rank_loses_behind_the_checkpoint_are_named"),
+    _by("a router's gradient zeroed on one rank, before the sum over ranks or behind it", "P16", "one rank's gradients",
+        "all ranks, by the sum and its parts", "ReplayError", "the layer, and the share of the rank", BEFORE_UPDATE,
+        REFUSED,
+        "tests/distributed/test_state.py::test_a_routers_gradient_that_one_rank_loses_is_named"),
     # P8: a failed verifier gives no reward
     _by("a verifier that raises, hangs, dies, forks, floods, or gives NaN, text, or a sum that is too large", "P8",
         "verifier", "rank 0", "RewardError", "function, completion, failure",

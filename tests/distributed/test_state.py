@@ -26,7 +26,7 @@ from tests.distributed.jobs import state
 from tests.distributed.jobs.state import AGAIN, BUCKET, DAMAGES, FILES, LAYOUTS, ONE, SAVER, STEP, UPDATES
 
 OTHERS = [name for name in LAYOUTS if name != SAVER]
-USUAL = [SAVER, "begins", "zeroed", "EP2", "TP2-EP2 shared_memory", "EP2 from two", "DP3 from gathered"]
+USUAL = [SAVER, "begins", "zeroed", "EP2 router", "EP2", "TP2-EP2 shared_memory", "EP2 from two", "DP3 from gathered"]
 WAYS = ["disk", "shared_memory", "broadcast", "broadcast_by_1"]
 # {what is seen: (its action in jobs/state.py, layout, precision, arguments)}
 ACTIONS = {
@@ -39,6 +39,10 @@ ACTIONS = {
     "started by weights": ("started", "EP2", "bfloat16", "two-bfloat16", False),
     "exported": ("exported", SAVER, "float32", "two"),
     "without moments": ("without_moments", "EP2", "float32", "two"),
+    # a rank whose slice of the distributed optimizer has elements of that router
+    "EP2 router": ("router_gradients", "EP2", "float32", 1),
+    "EP2 router bfloat16": ("router_gradients", "EP2", "bfloat16", 1),
+    "DP3 router": ("router_gradients", "DP3", "float32", 2),
     "zeroed": ("zeroed", "EP2", "float32", "two", 1, "exp_avg"),
     "zeroed bfloat16": ("zeroed", SAVER, "bfloat16", "two-bfloat16", 0, "exp_avg_sq"),
     "DP3 zeroed": ("zeroed", "DP3", "float32", "two", 2, "exp_avg_sq"),
@@ -313,6 +317,14 @@ def test_lost_moments_would_be_noticed(seen):
     straight, without = seen("begins")[0]["norms"], seen("without moments")[0]
     assert without[0] == pytest.approx(straight[0], rel=1e-5)
     assert without[1] != pytest.approx(straight[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("case", ["EP2 router", "EP2 router bfloat16", "DP3 router"])
+def test_a_routers_gradient_that_one_rank_loses_is_named(seen, case):
+    for before, behind, nowhere in seen(case):
+        for told in (before, behind):
+            assert "a rank's part of a router's gradient is lost (layer " in told and "CHANGED" not in told, told
+        assert "got none: layer" in before and float(nowhere) > 0
 
 
 @pytest.mark.parametrize(

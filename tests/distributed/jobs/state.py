@@ -21,8 +21,9 @@ from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.comparison.sources import weights_digest
 from moe_rl.config.schema import GuardsConfig
 from moe_rl.config.training import ParallelConfig
-from moe_rl.errors import CheckpointError, NonFiniteError, WeightSyncError
+from moe_rl.errors import CheckpointError, NonFiniteError, ReplayError, WeightSyncError
 from moe_rl.megatron import checkpoint, hf_map, rng, saving, world
+from moe_rl.megatron import model as built
 from moe_rl.megatron.behind import Writer
 from moe_rl.megatron.exporting import Exports
 from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
@@ -399,6 +400,34 @@ def zeroed(new, saved, rank, moment):
             told.append("")
         except CheckpointError as error:
             told.append(str(error))
+    return told
+
+
+def router_gradients(new, rank):
+    """What this rank is told of updates in which one rank's gradient of the second router is zeroed, before the sum
+    over the ranks and behind it, and whether anything had changed; and of the same update without it."""
+    case, told = new(), []
+    case.update()  # Adam has moments
+    router, mine = case.policy._routers()[1].weight, dist.get_rank() == rank
+    finalize = built.finalize_model_grads
+
+    def zeroing(chunks, *arguments, **options):
+        finalize(chunks, *arguments, **options)
+        router.main_grad.zero_()
+
+    for where in ("before", "behind", "nowhere"):
+        hook = router.register_hook(lambda gradient: gradient * 0) if mine and where == "before" else None
+        planted = patch.object(built, "finalize_model_grads", zeroing) if mine and where == "behind" else nullcontext()
+        before = held(case.policy)
+        with planted:
+            try:
+                told.append(str(case.update()))
+            except ReplayError as error:
+                after = held(case.policy)
+                same = all(torch.equal(one, after[name]) for name, one in before.items() if torch.is_tensor(one))
+                told.append(f"{error}{'' if same else ' CHANGED'}")
+        if hook is not None:
+            hook.remove()
     return told
 
 

@@ -1,0 +1,129 @@
+"""Checks that the routers' gradients are those of all ranks: none has lost its own, and the sum over ranks lost none.
+
+A router is small, and whole on every rank of a pipeline stage. If one rank's part of its gradient is lost, the run goes
+on, with a router that learns from the other ranks alone. The ranks that work on the same sequences count as one here:
+the last router may have no gradient on a rank that has only tokens of prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from functools import lru_cache
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from moe_rl.errors import ReplayError, describe, first_of
+from moe_rl.megatron import world
+
+# Rounding of sums over ranks, in parts of the gradients' norms. A lost part has the size of its norm.
+_ROUNDING = 1e-3
+
+
+@lru_cache(maxsize=4)
+def _direction(size: int, device: torch.device) -> torch.Tensor:
+    """Return a fixed random direction [size]: gradients of a router add up to 0 over its experts."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(size)).to(device)
+
+
+def own_parts(layers: Iterable[TransformerLayer]) -> torch.Tensor:
+    """Return what `check` needs of a rank's own gradients, float64 [L, 3], once its backward passes have run and before
+    the sum over ranks: the component along a direction, the norm, and the norm of the gradient of the norm before the
+    router.
+
+    Args:
+        layers: The L MoE layers of a chunk.
+    """
+    found = [
+        torch.stack(
+            [
+                _along(layer.mlp.router.weight, ()),
+                layer.mlp.router.weight.main_grad.norm().double(),
+                layer.pre_mlp_layernorm.weight.main_grad.norm().double(),
+            ]
+        )
+        for layer in layers
+    ]
+    return torch.stack(found) if found else torch.empty(0, 3, dtype=torch.float64, device=world.device())
+
+
+def check(
+    all_layers: Seq[int],
+    routers: Mapping[int, torch.nn.Parameter],
+    own: torch.Tensor,
+    optimizers: Seq[MegatronOptimizer],
+    *,
+    sequence_parallel: bool,
+) -> None:
+    """Compare the routers' gradients, summed over the ranks, with the ranks' own parts. All ranks call this together.
+
+    Args:
+        all_layers: Global numbers of all MoE layers of the model.
+        routers: Weights of those of this rank, by global number.
+        own: What `own_parts` gave for these, before the sum.
+
+    Raises:
+        ReplayError: A router has no gradient on ranks whose experts have one, or the sum lacks a part. Raised on all
+            ranks, with the layers.
+    """
+    count, (share, shares) = len(all_layers), world.data_parallel()
+    mine, norms, summed = (np.zeros(count) for _ in range(3))
+    by_share = np.zeros((2, count, shares))  # norms of the routers' gradients, and of those before the routers
+    after = torch.stack([_along(router, optimizers) for router in routers.values()]).tolist() if routers else []
+    for layer, (along, norm, of_input), total in zip(routers, own.tolist(), after, strict=True):
+        at = all_layers.index(layer)
+        mine[at], norms[at], summed[at] = along, norm, total
+        by_share[:, at, share] = norm, of_input
+    reduced = np.array(world.all_reduce([*mine, *norms, *summed, *by_share.flatten()]))
+    mine, norms, summed = reduced[: 3 * count].reshape(3, count)
+    of_routers, of_inputs = reduced[3 * count :].reshape(2, count, shares)
+    lost = (of_routers == 0) & (of_inputs > 0) & (of_routers > 0).any(1, keepdims=True)
+    if lost.any():
+        told = [f"layer {all_layers[at]} on share {which} of {shares}" for at, which in np.argwhere(lost)]
+        raise _lost(all_layers[int(np.argwhere(lost)[0, 0])], f"none: {first_of(told)}", "one, as its experts have")
+    copies = 1 if _distributed(optimizers) else parallel_state.get_data_parallel_world_size(True)
+    if sequence_parallel:
+        copies *= parallel_state.get_tensor_model_parallel_world_size()
+    finite = np.isfinite(norms) & np.isfinite(summed)  # what is not is told as such, by who skips the update
+    wrong = np.flatnonzero(finite & ~(np.abs(summed - copies * mine) <= _ROUNDING * copies * norms))
+    if len(wrong):
+        told = [f"layer {all_layers[at]}: {summed[at]:.4g} for {copies * mine[at]:.4g}" for at in wrong]
+        raise _lost(all_layers[int(wrong[0])], first_of(told), "the sum of what the ranks computed")
+
+
+def _along(router: torch.nn.Parameter, optimizers: Seq[MegatronOptimizer]) -> torch.Tensor:
+    """Return the component of a router's gradient along a fixed direction; with optimizers that are distributed, of
+    the slice that this rank updates."""
+    gradient = router.main_grad.flatten()
+    direction = _direction(len(gradient), gradient.device)
+    for optimizer in optimizers:
+        if isinstance(optimizer, DistributedOptimizer):
+            if router not in optimizer.model_param_gbuf_map:
+                continue
+            own = optimizer._get_model_param_range_map(router)["param"]
+            mine = slice(own.start, own.end)
+            return (gradient[mine].double() * direction[mine]).sum()
+    if _distributed(optimizers):
+        return gradient.new_zeros((), dtype=torch.float64)
+    return (gradient.double() * direction).sum()
+
+
+def _lost(layer: int, got: str, expected: str) -> ReplayError:
+    return ReplayError(
+        describe(
+            "a rank's part of a router's gradient is lost",
+            where={"layer": layer},
+            got=got,
+            expected=expected,
+            do="look for a hook or a collective that changes gradients of one rank; weights are as they were",
+            fault="router gradient",
+        )
+    )
+
+
+def _distributed(optimizers: Seq[MegatronOptimizer]) -> bool:
+    return any(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers)
