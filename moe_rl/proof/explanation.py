@@ -13,8 +13,9 @@ way.
 | yes | yes | no | trainer |
 | no, or its scores | | no | weights: neither engine computes with those that were kept |
 
-Before that: a trainer that was to replay other experts than the record has is wrong, and so is a recorder whose record
-contradicts the router logits of its own engine.
+Before that: a trainer that was to replay other experts than the record has is wrong. So is a recorder whose record
+contradicts the router logits of its own engine, or has another checksum than what left the engine. If a checksum was
+refused, and the record in the trace has it, the trainer changed what it read.
 
 Legend: T rows of a sequence, L MoE layers, K top-k.
 """
@@ -84,6 +85,7 @@ class Explanation:
         sampler, trainer: The two engines; several sides of the sampler if several versions made its rows.
         moved: Share of the record's choices of older weights that the trainer's weights would not have made.
         replayed_others: Number of (row, layer) at which the trainer was to replay other experts than the record has.
+        damaged: Keys of the sequences whose record in the trace has another checksum than what left the engine.
         own_logits: Share of the record's choices that the router logits of the sampler itself contradict; None where it
             recorded none.
         missing: Versions whose weights were needed and are not there.
@@ -95,6 +97,7 @@ class Explanation:
     trainer: Side | None
     moved: float | None
     replayed_others: int
+    damaged: list[str]
     own_logits: float | None
     missing: list[int]
 
@@ -132,9 +135,19 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
         engine = _Engine(trained, evidence.trainer_dtype, 1.0, 1.0, chose_freely=True)
         trainer = engine.side(evidence.version, list(zip(names, rows, strict=True)), "chosen", "trainer_logprobs")
     found = Explanation(
-        "undecided", "", sides, trainer, moved, _replayed_others(rows), _own_logits(rows, trained), missing
+        "undecided",
+        "",
+        sides,
+        trainer,
+        moved,
+        _replayed_others(rows),
+        [one.key for one in evidence.sequences if one.intact is False],
+        _own_logits(rows, trained),
+        missing,
     )
     verdict, why = _judge(found)
+    if verdict == "check" and evidence.what == "checksum":
+        verdict, why = "trainer", "the record in the trace is whole and fits: it was changed behind the trace"
     return replace(found, verdict=verdict, why=why)
 
 
@@ -145,6 +158,8 @@ def _judge(found: Explanation) -> tuple[Verdict, str]:
     trainer = None if found.trainer is None else _all([found.trainer.fits, found.trainer.scores_fit])
     if found.replayed_others:
         return "trainer", f"it was to replay other experts than the record has, at {found.replayed_others} places"
+    if found.damaged:
+        return "recorder", f"the trace has another record of {found.damaged[0]} than what left the engine"
     if found.own_logits:
         return "recorder", f"the sampler's own router logits contradict {found.own_logits:.1%} of the record"
     if found.missing:

@@ -58,10 +58,16 @@ class KeptWeights:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Names a sequence of the evidence. versions: (version of the weights, number of rows that they made), in turn."""
+    """Names a sequence of the evidence.
+
+    Attributes:
+        versions: (version of the weights, number of rows that they made), in turn.
+        intact: whether the record in the trace has the checksum of what left the sampler's engine; None without one.
+    """
 
     key: str
     versions: tuple[tuple[int, int], ...]
+    intact: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

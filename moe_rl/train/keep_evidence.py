@@ -30,7 +30,7 @@ from moe_rl.models.hf import expected_tensors
 from moe_rl.report import evidence_folder
 from moe_rl.report.evidence_folder import ABSENT, Evidence, KeptRows, KeptWeights
 from moe_rl.report.format import binary
-from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.trace import TraceSpec, TraceStore, signed
 from moe_rl.train.canary import Canary
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.shares import MicrobatchWork
@@ -88,7 +88,17 @@ def of_canary(canary: Canary, version: int, by: str = "") -> list[Concerned]:
 class EvidenceKeeper:
     """Writes evidence into the folder of a run. All ranks call it together."""
 
-    def __init__(self, config: Config, folder: RunFolder, policy: Policy, store: TraceStore, spec: TraceSpec):
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        policy: Policy,
+        store: TraceStore,
+        spec: TraceSpec,
+        note: Callable[[str], None] = lambda text: None,
+    ):
+        """Args: `note` tells the user, before anything is written, which takes minutes for a large model."""
+        self.note = note
         self.config, self.folder, self.policy, self.store, self.spec = config, folder, policy, store, spec
         self._limit = config.guards.evidence_mib << 20
 
@@ -132,6 +142,7 @@ class EvidenceKeeper:
         if not self._limit:
             return
         try:
+            self.note(f"step {step}: a check ends the run, which keeps evidence first. {error}")
             with without_mode():
                 told = _Keeping(self, error, step, version, updates, list(work())).run(sequences)
         except Exception as failure:  # it must not hide the error
@@ -304,47 +315,49 @@ class _Keeping:
         evidence, arrays = self.evidence, dict[str, np.ndarray]()
         for number, (one, seen) in enumerate(zip(chosen, followed, strict=True)):
             rows = len(one.tokens) - 1
-            record, versions, logits = self._record(one, rows)
+            kept, read = self._record(one, rows)
             known = {
                 "tokens": np.array(one.tokens, np.int32),
-                "record": record,
                 "sampler_logprobs": one.logprobs[:rows],
-                "sampler_logits": logits,
                 "applied": applied.get(one.key),
+                **read,
                 **seen,
             }
             arrays |= {f"{number}/{name}": array for name, array in known.items() if array is not None}
-            evidence.sequences.append(KeptRows(one.key, versions))
+            evidence.sequences.append(kept)
         made = {version for one in evidence.sequences for version, _ in one.versions}
         staleness = evidence.version - min(made, default=evidence.version)
         weights = weights + self._older(hidden, made - {one.version for one in weights if not one.updates})
         evidence_folder.write(hidden, replace(evidence, weights=weights, staleness=staleness), arrays)
 
-    def _record(
-        self, one: Concerned, rows: int
-    ) -> tuple[np.ndarray | None, tuple[tuple[int, int], ...], np.ndarray | None]:
-        """Return the recorded experts, the versions of the rows, and the logits of the sampler's routers."""
-        spans = tuple((span.weight_version, span.tokens) for span in one.versions)
+    def _record(self, one: Concerned, rows: int) -> tuple[KeptRows, dict[str, np.ndarray]]:
+        """Read what the sampler recorded of the first rows of a sequence, by its names in ARRAYS."""
+        spans, ref = tuple((span.weight_version, span.tokens) for span in one.versions), one.ref
         if one.record is not None:
-            return one.record[:rows].astype(np.uint16), _cut(spans, rows), None
-        if one.ref is None:
-            return None, _cut(spans, rows, ahead=True), None
+            return KeptRows(one.key, _cut(spans, rows)), {"record": one.record[:rows].astype(np.uint16)}
+        kept = KeptRows(one.key, _cut(spans, rows, ahead=True))
+        if ref is None:
+            return kept, {}
         try:
-            read = self.store.read(one.ref)
+            read = self.store.read(ref)
         except TraceError as error:
             self.evidence.left_out.append(f"the record of {one.key}: {error}")
-            return None, _cut(spans, rows, ahead=True), None
-        record = np.full((rows, len(self.spec.moe_layers), self.spec.top_k), ABSENT, np.uint16)
-        first = min(read.first_row, rows)
+            return kept, {}
+        shape, first = (rows, len(self.spec.moe_layers)), min(read.first_row, rows)
+        record = np.full((*shape, self.spec.top_k), ABSENT, np.uint16)
+        found: dict[str, np.ndarray] = {"record": record}
         record[first : first + len(read.routes)] = read.routes[: rows - first]
         made = tuple((span.weight_version, span.rows) for span in read.spans)
         made = ((made[0][0], first + made[0][1]), *made[1:])
-        logits = None
+        intact = None
+        if ref.source_sum:
+            intact = signed(ref, read.routes, self.spec.moe_layers, read.token_ids).source_sum == ref.source_sum
         with suppress(TraceError):  # it has none
-            at = self.store.aux(one.ref, "router_logits_rows").astype(np.int64)
-            logits = np.full((rows, len(self.spec.moe_layers), self.spec.num_experts), np.nan, np.float32)
-            logits[at[at < rows]] = self.store.aux(one.ref, "router_logits")[at < rows]
-        return record, _cut(made, rows), logits
+            at = self.store.aux(ref, "router_logits_rows").astype(np.int64)
+            logits = np.full((*shape, self.spec.num_experts), np.nan, np.float32)
+            logits[at[at < rows]] = self.store.aux(ref, "router_logits")[at < rows]
+            found["sampler_logits"] = logits
+        return KeptRows(one.key, _cut(made, rows), intact), found
 
     def _older(self, hidden: Path, versions: set[int]) -> list[KeptWeights]:
         """Say where the weights of these versions lie. What lies in the run is linked, so that it survives there."""

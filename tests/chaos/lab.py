@@ -4,8 +4,8 @@
 
 The loop is the shipped one. Step WARM + n begins with fault n armed. When somebody refuses it, that is noted, the fault
 is taken away and the step goes on as it would have: one start of vLLM shows many faults. OUT/lab.json holds for each
-fault its step, what it harmed, the error's class and message (None: nobody said anything), where it was refused, the
-seconds until then, and whether weights had moved.
+fault its step, what it harmed, the error's class, message (None: nobody said anything) and notes, where it was refused,
+the seconds until then, and whether weights had moved.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from moe_rl.megatron import world
 from moe_rl.rollout import rollouts
 from moe_rl.rollout.kept import shard_step
 from moe_rl.train import loop
+from moe_rl.train.keep_evidence import Concerned
 from moe_rl.train.run_inputs import read_inputs
 from moe_rl.train.trainer import Trainer
 from moe_rl.weights.sender import WeightSender
@@ -58,7 +59,9 @@ class Lab(Trainer):
 
     def _run(self, sequences, group_ids, **how):
         try:
-            return self._learn(sequences, group_ids, **how)
+            concerned = [Concerned.of(one) for one in sequences]
+            with self.evidence.of(self._step, self._step - 1, lambda: concerned, lambda: self.train_step.work):
+                return self._learn(sequences, group_ids, **how)
         except MoeRLError as error:
             self._note(error, "training")
             batch = self._again(how["clock"])
@@ -100,6 +103,7 @@ class Lab(Trainer):
                 "harmed": [one.harmed for one in witnesses(self.control, fault)],
                 "error": error and type(error).__name__,
                 "message": error and str(error),
+                "evidence": "; ".join(getattr(error, "__notes__", [])),
                 "stage": stage,
                 "seconds": time.monotonic() - self._began,
                 "moved": stage != "sync" and self._weights() != self._before,

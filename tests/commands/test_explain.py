@@ -197,6 +197,15 @@ def test_a_trainer_that_was_to_replay_another_record_is_told(planted, capsys):
     assert found["verdict"] == "trainer" and found["replayed_others"] > 0
 
 
+def test_a_checksum_is_settled_by_the_record_in_the_trace(planted, capsys):
+    assert planted.explained(capsys, what="checksum")["verdict"] == "trainer"
+    whole = [dataclasses.replace(one, intact=True) for one in planted.evidence.sequences]
+    assert planted.explained(capsys, what="checksum", sequences=whole)["verdict"] == "trainer"
+    cut = [whole[0], dataclasses.replace(whole[1], intact=False)]
+    found = planted.explained(capsys, what="checksum", sequences=cut)
+    assert found["verdict"] == "recorder" and found["damaged"] == ["s1"]
+
+
 @pytest.mark.long
 def test_router_logits_of_the_sampler_against_its_record_are_the_recorders_fault(planted, capsys):
     model = IndependentModel(planted.sound)

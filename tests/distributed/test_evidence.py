@@ -30,7 +30,7 @@ def test_all_ranks_keep_weights_and_rows_and_say_where(seen, case):
     assert [one["key"] for one in kept["sequences"]] == ["s3", "s0", "s1", "s2", "s4"]  # the one that is named is first
     assert all(one["versions"] == [[4, 8]] for one in kept["sequences"])
     for one, rows in zip(kept["sequences"], first["rows"], strict=True):
-        assert ("record" in rows) == (one["key"] != "s4")
+        assert ("record" in rows) == (one["key"] != "s4") and one["intact"] == (True if "record" in rows else None)
         assert rows["chosen"].shape == (8, 4, 4) and rows["chosen"].max() < 16
         # the choice is the best one by the logits that are kept beside it
         best = np.argsort(rows["trainer_logits"], -1)[..., -4:]

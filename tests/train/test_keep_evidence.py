@@ -30,7 +30,7 @@ def test_a_run_that_is_ended_by_a_check_leaves_what_settles_it(tmp_path, capsys)
     assert main(["show", str(run)]) == 0 and str(folder) in capsys.readouterr().out
     assert main(["explain", str(run), "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["verdict"] == "weights"
+    assert found["verdict"] == "recorder" and len(found["damaged"]) == 4
     assert found["trainer"]["differ"] == 0 and found["sampler"][0]["differ"] > 0
 
 
