@@ -17,6 +17,10 @@ reinforce_pp this means a batch whose tokens all have the same reward. For the o
 than two scored members or with equal rewards. A group in which every verification failed has no advantages and does
 not change those of other groups.
 
+A penalty that was taken off the rewards (`objective.kl_in: reward`) has a size of its own, which kl_coef says. Where
+the rewards without it are equal, the penalty alone makes the spread, and nothing divides it: a std would make
+advantages of size 1 from any penalty, however small.
+
 Other frameworks differ in these points. verl, slime and NeMo-RL add the same 1e-6 to the std, TRL and Megatron-LM 1e-4.
 They compare rewards exactly, so rounding errors in a group of equal rewards become small advantages. Megatron-LM's std
 is biased, so its advantages are larger by sqrt(n / (n - 1)). In a group of one member verl and SkyRL return the raw
@@ -42,6 +46,7 @@ RESOLUTION = 2.0**-21
 EPSILON = 1e-6
 
 Rewards = Sequence[float | None]
+"""One reward a completion; None for a failed verification."""
 
 
 def equal(reward: float, other: float) -> bool:
@@ -64,38 +69,47 @@ def _differ(scored: list[float]) -> bool:
     return len(scored) > 1 and not equal(min(scored), max(scored))
 
 
-def group_std(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+def group_std(
+    rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int], before: Rewards
+) -> list[float | None]:
     """Return (R - mean) / (std + EPSILON) of the group, with the unbiased std: GRPO's definition, as in verl, TRL and
     slime."""
-    return _within_groups(rewards, group_ids, scale=lambda scored: _unbiased_std(scored) + EPSILON)
+    return _within_groups(rewards, group_ids, before, scale=_divisor)
 
 
-def group_mean(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+def group_mean(
+    rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int], before: Rewards
+) -> list[float | None]:
     """Return R - mean of the group. The missing std keeps very hard or very easy prompts from weighing more than
     others.
     """
-    return _within_groups(rewards, group_ids, scale=lambda scored: 1.0)
+    return _within_groups(rewards, group_ids, before, scale=lambda *_: 1.0)
 
 
-def leave_one_out(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+def leave_one_out(
+    rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int], before: Rewards
+) -> list[float | None]:
     """Return R - mean of the other members, which equals n / (n - 1) (R - mean). No reward is part of its own
     baseline.
     """
-    return _within_groups(rewards, group_ids, scale=lambda scored: (len(scored) - 1) / len(scored))
+    return _within_groups(rewards, group_ids, before, scale=lambda scored, _: (len(scored) - 1) / len(scored))
 
 
-def batch_std(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+def batch_std(
+    rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int], before: Rewards
+) -> list[float | None]:
     """Return (R - mean of the group) / (std of all rewards of the batch + EPSILON): unbiased, not centred by group.
 
     TRL calls it scale_rewards="batch". All groups share one scale, so nearly equal rewards in a group are not
     magnified.
     """
-    scored = _scored(rewards)
-    std = _unbiased_std(scored) if _differ(scored) else 1.0  # a batch without a spread has no group with one
-    return _within_groups(rewards, group_ids, scale=lambda scored: std + EPSILON)
+    divisor = _divisor(_scored(rewards), _scored(before))
+    return _within_groups(rewards, group_ids, before, scale=lambda *_: divisor)
 
 
-def reinforce_pp(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+def reinforce_pp(
+    rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int], before: Rewards
+) -> list[float | None]:
     """Return (R - mean) / (std + EPSILON) over all completion tokens of the batch (unbiased). A completion of n tokens
     counts n times.
 
@@ -106,11 +120,13 @@ def reinforce_pp(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[i
         return [None if r is None else 0.0 for r in rewards]
     tokens = sum(n for _, n in weighed)
     mean = math.fsum(n * r for r, n in weighed) / tokens
-    std = math.sqrt(math.fsum(n * (r - mean) ** 2 for r, n in weighed) / (tokens - 1))
-    return [None if r is None else (r - mean) / (std + EPSILON) for r in rewards]
+    divisor = math.sqrt(math.fsum(n * (r - mean) ** 2 for r, n in weighed) / (tokens - 1)) + EPSILON
+    if not _differ([float(r) for r, n in zip(before, lengths, strict=True) if r is not None and n > 0]):
+        divisor = 1.0
+    return [None if r is None else (r - mean) / divisor for r in rewards]
 
 
-ADVANTAGES: dict[str, Callable[[Rewards, Sequence[int], Sequence[int]], list[float | None]]] = {
+ADVANTAGES: dict[str, Callable[[Rewards, Sequence[int], Sequence[int], Rewards], list[float | None]]] = {
     "group_std": group_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
@@ -119,7 +135,13 @@ ADVANTAGES: dict[str, Callable[[Rewards, Sequence[int], Sequence[int]], list[flo
 }
 
 
-def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+def advantages(
+    name: str,
+    rewards: Rewards,
+    group_ids: Sequence[int],
+    lengths: Sequence[int],
+    before: Rewards | None = None,
+) -> list[float | None]:
     """Compute the advantages of one batch.
 
     Args:
@@ -129,6 +151,7 @@ def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: S
             still count in the denominator of the loss.
         group_ids: the prompt of each reward, as any integers in any order.
         lengths: the number of completion tokens of each completion.
+        before: the rewards before a penalty was taken off them, None in the same places; by default the rewards.
 
     Returns:
         One advantage per reward, in the same order.
@@ -158,13 +181,18 @@ def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: S
             )
         )
     _refuse_wrong(rewards, [{"completion": index, "group": group} for index, group in enumerate(group_ids)])
-    return ADVANTAGES[name](rewards, group_ids, lengths)
+    return ADVANTAGES[name](rewards, group_ids, lengths, rewards if before is None else before)
 
 
 def _within_groups(
-    rewards: Rewards, group_ids: Sequence[int], *, scale: Callable[[list[float]], float]
+    rewards: Rewards,
+    group_ids: Sequence[int],
+    before: Rewards,
+    *,
+    scale: Callable[[list[float], list[float]], float],
 ) -> list[float | None]:
-    """Return (R - mean of its group) / scale(scored rewards of the group), and 0.0 in a group without a spread."""
+    """Return (R - mean of its group) / scale(scored rewards of the group, those before a penalty), and 0.0 in a group
+    without a spread."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(group_ids):
         members.setdefault(group, []).append(index)
@@ -173,7 +201,7 @@ def _within_groups(
         scored = _scored([rewards[index] for index in indices])
         if not _differ(scored):
             continue
-        mean, divisor = math.fsum(scored) / len(scored), scale(scored)
+        mean, divisor = math.fsum(scored) / len(scored), scale(scored, _scored([before[index] for index in indices]))
         for index in indices:
             if (reward := rewards[index]) is not None:
                 result[index] = (reward - mean) / divisor
@@ -196,6 +224,11 @@ def _refuse_wrong(rewards: Rewards, where: Sequence[About]) -> None:
 
 def _scored(rewards: Rewards) -> list[float]:
     return [float(reward) for reward in rewards if reward is not None]
+
+
+def _divisor(scored: list[float], before: list[float]) -> float:
+    """Return std + EPSILON of rewards; 1 where a penalty alone makes their spread."""
+    return _unbiased_std(scored) + EPSILON if _differ(before) else 1.0
 
 
 def _unbiased_std(scored: list[float]) -> float:

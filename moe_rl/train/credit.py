@@ -87,7 +87,7 @@ def _by_completion(
     rewards: list[float | None] = [sequences[numbers[0]].reward for numbers in completions]
     lengths = [sum(len(sequences[n].token_ids) for n in numbers) for numbers in completions]
     groups = [group_ids[numbers[0]] for numbers in completions]
-    metrics = {}
+    metrics, before = {}, rewards
     if objective.kl_in == "reward":
         of_sequences = _sequence_kl(objective.kl_estimator, sequences, shares)
         known = [[value for n in numbers if (value := of_sequences[n]) is not None] for numbers in completions]
@@ -96,14 +96,15 @@ def _by_completion(
         nonempty = [value / length for value, length in measured if length]
         metrics["objective/kl_ref"] = math.fsum(nonempty) / max(len(nonempty), 1)
         metrics["reward/kl_penalty"] = -objective.kl_coef * math.fsum(v for v, _ in measured) / len(measured)
+        before = [None if value is None else reward for reward, value in zip(rewards, kl, strict=True)]
         rewards = [
             None if value is None or reward is None else reward - objective.kl_coef * value
-            for reward, value in zip(rewards, kl, strict=True)
+            for reward, value in zip(before, kl, strict=True)
         ]
     if all(reward is None or math.isfinite(reward) for reward in rewards):
         if objective.kl_in == "reward":  # of the rewards that are compared, in the place of those that were sampled
             metrics |= _of_spread(rewards, groups)
-        values = advantages(objective.advantage, rewards, groups, lengths)
+        values = advantages(objective.advantage, rewards, groups, lengths, before)
     else:
         values = [math.nan] * len(rewards)
     of = {

@@ -12,7 +12,7 @@ from moe_rl.config.objective import GspoConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
-from moe_rl.objectives.advantages import ADVANTAGES
+from moe_rl.objectives.advantages import ADVANTAGES, RESOLUTION, advantages
 from moe_rl.train import credit
 from moe_rl.train.shares import MicrobatchWork, UpdateShare
 from moe_rl.types import RewardedTurn, Sequence, sampled_by
@@ -160,6 +160,36 @@ def test_groups_that_the_kl_tells_apart_are_those_that_have_advantages(monkeypat
     assert found["group/zero_variance"] == 2 and found["objective/zero_advantage_fraction"] == 1.0
 
 
+@pytest.mark.parametrize("estimator", ADVANTAGES)
+@pytest.mark.parametrize("coefficient", [1e-9, 1e-3, 0.1])
+def test_a_penalty_alone_gives_advantages_of_its_own_size(monkeypatch, estimator, coefficient):
+    """All rewards are equal, as in a batch that passes. In the first step KLs are what two engines differ by: replayed
+    routes and native ones, 5e-3 nats in a completion."""
+    same, kl = [replace(one, reward=1.0) for one in sequences()], [0.0, 5e-3, 1e-4, 2e-3, 4e-3]
+    monkeypatch.setattr(credit, "_sequence_kl", lambda *_: kl)
+    given = []
+    share = SimpleNamespace(
+        keys=[one.key for one in same], work=[SimpleNamespace(microbatch=SimpleNamespace(give_advantages=given.extend))]
+    )
+    objective = GspoConfig(kl_in="reward", kl_coef=coefficient, advantage=estimator)
+    credit.give_credit(objective, same, GROUPS, [share])
+    largest = max(abs(value) for (value,) in given)
+    if coefficient * 5e-3 < RESOLUTION:
+        assert largest == 0, "a penalty of the size of rounding tells nothing"
+    else:
+        assert coefficient * 1e-3 < largest <= coefficient * 5e-3 * 1.01
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGES)
+def test_where_rewards_differ_the_deviation_is_of_what_is_compared(monkeypatch, estimator):
+    monkeypatch.setattr(credit, "_sequence_kl", lambda *_: [0.0, 5e-3, 1e-4, 2e-3, 4e-3])
+    given = {}
+    monkeypatch.setattr(credit, "advantages", lambda *all: given.update(all=all) or advantages(*all))
+    credit.give_credit(GspoConfig(kl_in="reward", kl_coef=0.1, advantage=estimator), sequences(), GROUPS, [])
+    name, rewards, groups, lengths, before = given["all"]
+    assert before == REWARDS and advantages(name, rewards, groups, lengths) == advantages(*given["all"])
+
+
 def test_the_segments_of_a_completion_count_as_one(monkeypatch):
     """s1 is cut in two: its parts get its advantage, and no statistic changes."""
     whole = sequences()
@@ -168,7 +198,7 @@ def test_the_segments_of_a_completion_count_as_one(monkeypatch):
     cut = [whole[0], first, later, *whole[2:]]
     given = {}
 
-    def advantages(name, rewards, groups, lengths):
+    def advantages(name, rewards, groups, lengths, _):
         given["of"] = rewards, groups, lengths
         return [float(n) for n in range(len(rewards))]
 
