@@ -29,6 +29,7 @@ from pair_parts.switches import DEFAULTS, ON_KEPT, RANKS, ROOT, STEPS, SWITCHES,
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
+from moe_rl.parent import torchrun
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
 from moe_rl.report.tracker_state import read_state
@@ -285,8 +286,7 @@ def train_on_kept(rows: Sequence[Row], folder: Path, models: Path) -> tuple[int,
     asked, out, log = folder / "rows.json", folder / "rows.jsonl", folder / "rows.log"
     asked.write_text(json.dumps([settings(row, models) for row in rows]))
     out.write_text("")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += [str(BENCHMARKS / "pair_parts/on_kept.py"), *map(str, (run, asked, out))]
+    command = [*torchrun(RANKS), str(BENCHMARKS / "pair_parts/on_kept.py"), *map(str, (run, asked, out))]
     environment = python_path(BENCHMARKS) | {"OMP_NUM_THREADS": "1"}
     status = ended(command, log, seconds=KEPT_SECONDS, environment=environment)
     seen = [json.loads(line) for line in out.read_text().splitlines()]

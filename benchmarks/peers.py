@@ -40,6 +40,8 @@ from pathlib import Path
 from output import quartiles, tell
 from peer_sides.turns import Side
 
+from moe_rl.parent import torchrun
+
 ROOT = Path(__file__).parents[1]
 SIDES = Path(__file__).parent / "peer_sides"
 DEMO = ROOT / "assets/tiny_moe"
@@ -178,8 +180,7 @@ def endless(folder: Path) -> Path:
 
 def our_steps(todo: Steps, folder: Path, *settings: str) -> dict:
     """Make a run, and return the seconds of its steps and of their phases, without the first step."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["tools/train_moe_rl.py", "--config", "configs/tiny_moe_cpu.yaml", f"run.runs_dir={folder}"]
+    command = [*torchrun(2), "tools/train_moe_rl.py", "--config", "configs/tiny_moe_cpu.yaml", f"run.runs_dir={folder}"]
     command += [f"run.steps={todo.steps + 1}", f"model.path={todo.model}", f"train.dtype={todo.dtype}"]
     command += [f"rollout.prompts_per_step={todo.prompts}", f"rollout.group_size={todo.group}"]
     command += [f"rollout.max_completion_tokens={todo.longest_answer}", f"train.updates_per_step={todo.updates}"]

@@ -26,6 +26,8 @@ import time
 from functools import wraps
 from pathlib import Path
 
+from moe_rl.parent import torchrun
+
 ROOT = Path(__file__).parents[1]
 FOLDER = "MOE_RL_PROOF_COST"
 PROVES = {
@@ -137,8 +139,13 @@ def measure(options, folder: Path) -> dict[str, object]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["tools/train_moe_rl.py", "--config", "configs/tiny_moe_cpu.yaml", f"run.runs_dir={folder}/runs"]
+    command = [
+        *torchrun(2),
+        "tools/train_moe_rl.py",
+        "--config",
+        "configs/tiny_moe_cpu.yaml",
+        f"run.runs_dir={folder}/runs",
+    ]
     command += [f"run.steps={options.steps}", "eval.every_steps=1000", "eval.prompts=8", *options.overrides]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if run.returncode:

@@ -25,6 +25,7 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from moe_rl.parent import torchrun
 from moe_rl.report.figures import BLUE, GREEN, ORANGE
 from moe_rl.report.lines import read_run
 
@@ -108,8 +109,7 @@ def run_once(cell: Cell, folder: Path, log: Path) -> None:
         f"run.seed={cell.seed}",
         f"run.runs_dir={folder}",
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command += ["tools/train_moe_rl.py", "--config", str(CONFIG), *overrides]
+    command = [*torchrun(1), "tools/train_moe_rl.py", "--config", str(CONFIG), *overrides]
     with log.open("w") as out:
         status = subprocess.run(
             command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}

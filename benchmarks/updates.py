@@ -21,6 +21,8 @@ import numpy as np
 from models import SHAPES, make_model
 from output import quartiles, tell
 
+from moe_rl.parent import torchrun
+
 
 def arguments(description: str, *, model: str, tokens: int) -> argparse.ArgumentParser:
     """Add the options that all these benchmarks share."""
@@ -61,9 +63,8 @@ def measured(
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(options.model, Path(folder) / "model")
         (path / "tokenizer.json").write_text("{}")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         subprocess.run(
-            [*launcher, str(options.ranks), file, *sys.argv[1:], "--rank-of", folder],
+            [*torchrun(options.ranks), file, *sys.argv[1:], "--rank-of", folder],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=True,
         )

@@ -1,4 +1,8 @@
-"""Ties a child process to the life of its parent."""
+"""Ties a child process to the life of its parent.
+
+Run as a program, `python -m moe_rl.parent PID ...`, it is torchrun with these arguments, and ends with the process PID
+that started it, however that ends: see `torchrun`.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,31 @@ def belong_to(parent: int) -> None:
     SIGTERM is ignored from now on: schedulers send it to every process of a job, but the parent decides when this one
     ends.
     """
+    _tie(parent, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    """Return the command that starts ranks on this machine, to be followed by their script. The thread that runs it
+    must last as long as the ranks: when it ends, torchrun gets SIGTERM, and ends the ranks.
+
+    options: of torchrun.
+    """
+    tied = [sys.executable, "-m", __name__, str(os.getpid())]
+    return [*tied, "--standalone", "--nproc-per-node", str(ranks), *options]
+
+
+def _tie(parent: int, number: int) -> None:
+    """Let the kernel send a signal when the parent's thread that started this process ends."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it ended before the signal was requested
         sys.exit("the parent was gone before its child began")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    _tie(int(sys.argv.pop(1)), signal.SIGTERM)
+    from torch.distributed.run import main
+
+    main()

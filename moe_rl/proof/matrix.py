@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from moe_rl.config.check_layout import layout_problems
 from moe_rl.errors import ConfigError, Problem, ReplayError, describe
 from moe_rl.models.hf import read_model
+from moe_rl.parent import torchrun
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import Case
 from moe_rl.proof.reference import Reference, reference
@@ -199,9 +199,8 @@ def largest(got: Tensors, expected: Tensors) -> float:
 
 
 def _torchrun(ranks: int, *arguments, timeout: float) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
-        [*command, "-m", "moe_rl.proof.rank", *map(str, arguments)],
+        [*torchrun(ranks), "-m", "moe_rl.proof.rank", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,

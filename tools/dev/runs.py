@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from moe_rl.errors import MoeRLError
+from moe_rl.parent import torchrun
 from moe_rl.report.lines import read_rows
 from moe_rl.train.peers import connect
 
@@ -31,7 +31,8 @@ class RunEnded(MoeRLError):
 
 
 class Launch:
-    """Runs `tools/train_moe_rl.py` once under torchrun, in a session of its own. Output goes into `runs_dir`.
+    """Runs `tools/train_moe_rl.py` once under torchrun, in a session of its own. Output goes into `runs_dir`. It ends
+    with the thread that started it.
 
     script: another script to start instead.
     """
@@ -49,10 +50,9 @@ class Launch:
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))}
         own |= python_path() | {"OMP_NUM_THREADS": "1"} | (environment or {})
         self._store, self._signs = None, {}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
-                [*command, script, *map(str, arguments)],
+                [*torchrun(ranks), script, *map(str, arguments)],
                 cwd=ROOT,
                 stdout=out,
                 stderr=subprocess.STDOUT,
