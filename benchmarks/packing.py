@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from output import beside
 
 from moe_rl.planning.balance import Plan, excess, load_of, pack_by_load, round_loads
 from moe_rl.planning.expert_placement import place
@@ -59,6 +60,7 @@ def main() -> int:
     for row in measured(options):
         rows.append(row)
         print(line(row), flush=True)
+    beside()
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0

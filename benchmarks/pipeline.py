@@ -15,6 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
+from output import write
 from pipeline_runs import measured
 from simulate_pipeline import simulated
 
@@ -28,11 +29,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="steps of a run after the warm-up: by default 6, simulated 24")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    result: dict[str, object]
-    if options.simulated:
-        result = {"simulated": simulated(ranks=options.ranks, seeds=options.seeds, steps=options.steps or 24)}
-    else:
-        result = measured(rounds=options.rounds, steps=options.steps or 6)
+    if not options.simulated:
+        write(measured(rounds=options.rounds, steps=options.steps or 6), options.json)
+        return 0
+    result = {"simulated": simulated(ranks=options.ranks, seeds=options.seeds, steps=options.steps or 24)}
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+from output import beside
 from packing import EXPERT_PARALLEL, batch_arguments, recorded, synthetic
 
 from moe_rl.planning.balance import excess
@@ -43,6 +44,7 @@ def main() -> int:
     for row in measured(options):
         rows.append(row)
         print(line(row), flush=True)
+    beside()
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0

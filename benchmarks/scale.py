@@ -23,7 +23,7 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
-from output import tell
+from output import show, write
 
 ROOT = Path(__file__).parents[1]
 PARTS = (
@@ -66,9 +66,8 @@ def main() -> int:
         models = {name: _measured(name, options.part, trees, options.rounds) for name in options.model}
     for name, figures in models.items():
         print(name)
-        tell(figures, None)
-    if options.json:
-        options.json.write_text(json.dumps({**models[options.model[0]], "models": models}, indent=2) + "\n")
+        show(figures)
+    write({**models[options.model[0]], "models": models}, options.json)
     return 0
 
 

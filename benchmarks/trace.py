@@ -25,6 +25,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 import numpy as np  # noqa: E402
 import zstandard  # noqa: E402
+from output import write  # noqa: E402
 from routes import random_routes, recorded_routes  # noqa: E402
 from slices import STAGE  # noqa: E402
 
@@ -62,8 +63,7 @@ def main() -> int:
         print_slices(result["slices"])
     result["seconds"] = time.perf_counter() - start
     print(f"\n{result['seconds']:.0f} seconds in total")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write(result, options.json)
     return 0
 
 

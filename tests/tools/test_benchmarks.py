@@ -1,9 +1,15 @@
 """Tests what several benchmarks share, and what those of peers compare."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moe_rl.models.hf import read_model
@@ -56,3 +62,84 @@ def test_the_long_answers_end_at_a_token_that_nothing_else_ends_at(benchmark, tm
     short, long = read_model(peers.DEMO / "policy"), read_model(peers.endless(tmp_path / "long"))
     assert long.eos_token_ids == (peers.UNKNOWN_END[0],)
     assert not set(long.eos_token_ids) & set(short.eos_token_ids)
+
+
+SPINS = "import time\nend = time.monotonic() + 30\nprint('begun', flush=True)\nwhile time.monotonic() < end: pass"
+
+
+def begun(command):
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "begun\n"
+    return child
+
+
+def grown(own, *, by, since):
+    """Wait until what the benchmark has used has grown so much, and return it."""
+    deadline = time.monotonic() + 60
+    while (now := own()) < since + by:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return now
+
+
+def test_what_a_benchmark_starts_is_no_load_beside_it(benchmark):
+    """Neither while it runs, nor when it has ended, nor when it was killed with its parent."""
+    output = benchmark("output")
+    before = output._own()
+    child = begun([sys.executable, "-c", SPINS])
+    running = grown(output._own, by=0.3, since=before)
+    child.kill()
+    child.wait()
+    ended = output._own()
+    assert ended >= running
+    parent = begun([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPINS!r}])"])
+    grown(output._own, by=0.3, since=ended)
+    (grandchild,) = psutil.Process(parent.pid).children()
+    output.count_killed([grandchild.pid])
+    parent.kill()
+    parent.wait()
+    grandchild.kill()
+    assert output._own() >= ended + 0.25
+
+
+@pytest.mark.parametrize(("others", "hold"), [(0.0, True), (0.09, True), (0.11, False), (3.0, False)])
+def test_a_figure_says_whether_it_holds_beside_others(benchmark, monkeypatch, tmp_path, capsys, others, hold):
+    """For a second on two processors, of which others use a twentieth at most."""
+    output = benchmark("output")
+    monkeypatch.setattr(output.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(output.time, "monotonic", lambda: 11.0)
+    monkeypatch.setattr(output, "_BEGAN", (10.0, 50.0, 5.0))
+    monkeypatch.setattr(output, "_busy", lambda: 50.7 + others)
+    monkeypatch.setattr(output, "_own", lambda: 5.7)
+    output.tell({"seconds": 1.5}, tmp_path / "result.json")
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["seconds"] == 1.5 and written["figures_hold"] is hold
+    assert written["machine_load"] == pytest.approx(others / 2)
+    assert ("DO NOT HOLD" in capsys.readouterr().out) is not hold
+
+
+def test_a_process_of_somebody_else_is_load(benchmark):
+    """One whose parent has ended."""
+    output = benchmark("output")
+    command = f"[sys.executable, '-c', {SPINS!r}], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
+    code = f"import subprocess, sys; print(subprocess.Popen({command}).pid)"
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+    try:
+        other, busy, own = psutil.Process(pid), output._busy(), output._own()
+        grown(lambda: sum(other.cpu_times()[:2]), by=1.0, since=0.0)
+        assert (output._busy() - busy) - (output._own() - own) > 0.5
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+ALONE = {"simulate_cluster.py", "pairs.py", "stability_study.py"}
+
+
+def test_every_benchmark_that_measures_writes_the_load_beside_it():
+    """The others model or count, or only give parts to those."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    writers = [path for path in folder.glob("*.py") if "options.json" in path.read_text() and path.name not in ALONE]
+    assert len(writers) > 10
+    for path in writers:
+        text = path.read_text()
+        assert "from output import" in text and ("tell(" in text or "write(" in text or "beside()" in text), path.name
