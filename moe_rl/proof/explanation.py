@@ -38,6 +38,8 @@ from moe_rl.report.evidence_folder import ABSENT, Evidence
 
 Verdict = Literal["check", "recorder", "weights", "trainer", "undecided"]
 Rows = Mapping[str, np.ndarray]
+# Scores of the routers [T, L, E], and the log-probability [T] of each row's next token.
+_Ran = tuple[torch.Tensor, torch.Tensor]
 
 # Engines differ by this share of the largest score where both compute in float32: 64 units in its last place.
 _EXACT = 64 * float(np.finfo(np.float32).eps)
@@ -205,12 +207,23 @@ class _Engine:
         side = self._choices(Side(version), choices) if choices else Side(version)
         return self._scores(side, [one for one in seen if one.apart.shape[1]])
 
+    def ran(self, tokens: torch.Tensor, routes: np.ndarray | None) -> tuple[_Ran, _Ran]:
+        """Return what the third engine gives for tokens [T + 1], in float32 and in the other engine's precision."""
+        models = [self.exact] if self.low is None else [self.exact, self.low]
+        found: list[_Ran] = []
+        for model in models:
+            logits = model(tokens[:-1].numpy(), routes).float() / self.temperature
+            pairs = zip(model.routers, model.biases, strict=True)
+            scores = torch.stack([choice_scores(self.facts, one, bias) for one, bias in pairs], 1)
+            found.append((scores, logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]))
+        return found[0], found[-1]
+
     def _choices(self, side: Side, seen: list[tuple[str, _Seen]]) -> Side:
         """Add to a side what the choices of some sequences show."""
         largest, moved = (torch.stack([getattr(one, what) for _, one in seen]).amax(0) for what in ("largest", "moved"))
         ties, layers = _EXACT * largest + _TIES * self.coarse * moved, self.facts.moe_layers
         known, regrets = (torch.cat([getattr(one, what) for _, one in seen]) for what in ("known", "regrets"))
-        beyond = known & (regrets > ties)
+        beyond = known & ~(regrets <= ties)  # NaN is no tie
         of_layers = beyond.sum(0) / known.sum(0).clamp(min=1)
         lengths = [len(one.known) for _, one in seen]
         shares = [
@@ -265,13 +278,9 @@ class _Seen:
 
     def __init__(self, engine: _Engine, rows: Rows, routes: np.ndarray | None, logprobs: np.ndarray | None):
         tokens, facts = torch.from_numpy(rows["tokens"].astype(np.int64)), engine.facts
-        ways = [routes] if logprobs is None or routes is None or engine.chose_freely else [routes, None]
-        ran = []
-        for way in ways:
-            exact = low = _pass(engine.exact, tokens, way, engine.temperature)
-            if engine.low is not None:
-                low = _pass(engine.low, tokens, way, engine.temperature)
-            ran.append((exact, low))
+        ran = [engine.ran(tokens, routes)]
+        if not engine.chose_freely:
+            ran.append(ran[0] if routes is None or logprobs is None else engine.ran(tokens, None))
         (scores, _), (rounded, _) = ran[0]
         self.largest = scores.abs().amax((0, 2))
         self.moved = (scores - rounded).abs().amax((0, 2))
@@ -286,22 +295,12 @@ class _Seen:
                 chosen = given[:, column].clamp(max=facts.num_experts - 1)
                 self.regrets[:, column] = regret(facts, scores[:, column], chosen)
             self.regrets[~sound] = torch.inf
-        self.apart = self.noise = torch.empty(len(ways), 0)
+        self.apart = self.noise = torch.empty(len(ran), 0)
         if logprobs is not None:
             theirs = torch.from_numpy(logprobs)
             here = theirs.isfinite()
             self.apart = torch.stack([(exact[1] - theirs).abs()[here] for exact, _ in ran])
             self.noise = torch.stack([(exact[1] - low[1]).abs()[here] for exact, low in ran])
-
-
-def _pass(
-    model: IndependentModel, tokens: torch.Tensor, routes: np.ndarray | None, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores [T, L, E] of the routers, and the log-probability [T] of each row's next token."""
-    logits = model(tokens[:-1].numpy(), routes).float() / temperature
-    pairs = zip(model.routers, model.biases, strict=True)
-    scores = torch.stack([choice_scores(model.facts, one, bias) for one, bias in pairs], 1)
-    return scores, logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
 def _rows(rows: Rows, count: int) -> dict[str, np.ndarray]:

@@ -56,6 +56,7 @@ class Concerned:
         logprobs: the sampler's, float32 [tokens - 1], NaN where it sampled none.
         versions: of the weights that made its rows, where it has no record.
         ref: its record. record: uint [T, L, K], if it was read before.
+        plain: whether the log-probabilities are those at temperature 1, over the whole vocabulary.
     """
 
     key: str
@@ -64,6 +65,7 @@ class Concerned:
     versions: tuple[VersionSpan, ...]
     ref: RouteRef | None = None
     record: np.ndarray | None = None
+    plain: bool = False
 
     @classmethod
     def of(cls, sequence: Sequence) -> Concerned:
@@ -80,7 +82,7 @@ def of_canary(canary: Canary, version: int, by: str = "") -> list[Concerned]:
     read = canary.records.get(by)
     records = [None] * len(canary.runs) if read is None else [record.routes for record in read]
     return [
-        Concerned(f"canary/{at}", run, logprobs, (VersionSpan(len(run) - 1, version),), record=record)
+        Concerned(f"canary/{at}", run, logprobs, (VersionSpan(len(run) - 1, version),), record=record, plain=True)
         for at, (run, logprobs, record) in enumerate(zip(canary.runs, scored.logprobs, records, strict=True))
     ]
 
@@ -286,8 +288,7 @@ class _Keeping:
         """Write the trainer's weights, if they fit."""
         evidence = self.evidence
         if self.weight_bytes > self.limit:
-            size, limit = binary(self.weight_bytes), binary(self.limit)
-            evidence.left_out.append(f"the trainer's weights: {size}, above guards.evidence_mib ({limit})")
+            self._too_large()
             return []
         folder = place / evidence_folder.WEIGHTS
         exports = Exports(
@@ -302,6 +303,12 @@ class _Keeping:
         exports.finish()
         path = f"{evidence_folder.WEIGHTS}/{checkpoints.name_of(evidence.version)}"
         return [KeptWeights(evidence.version, path, published=True, updates=evidence.updates)]
+
+    def _too_large(self) -> None:
+        size, limit = binary(self.weight_bytes), binary(self.limit)
+        self.evidence.left_out.append(
+            f"the trainer's weights: {size} do not fit into guards.evidence_mib ({limit}) beside the rest"
+        )
 
     def _write(
         self,
@@ -327,8 +334,17 @@ class _Keeping:
             evidence.sequences.append(kept)
         made = {version for one in evidence.sequences for version, _ in one.versions}
         staleness = evidence.version - min(made, default=evidence.version)
-        weights = weights + self._older(hidden, made - {one.version for one in weights if not one.updates})
-        evidence_folder.write(hidden, replace(evidence, weights=weights, staleness=staleness), arrays)
+        used = sum(array.nbytes for array in arrays.values())
+        if evidence_folder.size_of(hidden) + used > self.limit:
+            # Tokenizer and layers that are not trained lie beside the weights.
+            shutil.rmtree(hidden / evidence_folder.WEIGHTS)
+            self._too_large()
+            weights = []
+        weights = weights + self._older(hidden, used, made - {one.version for one in weights if not one.updates})
+        evidence = replace(evidence, weights=weights, staleness=staleness)
+        if any(one.plain for one in chosen):
+            evidence = replace(evidence, temperature=1.0, truncated=False)
+        evidence_folder.write(hidden, evidence, arrays)
 
     def _record(self, one: Concerned, rows: int) -> tuple[KeptRows, dict[str, np.ndarray]]:
         """Read what the sampler recorded of the first rows of a sequence, by its names in ARRAYS."""
@@ -359,8 +375,11 @@ class _Keeping:
             found["sampler_logits"] = logits
         return KeptRows(one.key, _cut(made, rows), intact), found
 
-    def _older(self, hidden: Path, versions: set[int]) -> list[KeptWeights]:
-        """Say where the weights of these versions lie. What lies in the run is linked, so that it survives there."""
+    def _older(self, hidden: Path, used: int, versions: set[int]) -> list[KeptWeights]:
+        """Say where the weights of these versions lie. What lies in the run is linked, so that it survives there.
+
+        used: bytes of what is still to be written.
+        """
         found = []
         exported, saved = (dict(checkpoints.complete(path)) for path in (self.folder.exports, self.folder.checkpoints))
         for version in sorted(versions):
@@ -368,7 +387,7 @@ class _Keeping:
                 found.append(KeptWeights(0, str(self.config.model.path), published=True))
             elif source := exported.get(version) or saved.get(version):
                 name = f"{evidence_folder.WEIGHTS}/{source.name}"
-                if evidence_folder.size_of(source) + evidence_folder.size_of(hidden) <= self.limit:
+                if evidence_folder.size_of(source) + evidence_folder.size_of(hidden) + used <= self.limit:
                     shutil.copytree(source, hidden / name, copy_function=_link)
                 else:
                     name = str(source)

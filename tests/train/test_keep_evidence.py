@@ -52,5 +52,5 @@ def test_the_canary_of_the_sampler_that_was_refused_is_kept():
     canary = Canary([(1, 2, 3), (4, 5)], None, None)
     canary.scored = [ScoredTokens([[0.0, 0.0], [0.0]], [], by) for by in ("one", "other")]
     assert [one.key for one in of_canary(canary, 3)] == ["canary/0", "canary/1"]
-    assert of_canary(canary, 3, "other")[0].record is None
+    assert of_canary(canary, 3, "other")[0].record is None and of_canary(canary, 3)[0].plain
     assert [(span.weight_version, span.tokens) for span in of_canary(canary, 3)[0].versions] == [(3, 2)]
