@@ -292,7 +292,7 @@ def test_a_session_is_busy_while_its_chat_is_rendered(folder):
         async with served(folder, "hello<|im_end|>") as running, aiohttp.ClientSession() as client:
             running.gateway._renderer = slow = Slow(running.gateway._renderer)
             opened = running.open()
-            large = {**HI, "messages": [{"role": "user", "content": "hi " * 1000}]}
+            large = {**HI, "messages": [{"role": "user", "content": "hi " * 10_000}]}
             asked = asyncio.create_task(client.post(f"{running.url}/s/{opened.key}/v1/chat/completions", json=large))
             while not slow.began:
                 await asyncio.sleep(0.01)
