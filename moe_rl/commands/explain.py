@@ -10,6 +10,7 @@ command runs the tokens through a third engine, `transformers` in float32, and c
     weights     the sampler, or both engines, compute with other weights than those that were kept
     trainer     the trainer computes something else than the two others, or was to replay another record
     check       both engines are right up to near ties: the check was wrong. Please report it
+    training    the run has collapsed, and no engine is at fault
     undecided   what would settle it is not kept
 
 It needs the memory for one copy of the model in float32, and another one if an engine is less precise.

@@ -15,7 +15,8 @@ way.
 
 Before that: a trainer that was to replay other experts than the record has is wrong. So is a recorder whose record
 contradicts the router logits of its own engine, or has another checksum than what left the engine. If a checksum was
-refused, and the record in the trace has it, the trainer changed what it read.
+refused, and the record in the trace has it, the trainer changed what it read. A run that has collapsed with both
+engines right is lost by its training.
 
 Legend: T rows of a sequence, L MoE layers, K top-k.
 """
@@ -36,7 +37,7 @@ from moe_rl.proof.choices import choice_scores, regret
 from moe_rl.proof.reference import IndependentModel
 from moe_rl.report.evidence_folder import ABSENT, Evidence
 
-Verdict = Literal["check", "recorder", "weights", "trainer", "undecided"]
+Verdict = Literal["check", "recorder", "weights", "trainer", "training", "undecided"]
 Rows = Mapping[str, np.ndarray]
 # Scores of the routers [T, L, E], and the log-probability [T] of each row's next token.
 _Ran = tuple[torch.Tensor, torch.Tensor]
@@ -148,6 +149,8 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
         missing,
     )
     verdict, why = _judge(found)
+    if verdict == "check" and evidence.what == "collapse":
+        verdict, why = "training", "both engines compute what the third one does: look at the objective and its rate"
     if verdict == "check" and evidence.what == "checksum":
         verdict, why = "trainer", "the record in the trace is whole and fits: it was changed behind the trace"
     return replace(found, verdict=verdict, why=why)

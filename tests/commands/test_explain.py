@@ -108,6 +108,7 @@ def planted(tmp_path, models):
 
 
 def test_where_both_engines_are_right_the_check_was_wrong(planted, capsys):
+    assert planted.explained(capsys, what="collapse")["verdict"] == "training"
     found = planted.explained(capsys)
     assert found["verdict"] == "check"
     (sampler,) = found["sampler"]
