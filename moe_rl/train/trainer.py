@@ -149,9 +149,9 @@ class Trainer:
         self.saving = Clock(ended=self.timed)  # time spent on checkpoints and exports since the last step was logged
         runs = None if task is None else canary_runs(config, task)
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
-        self.evidence = EvidenceKeeper(config, folder, self.policy, self.store, spec, self._note)
+        self.evidence = EvidenceKeeper(config, folder, self.policy, self.store, spec, self._tell)
 
-    def _note(self, text: str) -> None:
+    def _tell(self, text: str) -> None:
         if self.main is not None:
             self.main.log.note(text)
 
