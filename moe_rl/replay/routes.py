@@ -320,7 +320,7 @@ def microbatch_routes(
             len(lengths),
             spec.num_experts,
         ),
-        places=RowPlaces.of(fed, [part.prompt for part in parts], recorded, rows),
+        places=RowPlaces.of(fed, [part.prompt for part in parts], recorded, rows, lags),
         routes=dict(zip(layers, on_device(ids[rows]).transpose(0, 1).contiguous(), strict=True)),
         checksums=dict(zip(layers, sums.T.contiguous(), strict=True)),
         unreplayed=unreplayed,

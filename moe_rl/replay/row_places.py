@@ -10,12 +10,12 @@ import numpy as np
 import xxhash
 
 SAMPLED_ROWS = 256
-"""How many rows of a pass the alignment test samples."""
+"""How many rows of a pass are compared with other layers, how many pairs of prompts, and how many of completions."""
 
-# Positions in a prompt or completion whose rows are compared with those of another sequence.
-_INDICES = (0, 1, 2, 3, *(2**power + 1 for power in range(2, 24)))
+_ALIKE = 4  # rows whose last tokens are equal, so many, count as one
 _WINDOW = 8  # rows are sampled in runs of this length, so that each has its neighbours in the sample
 _PIECE = 64
+_BASE = np.uint64(6364136223846793005)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +29,10 @@ class RowPlaces:
         families: int64, for each sequence a number that sequences with the same prompt share.
         piece: int64 [R], the piece of a sequence that each row belongs to.
         pieces: For each piece (sequence, first position, last position).
+        token: int64 [R], the token that is fed.
+        prefix: uint64 [R], equal for rows with the same tokens up to theirs.
+        context: uint64 [R], equal for rows with the same last four tokens.
+        lag: int64 [R], how many versions older than the trainer's the weights are that routed the row.
     """
 
     sequence: np.ndarray
@@ -38,17 +42,26 @@ class RowPlaces:
     families: np.ndarray
     piece: np.ndarray
     pieces: tuple[tuple[int, int, int], ...]
+    token: np.ndarray
+    prefix: np.ndarray
+    context: np.ndarray
+    lag: np.ndarray
 
     @classmethod
     def of(
-        cls, tokens: Seq[np.ndarray], prompts: Seq[int], recorded: np.ndarray, rows: slice | np.ndarray
+        cls,
+        tokens: Seq[np.ndarray],
+        prompts: Seq[int],
+        recorded: np.ndarray,
+        rows: slice | np.ndarray,
+        lag: np.ndarray | None = None,
     ) -> RowPlaces:
         """Compute the places for packed sequences, cut to this rank's `rows`.
 
         Args:
             tokens: Forwarded token ids of each sequence.
             prompts: Prompt length of each sequence.
-            recorded: bool, over the rows of all sequences, end to end.
+            recorded, lag: Over the rows of all sequences, end to end. None: 0 everywhere.
         """
         lengths, pieces = [len(ids) for ids in tokens], []
         for number, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
@@ -58,6 +71,9 @@ class RowPlaces:
             xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids[:prompt], np.int64)) >> 1
             for ids, prompt in zip(tokens, prompts, strict=True)
         ]
+        powers = np.cumprod(np.full(max(lengths, default=0), _BASE))
+        hashed = [_hashes(np.asarray(ids).astype(np.uint64), powers) for ids in tokens]
+        prefix, context = (np.concatenate([one[side] for one in hashed]) for side in (0, 1))
         return cls(
             np.repeat(np.arange(len(lengths)), lengths)[rows],
             np.concatenate([np.arange(length) for length in lengths])[rows],
@@ -66,78 +82,136 @@ class RowPlaces:
             np.asarray(families, np.int64),
             np.repeat(np.arange(len(pieces)), [last - first + 1 for _, first, last in pieces])[rows],
             tuple(pieces),
+            np.concatenate(tokens).astype(np.int64)[rows],
+            prefix[rows],
+            context[rows],
+            np.zeros(len(prefix), np.int64)[rows] if lag is None else lag[rows],
         )
 
 
+def _hashes(ids: np.ndarray, powers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each token of a sequence a hash of all tokens up to it, and one of the last four, uint64 [T] each."""
+    prefix = np.cumsum((ids + np.uint64(1)) * powers[: len(ids)], dtype=np.uint64)
+    context = np.zeros(len(ids), np.uint64)
+    for back in range(_ALIKE):
+        before = np.zeros(len(ids), np.uint64)
+        before[back:] = ids[: len(ids) - back] + np.uint64(1)
+        context = context * _BASE + before
+    return prefix, context
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Pairs:
-    """Holds rows, each with a partner: the row at the same position of another sequence.
+class PassRows:
+    """Holds the recorded rows of all microbatches of a pass, end to end.
 
     Attributes:
-        microbatch, row: int64 [M], where each row is.
-        partner: int64 [M], index of the partner among the M rows.
-        completion: bool [M], whether the row belongs to a completion; otherwise to a prompt.
+        places: [N] each: microbatch; index of the row among the microbatch's R rows; number of the sequence, which
+            microbatches do not share; position; prompt length; family; piece, which microbatches do not share; token;
+            prefix; context; lag. See `RowPlaces`.
+        starts: Index of each microbatch's first row here.
+        before: [N], the row before in the same sequence; the row itself where that is not here.
     """
 
     microbatch: np.ndarray
     row: np.ndarray
-    partner: np.ndarray
-    completion: np.ndarray
+    sequence: np.ndarray
+    position: np.ndarray
+    prompt: np.ndarray
+    family: np.ndarray
+    piece: np.ndarray
+    token: np.ndarray
+    prefix: np.ndarray
+    context: np.ndarray
+    lag: np.ndarray
+    starts: np.ndarray
+    before: np.ndarray
 
     @classmethod
-    def of(cls, places: Seq[RowPlaces]) -> Pairs:
-        """Choose about SAMPLED_ROWS prompt rows and as many completion rows."""
-        columns = []
+    def of(cls, places: Seq[RowPlaces]) -> PassRows:
+        """Lay the recorded rows of microbatches end to end."""
+        columns = []  # one list for each microbatch
         for number, one in enumerate(places):
-            prompt, family = one.prompts[one.sequence], one.families[one.sequence]
-            completion = one.position >= prompt
-            index = np.where(completion, one.position - prompt, one.position)
-            rows = np.flatnonzero(one.recorded & np.isin(index, _INDICES))
-            sequence = one.sequence[rows] + (number << 32)
+            rows = np.flatnonzero(one.recorded)
+            sequence = one.sequence[rows]
             columns.append(
-                np.stack([np.full(len(rows), number), rows, sequence, family[rows], index[rows], completion[rows]])
+                [
+                    np.full(len(rows), number),
+                    rows,
+                    sequence + (number << 32),
+                    one.position[rows],
+                    one.prompts[sequence],
+                    one.families[sequence],
+                    one.piece[rows] + (number << 32),
+                    *(values[rows] for values in (one.token, one.prefix, one.context, one.lag)),
+                ]
             )
-        table = np.concatenate(columns, 1) if columns else np.zeros((6, 0), np.int64)
-        prompts, completions = (table[:, table[5] == kind] for kind in (0, 1))
-        # Equal prompts have equal rows: keep the first sequence of each prompt only.
-        if prompts.shape[1]:
-            _, first = np.unique(prompts[3], return_index=True)
-            prompts = prompts[:, np.isin(prompts[2], prompts[2, first])]
-        chosen = np.concatenate([_families(prompts), _families(completions)], 1)
-        return cls(chosen[0], chosen[1], _partners(chosen), chosen[5] == 1)
+        whole = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
+        sequence, position = whole[2], whole[3]
+        here = np.arange(len(sequence))
+        before = np.maximum(here - 1, 0)
+        follows = (sequence[before] == sequence) & (position[before] + 1 == position)
+        starts = np.cumsum([0, *(int(one.recorded.sum()) for one in places)])
+        return cls(*whole, starts, np.where(follows, before, here))  # type: ignore[call-arg]
+
+    def of_microbatch(self, number: int) -> slice:
+        """Return where the rows of a microbatch lie here."""
+        return slice(int(self.starts[number]), int(self.starts[number + 1]))
+
+    def windows(self, count: int) -> np.ndarray:
+        """Choose about `count` of the rows, in short runs that are spread over all microbatches."""
+        each = max(4 * _WINDOW, count // max(1, len(self.starts) - 1))
+        spans = zip(self.starts, self.starts[1:], strict=False)
+        return np.concatenate([np.arange(0), *(windows(np.arange(a, b), each) for a, b in spans)])
 
 
-def _families(table: np.ndarray) -> np.ndarray:
-    """Choose the rows of the largest families, until there are about SAMPLED_ROWS rows."""
-    if table.shape[1] <= SAMPLED_ROWS:
-        return table
-    families, of_row, sizes = np.unique(table[3], return_inverse=True, return_counts=True)
-    order = np.argsort(-sizes, kind="stable")
-    enough = int(np.searchsorted(np.cumsum(sizes[order]), SAMPLED_ROWS)) + 1
-    return table[:, np.isin(of_row, order[:enough])]
+def pairs(rows: PassRows) -> dict[str, np.ndarray]:
+    """Choose rows at the same place of two sequences, behind the first token in which these differ.
+
+    Returns:
+        For "prompts" and "completions": int64 [2, M], indices into `rows`. Completions are of the same prompt where it
+        has several. At most SAMPLED_ROWS pairs each.
+    """
+    completion = rows.position >= rows.prompt
+    index = np.where(completion, rows.position - rows.prompt, rows.position)
+    # Equal prompts have equal rows: take the first sequence of each.
+    _, first = np.unique(rows.family, return_index=True)
+    prompts = np.flatnonzero(~completion & np.isin(rows.sequence, rows.sequence[first]))
+    completions = np.flatnonzero(completion)
+    siblings = _neighbours(completions, index, rows.family, rows)
+    if not siblings.shape[1]:
+        siblings = _neighbours(completions, index, np.zeros_like(index), rows)
+    found = {"prompts": _neighbours(prompts, index, np.zeros_like(index), rows), "completions": siblings}
+    for what, chosen in found.items():
+        if chosen.shape[1] > SAMPLED_ROWS:
+            take = np.random.default_rng(0).choice(chosen.shape[1], SAMPLED_ROWS, replace=False)
+            found[what] = chosen[:, np.sort(take)]
+    return found
 
 
-def _partners(table: np.ndarray) -> np.ndarray:
-    """For each row choose the next row at the same position: from the same family if possible, else from another
-    family. A row without any such row is its own partner."""
-    partner = np.arange(table.shape[1])
-    if not len(partner):
-        return partner
-    for columns in ((5, 4), (5, 4, 3)):  # partners from the second, closer grouping replace those from the first
-        keys = table[list(columns)]
-        order = np.lexsort((table[2], table[3], *keys[::-1]))
-        _, group = np.unique(keys, axis=1, return_inverse=True)
-        starts = np.flatnonzero(np.r_[True, np.diff(group.ravel()[order]) != 0])
-        for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-            if end - start > 1:
-                run = order[start:end]
-                partner[run] = np.roll(run, -1)
-    return partner
+def _neighbours(chosen: np.ndarray, index: np.ndarray, ring: np.ndarray, rows: PassRows) -> np.ndarray:
+    """Pair each of the chosen rows with the one at the same index of the next sequence of its ring; int64 [2, M]. Rows
+    with the same prefix are no pair. index, ring: [N]."""
+    sequences, first, of = np.unique(rows.sequence[chosen], return_index=True, return_inverse=True)
+    if len(sequences) < 2:
+        return np.zeros((2, 0), np.int64)
+    rings = ring[chosen][first]
+    order = np.argsort(rings, kind="stable")
+    starts = np.flatnonzero(np.r_[True, np.diff(rings[order]) != 0])
+    following = np.roll(order, -1)
+    following[np.r_[starts[1:], len(order)] - 1] = order[starts]
+    after = np.empty_like(order)
+    after[order] = following
+    keys = (of << 32) + index[chosen]
+    by_key = np.argsort(keys)
+    wanted = (after[of] << 32) + index[chosen]
+    at = by_key[np.minimum(np.searchsorted(keys, wanted, sorter=by_key), len(keys) - 1)]
+    found = np.stack([chosen, chosen[at]])[:, keys[at] == wanted]
+    return found[:, rows.prefix[found[0]] != rows.prefix[found[1]]]
 
 
-def windows(recorded: np.ndarray, count: int) -> np.ndarray:
+def windows(rows: np.ndarray, count: int) -> np.ndarray:
     """Choose about `count` of the rows, in short runs spread over all of them."""
-    if len(recorded) <= count:
-        return recorded
-    starts = np.linspace(0, len(recorded) - _WINDOW, count // _WINDOW).astype(int)
-    return recorded[np.unique(starts[:, None] + np.arange(_WINDOW))]
+    if len(rows) <= count:
+        return rows
+    starts = np.linspace(0, len(rows) - _WINDOW, count // _WINDOW).astype(int)
+    return rows[np.unique(starts[:, None] + np.arange(_WINDOW))]

@@ -250,7 +250,7 @@ class ReplaySession:
         rows = self.microbatches[microbatch].recorded
         routes = self.routes(microbatch, layer)
         if self.align is not None:
-            self.align.observe(self.align_from + microbatch, layer, routes, native)
+            self.align.observe(self.align_from + microbatch, layer, routes, native, scores)
         if self.compare_with is not None:
             routes = self.compare_with[microbatch].routes[layer]
         self._native[microbatch, layer] = Compared.of(
@@ -364,9 +364,9 @@ class ReplaySession:
             self.tally = replace(self.tally, **totals(self.compared, [table.lags for table in tables], self.layers))
             if self.align is not None:
                 refuse_blind_witness(self.compared, self.tally.native_margin, self.layers, where)
-                for number, (one, table) in enumerate(zip(self.compared, tables, strict=True), self.align_from):
-                    self.align.compared(number, one.shared, table.names)
-                self.alignment = self.align.verdict(tables[0].fed.experts)
+                for number, table in enumerate(tables, self.align_from):
+                    self.align.compared(number, table.names)
+                self.alignment = self.align.verdict()
                 if self.alignment is not None:
                     refuse_misaligned(self.alignment, {**where, **self._conditions(self.alignment)})
 

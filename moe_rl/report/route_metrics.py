@@ -29,19 +29,22 @@ ROUTES = (
         "One layer far above its neighbours: its gate's weights or precision differ between the engines.",
         "when measured", modes=("r3",)),
     Metric("routing/alignment_power", "fraction", "higher",
-        "Fraction of the (token, MoE layer) positions at which this step's alignment test could "
-        "have detected routes of another token, layer or sequence. The test compares the "
-        "recorded routes with the trainer's own choice before the first update under them "
-        "(guards.alignment). A position counts if its layer and its piece of the sequence show "
-        "enough for a false alarm rate of one pass in a million.",
+        "How much this step's alignment test could see: the mean, over its core claims and the ranks, of the share of "
+        "planted faults that it would have refused. The test compares the recorded routes with the scores of the "
+        "trainer's routers before the first update under them (guards.alignment). Core claims are those about rows of "
+        "another layer, token, prompt or completion, or of nothing. Evidence of at most four steps is added up.",
         "Low: few tokens per rank, short sequences, or routers that choose alike for all tokens. "
-        "Only the checksums would detect faults at the other positions.",
+        "Only the checksums would detect such faults.",
         "when measured", modes=("r3",)),
-    Metric("routing/alignment_margin", "fraction", "higher",
-        "Alignment margin of the worst MoE layer. It is the fraction of experts that the record "
-        "shares with the trainer's own choice for the same rows, minus the largest such fraction "
-        "for a rival: another layer, or the same layer some tokens earlier or later.",
-        "Falls towards 0: the two engines disagree, or neighbouring tokens route alike. Below 0 the run ends.",
+    Metric("routing/alignment_evidence", "nats", "lower",
+        "Largest evidence against a claim of the alignment test, on any rank, minus the evidence that refuses it; "
+        "-1000 where nothing was tested.",
+        "Rises towards 0: the engines disagree more and more. At 0 the run ends.",
+        "when measured", modes=("r3",)),
+    Metric("routing/proven/<name>", "fraction", "higher",
+        "Fraction of the ranks on which the alignment test has proven this claim: it would have refused 95% of the "
+        "faults that it planted into the last four steps or fewer. docs/internals/alignment.md lists the claims.",
+        "Falls: the claim is weak, and its fault would pass. Equal rows, short completions and older weights do that.",
         "when measured", modes=("r3",)),
     Metric("routing/native_mismatch", "fraction", "lower",
         "Fraction of the (token, MoE layer) positions where a forward that routes natively "

@@ -14,14 +14,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from moe_rl.errors import WeightSyncError, after_lr, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import fill_rounds
-from moe_rl.replay.alignment import FALSE_ALARM, Sample, divergence, misplaced_layers
+from moe_rl.replay.claims import ALPHA, History, judge
+from moe_rl.replay.layer_tests import LayerSample, layer_tests
 from moe_rl.replay.routes import RowPolicy
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.rollout.sampler import WeightHolder
@@ -211,15 +211,18 @@ class Canary:
             validate(record, token_ids=fed, spec=self.spec, weight_version=version, ref=ref)
         routes = np.concatenate([record.routes for record in records]).transpose(1, 0, 2).astype(np.int64)
         lengths = list(map(len, self._fed))
-        sample = Sample(
-            torch.from_numpy(np.ascontiguousarray(routes)),
-            torch.from_numpy(witness),
-            torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
-            torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        sample = LayerSample.of_choice(
+            np.ascontiguousarray(routes),
+            witness,
+            self.spec.num_experts,
+            np.repeat(np.arange(len(lengths)), lengths),
+            np.concatenate([np.arange(length) for length in lengths]),
         )
         layers = self.spec.moe_layers
-        wrong, power, _ = misplaced_layers([sample], layers, self.spec.num_experts)
-        found = [str(fault) for fault in wrong] or confused_experts(routes, witness, layers, self.spec.num_experts)
+        claims = [judge(tests, History()) for tests in layer_tests(sample, layers, fresh=True)]
+        power = min(claim.power for claim in claims)
+        found = [text for claim in claims for text in claim.found]
+        found = found or confused_experts(routes, witness, layers, self.spec.num_experts)
         if found:
             raise WeightSyncError(
                 describe(
@@ -278,9 +281,10 @@ def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], 
     For each pair the test looks at the rows where the witness chose exactly one of the two. If the two were exchanged,
     the record has the other one in these rows, in both directions. With sound routers that happens in fewer than one
     row of ten: they differ only where the last choice is nearly a tie, and then with many experts, not always with the
-    same one. The probability that chance alone names any pair is at most FALSE_ALARM (Chernoff's bound).
+    same one. The probability that chance alone names any pair is at most ALPHA by Chernoff's bound for a
+    mean of values in [0, 1] (Hoeffding 1963, theorem 1).
     """
-    needed = math.log(len(layers) * experts * (experts - 1) / 2 / FALSE_ALARM)
+    needed = math.log(len(layers) * experts * (experts - 1) / 2 / ALPHA)
     found = []
     for at, layer in enumerate(layers):
         theirs, ours = (np.zeros((routes.shape[1], experts), bool) for _ in range(2))
@@ -296,6 +300,13 @@ def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], 
             if share > _CONFUSED and rows * divergence(share, _CONFUSED) >= needed:
                 found.append(f"layer {layer} has experts {a} and {b} exchanged: in {exchanged} of {rows} rows")
     return found
+
+
+def divergence(mean: float, expected: float) -> float:
+    """Return the Kullback-Leibler divergence of two Bernoulli means, in nats. `n` times it is -log of the Chernoff
+    bound."""
+    parts = ((mean, expected), (1 - mean, 1 - expected))
+    return sum(p * math.log(p / q) if q > 0 else math.inf for p, q in parts if p > 0)
 
 
 @dataclass(frozen=True, slots=True)

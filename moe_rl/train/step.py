@@ -13,6 +13,7 @@ from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.replay.alignment import AlignmentTest
+from moe_rl.replay.claims import History
 from moe_rl.replay.session import Mode
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import scoring
@@ -39,6 +40,7 @@ class TrainStep:
         self.placement = ExpertPlacement(config, policy, store, spec)
         if config.placement.copies:
             policy.check_copies()
+        self.history = History()  # what the last steps showed of the routes
         self.guards = Guards(config.guards, exact=computes_alike(config))
         self.views: dict[str, list[View]] = {}  # what the ranks saw of the last step's samples
         self.work: list[MicrobatchWork] = []  # of the step that runs, with the routes to replay
@@ -86,7 +88,9 @@ class TrainStep:
             self.work, align = work if replay == "r3" else [], None
             if replay == "r3" and self.config.guards.alignment:
                 tested = work if objective.old_logprobs == "trainer" else shares[0].work
-                align = AlignmentTest(policy.layers, [one.table.places for one in tested], world.device())
+                places = [one.table.places for one in tested]
+                groups = policy.facts.groups
+                align = AlignmentTest(policy.layers, places, world.device(), groups=groups, history=self.history)
             if replay == "r3":
                 in_turn = [one for share in (*shares[own:], *shares[:own]) for one in share.work]
                 scoring.plan_dispatch(policy, in_turn, self.config, step, shown)

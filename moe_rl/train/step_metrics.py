@@ -27,6 +27,8 @@ from moe_rl.train.loss import LossSums
 from moe_rl.train.samples import PassSeen
 from moe_rl.train.shares import MicrobatchWork
 
+_NO_EVIDENCE = -1000.0  # stands for a test without any values
+
 # Maps the names of metrics in the log to the names that `MismatchSums.metrics` gives them.
 _MISMATCH_METRICS = {
     "policy_kl/k1": "k1",
@@ -167,10 +169,18 @@ def _replay(shown: Shown) -> dict[str, float]:
 
 def _alignment(alignment: Alignment, tallies: list[Tally]) -> dict[str, float]:
     """Return the metrics of the alignment test: how certain it is that each row got its own routes."""
-    positions = sum(tally.native_positions for tally in tallies)
-    seen, total = world.all_reduce([alignment.power * positions, positions])
-    (margin,) = world.all_reduce([alignment.margin], dist.ReduceOp.MIN)
-    return {"routing/alignment_power": seen / max(total, 1), "routing/alignment_margin": min(margin, 1.0)}
+    tested = sum(tally.native_positions for tally in tallies) > 0
+    proven = [claim.status == "proven" for claim in alignment.claims]
+    ranks, power, *shares = world.all_reduce([tested * value for value in (1.0, alignment.power, *proven)])
+    (evidence,) = world.all_reduce([max(alignment.evidence, _NO_EVIDENCE)], dist.ReduceOp.MAX)
+    return {
+        "routing/alignment_power": power / max(ranks, 1),
+        "routing/alignment_evidence": evidence,
+        **{
+            f"routing/proven/{claim.name.replace(' ', '_')}": share / max(ranks, 1)
+            for claim, share in zip(alignment.claims, shares, strict=True)
+        },
+    }
 
 
 def _compared(tallies: list[Tally], name: str, top_k: int) -> dict[str, float]:

@@ -90,7 +90,7 @@ def _by(name: str, promise: str, planted: str, notices: str, error: str, says: s
 
 
 _BUFFER = "engine: buffer of the step's experts, behind the routers"
-_ALIGNMENT = "comparison of the record with the trainer's own choice"
+_ALIGNMENT = "scores of the trainer's routers for the recorded experts"
 _VALIDATOR = "validator"
 _LEFT = "are not those that left the sampler's engine"
 _CHECKSUM = "checksum made in the engine's buffer, checked at the dispatcher"
@@ -481,9 +481,11 @@ TESTED = (
         "tests/distributed/test_context.py::test_a_rank_that_takes_the_routes_of_another_ranks_rows_is_refused"),
     _by("rows of another layer, position or sequence; a wrong piece of a long sequence", "P7", "a record",
         _ALIGNMENT, "ReplayError", "layer or sequence, and the rows it matches instead", BEFORE_UPDATE, REFUSED,
-        "tests/replay/test_alignment.py::test_a_layer_with_other_rows_is_named_with_what_they_are",
-        "tests/replay/test_alignment.py::test_rows_of_two_sequences_of_equal_length_swapped",
-        "tests/replay/test_alignment.py::test_a_wrong_piece_of_a_long_sequence_is_named"),
+        "tests/replay/test_alignment.py::test_a_fault_is_refused_by_the_claim_that_is_about_it",
+        "tests/replay/test_alignment.py::test_stuck_rows_and_other_pieces_are_named_with_their_sequence"),
+    _by("one, two or three ids wrong in every row; an expert in every row; wrong rows of a layer; experts exchanged",
+        "P7", "a record", _ALIGNMENT, "ReplayError", "layer, and what is wrong", BEFORE_UPDATE, REFUSED,
+        "tests/replay/test_alignment.py::test_a_fault_is_refused_by_the_claim_that_is_about_it"),
     _by("any expert, row, layer, token or request exchanged between engine and dispatcher", "P7",
         "recorder, sink, store, reader, tables",
         _CHECKSUM, "ReplayError", "the sequences", BEFORE_UPDATE, REFUSED,

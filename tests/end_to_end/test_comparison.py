@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -43,8 +44,10 @@ def test_the_numbers_are_those_the_run_logged(short_run, compared):
     assert result["weights"]["version"] == 2 and result["setup"]["rollouts"].startswith("step 3 of ")
     policy, routing = result["quantities"]["completion"]["policy"], result["quantities"]["all"]["routing"]
     for name, key in (("k1", "policy_kl/k1"), ("k3", "policy_kl/k3")):
-        assert policy[name]["before"]["value"] == pytest.approx(logged[f"{key}_native"], rel=1e-4)
-        assert policy[name]["after"]["value"] == pytest.approx(logged[key], rel=1e-4)
+        # k1 is a mean of signed numbers, each rounded to about 1e-7: microbatches of other shapes round otherwise
+        close = partial(pytest.approx, rel=1e-4, abs=1e-7 if name == "k1" else 0)
+        assert policy[name]["before"]["value"] == close(logged[f"{key}_native"])
+        assert policy[name]["after"]["value"] == close(logged[key])
     for name in ("perplexity_train", "log_perplexity_abs_diff", "chi2_token", "chi2_sequence_product"):
         assert policy[name]["after"] == pytest.approx(logged[f"policy/{name}"], rel=1e-3), name
     assert routing["set_mismatch"]["before"]["value"] == pytest.approx(logged["routing/native_mismatch"], rel=1e-4)

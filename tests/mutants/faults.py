@@ -1002,9 +1002,9 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "wrong layer found right",
-            "alignment.py",
-            "if score < rows / 2 and",
-            "if score > rows / 2 and",
+            "layer_tests.py",
+            "record.append(log_e(x))",
+            "record.append(log_e(x, 1.0))",
             "Layers whose routes are their own are refused, others are not.",
             "tests/replay/test_alignment.py",
         ),

@@ -61,35 +61,6 @@ def test_a_layer_of_unwritten_rows_is_refused_and_a_collapsed_one_is_not(routes)
     check(np.stack([one, np.tile(np.uint8([0, 1]), (12, 1))], 1), spec=few)
 
 
-def test_rows_that_are_stuck_while_the_tokens_change_are_refused(routes):
-    stuck = routes.copy()
-    stuck[2:9] = stuck[2]  # tokens 3 4 8 1 5 3 7: six different ones; 8 layers x 5 changes
-    with refused(RouteValidationError, "6", fault="stuck rows", request="r", tokens="2 to 8"):
-        check(stuck)
-    stuck[7] = routes[7]
-    check(stuck)
-    repeated = routes.copy()
-    repeated[2:9] = repeated[2]
-    check(repeated, np.array([3, 9, *[4] * 7, 2, 6, 9]))  # the same token again may route alike
-    again = stuck.copy()
-    again[0] = stuck[2]  # a class of tokens that comes again
-    check(again)
-    collapsed = routes.copy()
-    collapsed[:, 1:] = collapsed[:1, 1:]  # one layer that varies, where neighbours are often alike
-    collapsed[2:9] = collapsed[2]
-    check(collapsed)
-
-
-def test_a_stuck_whole_of_many_layers_needs_four_rows(random_routes):
-    spec = TraceSpec("m", 128, 8, "m" * 48)
-    routes = random_routes(spec, 12)
-    routes[3:7] = routes[3]
-    with refused(RouteValidationError, "4", fault="stuck rows", tokens="3 to 6"):
-        check(routes, np.arange(12), spec)
-    routes[6] = routes[7]
-    check(routes, np.arange(12), spec)
-
-
 @settings(max_examples=200)
 @given(st.data())
 def test_routers_are_not_refused_healthy_or_collapsed(data):

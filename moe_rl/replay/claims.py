@@ -1,0 +1,169 @@
+"""Holds the claims of the alignment test, and the statistics by which each is proven, weak or refused.
+
+A test has values x in [-1, 1], one for each cluster of rows. In a healthy pass their mean is at least 0, whatever was
+seen before. No size of the noise is assumed, and no independence. The e-value of a test is the mean over some bets b of
+prod(1 - b x). It exceeds 1 / alpha with probability at most alpha (Ville's inequality), so a claim is refused when one
+of its tests does. ALPHA is shared by all claims, by the tests of each, and by the passes whose evidence is added up.
+
+What a claim can see is measured, not assumed: its fault is planted into the pass at hand. The claim is proven if 95%
+of the planted faults would be refused with a quarter more evidence than is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ALPHA = 1e-6
+"""Upper bound on the probability that one pass of a rank is refused although its routes are right."""
+
+CORE = ("layer", "shift", "prompts", "completions", "no rows")
+"""Claims about where rows come from: the rows of another layer, token, prompt or completion, or of nothing at all."""
+
+FINE = (
+    "last prompt row",
+    "first completion row",
+    "every 16th row",
+    "stuck rows",
+    "pieces",
+    "single ids",
+    "some rows",
+    "labels",
+)
+"""Claims about few rows, or few ids of each row."""
+
+CLAIMS = CORE + FINE
+
+PASSES = 4
+"""Evidence is added up over at most so many passes."""
+
+_BETS = (0.3, 0.6, 0.9)
+RARE = 0.05
+"""Rows that fit a clearly different row twice as well as their own are at most so many of all. Measured: at most 0.027
+where a row has at least 16 recorded ids in all layers."""
+
+_DEAD = 0.1  # differences of regret below this count nothing, so noise below it cannot raise an alarm
+_SURE = 1.25
+_PROVEN = 0.95
+
+Status = Literal["proven", "weak", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Holds what one pass, or the last passes together, show of a claim.
+
+    Attributes:
+        status: See the module.
+        power: Share of the planted faults that would be refused.
+        evidence: Largest log e-value of a test minus what is needed, in nats. The claim is refused above 0.
+        found: One text for each refused test.
+    """
+
+    name: str
+    status: Status = "weak"
+    power: float = 0.0
+    evidence: float = -math.inf
+    found: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Bets:
+    """Holds the tests of a claim on one pass.
+
+    Attributes:
+        name: One of CLAIMS.
+        record: float64 [T], log e-values of the record.
+        planted: float64 [P], log e-values with the claim's fault planted, one for each place.
+        describe: Returns the text of a test.
+        count: Bets that share the alarm rate.
+        weights: [P], how much each planted fault counts; None if all count alike.
+    """
+
+    name: str
+    record: Tensor
+    planted: Tensor
+    describe: Callable[[int], str]
+    count: int
+    weights: Tensor | None = None
+
+    @classmethod
+    def none(cls, name: str) -> Bets:
+        """Make tests of a claim about which a pass says nothing."""
+        return cls(name, torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64), lambda _: "", 1)
+
+
+@dataclass(slots=True)
+class History:
+    """Adds up the evidence of the last passes of a rank. A pass whose tests are others starts anew."""
+
+    _passes: dict[str, deque[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    def largest(self, name: str, record: Tensor, planted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for each test the largest log e-value of this pass and of its sums with the passes before, and keep
+        it."""
+        passes = self._passes.setdefault(name, deque(maxlen=PASSES - 1))
+        sums, best = [record, planted], [record, planted]
+        for earlier in reversed(passes):
+            for side, values in enumerate(earlier):
+                if values.shape != sums[side].shape:
+                    continue
+                sums[side] = sums[side] + values
+                best[side] = torch.maximum(best[side], sums[side])
+        passes.append((record, planted))
+        return best[0], best[1]
+
+
+def judge(tests: Bets, history: History) -> Claim:
+    """Judge a claim from the tests of a pass and of those before."""
+    record, planted = history.largest(tests.name, tests.record, tests.planted)
+    needed = math.log(len(CLAIMS) * PASSES * tests.count / ALPHA)
+    found = tuple(tests.describe(at) for at in torch.nonzero(record >= needed)[:, 0].tolist())
+    power = 0.0
+    if len(planted):
+        seen = (planted >= _SURE * needed).double()
+        weights = torch.ones_like(seen) if tests.weights is None else tests.weights.double()
+        power = float((seen * weights).sum() / weights.sum().clamp(min=1e-30))
+    evidence = float(record.max()) - needed if len(record) else -math.inf
+    return Claim(tests.name, "refused" if found else "proven" if power >= _PROVEN else "weak", power, evidence, found)
+
+
+def log_e(x: Tensor, sign: float = -1.0) -> Tensor:
+    """Return the log e-value of the values x [U, ...] over axis 0, float64. sign 1: of -x."""
+    logs = torch.stack([torch.log1p(sign * bet * x.double()).sum(0) for bet in _BETS])
+    return torch.logsumexp(logs, 0) - math.log(len(_BETS))
+
+
+def log_e_by(x: Tensor, of: Tensor, count: int, sign: float = -1.0) -> Tensor:
+    """Return the log e-values [count] of the values x [N], where `of` [N] tells the test of each."""
+    empty = torch.zeros(count, dtype=torch.float64, device=x.device)
+    logs = torch.stack([empty.index_add(0, of, torch.log1p(sign * bet * x.double())) for bet in _BETS])
+    return torch.logsumexp(logs, 0) - math.log(len(_BETS))
+
+
+def by_cluster(x: Tensor, cluster: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return the means of x [N, ...] by cluster [N]. A cluster without a valid row has 0."""
+    count = int(cluster.max()) + 1 if len(cluster) else 0
+    ones = torch.ones_like(x) if valid is None else valid.to(x.dtype).expand_as(x)
+    total = x.new_zeros(count, *x.shape[1:]).index_add_(0, cluster, x * ones)
+    return total / x.new_zeros(count, *x.shape[1:]).index_add_(0, cluster, ones).clamp(min=1)
+
+
+def no_noise(x: Tensor) -> Tensor:
+    """Return differences of regret, with those that noise may make set to 0."""
+    x = x.clamp(-1, 1)
+    return torch.where(x.abs() < _DEAD, torch.zeros_like(x), x)
+
+
+def rarely(mine: Tensor, other: Tensor, told: Tensor, unit: Tensor) -> Tensor:
+    """Return the log e-value of rows that fit a clearly different row twice as well as their own, and do not fit their
+    own. At most RARE of all rows do so by noise. unit: the cluster of each row."""
+    hit = told & (mine > _DEAD) & (other < mine / 2)
+    value = torch.where(told, hit / RARE, torch.ones_like(mine)).double()
+    return torch.log(0.5 + 0.5 * by_cluster(value, unit)).sum()

@@ -1,0 +1,145 @@
+"""Bets whether the record of each layer belongs to that layer and to its own tokens: the claims "layer" and "shift".
+
+Legend: S sampled rows, L layers, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_rl.replay.claims import Bets, log_e, no_noise
+from moe_rl.replay.regret import Regret, RowsSeen
+
+_SHIFTS = (0, -2, -1, 1, 2)
+# A layer with such a mean regret is refused without statistics: its record is little better than random experts. At
+# lag 0 the largest that was seen in a healthy pass is 0.55.
+_RANDOM = 0.75
+_LEAST_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSample:
+    """Holds rows in all layers. Rows that are neighbours in a sequence are neighbours here.
+
+    Attributes:
+        ids: int64 [L, S, K], the recorded experts.
+        regret: [L, S, E], of each expert.
+        sequence, position, context: [S], in host memory; see `PassRows`.
+    """
+
+    ids: Tensor
+    regret: Tensor
+    sequence: np.ndarray
+    position: np.ndarray
+    context: np.ndarray
+
+    @classmethod
+    def of(cls, seen: RowsSeen) -> LayerSample:
+        """Take the sampled rows of a pass."""
+        rows, at = seen.watched.rows, seen.watched.sample
+        where = (rows.sequence[at], rows.position[at], rows.context[at])
+        return cls(seen.table("sample_ids"), seen.table("sample_scores"), *where)
+
+    @classmethod
+    def of_choice(
+        cls, ids: np.ndarray, choice: np.ndarray, experts: int, sequence: np.ndarray, position: np.ndarray
+    ) -> LayerSample:
+        """Make a sample where only the experts are known that the witness chose: all others score alike.
+
+        Args:
+            ids, choice: int64 [L, S, K].
+            sequence, position: [S].
+        """
+        layers, rows, _ = ids.shape
+        scores = torch.zeros(layers, rows, experts).scatter_(2, torch.from_numpy(choice), 1.0)
+        everything = torch.arange(rows)
+        regret = [Regret.of(torch.from_numpy(choice[layer]), scores[layer]) for layer in range(layers)]
+        alone = torch.stack([one.of_experts(everything) for one in regret])
+        return cls(torch.from_numpy(ids), alone, sequence, position, np.arange(rows))
+
+
+def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[Bets, Bets]:
+    """Make the tests of the claims "layer" and "shift".
+
+    For a row, the record of layer i is compared on layer j, some tokens earlier or later, with its own place. From each
+    regret that of an unrelated row of the same layer is taken away, so that the constant preference of a layer counts
+    nothing.
+
+    Args:
+        layers: [L], global layer numbers.
+        fresh: No row was routed by older weights.
+    """
+    count = len(layers)
+    _, first = np.unique(sample.context, return_index=True)  # rows with the same context count once
+    at = np.sort(first)
+    unrelated = np.roll(at, len(at) // 2 + 1)
+    ids, regret = sample.ids.transpose(0, 1), sample.regret.transpose(0, 1)  # [S, L, ...]
+    device = ids.device
+    recorded = regret.new_zeros(len(at), count, regret.shape[2])
+    recorded.scatter_(2, ids[torch.from_numpy(at).to(device)], 1.0 / ids.shape[2])
+
+    def fit(rows: np.ndarray) -> Tensor:  # [S, L record, L witness]
+        return torch.bmm(recorded, regret[torch.from_numpy(rows).to(device)].transpose(1, 2)).clamp(0, 1)
+
+    away, here = fit(unrelated), fit(at)
+    own = (away - here).diagonal(dim1=1, dim2=2)  # [S, L]
+    record, mirrored, means = [], [], []
+    for shift in _SHIFTS:
+        there = np.clip(at - shift, 0, len(sample.position) - 1)
+        same = sample.sequence[there] == sample.sequence[at]
+        valid = torch.from_numpy(same & (sample.position[at] - sample.position[there] == shift)).to(device)
+        other = fit(there)
+        x = no_noise(own[:, :, None] - (away - other)) * valid[:, None, None]
+        record.append(log_e(x))
+        # The record of (j, t - shift) on layer i mirrors that of (i, t) on layer j.
+        mirrored.append(log_e(x, 1.0))
+        means.append((other * valid[:, None, None]).sum(0) / valid.sum().clamp(min=1))
+    e, planted = torch.stack(record), torch.stack(mirrored)  # [shifts, L record, L witness]
+    mean, own_mean = torch.stack(means), here.mean(0)
+    limit = fresh and len(at) >= _LEAST_ROWS
+    rest = ~torch.eye(count, dtype=torch.bool, device=device)
+
+    # The record of layer j on layer i is refused without statistics where it is as bad as random experts.
+    # A single layer stands for the others: their records would be unrelated to its rows.
+    foreign = own_mean.T if count > 1 else away.mean(0)
+    blatant = torch.where((foreign >= _RANDOM) & limit, math.inf, -math.inf)
+    places = rest if count > 1 else ~rest
+    among = e.masked_fill(~rest, -math.inf).permute(1, 0, 2).reshape(count, -1)
+    largest, choice = among.max(1)
+    bad = torch.where((own_mean.diagonal() >= _RANDOM) & limit, math.inf, -math.inf)
+
+    def other_layer(i: int) -> str:
+        own_regret = f"{float(own_mean[i, i]):.2f} with its own"
+        if not largest[i] > 0:
+            return f"layer {layers[i]} has rows that match nothing that was tried: regret {own_regret}"
+        shift, j = divmod(int(choice[i]), count)
+        whose = f"the rows of layer {layers[j]}{_late(_SHIFTS[shift])}"
+        return f"layer {layers[i]} has {whose}: regret {float(mean[shift, i, j]):.2f}, {own_regret}"
+
+    by_layer = Bets(
+        "layer",
+        torch.maximum(largest, bad),
+        torch.maximum(planted, blatant)[:, places].flatten(),
+        other_layer,
+        len(_SHIFTS) * count * count,
+    )
+
+    def other_token(i: int) -> str:
+        shift, layer = divmod(i, count)
+        regret = f"regret {float(mean[shift + 1, layer, layer]):.2f}, {float(own_mean[layer, layer]):.2f} with its own"
+        return f"layer {layers[layer]} has rows{_late(_SHIFTS[shift + 1])}: {regret}"
+
+    shifted, shifted_planted = (one[1:].diagonal(dim1=1, dim2=2).flatten() for one in (e, planted))
+    return by_layer, Bets("shift", shifted, shifted_planted, other_token, (len(_SHIFTS) - 1) * count)
+
+
+def _late(shift: int) -> str:
+    if not shift:
+        return ""
+    return f" {abs(shift)} token{'s' if abs(shift) > 1 else ''} too {'late' if shift > 0 else 'early'}"

@@ -1,0 +1,190 @@
+"""Bets whether rows of the record are those of other rows: all claims of the alignment test that look at whole rows,
+but those of replay/layer_tests.py.
+
+Legend: N recorded rows of a pass, L layers, M pairs of rows, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_rl.replay.claims import RARE, Bets, by_cluster, log_e, log_e_by, no_noise, rarely
+from moe_rl.replay.regret import RowsSeen
+
+# Rows nearer than this, in regret, are not told from each other.
+_APART = 0.2
+# With so many recorded ids, in all layers, a row seldom fits another clearly better than its own.
+_MANY_IDS = 16
+_RUN = 32
+# A record is related to its rows if chance explains that with a probability below one in a hundred.
+_RELATED = math.log(100.0)
+
+
+def sequence_tests(seen: RowsSeen, *, fresh: bool) -> Iterator[Bets]:
+    """Make the tests of the claims "prompts" and "completions". The layers of a row count together."""
+    watched, paired = seen.watched, seen.watched.paired
+    ids, choice, scores = seen.table("pair_ids"), seen.table("pair_choice"), seen.table("pair_scores")
+
+    def regret(of: Tensor, rows: Tensor) -> Tensor:  # of: [L, M, K] -> [M]
+        return scores[:, rows].gather(2, of).mean(2).clamp(0, 1).mean(0)
+
+    for what, pair in watched.pairs.items():
+        if not pair.shape[1]:
+            yield Bets.none(what)
+            continue
+        record: list[Tensor] = []
+        planted: list[Tensor] = []
+        texts: list[str] = []
+        for one, two in (pair, pair[::-1]):
+            here, other = (seen.on_device(np.searchsorted(paired, side)) for side in (one, two))
+            unit = seen.clusters(watched.rows.context[one])
+            own, fit, theirs = (regret(ids[:, mine], on) for mine, on in ((here, here), (here, other), (other, other)))
+            near, left = regret(choice[:, other], here), regret(ids[:, other], here)
+            told = near >= _APART
+            ratio = _of_unrelated(near, told, fresh)
+            # Planted is the record of the other row, which fits that row as well as it did. It stands for a known donor
+            # and, without the first value, for an unknown one.
+            for values, mine, on_other in ((record, own, fit), (planted, left, theirs)):
+                gain = by_cluster(no_noise(on_other - mine) * told, unit)
+                lost = _unrelated(by_cluster(ratio(mine), unit), log_e(gain, 1.0))
+                values += [log_e(gain), lost]
+            regrets = f"{float(own.mean()):.2f} with their own"
+            texts.append(f"{what} have the rows of other {what}: regret {float(fit.mean()):.2f}, {regrets}")
+            texts.append(f"{what} have rows that match nothing that was tried: regret {regrets}")
+        known, unknown = torch.stack(planted[::2]), torch.stack(planted[1::2])
+        plants = torch.cat([unknown, torch.maximum(known, unknown)])
+        yield Bets(what, torch.stack(record), plants, texts.__getitem__, len(texts))
+
+
+def no_rows(seen: RowsSeen, *, fresh: bool) -> Bets:
+    """Make the tests of the claim "no rows": is the record of a layer unrelated to its rows?"""
+    own, away, each = seen.table("own"), seen.table("away"), seen.table("apart")
+    apart = each.mean(1, keepdim=True)
+    unit = _stale_clusters(seen)
+    ratio = _of_unrelated(apart, apart >= _APART, fresh)
+    related = log_e(by_cluster(no_noise(away - own).T, unit), 1.0)
+    mean = own.mean(1).tolist()
+    return Bets(
+        "no rows",
+        _unrelated(by_cluster(ratio(own).T, unit), related),
+        log_e(by_cluster(ratio(each).T, unit)),  # planted are the experts that the routers choose for other rows
+        lambda at: f"layer {seen.layers[at]} has rows that match nothing that was tried: regret {mean[at]:.2f}",
+        len(seen.layers),
+    )
+
+
+def special_rows(seen: RowsSeen) -> Iterator[Bets]:
+    """Make the tests of rows at special places: do they hold the row before? The layers of a row count together."""
+    watched, rows = seen.watched, seen.watched.rows
+    own, late, early, step = (seen.table(name).mean(0) for name in ("own", "late", "early", "step"))
+    for name, at in watched.special.items():
+        if not len(at):
+            yield Bets.none(name)
+            continue
+        unit, mine = seen.clusters(rows.prefix[at]), seen.on_device(at)
+        behind, here = seen.on_device(rows.before[at]), seen.on_device(np.searchsorted(watched.placed, at))
+        told = step[here] >= _APART
+        # Planted is the record of the row before, which fits its own row as well as it did there.
+        values = [(own[mine], late[here]), (early[here], own[behind])]
+        if len(seen.layers) * seen.top_k >= _MANY_IDS:
+            record, plan = (rarely(fit, other, told, unit) for fit, other in values)
+        else:
+            record, plan = (log_e(by_cluster(no_noise(other - fit) * told, unit)) for fit, other in values)
+        text = f"sequences have the experts of the row before in their {name}"
+        yield Bets(name, record[None], plan[None], lambda _, text=text: text, 1)  # type: ignore[misc]
+
+
+def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
+    """Make the tests of the claim "stuck rows", one for each sequence: do rows that are equal to the row before fit the
+    first of them better? name: of a sequence."""
+    sequences, of = np.unique(seen.watched.rows.sequence, return_inverse=True)
+    count = len(sequences)
+    if len(seen.layers) * seen.top_k < _MANY_IDS:  # rows of so few ids are equal by chance
+        return Bets.none("stuck rows")
+    stuck, inside = seen.table("stuck"), seen.table("kept_groups")
+    layers = stuck.sum(0)
+    own, run, apart = (
+        (seen.table(one) * stuck * inside).sum(0) / layers.clamp(min=1) for one in ("own", "run", "run_apart")
+    )
+    told = (layers >= max(1, min(_MANY_IDS / seen.top_k, len(seen.layers)))) & (apart >= _APART)
+
+    def value(told: Tensor, own: Tensor, run: Tensor) -> Tensor:
+        hit = (own > 0.1) & (run < own / 2)
+        return torch.where(hit, math.log(0.5 + 0.5 / RARE), math.log(0.5)).double() * told
+
+    size = np.bincount(of)
+    mine = value(told, own, run)
+    # Planted are runs of rows that are equal to the first of a few, as long as RUN where the sequence has so many.
+    kept = seen.table("first_groups")
+    repeated, first, near = ((seen.table(one) * kept).mean(0) for one in ("repeated", "first", "first_apart"))
+    each = value(near >= _APART, repeated, first).mean()
+    return Bets(
+        "stuck rows",
+        mine.new_zeros(count).index_add_(0, seen.on_device(of), mine),
+        each * seen.on_device(np.minimum(size, _RUN) - 1.0),
+        lambda at: f"{name(int(sequences[at]))} repeats a row",
+        count,
+        weights=seen.on_device(size),
+    )
+
+
+def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
+    """Make the tests of the claim "pieces", one for each: are its rows others? name: of a piece."""
+    numbers, of = np.unique(seen.watched.rows.piece, return_inverse=True)
+    count, of = len(numbers), seen.on_device(of)
+    own, apart, away = (seen.table(one).mean(0) for one in ("own", "apart", "away"))
+    told = apart >= _APART
+    ratio = _of_unrelated(apart, told, fresh=True)
+
+    def total(x: Tensor) -> Tensor:
+        return torch.zeros(count, dtype=torch.float64, device=x.device).index_add_(0, of, x.double())
+
+    rows, strange = total(told), total((ratio(own) < -0.4) & told)
+    # Rows unrelated to their own are at most ten times as frequent in a piece as in the rest of the pass.
+    share = 10 * (strange.sum() - strange + 1) / (rows.sum() - rows).clamp(min=1)
+
+    def score(fit: Tensor) -> Tensor:
+        x = ratio(fit)
+        hits = total((x < -0.4) & told)
+        lost = hits * torch.log(0.5 + 0.5 / share.clamp(0.002, 1)) + (rows - hits) * math.log(0.5)
+        return torch.logaddexp(log_e_by(x, of, count), lost) - math.log(2)  # a mean of e-values is one
+
+    unrelated = 3 * total((away - own) * told) < total(apart * told)
+    mean, size = (total(own) / total(torch.ones_like(own))).tolist(), total(torch.ones_like(own))
+    return Bets(
+        "pieces",
+        torch.where(unrelated, score(own), -math.inf),
+        score(apart),  # planted are the experts that the routers choose for other rows
+        lambda at: f"{name(int(numbers[at]))}: regret {mean[at]:.2f}, {float(own.mean()):.2f} in the pass",
+        count,
+        weights=size,
+    )
+
+
+def _of_unrelated(apart: Tensor, told: Tensor, fresh: bool) -> Callable[[Tensor], Tensor]:
+    """Return what makes test values of regrets: 1 for the own choice, below 0 above half of the distance `apart` of
+    unrelated rows. Rows of older weights may lie three quarters of it away."""
+    limit = 2.0 if fresh else 4 / 3
+    return lambda regret: (1 - limit * regret / apart.clamp(min=_APART)).clamp(-1, 1) * told
+
+
+def _unrelated(values: Tensor, related: Tensor) -> Tensor:
+    """Return the log e-values [T] of records that are unrelated to their rows: -inf for those with some relation.
+
+    Args:
+        values: [U, T], test values by cluster.
+        related: [T], log e-value of a relation.
+    """
+    return torch.where(related < _RELATED, log_e(values), -math.inf)
+
+
+def _stale_clusters(seen: RowsSeen) -> Tensor:
+    """Number clusters of rows. Older weights may be wrong in the same way wherever a token is, so such rows count once
+    a token."""
+    rows = seen.watched.rows
+    return seen.clusters(np.where(rows.lag > 0, rows.token.astype(np.uint64), rows.context))
