@@ -84,6 +84,7 @@ class Bets:
         describe: Returns the text of a test.
         count: Bets that share the alarm rate.
         weights: [P], how much each planted fault counts; None if all count alike.
+        lasting: The same tests are made in every pass, so evidence of passes may be added up.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Bets:
     describe: Callable[[int], str]
     count: int
     weights: Tensor | None = None
+    lasting: bool = True
 
     @classmethod
     def none(cls, name: str) -> Bets:
@@ -122,7 +124,9 @@ class History:
 
 def judge(tests: Bets, history: History) -> Claim:
     """Judge a claim from the tests of a pass and of those before."""
-    record, planted = history.largest(tests.name, tests.record, tests.planted)
+    record, planted = tests.record, tests.planted
+    if tests.lasting:
+        record, planted = history.largest(tests.name, record, planted)
     needed = math.log(len(CLAIMS) * PASSES * tests.count / ALPHA)
     found = tuple(tests.describe(at) for at in torch.nonzero(record >= needed)[:, 0].tolist())
     power = 0.0

@@ -130,6 +130,7 @@ def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
         lambda at: f"{name(int(sequences[at]))} repeats a row",
         count,
         weights=seen.on_device(size),
+        lasting=False,
     )
 
 
@@ -163,6 +164,7 @@ def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
         lambda at: f"{name(int(numbers[at]))}: regret {mean[at]:.2f}, {float(own.mean()):.2f} in the pass",
         count,
         weights=size,
+        lasting=False,
     )
 
 
