@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from moe_rl.errors import did_you_mean
 from moe_rl.gateway.asking import BadRequest, SamplingWish
 from moe_rl.gateway.json_values import carried
 from moe_rl.types import LONGEST_STOP_STRING, MOST_STOP_STRINGS
+
+# Bodies are read in threads, and msgspec crashes when two threads are the first to convert to a type.
+_CONVERTING = threading.Lock()
 
 _MOST_SAMPLES = 128
 # Fields of a part of a message that only concern the provider.
@@ -42,7 +46,8 @@ def checked[T](body: bytes, known: Collection[str], only: Mapping[str, Sequence[
             hint = did_you_mean(name, known)
             raise BadRequest(f"this field is not served. {hint}".strip(), name[:100], code="unsupported_parameter")
     try:
-        return msgspec.convert({name: value for name, value in given.items() if name not in only}, kind)
+        with _CONVERTING:
+            return msgspec.convert({name: value for name, value in given.items() if name not in only}, kind)
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$")
         raise BadRequest(text, re.sub(r"\[(\d+)\]", r".\1", place.strip("`.").replace("[...]", ""))) from None
