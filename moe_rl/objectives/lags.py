@@ -21,3 +21,15 @@ def sums_by_lag(values: Tensor, lags: Tensor) -> Tensor:
     """
     group = torch.stack([lags >= start for start in _STARTS]).sum(0)
     return torch.zeros(len(LAGS), dtype=torch.float64, device=values.device).index_add(0, group, values.double())
+
+
+def with_keys(lags: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Return for each token the largest lag of itself and of the tokens before it in its sequence, int64 [N].
+
+    A sampler that keeps keys and values over an update lets new weights attend to keys that older ones made, so such a
+    token is no sample of the new weights alone. lags, sequence_ids: int64 [N], a sequence's tokens in turn.
+    """
+    if not len(lags):
+        return lags
+    apart = sequence_ids * (lags.amax() + 1)
+    return (apart + lags).cummax(0)[0] - apart

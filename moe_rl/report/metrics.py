@@ -206,7 +206,8 @@ ALL = (
         "Grows over the run: an early sign of collapse, because the importance ratio is turning into noise."),
     Metric("policy_kl/k3_lag/<name>", "nats/token", "lower",
         "policy_kl/k3 of the tokens that were sampled this many weight versions before the trainer's: 0, 1, 2-3, 4-7 "
-        "or 8+. Logged only for lags that occur, and not in a synchronous run whose tokens and rows all have lag 0.",
+        "or 8+. With pipeline.kv: keep, a token has the largest lag of its sequence so far. Logged only for lags that "
+        "occur, and not in a synchronous run whose tokens and rows all have lag 0.",
         "That of lag 0 above policy_kl/k3 of a synchronous run: a fault between the engines, not staleness. Grows "
         "steeply with the lag: the policy moves too fast for samples this old.",
         "when measured"),

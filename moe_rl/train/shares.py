@@ -12,6 +12,7 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.objectives.lags import with_keys
 from moe_rl.objectives.losses import global_denominator, nonempty
 from moe_rl.planning.balance import Plan
 from moe_rl.planning.packing import split_groups
@@ -33,7 +34,8 @@ class MicrobatchWork:
         plan: How these routes are dispatched, if that is planned.
         old_logprobs: float32 [N], the denominators of the ratios; at first the sampler's logprobs.
         ref_logprobs: float32 [N], from the reference policy, if there is one.
-        lags: int64 [N], how many versions older than the trainer's the weights are that sampled each token.
+        lags: int64 [N], how many versions older than the trainer's the weights are that sampled each token, or an
+            earlier one of its sequence whose keys the sampler kept.
         trusted: bool [N], which tokens the second-moment limit keeps, if there is one.
     """
 
@@ -170,6 +172,8 @@ class Shares:
                     policy=self.rows,
                 )
                 old, lags = microbatch.rollout_logprobs, weight_version - microbatch.versions
+                if self.config.pipeline.kv == "keep":
+                    lags = with_keys(lags, microbatch.sequence_ids)
                 work.append(MicrobatchWork(microbatch, table, old_logprobs=old, lags=lags))
             divided = divisors(self.config.objective.name, ours, longest)
             shares.append(UpdateShare(work, *divided, all=tuple(ours)))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.objectives.lags import LAGS, sums_by_lag
+from moe_rl.objectives.lags import LAGS, sums_by_lag, with_keys
 from moe_rl.objectives.mismatch import MismatchSums
 from tests.support.refusals import refused
 
@@ -173,6 +173,12 @@ def test_tokens_whose_lag_is_not_known_are_of_no_lag():
     assert sums([[(-1.0, -2.0)]]).by_lag() == {}
     with refused(ValueError, fault="tokens"):
         MismatchSums.of(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), 1, torch.zeros(3).long())
+
+
+def test_a_token_behind_an_update_has_the_lag_of_the_keys_that_it_saw():
+    lags, sequences = torch.tensor([2, 2, 0, 1, 0, 0, 3]), torch.tensor([0, 0, 0, 0, 1, 3, 3])
+    assert with_keys(lags, sequences).tolist() == [2, 2, 2, 2, 0, 0, 3]
+    assert with_keys(lags[:0], sequences[:0]).tolist() == []
 
 
 def test_sums_by_lag_by_hand():
