@@ -6,17 +6,17 @@ the recorded experts must score better on their own row than on another, and no 
 measured in regret (replay/regret.py) and judged by bets (replay/claims.py). Each claim is proven, weak or refused:
 
     layer        For a sample of rows: the record of a layer fits no other layer better, of tokens up to two places
-                 earlier or later (replay/layer_tests.py).
+                 earlier or later (replay/layer_claims.py).
     shift        The same for the tokens around it in the layer itself.
     prompts, completions
                  The rows fit better than those at the same place of another sequence, which is of the same prompt where
                  there is one. Compared are places behind the first token in which the two sequences differ.
-    no rows      The record of a layer is not unrelated to its rows (replay/row_tests.py).
+    no rows      The record of a layer is not unrelated to its rows (replay/row_claims.py).
     last prompt row, first completion row, every 16th row
                  Rows at such places do not hold the row before.
     stuck rows   Rows that are equal to the row before do not fit the first of them better.
     pieces       A piece of at most 64 rows of a sequence has no other rows.
-    single ids   No row has one, two or three wrong ids throughout (replay/id_tests.py).
+    single ids   No row has one, two or three wrong ids throughout (replay/id_claims.py).
     some rows    No share of a layer's rows is wrong.
     labels       No two experts of a layer are written for each other.
 
@@ -37,9 +37,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_rl.replay import id_tests, row_tests
+from moe_rl.replay import id_claims, row_claims
 from moe_rl.replay.claims import CLAIMS, CORE, Bets, Claim, History, judge
-from moe_rl.replay.layer_tests import LayerSample, layer_tests
+from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.regret import LayerSeen, RowsSeen, Watched
 from moe_rl.replay.row_places import PassRows, RowPlaces
 
@@ -103,7 +103,8 @@ class AlignmentTest:
             routes, native: integers [R, K], the record and the router's own choice.
             scores: [R, E], what the router ranks by.
         """
-        with torch.no_grad():
+        # Some dozen small calls follow. The CPU back end's mode would double their time, and none names a device.
+        with torch._C.DisableTorchFunction(), torch.no_grad():
             self._seen[microbatch, layer] = LayerSeen.of(routes, native, scores, self._rows[microbatch], self._groups)
 
     def compared(self, microbatch: int, names: Seq[str]) -> None:
@@ -116,7 +117,6 @@ class AlignmentTest:
             return None
         if not self._layers or not len(self._watched.rows.row):
             return Alignment()
-        # Hundreds of small calls follow, and none names a device. The CPU back end's mode would double their time.
         with torch._C.DisableTorchFunction(), torch.no_grad():
             return Alignment(tuple(judge(tests, self._history) for tests in self._tests()))
 
@@ -126,15 +126,15 @@ class AlignmentTest:
         rows = self._watched.rows
         fresh = not (rows.lag > 0).any()
         yield from layer_tests(LayerSample.of(seen), self._layers, fresh=fresh)
-        yield from row_tests.sequence_tests(seen, fresh=fresh)
-        yield row_tests.no_rows(seen, fresh=fresh)
-        yield from row_tests.special_rows(seen)
-        yield row_tests.stuck_rows(seen, self._name)
-        yield row_tests.pieces(seen, self._piece)
-        ids = id_tests.FineRows.of(seen)
-        yield id_tests.single_ids(seen, ids)
-        yield id_tests.some_rows(seen, ids)
-        yield id_tests.labels(seen, ids)
+        yield from row_claims.sequence_tests(seen, fresh=fresh)
+        yield row_claims.no_rows(seen, fresh=fresh)
+        yield from row_claims.special_rows(seen)
+        yield row_claims.stuck_rows(seen, self._name)
+        yield row_claims.pieces(seen, self._piece)
+        ids = id_claims.FineRows.of(seen)
+        yield id_claims.single_ids(seen, ids)
+        yield id_claims.some_rows(seen, ids)
+        yield id_claims.labels(seen, ids)
 
     def _name(self, sequence: int) -> str:
         return self._names[sequence >> 32][sequence & 0xFFFFFFFF]

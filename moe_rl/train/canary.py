@@ -21,7 +21,7 @@ from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import fill_rounds
 from moe_rl.replay.claims import ALPHA, History, judge
-from moe_rl.replay.layer_tests import LayerSample, layer_tests
+from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.routes import RowPolicy
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.rollout.sampler import WeightHolder

@@ -1002,7 +1002,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "wrong layer found right",
-            "layer_tests.py",
+            "layer_claims.py",
             "record.append(log_e(x))",
             "record.append(log_e(x, 1.0))",
             "Layers whose routes are their own are refused, others are not.",

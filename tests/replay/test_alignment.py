@@ -11,7 +11,7 @@ import torch
 
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, PASSES, Bets, History, judge, log_e
-from moe_rl.replay.layer_tests import LayerSample, layer_tests
+from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.row_places import PassRows, RowPlaces, pairs
 
 LAYERS, TOP_K, EXPERTS = (1, 2, 4, 5), 4, 32

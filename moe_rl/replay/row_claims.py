@@ -1,5 +1,5 @@
 """Bets whether rows of the record are those of other rows: all claims of the alignment test that look at whole rows,
-but those of replay/layer_tests.py.
+but those of replay/layer_claims.py.
 
 Legend: N recorded rows of a pass, L layers, M pairs of rows, K top-k.
 """
