@@ -31,6 +31,7 @@ from moe_rl.report import evidence_folder
 from moe_rl.report.evidence_folder import ABSENT, Evidence, KeptRows, KeptWeights
 from moe_rl.report.format import binary
 from moe_rl.trace import TraceSpec, TraceStore, signed
+from moe_rl.trace.spans import versions_of_rows
 from moe_rl.train.canary import Canary
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.shares import MicrobatchWork
@@ -367,7 +368,9 @@ class _Keeping:
         made = ((made[0][0], first + made[0][1]), *made[1:])
         intact = None
         if ref.source_sum:
-            intact = signed(ref, read.routes, self.spec.moe_layers, read.token_ids).source_sum == ref.source_sum
+            row_versions = versions_of_rows(read.spans)
+            again = signed(ref, read.routes, self.spec.moe_layers, read.token_ids, versions=row_versions)
+            intact = again.source_sum == ref.source_sum
         with suppress(TraceError):  # it has none
             at = self.store.aux(ref, "router_logits_rows").astype(np.int64)
             logits = np.full((*shape, self.spec.num_experts), np.nan, np.float32)

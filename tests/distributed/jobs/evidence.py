@@ -74,7 +74,7 @@ def _recorded(out: Path, spec, facts, rng) -> list[Sequence]:
                 routes = np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8)
                 fed = np.array(tokens[:-1], np.int32)
                 ref = writer.add(f"s{at}", routes, fed, [Span(5, 4, Provenance.PREFILL), Span(3, 4, Provenance.DECODE)])
-                ref = None if at == 4 else signed(ref, routes, spec.moe_layers, fed)
+                ref = None if at == 4 else signed(ref, routes, spec.moe_layers, fed, versions=4)
                 scored = np.full(4, -at, np.float32)
                 versions = sampled_by(4, 4)
                 found.append(Sequence(f"s{at}", tuple(tokens[:5]), tuple(tokens[5:]), scored, 0.0, versions, ref))
