@@ -186,13 +186,13 @@ ASYNC = [
     "pipeline.mode=async",
     "rollout.sleep_level=0",
     "replay.native_every=0",
-    "rollout.dynamic_sampling_rounds=1",
+    "rollout.dynamic_sampling_rounds=2",
     "objective.old_logprobs=sampler",
 ]
 
 
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(tmp_path_factory):
-    settings = ["run.steps=3", "checkpoint.every_steps=3", "rollout.dynamic_sampling_rounds=2"]
+    settings = ["run.steps=3", "checkpoint.every_steps=3"]
     sync, asynchronous = (
         finished(tmp_path_factory, name, *ASYNC, *settings, *mode).folder
         for name, mode in (("as_sync", ["pipeline.mode=sync"]), ("without_lag", ["pipeline.max_staleness=0"]))
