@@ -57,12 +57,12 @@ Status = Literal["proven", "weak", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Holds what one pass, or the last passes together, show of a claim.
+    """Holds what one pass shows of a claim.
 
     Attributes:
         status: See the module.
-        power: Share of the planted faults that would be refused.
-        evidence: Largest log e-value of a test minus what is needed, in nats. The claim is refused above 0.
+        power: Share of the planted faults that would be refused, from this pass alone.
+        evidence: Largest log e-value of a test in this pass minus what is needed, in nats.
         found: One text for each refused test.
     """
 
@@ -103,32 +103,32 @@ class Bets:
 
 @dataclass(slots=True)
 class History:
-    """Adds up the evidence of the last passes of a rank. A pass whose tests are others starts anew."""
+    """Adds up the evidence of the last passes of a rank. A pass whose tests are others starts anew.
 
-    _passes: dict[str, deque[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    It is not part of a checkpoint, so only refusals depend on it, and nothing that is logged.
+    """
 
-    def largest(self, name: str, record: Tensor, planted: Tensor) -> tuple[Tensor, Tensor]:
+    _passes: dict[str, deque[Tensor]] = field(default_factory=dict)
+
+    def largest(self, name: str, record: Tensor) -> Tensor:
         """Return for each test the largest log e-value of this pass and of its sums with the passes before, and keep
         it."""
         passes = self._passes.setdefault(name, deque(maxlen=PASSES - 1))
-        sums, best = [record, planted], [record, planted]
+        total = best = record
         for earlier in reversed(passes):
-            for side, values in enumerate(earlier):
-                if values.shape != sums[side].shape:
-                    continue
-                sums[side] = sums[side] + values
-                best[side] = torch.maximum(best[side], sums[side])
-        passes.append((record, planted))
-        return best[0], best[1]
+            if earlier.shape == total.shape:
+                total = total + earlier
+                best = torch.maximum(best, total)
+        passes.append(record)
+        return best
 
 
 def judge(tests: Bets, history: History) -> Claim:
     """Judge a claim from the tests of a pass and of those before."""
     record, planted = tests.record, tests.planted
-    if tests.lasting:
-        record, planted = history.largest(tests.name, record, planted)
+    summed = history.largest(tests.name, record) if tests.lasting else record
     needed = math.log(len(CLAIMS) * PASSES * tests.count / ALPHA)
-    found = tuple(tests.describe(at) for at in torch.nonzero(record >= needed)[:, 0].tolist())
+    found = tuple(tests.describe(at) for at in torch.nonzero(summed >= needed)[:, 0].tolist())
     power = 0.0
     if len(planted):
         seen = (planted >= _SURE * needed).double()

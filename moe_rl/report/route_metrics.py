@@ -32,7 +32,7 @@ ROUTES = (
         "How much this step's alignment test could see: the mean, over its core claims and the ranks, of the share of "
         "planted faults that it would have refused. The test compares the recorded routes with the scores of the "
         "trainer's routers before the first update under them (guards.alignment). Core claims are those about rows of "
-        "another layer, token, prompt or completion, or of nothing. Evidence of at most four steps is added up.",
+        "another layer, token, prompt or completion, or of nothing.",
         "Low: few tokens per rank, short sequences, or routers that choose alike for all tokens. "
         "Only the checksums would detect such faults.",
         "when measured", modes=("r3",)),
@@ -43,7 +43,7 @@ ROUTES = (
         "when measured", modes=("r3",)),
     Metric("routing/proven/<name>", "fraction", "higher",
         "Fraction of the ranks on which the alignment test has proven this claim: it would have refused 95% of the "
-        "faults that it planted into the last four steps or fewer. docs/internals/alignment.md lists the claims.",
+        "faults that it planted into this step. docs/internals/alignment.md lists the claims.",
         "Falls: the claim is weak, and its fault would pass. Equal rows, short completions and older weights do that.",
         "when measured", modes=("r3",)),
     Metric("routing/native_mismatch", "fraction", "lower",
