@@ -68,7 +68,7 @@ class _ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     id: str
     function: _Called
     type: Literal["function"] = "function"
-    # Of a stream. Clients that put its pieces together leave it in.
+    # Clients that put the pieces of a stream together leave it in.
     index: int | None = None
 
 

@@ -177,7 +177,7 @@ def labels(seen: RowsSeen, rows: FineRows) -> Bets:
         i, j = divmod(int(torch.minimum(moved, moved.T).argmax()), experts)
 
         def value(i: int, j: int, sign: float, recorded: Tensor = recorded, chosen: Tensor = chosen) -> Tensor:
-            """Of the rows where the router has i and not j."""
+            """Return the log e-value of the rows where the router has i and not j."""
             if i == j:
                 return torch.zeros((), dtype=torch.float64, device=device)
             here = chosen[:, i] & ~chosen[:, j]
