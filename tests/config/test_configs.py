@@ -83,7 +83,7 @@ def test_half_of_its_gpus_are_not_enough_memory(name):
     ],
 )
 def test_it_is_planned_on_a_laptop_without_torch(name, tmp_path):
-    """That is what makes it quick: two seconds of processor time on a quiet machine."""
+    """Those imports were what took most of its time."""
     file, environment = tmp_path / "plan.json", {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, "--config", name, "--plan", "--json", str(file)],

@@ -82,7 +82,7 @@ def test_256_items_are_fast(make_pool):
             start = time.monotonic()
             assert all(verdict.reward == 2.0 for verdict in pool.score(items))
             seconds.append(time.monotonic() - start)
-    assert min(seconds) < 2  # 256 calls one after the other would take longer
+    assert min(seconds) < 0.2
 
 
 def test_long_texts_pass_both_ways(make_pool):
