@@ -174,9 +174,10 @@ def _number_of_ranks(value: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check everything, then plan or train. Return the exit status of this rank, or of the ranks that were started.
+    """Check everything, then plan, start ranks, or train as one of them.
 
-    An error in the middle of a run ends the process.
+    Return the exit status of the plan, of the started ranks, or of a rank that may not begin. A rank that has begun
+    ends its process.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -201,20 +202,22 @@ def run(options: argparse.Namespace) -> int:
     # torch and megatron are imported only here, so that a plan or a mistake in the config does not wait for them.
     from moe_rl.train.loop import train
 
+    status = 0
     try:
         path = train(config, folder, task, inputs, options.step)
         if rank == 0 and options.json:
             write_whole(options.json, (path / "summary.json").read_bytes())
     except Stopped as error:
-        tell(f"moe_rl: {_told(error)}", STOPPED, aloud=rank == 0)
-        return STOPPED
+        status = STOPPED
+        tell(f"moe_rl: {_told(error)}", status, aloud=rank == 0)
     except MoeRLError as error:
         status = COLLAPSED if isinstance(error, CollapseError) else 2
         status = SAMPLER_GONE if isinstance(error, SamplerGone) else status
-        _leave(f"moe_rl: rank {rank}: {type(error).__name__}: {_told(error)}", status)
+        tell(f"moe_rl: rank {rank}: {type(error).__name__}: {_told(error)}", status)
     except Exception as error:  # an unexpected error: print where it happened
-        _leave("".join(traceback.format_exception(error)).rstrip(), 1)
-    return 0
+        status = 1
+        tell("".join(traceback.format_exception(error)).rstrip(), status)
+    _leave(status)
 
 
 def _told(error: MoeRLError) -> str:
@@ -223,15 +226,15 @@ def _told(error: MoeRLError) -> str:
     return ("\n" if "\n" in text else "; ").join([text, *getattr(error, "__notes__", ())])
 
 
-def _leave(text: str, status: int) -> NoReturn:
-    """Tell why, and end the process at once.
+def _leave(status: int) -> NoReturn:
+    """End the process at once.
 
-    Aborted collectives leave threads behind that can crash the interpreter while it exits. With gloo this showed as a
-    segmentation fault instead of the exit status.
+    Collectives leave threads behind that can crash the interpreter while it exits. With gloo this showed as a
+    segmentation fault after an aborted collective, and as an abort after a run that was done.
     """
-    tell(text, status)
-    with suppress(OSError):
-        sys.stdout.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 

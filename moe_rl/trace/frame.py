@@ -28,6 +28,7 @@ from moe_rl.types import Provenance, Span
 MAGIC = b"MRF2"
 MAX_HEAD = 1 << 20
 MAX_DEPTH = 64
+MAX_SPANS = 1 << 16
 MAX_AUX = 64
 MAX_AUX_BYTES = 1 << 26
 # Counts are stored if a frame has at least this many rows per expert on average. For fewer rows, decoding is as fast
@@ -158,13 +159,13 @@ def build_frame(
         body += b"".join(map(varint, array.shape)) + varint(len(data) << 1 | kind) + _checksum(data)
         sections.append(data)
     head = MAGIC + varint(len(body)) + body
-    if len(head) + _CHECKSUM > MAX_HEAD or len(aux) > MAX_AUX:
+    if len(head) + _CHECKSUM > MAX_HEAD or len(spans) > MAX_SPANS or len(aux) > MAX_AUX:
         raise TraceError(
             describe(
                 "record has too many chunks, spans or aux arrays",
                 where={"shard": shard.name, "record": key},
                 got=f"a head of {len(head)} bytes, {len(spans)} spans, {len(aux)} arrays",
-                expected=f"a head of at most {MAX_HEAD} bytes, {MAX_AUX} arrays",
+                expected=f"a head of at most {MAX_HEAD} bytes, {MAX_SPANS} spans, {MAX_AUX} arrays",
                 do="use a larger token_block or layer_group",
             )
         )
@@ -209,12 +210,15 @@ def _parse_body(shard: ShardHeader, body: bytes, digest: bytes, head_bytes: int)
         return FrameSection(kind, end - size, size, int.from_bytes(cursor.take(_CHECKSUM), "big"))
 
     key = check_key(cursor.text(), "a record key of it")
-    spans = []
-    for _ in range(_few(cursor, body)):
+    spans: list[Span] = []
+    for _ in range(_few(cursor, body, MAX_SPANS)):
         first, version = cursor.varint(), cursor.varint()
         if first < 4 or first & 3 == 3:
             raise TraceError("a span is impossible")
-        spans.append(Span(first >> 2, version, Provenance(first & 3)))
+        span = Span(first >> 2, version, Provenance(first & 3))
+        if spans and (span.weight_version, span.provenance) == (spans[-1].weight_version, spans[-1].provenance):
+            raise TraceError("a frame has one span written as two")
+        spans.append(span)
     own_rows = sum(span.rows for span in spans)
     parent = None
     if depth := cursor.varint():
@@ -238,7 +242,7 @@ def _parse_body(shard: ShardHeader, body: bytes, digest: bytes, head_bytes: int)
     if packed := cursor.varint():
         counts = section(packed >> 3, packed & 7)
     aux: list[Aux] = []
-    for _ in range(_few(cursor, body)):
+    for _ in range(_few(cursor, body, MAX_AUX)):
         name, (code, ndim) = cursor.text(), cursor.take(2)
         shape = tuple(cursor.varint() for _ in range(ndim))
         if not _AUX_NAME.fullmatch(name) or code >= len(_AUX_DTYPES) or ndim > 3:
@@ -247,7 +251,7 @@ def _parse_body(shard: ShardHeader, body: bytes, digest: bytes, head_bytes: int)
             raise TraceError("an aux array is impossible")
         packed = cursor.varint()
         aux.append(Aux(name, _AUX_DTYPES[code], shape, section(packed >> 1, packed & 1)))
-    if not cursor.done or len(aux) > MAX_AUX:
+    if not cursor.done:
         raise TraceError("a frame's header has more than it should")
     return Frame(
         key=key,
@@ -283,10 +287,10 @@ def _digest(shard: ShardHeader, body: bytes | bytearray) -> bytes:
     return xxhash.xxh3_64_digest(shard.context + body)
 
 
-def _few(cursor: Cursor, body: bytes) -> int:
-    """Read a count of items that take at least two bytes each; refuse a count that the body cannot hold."""
+def _few(cursor: Cursor, body: bytes, most: int) -> int:
+    """Read a count of items that take at least two bytes each; refuse over `most`, and what the body cannot hold."""
     count = cursor.varint()
-    if 2 * count > len(body):
+    if count > most or 2 * count > len(body):
         raise TraceError("a frame's header lists more than it holds")
     return count
 

@@ -115,9 +115,9 @@ def test_a_sound_store_has_no_faults(tmp_path, store):
     assert faults(select(store[0].path)) == []
 
 
-def test_each_fault_of_a_store_is_named(tmp_path, spec, store, decoded):
-    constant = np.tile(np.array([1, 2, 3, 4], np.uint16), (9, 3, 1))
-    with ShardWriter(tmp_path, "constant", spec) as writer:
+def test_each_fault_of_a_store_is_named(tmp_path, store, decoded):
+    constant = np.tile(np.array([1, 2, 3, 4], np.uint16), (9, 4, 1))
+    with ShardWriter(tmp_path, "constant", TraceSpec("four-layers", 32, 4, "mmdmm")) as writer:
         writer.add("filled", constant, np.arange(9), decoded(9))
     with open(tmp_path / "manifest.jsonl", "ab") as manifest:
         manifest.write(b"{}\n")

@@ -235,9 +235,10 @@ def test_uint8_cannot_hold_more_than_256_experts(random_routes):
         validate(record, token_ids=[1, 2, 3, 4], spec=spec, weight_version=0)
 
 
-def test_constant_buffers_are_refused(spec, random_routes):
+def test_constant_buffers_are_refused(random_routes):
+    spec = TraceSpec("m", 32, 4, "mmdmm")
     tokens, real = [1, 2, 1, 1, 1, 1, 1, 1], random_routes(spec, 8)
-    same_rows, same_layers = np.repeat(real[:1], 8, axis=0), np.repeat(real[:, :1], 3, axis=1)
+    same_rows, same_layers = np.repeat(real[:1], 8, axis=0), np.repeat(real[:, :1], 4, axis=1)
 
     def check(routes, tokens=tokens, spec=spec):
         validate(_record(spec, routes, tokens), token_ids=tokens, spec=spec, weight_version=0)
@@ -246,13 +247,15 @@ def test_constant_buffers_are_refused(spec, random_routes):
         check(same_rows)
     with refused(RouteValidationError, fault="equal layers", request="r"):
         check(same_layers)
-    one_expert = TraceSpec("m", 32, 1, "mm")
+    one_expert = TraceSpec("m", 32, 1, "mmmm")
     with refused(RouteValidationError, fault="equal tokens", got=("[0]",)):
-        check(np.zeros((8, 2, 1), np.uint8), spec=one_expert)
-    # Valid cases: short or one-token sequences, models whose router has no choice, and any variation at all.
+        check(np.zeros((8, 4, 1), np.uint8), spec=one_expert)
+    # Valid cases: short or one-token sequences, models whose router has no choice, any variation at all, and routers of
+    # few layers, which may collapse at once.
+    check(same_rows[:, :3], spec=TraceSpec("m", 32, 4, "mmm"))
     check(same_rows[:7], tokens[:7])
     check(same_rows, [1] * 8)
-    check(np.tile(np.arange(4, dtype=np.uint8), (8, 3, 1)), spec=TraceSpec("m", 4, 4, "mmdm"))
+    check(np.tile(np.arange(4, dtype=np.uint8), (8, 4, 1)), spec=TraceSpec("m", 4, 4, "mmdmm"))
     check(np.concatenate([same_rows[:7], real[7:]]))
     check(real[:, :1], spec=TraceSpec("m", 32, 4, "m"))
 

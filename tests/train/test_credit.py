@@ -169,7 +169,7 @@ def test_a_penalty_alone_gives_advantages_of_its_own_size(monkeypatch, estimator
     monkeypatch.setattr(credit, "_sequence_kl", lambda *_: kl)
     given = []
     share = SimpleNamespace(
-        keys=[one.key for one in same], work=[SimpleNamespace(microbatch=SimpleNamespace(give_advantages=given.extend))]
+        all=same, credit={}, work=[SimpleNamespace(microbatch=SimpleNamespace(give_advantages=given.extend))]
     )
     objective = GspoConfig(kl_in="reward", kl_coef=coefficient, advantage=estimator)
     credit.give_credit(objective, same, GROUPS, [share])
