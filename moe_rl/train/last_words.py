@@ -22,7 +22,8 @@ def tell(text: str, status: int, *, aloud: bool = True) -> None:
     """
     if aloud:
         with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{text}\n")  # in one piece: other ranks write there too
+            sys.stderr.flush()
     if file := os.environ.get(FILE):
         # The form that torch's ProcessFailure reads.
         message = {"message": text, "errorCode": status, "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -532,7 +532,7 @@ def by_transformers(checkpoint):
 
     def measure(restricted):
         pairs = [(s, at, *values) for s in sequences for at, values in enumerate(scores(s, restricted))]
-        surprise = [float(s.rollout_logprobs[at]) - float(logprob) for s, at, logprob, _ in pairs]
+        surprise = [float(s.rollout_logprobs[at]) - float(logprob.detach()) for s, at, logprob, _ in pairs]
         loss = -sum(advantage_of[s.key] / len(s.token_ids) * logprob for s, _, logprob, _ in pairs) / len(sequences)
         entropy = sum(entropy for *_, entropy in pairs) / tokens
         return entropy, math.fsum(surprise) / tokens, loss
@@ -544,7 +544,7 @@ def by_transformers(checkpoint):
     for total in (loss, loss - ENTROPY_COEF * entropy):
         gradients = torch.autograd.grad(total, [*model.parameters()], retain_graph=True, allow_unused=True)
         norms.append(math.sqrt(sum(float(g.double().square().sum()) for g in gradients if g is not None)))
-    return {"entropy": (float(entropy), everything[0]), "k1": (k1, everything[1]), "norms": norms}
+    return {"entropy": (float(entropy.detach()), everything[0]), "k1": (k1, everything[1]), "norms": norms}
 
 
 @pytest.mark.parametrize("case", [with_seeds(case, usual=case in USUAL) for case in CASES if case.startswith("masked")])

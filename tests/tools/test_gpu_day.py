@@ -14,7 +14,7 @@ WRITES = "import json, sys; json.dump({'GB/s': 2.5, 'all': [1]}, open(sys.argv[-
 STAND_INS = {
     "good": Part("what is good", 30, ("-c", WRITES)),
     "bad": Part("what raises", 30, ("-c", "raise SystemExit('planted | cause')")),
-    "slow": Part("what hangs", 0.3, ("-c", "import time; print('begun', flush=True); time.sleep(60)")),
+    "slow": Part("what hangs", 5.0, ("-c", "import time; print('begun', flush=True); time.sleep(60)")),
     "silent": Part("what writes nothing", 30, ("-c", "pass")),
     "engine": Part("what needs vLLM", 30, ("-c", WRITES), needs_vllm=True),
     "last": Part("what prints", 30, ("-c", "print('12 passed')"), writes=False),
@@ -55,7 +55,7 @@ def test_a_part_that_fails_stops_no_other_and_says_why(tmp_path, monkeypatch, ca
     assert list(parts) == list(STAND_INS) and parts["good"]["result"] == {"GB/s": 2.5, "all": [1]}
     assert parts["last"]["result"] == "12 passed" and not parts["good"]["failed"] + parts["last"]["failed"]
     assert "status 1" in parts["bad"]["failed"] and "planted | cause" in parts["bad"]["failed"]
-    assert "0.3 s" in parts["slow"]["failed"] and (second / parts["slow"]["log"]).read_text() == "begun\n"
+    assert "5 s" in parts["slow"]["failed"] and (second / parts["slow"]["log"]).read_text() == "begun\n"
     assert parts["silent"]["failed"] and parts["silent"]["result"] is None
     assert "vLLM" in parts["engine"]["failed"] and found["versions"]["transformer-engine"]
     text = written.read_text()
