@@ -4,7 +4,7 @@ DOCS]`.
 The study repeats complete runs of the main job with GRPO and GSPO, without replay, with R2 and with R3, with 1, 2 and 4
 updates per rollout batch, each with several seeds. As configs/stability_study.yaml says, the sampler has a lower
 precision than the trainer. DIR keeps the result of each run, and an interrupted study continues from there. --write
-puts the table and the plots into stability_study.md and beside it, in the folder DOCS (docs/measurements).
+puts the table and the plots into stability_study.md and beside it, in the folder DOCS (docs/generated).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="number of parallel runs, each on its own core")
-    parser.add_argument("--write", type=Path, metavar="DOCS", help="folder of stability_study.md: docs/measurements")
+    parser.add_argument("--write", type=Path, metavar="DOCS", help="folder of stability_study.md: docs/generated")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Prove that replay is exact in each layout and schedule: `moe-rl prove`.
 
-python tools/replay_matrix.py [--ranks N] [--json FILE] [--write docs/measurements/layouts.md]
+python tools/replay_matrix.py [--ranks N] [--json FILE] [--write docs/generated/layouts.md]
 python tools/replay_matrix.py --ranks 4 parallel.tensor=2 parallel.expert=4 train.recompute=moe
 """
 

@@ -38,7 +38,7 @@ _SYNCS, _KEPT, _FACTOR, _DEVIATIONS, _FLOOR = 5, 32, 8.0, 5.0, 1e-6
 _FOLLOWS, _VISIBLE = 0.1, 0.5
 # Tokens of lag 0 are judged when there are this many, over as many steps as it takes. Their policy KL is that of a
 # fault when it is this many times the median of up to 32 before, three times in a row. With fewer than 5 before, it
-# must be more times the median. docs/measurements/false_alarms.md says what healthy runs and faults have.
+# must be more times the median. docs/measurements/routing_kl.md says what healthy runs and faults have.
 _TOKENS, _APART, _APART_AT_FIRST, _IN_A_ROW, _LEAST_KL = 256, 16.0, 32.0, 3, 1e-6
 _NEVER_AGREED = (
     "The two have not agreed in this run. Look at what is no tensor: the numbers that each reads from config.json, "

@@ -74,7 +74,7 @@ def test_a_world_size_that_says_nothing_is_named(arguments, message, capsys):
 
 
 def test_the_docs_have_a_row_for_every_case():
-    page = (ROOT / "docs/measurements/layouts.md").read_text()
+    page = (ROOT / "docs/generated/layouts.md").read_text()
     rows = [line.split(" | ") for line in page.split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]]
     shown = [(int(row[0].strip("| ")), row[1], row[2]) for row in rows]
     assert shown == [(case.ranks, case.layout_name, case.mode.upper()) for case in LAYOUTS + RECORDED]

@@ -1,6 +1,6 @@
 """Runs everything that waits for a GPU, in 20 minutes on one:
 
-    tools/dev/gpu_day.sh [PART ...] [--out FOLDER] [--with FILE ...] [--page docs/measurements/gpu.md] [--dry]
+    tools/dev/gpu_day.sh [PART ...] [--out FOLDER] [--with FILE ...] [--page docs/generated/gpu.md] [--dry]
 
 Every part is a command with a time limit of its own. One that fails, or that lacks a package, stops no other: its log
 stays in FOLDER, and FOLDER/gpu_day.json says why. The parts can be run a few at a time: `--with` takes the parts of
@@ -220,7 +220,7 @@ def ended(command: list[str], log: Path, *, seconds: float, environment: Mapping
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """Return the page of docs/measurements about the parts that ran."""
+    """Return the page of docs/generated about the parts that ran."""
     parts: Mapping[str, Mapping[str, Any]] = found["parts"]
     real = sorted({one["device"] for one in parts.values() if not one["dry"]})
     begin = f"These parts ran on one {' and one '.join(real)}." if real else "**Never run on a GPU.**"
@@ -229,12 +229,15 @@ def page(found: Mapping[str, Any]) -> str:
         "# On a GPU",
         "",
         fill(
-            f"{begin} `tools/dev/gpu_day.sh --page docs/measurements/gpu.md` runs all that waits for a GPU, in 20 "
+            f"{begin} `tools/dev/gpu_day.sh --page docs/generated/gpu.md` runs all that waits for a GPU, in 20 "
             "minutes on one, and writes this page. It needs no network. Some parts at a time:"
         ),
         "",
-        "    tools/dev/gpu_day.sh tests proof step_overhead --out build/one",
-        "    tools/dev/gpu_day.sh overlap recording --out build/two --with build/one/gpu_day.json",
+        "<!-- needs: gpu -->",
+        "```sh",
+        "tools/dev/gpu_day.sh tests proof step_overhead --out build/one",
+        "tools/dev/gpu_day.sh overlap recording --out build/two --with build/one/gpu_day.json",
+        "```",
         "",
         fill(
             "A dry part ran the same command at a small size; the tests were only collected. Its figures "
