@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_rl.errors import RouteValidationError
 from moe_rl.replay.alignment import Alignment, AlignmentTest
 from moe_rl.replay.claims import History
 from moe_rl.replay.row_places import RowPlaces
+from moe_rl.trace.variety import check_variety
 
 _WIDTH = 48
-_CELLS = 5_000_000  # at most so many scores [L, N, E] a pass
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Shape:
         drift, offset: How far older weights move the routers, and their biases.
         lags: The sequences have lags of 0 to 2.
         microbatches: Number of microbatches.
+        cells: At most so many scores [L, N, E] a pass: larger ones get fewer or shorter sequences.
     """
 
     layers: int = 8
@@ -70,11 +72,24 @@ class Shape:
     offset: float = 0.0
     lags: bool = False
     microbatches: int = 2
+    cells: int = 5_000_000
 
+
+_MODEL = {"prompts": 8, "siblings": 4, "prompt_tokens": 20, "completion_tokens": 40, "vocabulary": 5000, "noise": 0.02,
+          "cells": 15_000_000}  # fmt: skip
+SHIPPED = {
+    "tiny_moe_cpu": Shape(text="random", prompts=32, siblings=8, prompt_tokens=8, completion_tokens=6, vocabulary=14),
+    "tool_use_cpu": Shape(layers=4, experts=16, prompts=8, siblings=8, prompt_tokens=160, completion_tokens=40,
+                          vocabulary=290),
+    "qwen3_30b_a3b": Shape(layers=48, experts=128, top_k=8, **_MODEL),
+    "glm_4_5_air": Shape(layers=45, experts=128, top_k=8, **_MODEL),
+    "deepseek_v3": Shape(layers=58, experts=256, top_k=8, groups=8, **_MODEL),
+    "moonlight_16b_a3b": Shape(layers=26, experts=64, top_k=6, **_MODEL),
+    "gpt_oss_120b": Shape(layers=36, experts=128, top_k=4, **_MODEL),
+}  # fmt: skip
+"""Shapes of the shipped configs on a rank. Those of real models have about a thousand rows, fewer than a real batch."""
 
 NAMED = {
-    "demo-like": Shape(text="random", prompts=16, siblings=8, prompt_tokens=8, completion_tokens=6, vocabulary=14),
-    "30B-like": Shape(layers=48, experts=128, top_k=8, prompts=4, siblings=8, vocabulary=5000, noise=0.02),
     "shared 20 of 60, 32 completions": Shape(prompts=1, siblings=32, completion_tokens=60, shared=0.33, noise=0.02),
     "shared 30%, 8 prompts x 8": Shape(layers=16, siblings=8, shared=0.3, noise=0.05),
     "shared 95%, 64 completions": Shape(prompts=1, siblings=64, shared=0.95, noise=0.05),
@@ -90,7 +105,7 @@ NAMED = {
     "averaging attention, 8 experts": Shape(layers=2, experts=8, top_k=2, groups=2, averaging=True, trained=False,
                                             completion_tokens=120, vocabulary=40, noise=0.001),
     "float8 sampler": Shape(layers=28, experts=64, top_k=6, vocabulary=5000, noise=0.06, outliers=0.1),
-}  # fmt: skip
+} | SHIPPED  # fmt: skip
 """Shapes that tell something by themselves: ordinary ones, and those on which an earlier test gave false alarms."""
 
 _DRAWN: dict[str, tuple[Any, ...]] = {
@@ -150,6 +165,22 @@ class Pass:
 
     def __post_init__(self) -> None:
         self.starts = np.cumsum([0, *map(len, self.tokens)])
+
+    def varied(self) -> bool:
+        """Return whether the record of each sequence passes the rules of trace/variety.py."""
+        sorted_routes = np.sort(self.record, 2).astype(np.uint16).transpose(1, 0, 2)
+        try:
+            for ids, start in zip(self.tokens, self.starts, strict=False):
+                check_variety(
+                    sorted_routes[start : start + len(ids)],
+                    ids,
+                    num_experts=self.scores.shape[2],
+                    layers=range(len(self.record)),
+                    where={},
+                )
+        except RouteValidationError:
+            return False
+        return True
 
     def judge(self, record: np.ndarray | None = None, history: History | None = None) -> Alignment:
         """Run the alignment test, on this record or on another one [L, N, K]."""
@@ -218,7 +249,7 @@ def _bounded(shape: Shape) -> Shape:
         sizes = {name: getattr(shape, name) for name in names}
         rows = shape.prompts * shape.siblings * (shape.prompt_tokens + shape.completion_tokens)
         largest = max(sizes, key=lambda name: sizes[name])
-        if rows * shape.layers * shape.experts <= _CELLS or sizes[largest] == 1:
+        if rows * shape.layers * shape.experts <= shape.cells or sizes[largest] == 1:
             return shape
         shape = replace(shape, **{largest: sizes[largest] // 2})
 
