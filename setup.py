@@ -67,7 +67,7 @@ setup(
         "openenv": ["websockets>=15"],
         "textarena": ["textarena==0.7.4"],
         "verifiers": ["verifiers==0.4.0"],
-        # Experiment trackers, see docs/howto/trackers.md. Each is used only by a run that asks for it.
+        # Experiment trackers, see docs/howto/report.md. Each is used only by a run that asks for it.
         "mlflow": ["mlflow-skinny>=3,<4"],
         "tensorboard": ["tensorboard>=2.19,<3"],
         "wandb": ["wandb>=0.20"],

@@ -340,7 +340,7 @@ class ReportConfig(Section):
     trackers: tuple[TrackerName, ...] = ()
     """Experiment trackers that get the config, metrics, samples and report of the run: tensorboard (files in the run
     folder), wandb (Weights & Biases) and mlflow. Keys and addresses come from the environment, as these libraries
-    expect. See docs/howto/trackers.md."""
+    expect. See docs/howto/report.md."""
     project: Annotated[str, Field(min_length=1, max_length=100)] = "moe_rl"
     """Project in Weights & Biases, and experiment in MLflow, that the run belongs to."""
     tracker_seconds: Seconds = 30.0

@@ -130,7 +130,7 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
                 expected=" or ".join(FAMILIES),
                 do=""
                 if experts is None
-                else "its routes can be recorded, imported and checked with a layer map: docs/howto/record.md",
+                else "its routes can be recorded, imported and checked with a layer map: docs/howto/library.md",
                 fault="dense" if experts is None else "",
             )
         )

@@ -257,19 +257,21 @@ def test_the_pods_commands_fit(manifest, shell, tmp_path):
 def test_the_docs_can_be_followed_line_by_line(shell, tmp_path):
     page = (ROOT / "docs/howto/cluster.md").read_text()
     section = page.partition("## Several nodes, line by line")[2].partition("\n## ")[0]
-    lines = [line[4:] for line in section.splitlines() if line.startswith("    ") or not line]
-    script = "set -eu\n" + "\n".join(lines).replace("/shared", str(tmp_path / "shared"))
+    block = section.partition("```sh\n")[2].partition("```")[0]
+    script = "set -eu\n" + block.replace("/shared", str(tmp_path / "shared"))
     calls = shell("bash", "-c", script)
-    plan, secret, server = calls["python"]
+    (secret,) = calls["python"]
     assert secret[0] == "-c" and (tmp_path / "shared/run1/token").stat().st_mode & 0o777 == 0o600
-    assert plan[0] == "tools/train_moe_rl.py" and train_options(plan[1:]).plan
+    plan, doctor, (verb, *server) = calls["moe-rl"]
+    assert plan[:2] == ["plan", "--config"] and configured(argparse.Namespace(config=plan[2], overrides=plan[3:]))
+    assert verb == "serve"
+    server = ["tools/serve_vllm.py", *server]
     train, export = calls["torchrun"]
     theirs, ours = trainer(train)
     config = configured(ours)
     check_agreement(ours, [served(server)] * len(config.rollout.servers))
     assert config.cluster.gpus == int(theirs["--nnodes"]) * int(theirs["--nproc-per-node"])
     assert f"http://{served(server).host}:{served(server).port}" == config.rollout.servers[0]
-    (doctor,) = calls["moe-rl"]
     assert doctor[:3] == ["doctor", "--config", str(ours.config)] and set(doctor[3:]) < set(ours.overrides)
     assert export[0] == "--nproc-per-node" and int(export[1]) % least_ranks(config.parallel) == 0
-    assert export[2:4] == ["--", "tools/export_hf.py"] and f"--resume {config.run.runs_dir}/RUN" in script
+    assert export[2:6] == ["-m", "--", "moe_rl", "export"] and f"--resume {config.run.runs_dir}/RUN" in script

@@ -36,29 +36,29 @@ def run(tmp_path):
 
 @pytest.fixture
 def written(run, tmp_path):
-    """Writes the files of section 3, and runs its commands."""
-    section = PAGE[PAGE.index("## 3.") : PAGE.index("## 4.")]
-    blocks = dict(re.findall(r"```(python|yaml)\n(.*?)```", section, re.DOTALL))
+    """Writes the files of section 1, and runs its commands."""
+    section = PAGE[PAGE.index("## 1.") : PAGE.index("## 2.")]
+    blocks = dict(re.findall(r"```(python|yaml|sh)\n(.*?)```", section, re.DOTALL))
     (tmp_path / "my_task.py").write_text(blocks["python"])
     (tmp_path / "my_task.yaml").write_text(blocks["yaml"])
     assert sum(bool(line.strip()) for line in blocks["python"].splitlines()) <= 30
-    commands = re.findall(r"^    (\S.*)$", re.sub(r"```.*?```", "", section, flags=re.DOTALL), re.MULTILINE)
+    commands = blocks["sh"].splitlines()
     assert len(commands) == 3
     for command in commands:
         run(command, 60)
     return tmp_path
 
 
-def commands_of_section_4() -> list[str]:
-    section = PAGE[PAGE.index("## 4.") :]
-    setting, *commands = re.findall(r"^    (\S.*)$", section, re.MULTILINE)
+def commands_of_section_2() -> list[str]:
+    (block,) = re.findall(r"```sh\n(.*?)```", PAGE[PAGE.index("## 2.") : PAGE.index("## Prompts")], re.DOTALL)
+    setting, *commands = block.splitlines()
     assert setting.startswith("export PYTHONPATH=$PWD")
     return commands
 
 
 @pytest.mark.long
 def test_the_plan_of_the_task_finds_no_problem(run, written):
-    plan, _ = commands_of_section_4()
+    plan, _ = commands_of_section_2()
     assert "1000 prompts" in run(plan, 120)
     # The same page says that an argument without a column is told here.
     module = written / "my_task.py"
@@ -70,7 +70,7 @@ def test_the_plan_of_the_task_finds_no_problem(run, written):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_task_trains(run, written):
-    _, train = commands_of_section_4()
+    _, train = commands_of_section_2()
     run(f"{train} run.steps=2", 700)
     (metrics,) = written.glob("runs/*/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
