@@ -157,6 +157,11 @@ def after_lr(lr: float | None) -> About:
     return {} if lr is None else {"lr": f"{lr:g}"}
 
 
+def with_extra(name: str) -> str:
+    """Say how to install moe_rl with an extra. No package index has it."""
+    return f"run pip install '.[{name}]' in the folder of moe_rl's source"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question with the known name that is most like this one, for a message; "" if none is like it."""
     close = get_close_matches(name, list(known), n=1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from moe_rl.config.prompt_sources import PromptSourceConfig
 from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.config.schema import Config
-from moe_rl.errors import About, ConfigError, Problem, describe, did_you_mean
+from moe_rl.errors import About, ConfigError, Problem, describe, did_you_mean, with_extra
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_published, tokenizer_vocabulary
 from moe_rl.models.weight_files import read_checkpoint
@@ -182,7 +182,7 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
                 "the library uvicorn, through which environments ask the model, is not installed",
                 where={"key": "task.environment"},
                 got=environment.run,
-                do="install it: pip install 'moe_rl[gateway]'",
+                do=with_extra("gateway"),
                 fault="no library",
             )
     for name, reward in config.task.rewards.items():
@@ -191,7 +191,7 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
                 f"the library {reward.library[0]} is not installed",
                 where={"key": f"task.rewards.{name}.kind"},
                 got=reward.kind,
-                do=f"install it: pip install 'moe_rl[{reward.library[1]}]'",
+                do=with_extra(reward.library[1]),
                 fault="no library",
             )
         if isinstance(reward, FunctionReward):

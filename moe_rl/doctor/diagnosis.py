@@ -23,7 +23,7 @@ from moe_rl.doctor.machine import (
     Requirement,
     found_version,
 )
-from moe_rl.errors import About, ConfigError, Problem, describe
+from moe_rl.errors import About, ConfigError, Problem, describe, with_extra
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.vllm import patches
@@ -63,7 +63,7 @@ def tracker_problems(config: Config) -> Iterator[Problem]:
     for name in config.report.trackers:
         part = TRACKERS[name]
         if not fits(part, found := found_version(part)):
-            do = f"install it (pip install 'moe_rl[{name}]'), or leave {name} out"
+            do = f"{with_extra(name)}, or leave {name} out"
             yield _unfit(part, found, {"key": "report.trackers", "part": part.name}, do)
         elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
             yield describe(

@@ -19,7 +19,7 @@ import xxhash
 
 from moe_rl.config.check_files import jsonl_lines
 from moe_rl.config.prompt_sources import GENERATOR, PromptSourceConfig
-from moe_rl.errors import About, DataError, describe
+from moe_rl.errors import About, DataError, describe, with_extra
 
 Row = tuple[About, dict[str, Any] | ValueError]
 """Where a row stands, and its columns or what is wrong with it."""
@@ -263,7 +263,7 @@ def _library(module: str, source: PromptSourceConfig, key: str) -> Any:
                 f"the library {_INSTALL[module]} is not installed, or a part of it is missing",
                 where={"key": f"{key}.data"},
                 got=f"{source.data}: {error}",
-                do="install it: pip install 'moe_rl[tasks]'",
+                do=with_extra("tasks"),
                 fault="library",
             )
         ) from error

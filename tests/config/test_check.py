@@ -543,7 +543,7 @@ def test_a_reward_whose_library_is_not_installed(found, monkeypatch):
     override = "task.rewards.exact={kind: math_verify}"
     monkeypatch.setattr(MathVerifyReward, "library", ("no_such_library", "math"))
     (message,) = found(override)
-    tells(message, "no_such_library", "moe_rl[math]", key="task.rewards.exact.kind", fault="no library")
+    tells(message, "no_such_library", "'.[math]'", key="task.rewards.exact.kind", fault="no library")
 
 
 def test_all_problems_at_once(found):

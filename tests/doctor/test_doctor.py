@@ -116,7 +116,7 @@ def test_a_tracker_that_is_asked_for_must_be_there(whole_installation, monkeypat
         messages = list(tracker_problems(config))
         assert messages == diagnose(made_up(), config).missing and len(messages) == (not there)
         for message in messages:
-            tells(message, f"moe_rl[{name}]", key="report.trackers", part=name, got=found)
+            tells(message, f"'.[{name}]'", key="report.trackers", part=name, got=found)
     assert list(tracker_problems(load_config(CONFIG))) == []
 
 

@@ -294,7 +294,7 @@ def test_an_adapter_without_its_package_names_the_extra(tmp_path, monkeypatch, a
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError) as caught:
         EnvironmentPool(f"{ADAPTERS}.{adapter}.run", concurrent=1, seconds=5)
-    assert f"moe_rl[{extra}]" in str(caught.value) and "it is not here" in str(caught.value)
+    assert f"'.[{extra}]'" in str(caught.value) and "it is not here" in str(caught.value)
 
 
 def test_an_episode_with_another_interpreter_has_its_packages_and_none_of_ours(tmp_path, monkeypatch):

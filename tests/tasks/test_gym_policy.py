@@ -37,7 +37,7 @@ def test_the_run_has_no_problem(config):
 def test_a_missing_library_is_one_problem_that_says_what_to_install(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     (problem,) = problems(config)
-    tells(problem, "moe_rl[tasks]", key="task.rewards.gym.kind", fault="no library")
+    tells(problem, "'.[tasks]'", key="task.rewards.gym.kind", fault="no library")
 
 
 def test_the_template_and_the_tokenizer_are_whole(config):

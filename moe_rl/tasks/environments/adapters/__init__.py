@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_rl.errors import describe
+from moe_rl.errors import describe, with_extra
 
 
 def missing(extra: str, error: ImportError) -> ImportError:
@@ -12,6 +12,6 @@ def missing(extra: str, error: ImportError) -> ImportError:
             "a package of this adapter cannot be imported",
             where={"part": f"extra {extra}"},
             got=error,
-            do=f"pip install 'moe_rl[{extra}]' where the environment runs (see --python)",
+            do=f"{with_extra(extra)}, with the Python that runs the environment (see --python)",
         )
     )
