@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-seeds test-part test-all nightly chaos mutants lint docs clean
+.PHONY: help venv lock demo test test-seeds test-part test-all nightly chaos mutants lint docs docs-test generated clean
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -37,10 +37,10 @@ test-part: $(READY) ## run some of the long tests, others for each commit
 test-seeds: $(READY) ## compare with independent models again, on 20 random models; on 3 where vLLM samples
 	@$(VENV)/bin/python -m pytest -q --seeds 20 -m seeds tests/distributed tests/rollout
 
-chaos: $(READY) ## plant faults into real runs and see that each is named: see docs/internals/chaos.md
+chaos: $(READY) ## plant faults into real runs and see that each is named: see docs/generated/chaos.md
 	@$(VENV)/bin/python -m pytest -q -m chaos tests/chaos
 
-mutants: $(READY) ## plant faults into a copy of the code, see that make test notices: docs/internals/mutants.md
+mutants: $(READY) ## plant faults into a copy of the code, see that make test notices: docs/generated/mutants.md
 	@$(VENV)/bin/python -m tests.mutants
 
 test-all: $(READY) ## run every test, the long ones too; not those of `make nightly`
@@ -58,7 +58,20 @@ lint: $(READY) docs ## check style, layout, types, spelling and the links of the
 
 docs: $(READY) ## build docs/ as a site in site/; needs no network
 	@$(VENV)/bin/mkdocs build --quiet
-	@echo "the site is site/index.html"
+	@echo "open site/index.html; to search it, run: $(VENV)/bin/python -m http.server --directory site 8000"
+
+docs-test: $(READY) ## run or check every block of the docs; the result is build/docs_test.json
+	@$(VENV)/bin/python -m tools.dev.docs_blocks
+
+# The text of each page is in the module that writes it.
+PAGES := config=moe_rl.config.schema_reference metrics=moe_rl.report.registry commands=tools.dev.commands_page \
+    chaos=tests.chaos.table mutants=tests.mutants.table
+
+generated: $(READY) ## write the pages of docs/generated/ anew
+	@mkdir -p build
+	@for page in $(PAGES); do \
+	    $(VENV)/bin/python -m "$${page#*=}" > build/page.md; mv build/page.md "docs/generated/$${page%=*}.md"; \
+	done
 
 lock: $(READY) ## resolve requirements/gpu.txt anew from setup.py
 	@$(VENV)/bin/python tools/dev/lock_gpu.py

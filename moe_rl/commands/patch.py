@@ -24,9 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the resulting state to this file")
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_const", const=patches.check, dest="action", help="the default")
-    action.add_argument("--apply", action="store_const", const=patches.apply, dest="action")
-    action.add_argument("--revert", action="store_const", const=patches.revert, dest="action")
+    action.add_argument(
+        "--check",
+        action="store_const",
+        const=patches.check,
+        dest="action",
+        help="say whether it is patched, and which files are not as they should be (default)",
+    )
+    action.add_argument("--apply", action="store_const", const=patches.apply, dest="action", help="put them in")
+    action.add_argument("--revert", action="store_const", const=patches.revert, dest="action", help="take them out")
     parser.set_defaults(action=patches.check)
 
 

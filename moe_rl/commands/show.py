@@ -32,7 +32,7 @@ _TOKENS = 5  # tokens that are listed for each sample
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moe-rl show`."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", type=Path, help="folder of the run, or a session file")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, or a session file")
     parser.add_argument("--session", metavar="NAME", help="an episode of the run")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="tokenizer for a session file that is of no run")
     parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last one, or all with an order)")

@@ -29,6 +29,8 @@ from moe_rl.trace.inspection import inspect, measure, references, select
 from moe_rl.trace.model_spec import checkpoint_spec, read_layer_map
 from moe_rl.trace.parquet import export_parquet
 
+_STORE = "folder or fsspec URL of a store, or one .safetensors file of it"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands of the store and their options."""
@@ -45,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     added = command(
         "inspect", _inspect, "show the contents of a store, its size, the entropy bound, and the popular experts"
     )
-    added.add_argument("store")
+    added.add_argument("store", help=_STORE)
     added = command("verify", _verify, "check every checksum and invariant; status 1 if one does not hold")
-    added.add_argument("store")
+    added.add_argument("store", help=_STORE)
     added = command("cat", _cat, "print records as JSON lines")
-    added.add_argument("store")
+    added.add_argument("store", help=_STORE)
     _add_key(added)
     added.add_argument(
         "--limit", type=int, default=10, metavar="N", help="largest number of records; 0: all (default: 10)"
@@ -59,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     added = command("import", _import, "import replies or arrays of other samplers into a new shard")
     added.formatter_class = argparse.RawDescriptionHelpFormatter
     added.epilog = importing.__doc__
-    added.add_argument("store", type=Path)
-    added.add_argument("file", type=Path)
-    added.add_argument("--format", required=True, choices=[*FORMATS, *ARRAY_FORMATS])
+    added.add_argument("store", type=Path, help="folder of the store")
+    added.add_argument("file", type=Path, help="replies as JSON lines, or an array")
+    added.add_argument("--format", required=True, choices=[*FORMATS, *ARRAY_FORMATS], help="form of the file")
     added.add_argument("--shard", default="imported", help="name of the shard to publish (default: imported)")
     added.add_argument("--check", action="store_true", help="write nothing; print every problem of the file")
     added.add_argument(
@@ -81,23 +83,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     added.add_argument("--key", help="npy, megatron: key of the record")
     added.add_argument("--weight-version", type=int, help="npy, megatron: weight version of all rows")
     added = command("export", _export, "write records to a Parquet file (needs pyarrow)")
-    added.add_argument("store")
-    added.add_argument("file", type=Path)
+    added.add_argument("store", help=_STORE)
+    added.add_argument("file", type=Path, help="the Parquet file to write")
     _add_key(added)
     added.add_argument("--per", choices=["layer", "token"], default="layer", help="meaning of a row (default: layer)")
     added = command("repair", _repair, "save the records of an unsealed file, left by a dead writer, as a new shard")
     added.add_argument("file", type=Path, help="a hidden .tmp file of a store")
     added.add_argument("--name", help="name of the new shard (default: the old name with -recovered)")
     added = command("bench", _bench, "measure how fast this machine encodes and reads the records of a store")
-    added.add_argument("store")
+    added.add_argument("store", help=_STORE)
     added.add_argument("--max-bytes", type=int, default=64 << 20, help="amount of raw routes to measure with")
     added = command(
         "plot",
         _plot,
         "plot popularity and co-activation of experts, and the disagreement of two stores, as PNG and HTML",
     )
-    added.add_argument("store")
-    added.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    added.add_argument("store", help=_STORE)
+    added.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for the plots")
     added.add_argument("--against", metavar="STORE", help="a second recording of the same sequences")
 
 

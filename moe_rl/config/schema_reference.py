@@ -1,7 +1,4 @@
-"""Writes the reference of all config keys, docs/reference/config.md, from the schema:
-
-python -m moe_rl.config.schema_reference > docs/reference/config.md
-"""
+"""Writes the reference of all config keys, docs/generated/config.md, from the schema. `make generated` calls it."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ from moe_rl.config.reward_kinds import KINDS, RewardConfig
 from moe_rl.config.schema import Config
 
 _HEAD = """\
-# Config keys
+<!-- `make generated` writes this page from moe_rl/config. Change the text there. -->
 
-<!-- Made from the schema: python -m moe_rl.config.schema_reference > docs/reference/config.md -->
+# Config keys
 
 A config is a YAML file with the sections below. Unknown keys are errors. On the command line `section.key=value`
 replaces a value. A file may say `extends: FILE`, with a path relative to itself, and then holds only the differences:
 sections are merged key by key, and lists are replaced. All other paths are relative to the working directory; those
 `configs/...` and `assets/...` that are not there are the ones that ship with moe_rl. Unless the table says otherwise,
-whole numbers are below 2^31 and other numbers at most 1e30, the limits of the libraries.
+whole numbers are below 2^31 and other numbers at most 1e30.
 """
 _WORDS = {
     int: "whole number",
@@ -55,16 +52,26 @@ def reference() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _section(path: str, field: FieldInfo) -> Iterator[str]:
-    """Return the table of a section, then those of the sections in it."""
+def _section(path: str, field: FieldInfo, like: str = "", known: Iterable[str] = ()) -> Iterator[str]:
+    """Return the table of a section, then those of the sections in it.
+
+    like, known: a section above it on the page, and the keys that both have.
+    """
     section, inside = _inner(field.annotation, path)
-    yield f"{_text(section)}{' The section may be left out.' if not field.is_required() else ''}\n"
-    yield _table(section.model_fields)
+    left_out = " The section may be left out." if not field.is_required() else ""
+    shared = f" Further keys are those of {like}: {', '.join(f'`{key}`' for key in known)}." if like else ""
+    yield f"{_text(section)}{left_out}{shared}\n"
+    yield _table({key: one for key, one in section.model_fields.items() if key not in known})
+    above: dict[type[BaseModel], str] = {}
     for name, one in section.model_fields.items():
-        if _inner(one.annotation)[0] is not None:
-            deeper = _inner(one.annotation, f"{inside}.{name}")[1]
+        child, deeper = _inner(one.annotation, f"{inside}.{name}")
+        if child is not None:
             yield f"### {deeper}\n"
-            yield from _rewards() if name == "rewards" else _section(f"{inside}.{name}", one)
+            base = child.__base__
+            more = (above[base], base.model_fields) if base in above else ()
+            yield from _rewards() if name == "rewards" else _section(f"{inside}.{name}", one, *more)
+            if base.model_fields:
+                above[base] = deeper
 
 
 def _objective() -> Iterator[str]:
@@ -78,10 +85,17 @@ unless it is null. docs/concepts/objectives.md gives formulas and denominators.
     corrections = shared["corrections"]
     yield f"### {_inner(corrections.annotation, 'objective.corrections')[1]}\n"
     yield from _section("objective.corrections", corrections)
+    yield "### Losses\n"
+    rows, meanings = ["| name | loss | its keys |", "|---|---|---|"], {}
     for name, loss in LOSSES.items():
-        yield f"### name: {name}\n"
-        yield f"{_text(loss)}\n"
-        yield _table({key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"})
+        own = {key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"}
+        rows.append(
+            f"| `{name}` | {_text(loss)} | {'; '.join(f'`{key}` {_in_line(one)}' for key, one in own.items())} |"
+        )
+        for key, one in own.items():
+            meanings[f"| `{key}` | {_type(one.annotation, one.metadata)} | {_meaning(one)} |"] = None
+    yield "\n".join(rows) + "\n"
+    yield "\n".join(["| key of a loss | value | meaning |", "|---|---|---|", *meanings]) + "\n"
 
 
 def _rewards() -> Iterator[str]:
@@ -97,13 +111,22 @@ def _rewards() -> Iterator[str]:
 def _table(fields: dict[str, FieldInfo]) -> str:
     rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for key, field in fields.items():
-        if field.is_required():
-            default = f"required; usual: `{field.examples[0]}`" if field.examples else "required"
-        else:
-            default = f"`{_value(field.default)}`"
-        meaning = " ".join((field.description or "").split())
-        rows.append(f"| `{key}` | {_type(field.annotation, field.metadata)} | {default} | {meaning} |")
+        rows.append(f"| `{key}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {_meaning(field)} |")
     return "\n".join(rows) + "\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return f"required; usual: `{field.examples[0]}`" if field.examples else "required"
+    return f"`{_value(field.default)}`"
+
+
+def _in_line(field: FieldInfo) -> str:
+    return _default(field).replace("; usual:", ", usually")
+
+
+def _meaning(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
 
 
 def _value(default: Any) -> str:

@@ -59,7 +59,7 @@ Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 class Section(BaseModel):
     """A mapping with a fixed set of keys. The text under a field documents it and goes into
-    docs/reference/config.md."""
+    docs/generated/config.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 

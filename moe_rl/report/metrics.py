@@ -1,6 +1,6 @@
 """Lists every number that a run reports: its name, unit and direction, what it means, and what a bad value means.
 
-The order is that of docs/reference/metrics.md. `registry.py` holds runs to this list.
+The order is that of docs/generated/metrics.md. `registry.py` holds runs to this list.
 """
 
 from __future__ import annotations

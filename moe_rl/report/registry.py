@@ -1,7 +1,7 @@
 """Checks logged metrics against the list in `metrics.py`, and writes that list as a document.
 
 A metric outside the list cannot be logged, and a metric promised for every step cannot be left out, so the list is
-always right. `python -m moe_rl.report.registry > docs/reference/metrics.md` writes the document.
+always right. `make generated` writes the document.
 """
 
 from __future__ import annotations
@@ -111,33 +111,33 @@ _ROOMS = {
 
 
 def metrics_markdown() -> str:
-    """Return docs/reference/metrics.md. A test compares the file with this text."""
+    """Return docs/generated/metrics.md. A test compares the file with this text."""
     lines = [
-        "# Metrics",
+        "<!-- `make generated` writes this page from moe_rl/report/metrics.py. Change the text there. -->",
         "",
-        "Generated from `moe_rl/report/metrics.py` by `python -m moe_rl.report.registry > docs/reference/metrics.md`.",
+        "# Metrics",
         "",
         'Each training step is one line of `metrics.jsonl` with `"kind": "train"`, each evaluation one with '
         '`"kind": "eval"`. A value that is not finite is written as `null` and its key is listed under '
-        "`nonfinite`.",
+        '`nonfinite`. A metric is logged every step unless the column "when" says otherwise.',
         "",
-        'There is no single "routing KL". Four numbers are kept apart: the policy KL '
-        "(`policy_kl/*`); the set mismatch (`routing/native_mismatch` before replay, "
-        "`routing/shadow_mismatch` inside it); the applied mismatch (`routing/applied_mismatch`, "
-        "an integrity check that is 0 by construction and proves no improvement); and the KL "
-        "between router distributions. The last one needs the sampler's router logits, and only "
-        "`moe-rl compare` computes it.",
+        'There is no single "routing KL". There are four numbers: the policy KL (`policy_kl/*`); the set mismatch '
+        "(`routing/native_mismatch` before replay, `routing/shadow_mismatch` inside it); the applied mismatch "
+        "(`routing/applied_mismatch`, an integrity check that is 0 by construction and proves no improvement); and the "
+        "KL between router distributions, which needs the sampler's router logits: only `moe-rl compare` computes it.",
         "",
-        "Compare a `_native` value only with its partner of the same step: both use the same "
-        "tokens, the same weights and the same sampler logprobs.",
+        "Compare a `_native` value only with its partner of the same step: both use the same tokens, weights and "
+        "sampler logprobs.",
     ]
     for room, title in _ROOMS.items():
         lines += ["", f"## {title}", ""]
-        lines += ["| metric | unit | better | when | meaning | a bad value |", "|---|---|---|---|---|---|"]
+        lines += ["| metric | unit, better | when | meaning | a bad value |", "|---|---|---|---|---|"]
         for metric in ALL:
             if metric.key.split("/")[0] == room:
-                when = metric.when + ("" if metric.modes == MODES else f", under {' and '.join(metric.modes)}")
-                cells = (f"`{metric.key}`", metric.unit, metric.better, when, metric.meaning, metric.bad)
+                modes = "" if metric.modes == MODES else f"under {' and '.join(metric.modes)}"
+                when = ", ".join(filter(None, (metric.when.removeprefix("every step"), modes)))
+                unit = metric.unit if metric.better == "neutral" else f"{metric.unit}, {metric.better}"
+                cells = (f"`{metric.key}`", unit, when, metric.meaning, metric.bad)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
 """Lists the planted faults: what is harmed, who notices it, what the message says, how soon, and what follows.
 
-docs/internals/chaos.md is written from this list: python -m tests.chaos.table > docs/internals/chaos.md
+`make generated` writes docs/generated/chaos.md from this list.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Scene = Literal["lab", "layouts", "chain", "flight", "second", "folder", "tests"
 class Fault:
     """Describes a planted fault.
 
-    name: its name in `plants.py`. promise: the promises of docs/internals/chaos.md that it tests. planted: process and
+    name: its name in `plants.py`. promise: the promises of docs/generated/chaos.md that it tests. planted: process and
     place. notices: who refuses it. error: class of the error, "" where the run does not end. says: what the message
     must contain; "{run}" stands for the run's folder. names_harmed: the message must also name one of the harmed
     things. status: exit status of the rank that reports. soon, after: in words. tests: node ids, for the scene "tests".

@@ -1,7 +1,4 @@
-"""Writes docs/internals/chaos.md from the list of faults.
-
-python -m tests.chaos.table > docs/internals/chaos.md
-"""
+"""Writes docs/generated/chaos.md from the list of faults. `make generated` calls it."""
 
 from __future__ import annotations
 
@@ -26,14 +23,15 @@ PROMISES = {
     "P16": "An update learns from each of its sequences once, as it was sampled and judged.",
 }
 HEAD = """\
+<!-- `make generated` writes this page from tests/chaos/faults.py. Change the list there. -->
+
 # Planted faults: who notices, and what the message says
 
-This page lists every fault that the tests plant, for anyone who wants to know what moe_rl detects, how soon, and what
-happens then. `make chaos` plants faults into real runs: the small policy, a real vLLM engine, Megatron ranks. It takes
-12 minutes on two cores without the scene "flight", whose 40 faults took 37 minutes in one run, on a machine busy with
-other work. Every fault records that it really did harm; a row fails if it did not.
+This page lists every fault that the tests plant. `make chaos` plants faults into real runs: the small policy, a real
+vLLM engine, Megatron ranks. It takes 12 minutes on two cores without the scene "flight", whose 40 faults took 37
+minutes in one run, on a machine busy with other work. A row fails unless its fault really did harm.
 
-The last column names the test that plants the fault, or a scene in `tests/chaos`:
+The last column names the test that plants the fault, without its folder `tests/`, or a scene in `tests/chaos`:
 
 - lab: a run of one rank and a real engine gets one fault in each step. After the refusal the fault is removed and the
   step continues, so that one start covers many faults.
@@ -44,8 +42,7 @@ The last column names the test that plants the fault, or a scene in `tests/chaos
   resumed after each. At the end the prompt ledger proves that every prompt ended exactly once.
 - folder: a run's folder is damaged while no process runs.
 
-Under "message contains", quoted text is literal; other text says what the message names. `python -m tests.chaos.table >
-docs/internals/chaos.md` writes this page from the list in `tests/chaos/faults.py`.
+Quoted text in a message is literal; other text says what the message names.
 
 """
 
@@ -56,8 +53,8 @@ def page() -> str:
     for number, promise in PROMISES.items():
         rows = [fault for fault in FAULTS if fault.promise.split(", ")[0] == number]
         lines.append(f"## {number}. {promise}\n\n")
-        lines.append("| fault | planted in | noticed by | message contains | how soon | then | shown by |\n")
-        lines.append("|---|---|---|---|---|---|---|\n")
+        lines.append("| fault | planted in | noticed by | message | what follows | shown by |\n")
+        lines.append("|---|---|---|---|---|---|\n")
         lines += [_row(fault) for fault in rows]
         lines.append("\n")
     return "".join(lines).rstrip() + "\n"
@@ -69,11 +66,10 @@ def _row(fault: Fault) -> str:
     said += ", the harmed sequences" if fault.names_harmed else ""
     if fault.error:
         said = f"`{fault.error}`: {said}"
-    shown = (
-        "<br>".join(f"`{test}`" for test in fault.tests)
-        or f"`tests/chaos`, {'chain' if fault.scene == 'second' else fault.scene}"
-    )
-    cells = (fault.name.removesuffix("$"), fault.planted, fault.notices, said, fault.soon, fault.after, shown)
+    tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in fault.tests)
+    shown = tests or ("chain" if fault.scene == "second" else fault.scene)
+    follows = f"{fault.soon}: {fault.after}"
+    cells = (fault.name.removesuffix("$"), fault.planted, fault.notices, said, follows, shown)
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
 
 

@@ -41,4 +41,4 @@ def test_names_are_used_once():
 
 
 def test_the_page_is_up_to_date():
-    assert (ROOT / "docs/internals/chaos.md").read_text() == page()
+    assert (ROOT / "docs/generated/chaos.md").read_text() == page()

@@ -2,7 +2,7 @@
 
 python -m tests.mutants                        all of them
 python -m tests.mutants NAME ... --room trace  some of them
-python -m tests.mutants --record               also keep the results, which docs/internals/mutants.md is written from
+python -m tests.mutants --record               also keep the results, which docs/generated/mutants.md is written from
 
 Exit status: 0 when every fault was killed, 1 when one survived.
 """

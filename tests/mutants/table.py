@@ -1,8 +1,4 @@
-"""Writes docs/internals/mutants.md from the list of faults and the recorded results.
-
-python -m tests.mutants --record
-python -m tests.mutants.table > docs/internals/mutants.md
-"""
+"""Writes docs/generated/mutants.md from the list of faults and their recorded results. `make generated` calls it."""
 
 from __future__ import annotations
 
@@ -15,20 +11,14 @@ from tests.mutants.faults import MUTANTS, Mutant
 
 RESULTS = Path(__file__).with_name("results.json")
 HEAD = """\
+<!-- `make generated` writes this page from tests/mutants/faults.py and results.json. Change them there. -->
+
 # Faults in the code, and the tests that see them
 
-A test suite is worth what it notices. `tests/mutants/faults.py` lists {count} faults of the kind that a tired engineer
-writes: one line changed each, in {rooms} rooms of `moe_rl`. `make mutants` plants one after the other in a copy of the
-checkout and runs the tests that `make test` runs for that room, until one fails. That test is named here. In the
-end the command runs these tests without a fault: one that fails then counts for nothing.
-
-This page is written from the list and from the results in `tests/mutants/results.json`:
-
-    python -m tests.mutants --record
-    python -m tests.mutants.table > docs/internals/mutants.md
-
-A test compares each result with the present text of its fault, and looks for the test that is named. Seconds are CPU
-time of all tests that ran until one failed; - is not measured.
+This page lists {count} faults of the kind that a tired engineer writes: one line changed each, in {rooms} rooms of
+`moe_rl`. `make mutants` plants one after the other in a copy of the checkout and runs the tests that `make test` runs
+for that room, until one fails. That test is named here, without its folder `tests/`. In the end the command runs these
+tests without a fault: one that fails then counts for nothing.
 """
 _ROOMS = "The files directly in `moe_rl`"
 
@@ -50,15 +40,15 @@ def page() -> str:
     for room in rooms:
         of_room = [mutant for mutant in MUTANTS if mutant.room == room]
         lines.append(f"\n## {f'`moe_rl/{room}`' if room != 'top' else _ROOMS}\n\n")
-        lines.append("| fault | file | what it breaks | killed by | CPU s |\n|---|---|---|---|---|\n")
+        lines.append("| fault | file | what it breaks | noticed by |\n|---|---|---|---|\n")
         lines += [_row(mutant, results[mutant.name]) for mutant in of_room]
     return "".join(lines)
 
 
 def _row(mutant: Mutant, result: dict[str, Any]) -> str:
     file = mutant.file.rsplit("/", 1)[-1]
-    seconds = "-" if result["seconds"] is None else f"{result['seconds']:.0f}"
-    cells = (mutant.name, f"`{file}`", mutant.breaks, f"`{result['killer']}`", seconds)
+    killer = result["killer"].removeprefix("tests/").partition("[")[0]
+    cells = (mutant.name, f"`{file}`", mutant.breaks, f"`{killer}`")
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
 
 

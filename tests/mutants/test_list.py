@@ -7,7 +7,7 @@ from tests.mutants.faults import MUTANTS
 from tests.mutants.planting import ROOT, with_fault
 from tests.mutants.table import fingerprint, page, read_results
 
-AGAIN = "run: python -m tests.mutants {} --record; python -m tests.mutants.table > docs/internals/mutants.md"
+AGAIN = "run: python -m tests.mutants {} --record; make generated"
 
 
 def test_every_entry_applies_and_has_a_name_and_tests_of_its_own():
@@ -35,7 +35,7 @@ def test_the_results_are_of_the_present_faults_and_tests():
 
 
 def test_the_page_is_written_from_them():
-    assert (ROOT / "docs/internals/mutants.md").read_text() == page(), AGAIN.format("")
+    assert (ROOT / "docs/generated/mutants.md").read_text() == page(), AGAIN.format("")
 
 
 def _exists(test: str) -> bool:
