@@ -31,7 +31,7 @@ def test_the_navigation_has_every_page(hooks):
 
 def test_only_links_out_of_docs_become_text(hooks):
     page = SimpleNamespace(file=SimpleNamespace(src_uri="howto/plan.md"))
-    text = "[a](../../configs/models/README.md#x), [b](../reference/config.md#run), [c](plan.md) and [d](https://e.org/../f)"
+    text = "[a](../../configs/models/README.md#x), [b](../generated/config.md#run), [c](plan.md) and [d](https://e.org/../f)"
     assert hooks.on_page_markdown(text, page=page) == (
-        "a (`configs/models/README.md`), [b](../reference/config.md#run), [c](plan.md) and [d](https://e.org/../f)"
+        "a (`configs/models/README.md`), [b](../generated/config.md#run), [c](plan.md) and [d](https://e.org/../f)"
     )
