@@ -1,0 +1,101 @@
+"""The page of all commands is up to date, and the docs name no option and no key that does not exist."""
+
+import re
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from moe_rl.config.objective import LOSSES, ObjectiveConfig
+from moe_rl.config.reward_kinds import KINDS, RewardConfig
+from moe_rl.config.schema import Config
+from tools.dev.commands_page import options, page, parsers
+from tools.dev.docs_blocks import docs
+
+ROOT = Path(__file__).parents[2]
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+CODE = re.compile(r"`[^`\n]+`")
+KEY = re.compile(rf"`(?:{'|'.join(Config.model_fields)})(?:\.[\w*]+)+(?=`|=)")
+FILES = (".py", ".sh", ".json", ".html", ".jsonl", ".yaml", ".safetensors", ".log", ".lock", ".md")
+# Options of programs that are not ours, and that the docs name.
+OTHERS = {
+    "docker": ("gpus", "ipc", "rm", "shm-size", "volume"),
+    "hf": ("local-dir", "repo-type"),
+    "pip": ("editable", "find-links", "no-deps"),
+    "pytest": ("dist", "part", "seeds"),
+    "sbatch": ("export", "nodes", "signal"),
+    "tensorboard": ("logdir",),
+    "torchrun": (
+        *("local-addr", "master-addr", "master-port", "max-restarts", "nnodes", "node-rank", "nproc-per-node"),
+        *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "shutdown-timeout"),
+    ),
+    "vllm": (
+        *("data-parallel-size", "enable-eplb", "enable-expert-parallel", "enforce-eager", "gpu-memory-utilization"),
+        *("kv-cache-memory-bytes", "max-model-len", "pipeline-parallel-size", "tensor-parallel-size"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def commands():
+    return dict(parsers())
+
+
+def test_the_page_of_commands_is_up_to_date():
+    assert (ROOT / "docs/generated/commands.md").read_text(encoding="utf-8") == page(), "run: make generated"
+
+
+def test_every_option_says_what_it_does(commands):
+    assert len(commands) > 20
+    assert [(name, one.dest) for name, parser in commands.items() for one in options(parser) if not one.help] == []
+
+
+def test_every_generated_page_names_its_target():
+    pages = sorted((ROOT / "docs/generated").glob("*.md"))
+    assert len(pages) == 5
+    for one in pages:
+        assert one.read_text(encoding="utf-8").startswith("<!-- `make generated` "), one
+
+
+def test_every_option_in_the_docs_exists(commands):
+    scripts = [one for folder in ("tools", "benchmarks", "tests/mutants") for one in (ROOT / folder).rglob("*.py")]
+    known = {name for parser in commands.values() for name in parser._option_string_actions}
+    known |= {name for one in scripts for name in re.findall(r'"(--[a-z][a-z0-9-]+)"', one.read_text(encoding="utf-8"))}
+    known |= {f"--{name}" for names in OTHERS.values() for name in names}
+    verbs = "|".join(sorted(commands, key=len, reverse=True))
+    for path in docs():
+        text = path.read_text(encoding="utf-8")
+        assert sorted(set(OPTION.findall(text)) - known) == [], path
+        for code in CODE.findall(text):
+            for verb, rest in re.findall(rf"moe-rl ({verbs})\b([^|]*)", code):
+                taken = rest.partition(" -- ")[0]
+                assert set(OPTION.findall(taken)) <= set(commands[verb]._option_string_actions), f"{path}: {code}"
+
+
+def test_every_key_in_the_docs_exists():
+    named = {(path, key[1:]) for path in docs() for key in KEY.findall(path.read_text(encoding="utf-8"))}
+    assert len(named) > 200
+    assert [one for one in named if not one[1].endswith(FILES) and not exists(one[1].split("."), Config)] == []
+
+
+def test_keys_that_do_not_exist_are_seen():
+    for key in ("task.train.0.data", "objective.clip_low", "task.rewards.right.kind", "parallel.*", "task.chat.tools"):
+        assert exists(key.split("."), Config), key
+    for key in ("replay.max_staleness", "task.train.0.file", "objective.clip", "run.steps.3"):
+        assert not exists(key.split("."), Config), key
+
+
+def exists(parts: list[str], kind: Any) -> bool:
+    """Whether a dotted name leads to a key of a section, or of a value of this type. The part * stands for any key."""
+    if not parts or parts == ["*"] or kind is Any:
+        return True
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        family = {ObjectiveConfig: LOSSES, RewardConfig: KINDS}
+        members = next((list(ones.values()) for base, ones in family.items() if issubclass(kind, base)), [kind])
+        fields = [one.model_fields[parts[0]].annotation for one in members if parts[0] in one.model_fields]
+        return any(exists(parts[1:], one) for one in fields)
+    arguments = get_args(kind)
+    if get_origin(kind) in (dict, tuple):
+        return exists(parts[1:], arguments[1 if get_origin(kind) is dict else 0])
+    return any(exists(parts, one) for one in arguments)
