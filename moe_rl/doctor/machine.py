@@ -1,6 +1,7 @@
 """Lists the software that moe_rl needs, and finds out what this machine has.
 
-Only `nvidia-smi` is run, and no examined package is imported. This is the only table of versions; README shows it.
+Only `nvidia-smi` is run, and no examined package is imported. This is the only table of versions;
+docs/reference/versions.md shows it.
 """
 
 from __future__ import annotations

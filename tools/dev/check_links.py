@@ -52,13 +52,13 @@ def unlisted_pages(root: Path, pages: list[Path]) -> list[str]:
 def main() -> int:
     root = Path(__file__).resolve().parents[2]
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"],
+        ["git", "ls-files", "-z", "*.md"],
         cwd=root,
         capture_output=True,
         text=True,
         check=True,
     )
-    pages = [root / name for name in listed.stdout.split("\0") if name]
+    pages = [root / name for name in listed.stdout.split("\0") if name and (root / name).exists()]
     found = broken_links(root, pages) + unlisted_pages(root, pages)
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
