@@ -66,7 +66,7 @@ docs-test: $(READY) ## run or check every block of the docs; the result is build
 
 # The text of each page is in the module that writes it.
 PAGES := config=moe_rl.config.schema_reference metrics=moe_rl.report.registry commands=tools.dev.commands_page \
-    chaos=tests.chaos.table mutants=tests.mutants.table
+    versions=moe_rl.doctor.machine chaos=tests.chaos.table mutants=tests.mutants.table
 
 generated: $(READY) ## write the pages of docs/generated/ anew
 	@mkdir -p build

@@ -1,7 +1,7 @@
 """Lists the software that moe_rl needs, and finds out what this machine has.
 
 Only `nvidia-smi` is run, and no examined package is imported. This is the only table of versions;
-docs/reference/versions.md shows it.
+docs/generated/versions.md shows it.
 """
 
 from __future__ import annotations
@@ -164,11 +164,31 @@ def _vllm() -> tuple[str, dict[str, str]]:
     return state.summary, state.patches
 
 
-def markdown() -> str:
-    """Return the table for README."""
+_HEAD = """\
+<!-- `make generated` writes this page from moe_rl/doctor/machine.py. Change the table there. -->
+
+# Versions
+
+`moe-rl doctor` compares what is installed with this table. "Run with" is the version that the tests ran with.
+
+"""
+_TAIL = """
+
+The package named `apex` on the index is not NVIDIA's. Doctor says which one is installed, without importing it.
+
+vLLM 0.33.0 has a patch series too. Its Python files were run over the compiled libraries of 0.32.0.
+"""
+
+
+def page() -> str:
+    """Return docs/generated/versions.md. A test compares the file with this text."""
     lines = ["| what | needed | run with | for |", "|---|---|---|---|"]
     for part in PARTS:
         when = "" if part in ALWAYS else ", on GPUs" if part in (CUDA, NCCL) else ", optional"
         needed, run = part.required or "any", part.tested or "never run"
         lines.append(f"| {part.name} | {needed}{when} | {run} | {part.enables} |")
-    return "\n".join(lines)
+    return _HEAD + "\n".join(lines) + _TAIL
+
+
+if __name__ == "__main__":
+    print(page(), end="")
