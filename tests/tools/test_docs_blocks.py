@@ -104,6 +104,11 @@ def test_configs_are_loaded_over_their_base(judge):
         ("python tools/nothing.py", "tools/nothing.py"),
         ("python -m tools.dev.nothing", "tools.dev.nothing"),
         ("nice -n 19 make nightly PARTS=pairs", ""),
+        ("moe-rl serve --config configs/qwen3_30b_a3b.yaml $OURS --port $PORT", ""),
+        (
+            'moe-rl train --ranks 2 --config configs/tiny_moe_cpu.yaml "rollout.servers=[${SERVERS%,}]" run.step=3',
+            "run.step",
+        ),
         ("make demos", "demos"),
         ("pip install 'moe_rl[wandb]'", "no index"),
         ("pip install -e '.[wandb,nothing]'", "nothing"),
@@ -114,7 +119,7 @@ def test_configs_are_loaded_over_their_base(judge):
     ],
 )
 def test_lines_that_do_not_run_are_checked(line, said):
-    found = list(line_faults(line))
+    found = line_faults(line)
     assert len(found) == bool(said) and said in "".join(found), found
 
 

@@ -15,8 +15,9 @@ count as unmarked. Comments on the lines above a fence say what differs:
     sketch                                 is not meant to run
 
 The blocks of a page share a fresh folder that looks like the repository, and the variables that the commands set. A
-block of Python or YAML is also written to a file if the sentence above it says "save this as `NAME.py`". Output just
-below a block of Python is compared with what that printed; a line `...` stands for any lines.
+block of Python or YAML is also written to a file if the paragraph above it says "save this as `NAME.py`", or "put this
+into `NAME.yaml`". Such a config is checked at the end of the page, where its files are. Output just below a block of
+Python is compared with what that printed; a line `...` stands for any lines.
 
 The result is build/docs_test.json. Exit status: 1 when a block failed or is unmarked, or over 10 are sketches.
 """
@@ -35,8 +36,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import chdir, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib import invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -56,11 +58,13 @@ SLEEPER = 20
 FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*(\S*)\s*$")
 MARK = re.compile(r"^\s*<!--\s*([a-z]+)\s*(?::\s*(.*?))?\s*-->\s*$")
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s")
-SAVED = re.compile(r"[Ss]av(?:e|ed)\b[^`]*`([\w./-]+\.(?:py|yaml))`")
+SAVED = re.compile(
+    r"\b(?:save|put|write|this)\b[^`]{0,40}?\b(?:as|into|to|in)\s+`([\w./-]+\.(?:py|yaml))`", re.IGNORECASE
+)
 # Programs that only handle files, and that a quick run may call.
 HARMLESS = {
     *("cat", "cd", "chmod", "cp", "date", "echo", "export", "grep", "head", "ls", "mkdir", "mv", "printf", "pwd", "rm"),
-    *("sed", "sort", "source", "tail", "test", "touch", "tr", "true", "wc"),
+    *("sed", "seq", "sort", "source", "tail", "test", "touch", "tr", "true", "wc"),
 }
 LINKED = (
     *(".venv", "assets", "benchmarks", "examples", "moe_rl", "patches", "requirements", "tests", "tools"),
@@ -183,6 +187,8 @@ class Page:
         self.printed: str | None = None  # by the block before this one, if that was Python that ran
         self.python: Block | None = None
         self.groups: list[int] = []
+        self.scripts: set[str] = set()  # written by blocks; they import nothing but the standard library
+        self.skipped = False  # whether a block of commands was only checked
         for name in LINKED:
             if (ROOT / name).exists():
                 (folder / name).symlink_to(ROOT / name)
@@ -236,6 +242,8 @@ class Page:
             raise Failed(f"line {error.lineno}: {error.msg}") from None
         if block.file:
             self._write(block.file, block.text)
+            if _is_light(tree):
+                self.scripts.add(block.file)
         for fault in import_faults(tree, self.folder):
             raise Failed(fault)
         if block.needs or (self.quick and not _is_light(tree)):
@@ -252,38 +260,63 @@ class Page:
             raise Failed(f"no YAML: {error}") from None
         if more or not isinstance(data, dict) or "apiVersion" in data:
             return "checked"
-        from tools.dev.docs_commands import config_faults, is_whole
+        from tools.dev.docs_commands import is_whole
 
-        file = Path(block.file or f".block-{block.line}.yaml")
         text = block.text
         if not block.file and not is_whole(data):
             text = f"extends: {ROOT / block.marks.get('base', 'configs/tiny_moe_cpu.yaml')}\n{text}"
-        self._write(str(file), text)
-        with chdir(self.folder):
-            faults = config_faults(file, [], absent=not block.needs)
+        self._write(block.file or f".block-{block.line}.yaml", text)
+        if not block.file:
+            self._check_config(block)
+        return "checked" if block.needs else "run"
+
+    def finish(self, block: Block) -> str:
+        """Check what can only be checked when every block of the page has run. Return what is wrong; "" if nothing."""
+        try:
+            if block.language == "yaml" and block.file.endswith(".yaml") and "sketch" not in block.marks:
+                self._check_config(block)
+        except Failed as error:
+            return str(error)
+        return ""
+
+    def _check_config(self, block: Block) -> None:
+        from tools.dev.docs_commands import config_faults
+
+        with chdir(self.folder), _importing_from(self.folder):
+            absent = not block.needs and not self.skipped
+            faults = config_faults(block.file or f".block-{block.line}.yaml", [], absent=absent)
         if faults:
             raise Failed("\n".join(faults))
-        return "checked" if block.needs else "run"
 
     def _sh(self, block: Block, printed: str | None) -> Outcome:
         found = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
         if found.returncode:
             raise Failed(f"no shell: {found.stderr.strip()}")
-        from tools.dev.docs_commands import line_faults, programs
+        from tools.dev.docs_commands import commands, line_faults
 
         lines = mentions(block.text)
-        calls = set(programs(lines))
-        runs = calls <= HARMLESS if self.quick else "make" not in calls
+        calls = [words for line in lines for words in commands(line)]
+        runs = all(map(self._is_harmless, calls)) if self.quick else "make" not in [words[0] for words in calls]
         if block.needs or not runs:
-            with chdir(self.folder):
+            self.skipped = True
+            with chdir(self.folder), _importing_from(self.folder):
                 faults = [fault for line in lines for fault in line_faults(line)]
             if faults:
                 raise Failed("\n".join(faults))
             return "checked"
         state = self.folder / ".state"
         text = f"[ ! -f {state} ] || . {state}\nset -eo pipefail\n{block.text}\nexport -p > {state}\n"
-        self._call(["bash", "-c", text], SECONDS)
+        try:
+            self._call(["bash", "-c", text], SECONDS)
+        except Failed:
+            if not self.skipped:
+                raise
+            return "checked"  # it may need what a command left that was not run
         return "run"
+
+    def _is_harmless(self, words: list[str]) -> bool:
+        name = Path(words[0]).name
+        return name in HARMLESS or (name == "python" and len(words) > 1 and words[1] in self.scripts)
 
     def _write(self, name: str, text: str) -> None:
         file = self.folder / name
@@ -316,6 +349,17 @@ class Page:
 
 class Failed(Exception):
     """A block does not do what the page says."""
+
+
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Find modules in a folder too, as PYTHONPATH=$PWD does."""
+    sys.path.insert(0, str(folder))
+    invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def import_faults(tree: ast.Module, folder: Path) -> Iterator[str]:
@@ -355,7 +399,10 @@ def judge_page(path: Path, *, quick: bool, tell: Callable[[Result], object] = la
         try:
             for block in found:
                 results.append(page.judge(block))
-                tell(results[-1])
+            for block, result in zip(found, results, strict=True):
+                if result.outcome in ("run", "checked") and (fault := page.finish(block)):
+                    result.outcome, result.reason = "failed", fault
+                tell(result)
         finally:
             page.close()
     return results

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,21 @@ SCRIPTS = {
 }
 BEFORE = {"do", "else", "if", "nice", "nohup", "sudo", "then", "time", "until", "while", "!"}
 AFTER = {"done", "fi", "for", "case", "esac", "in", "}", "{"}
-VARIABLE = re.compile(r"\$\{?\w+\}?|\$\([^)]*\)|\$!")
+OPEN = re.compile(r"^[a-z_]+(\.\w+)+=.*\$")  # an override with a variable in it
+VARIABLE = re.compile(r"\$\{[^}]*\}|\$\w+|\$\([^)]*\)|\$[!?@*]")
 
 
-def config_faults(path: str | Path, overrides: Sequence[str], *, absent: bool, ranks: int | None = None) -> list[str]:
-    """Return what a plan would say against a config. absent: files that are not here are a fault too."""
+def config_faults(
+    path: str | Path, overrides: Sequence[str], *, absent: bool, ranks: int | None = None, whole: bool = True
+) -> list[str]:
+    """Return what a plan would say against a config.
+
+    absent: files that are not here are a fault too. whole: these are all overrides; if not, keys are not compared.
+    """
     try:
         config = load_config(path, overrides)
+        if not whole:
+            return []
         world_size = ranks or (config.cluster.gpus if config.cluster is not None else least_ranks(config.parallel))
         if config.model.published is not None and not config.model.path.is_dir():
             found = config_problems(config, read_published(config.model.published), world_size)
@@ -56,13 +65,6 @@ def config_faults(path: str | Path, overrides: Sequence[str], *, absent: bool, r
 def is_whole(data: dict[str, Any]) -> bool:
     """Whether a config stands for itself: it has every required section, or says what it extends."""
     return "extends" in data or {name for name, one in Config.model_fields.items() if one.is_required()} <= data.keys()
-
-
-def programs(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the name of every program that command lines call."""
-    for line in lines:
-        for words in commands(line):
-            yield Path(words[0]).name
 
 
 def commands(line: str) -> Iterator[list[str]]:
@@ -97,17 +99,29 @@ def _bare(words: list[str]) -> list[str]:
     return [] if not words or words[0] in AFTER or words[0] == "[" else words
 
 
-def line_faults(line: str) -> Iterator[str]:
-    """Yield what is wrong with a command line: options, keys, files, targets and modules that do not exist."""
-    for words in commands(line):
-        words = [VARIABLE.sub("1", word) for word in words]
-        name, rest = Path(words[0]).name, words[1:]
+def line_faults(line: str) -> list[str]:
+    """Return what is wrong with a command line: options, keys, files, targets and modules that do not exist.
+
+    A variable may stand for a number, for a name, or for several words, which are then not looked at.
+    """
+    return min((list(_line_faults(line, value)) for value in ("1", "name", None)), key=len)
+
+
+def _is_dropped(before: str, word: str, value: str | None) -> bool:
+    return bool(OPEN.search(word)) or (value is None and not before.startswith("-") and bool(VARIABLE.fullmatch(word)))
+
+
+def _line_faults(line: str, value: str | None) -> Iterator[str]:
+    for given in commands(line):
+        kept = [word for before, word in pairwise(["", *given]) if not _is_dropped(before, word, value)]
+        words = [VARIABLE.sub(value or "1", word) for word in kept or given]
+        name, rest, whole = Path(words[0]).name, words[1:], len(kept) == len(given)
         if name == "torchrun":
             name, rest = "python", _after_torchrun(rest)
         if name in ("python", "python3", "python3.12"):
-            yield from _python_faults(rest)
+            yield from _python_faults(rest, whole)
         elif name == "moe-rl":
-            yield from _verb_faults(rest)
+            yield from _verb_faults(rest, whole)
         elif name == "make":
             targets = {word for word in rest if "=" not in word and not word.startswith("-")}
             known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
@@ -130,11 +144,11 @@ def _after_torchrun(words: list[str]) -> list[str]:
     return []
 
 
-def _python_faults(words: list[str]) -> Iterator[str]:
+def _python_faults(words: list[str], whole: bool) -> Iterator[str]:
     if words[:1] == ["-m"]:
         module, rest = words[1], words[2:]
         if module == "moe_rl":
-            yield from _verb_faults(rest)
+            yield from _verb_faults(rest, whole)
         elif module == "pytest":
             yield from _pytest_faults(rest)
         elif module == "pip":
@@ -144,7 +158,7 @@ def _python_faults(words: list[str]) -> Iterator[str]:
     elif words and words[0].endswith(".py"):
         yield from _file_faults(words[0])
         if Path(words[0]).parent.name == "tools" and (verb := SCRIPTS.get(Path(words[0]).name)):
-            yield from _verb_faults([verb, *words[1:]])
+            yield from _verb_faults([verb, *words[1:]], whole)
 
 
 @cache
@@ -152,7 +166,7 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
     return dict(parsers())
 
 
-def _verb_faults(words: list[str]) -> Iterator[str]:
+def _verb_faults(words: list[str], whole: bool) -> Iterator[str]:
     if not words or words[0] == "--help":
         return
     verb, *rest = words
@@ -180,15 +194,15 @@ def _verb_faults(words: list[str]) -> Iterator[str]:
             yield str(error)
             return
         ranks = getattr(given, "ranks", None)
-        yield from config_faults(file, overrides, absent=False, ranks=ranks if isinstance(ranks, int) else None)
+        ranks = ranks if isinstance(ranks, int) else None
+        yield from config_faults(file, overrides, absent=False, ranks=ranks, whole=whole)
     else:
         yield from (f"{one} is no override a.b=c" for one in overrides if not re.match(r"^[\w.]+=", one))
 
 
 def _is_about_files(problem: str) -> bool:
-    return bool(
-        re.search(r"there is no such file|no such folder|cannot read|does not exist|nothing that prompts", problem)
-    )
+    kinds = r"there is no such f|cannot read|does not exist|nothing that prompts are|is not installed|is no file"
+    return bool(re.search(kinds, problem))
 
 
 def _file_faults(name: str) -> Iterator[str]:
