@@ -18,8 +18,13 @@ def hooks():
 
 
 def test_the_navigation_is_the_index(hooks):
-    index = "[it](../README.md)\n\n## A\n\n- [one](a/1.md): first, with\n  [two](a/2.md)\n- [out](../C.md)\n\n## B\n"
-    assert hooks.navigation(index) == [{"Docs": "README.md"}, {"A": [{"one": "a/1.md"}]}, {"B": []}]
+    index = "[it](../README.md)\n\n## A\n\n- do so: [one](a/1.md)\n- or: [out](../C.md), [two](2.md)\n\n## B\n"
+    index += "\n- [1](a/1.md)\n"
+    assert hooks.navigation(index) == [
+        {"Docs": "README.md"},
+        {"A": [{"one": "a/1.md"}, {"two": "2.md"}]},
+        {"B": []},
+    ]
 
 
 def test_the_navigation_has_every_page(hooks):

@@ -51,8 +51,8 @@ LANGUAGES = ("sh", "yaml", "python", "text")
 NEEDS = ("gpu", "cluster", "long", "network")
 MARKS = ("needs", "base", "after", "file", "sketch")
 MOST_SKETCHES = 10
-SECONDS = 120
-"""The longest time that an unmarked block may take. One over a minute should be marked `needs: long`."""
+SECONDS = 600
+"""The longest time that an unmarked block may take on a busy machine. Over a minute on a quiet one is `needs: long`."""
 SLEEPER = 20
 
 FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*(\S*)\s*$")

@@ -10,19 +10,27 @@ from pathlib import Path
 from typing import Any
 
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)[^)\s]*\)")
-ENTRY = re.compile(r"^## (.+)$|^- \[([^\]]+)\]\(([^)]+)\)", re.MULTILINE)
+HEADING = re.compile(r"^## (.+)$")
+ENTRY = re.compile(r"\[([^\]]+)\]\(([^)#]+)\)")
 
 
 def navigation(index: str) -> list[dict[str, Any]]:
-    """Return mkdocs' nav: the index itself, then its headings with the pages of docs/ that are listed under each."""
+    """Return mkdocs' nav: the index itself, then its headings with the pages of docs/ that are listed under each.
+
+    An entry of a list says what a reader wants, then links to the page. A page stands where it is first.
+    """
     nav: list[dict[str, Any]] = [{"Docs": "README.md"}]
     pages: list[dict[str, str]] = []
-    for heading, text, target in ENTRY.findall(index):
-        if heading:
+    seen = set()
+    for line in index.splitlines():
+        if heading := HEADING.match(line):
             pages = []
-            nav.append({heading: pages})
-        elif not target.startswith(".."):
-            pages.append({text: target})
+            nav.append({heading[1]: pages})
+        elif line.startswith("- "):
+            for text, target in ENTRY.findall(line):
+                if not target.startswith("..") and target not in seen:
+                    seen.add(target)
+                    pages.append({text: target})
     return nav
 
 
