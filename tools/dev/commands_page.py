@@ -68,7 +68,7 @@ when it stays undecided, and `compare` with 3 when it is not decided that replay
 | `evidence/` | what settles who was right when a check has ended the run ([guards](../howto/guards.md)) |
 | `rollouts/`, `trace/` | completions and routes of the last steps |
 | `engine.log` | what vLLM said |
-| `trackers/` | what each tracker has got, and its log ([trackers](../howto/trackers.md)) |
+| `trackers/` | what each tracker has got, and its log ([report](../howto/report.md)) |
 | `run.lock` | held while the run lives, so that no second process writes here |
 | `summary.json`, `report.html` | written at the end |
 """
