@@ -86,7 +86,8 @@ unless it is null. docs/concepts/objectives.md gives formulas and denominators.
     yield f"### {_inner(corrections.annotation, 'objective.corrections')[1]}\n"
     yield from _section("objective.corrections", corrections)
     yield "### Losses\n"
-    rows, meanings = ["| name | loss | its keys |", "|---|---|---|"], {}
+    rows = ["| name | loss | its keys |", "|---|---|---|"]
+    meanings: dict[str, None] = {}  # each once, in their order
     for name, loss in LOSSES.items():
         own = {key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"}
         rows.append(
