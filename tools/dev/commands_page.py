@@ -77,7 +77,7 @@ PAGES = {
     "plan": "../howto/plan.md",
     "serve": "../howto/serve.md",
     "play": "../howto/environments.md",
-    "trace": "../reference/trace_format.md",
+    "trace": "../howto/serve.md",
     "report": "../howto/report.md",
     "show": "../howto/report.md",
     "explain": "../howto/guards.md",
