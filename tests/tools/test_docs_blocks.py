@@ -5,9 +5,6 @@ import pytest
 from tools.dev.docs_blocks import ROOT, Page, blocks, docs, judge_page, summary
 from tools.dev.docs_commands import commands, line_faults
 
-# False while the pages of docs/howto, docs/concepts, docs/internals and docs/measurements get their marks.
-ALL_MARKED = False
-MARKED = [page for page in docs() if page.parent in (ROOT, ROOT / "docs/reference", ROOT / "docs/generated")]
 FENCE = "```"
 
 
@@ -24,7 +21,7 @@ def judge(tmp_path):
 
 
 @pytest.mark.xdist_group("docs blocks")
-@pytest.mark.parametrize("page", docs() if ALL_MARKED else MARKED, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", docs(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_quick_blocks_of_a_page(page):
     found = judge_page(page, quick=True)
     assert [(one.where, one.reason) for one in found if one.outcome in ("failed", "unmarked")] == []
