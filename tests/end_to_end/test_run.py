@@ -90,7 +90,7 @@ def test_without_replay_the_mismatch_is_larger_and_a_limit_to_it_ends_the_run(sh
     run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", "replay.mode=off", "run.steps=9", *limit))
     assert run.wait() != 0
     text = run.text()
-    assert "CollapseError: the run has collapsed (step 2): got since step 1: policy_kl/k3 = " in text
+    assert "CollapseError: the run has collapsed (step 2, lr 0.0001): got since step 1: policy_kl/k3 = " in text
     assert "exitcode  : 4" in text
     # what there is has been kept: both steps, the last one's checkpoint, the report
     assert [row["step"] for row in rows(run.folder) if row["kind"] == "train"] == [1, 2]
