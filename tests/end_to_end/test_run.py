@@ -114,7 +114,12 @@ def test_without_replay_the_mismatch_is_larger_and_a_limit_to_it_ends_the_run(sh
     [
         pytest.param(["parallel.tensor=2"], id="TP2-EP2"),
         pytest.param(
-            ["parallel.context=2", "train.overlap_expert_parallel_comm=true", "objective.kl_in=reward"],
+            [
+                "parallel.context=2",
+                "train.overlap_expert_parallel_comm=true",
+                "train.dtype=bfloat16",
+                "objective.kl_in=reward",
+            ],
             id="CP2-EP2-overlap",
         ),
     ],
