@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from moe_rl.disk import sync
-from moe_rl.errors import CheckpointError, describe
+from moe_rl.errors import CheckpointError
 
 FOLDER = "checkpoints"  # inside the run folder
 BEST: Literal["best"] = "best"
@@ -61,25 +61,21 @@ def find(folder: Path, step: int | Literal["best"] | None = None) -> Path:
         if (link := folder / BEST).is_dir():
             return folder / link.readlink()
         raise CheckpointError(
-            describe(
-                "no checkpoint is the best one",
-                where={"folder": folder},
-                got="no link named best",
-                expected="a run with eval.best, whose best evaluation was not that of the policy it began with",
-                do="choose a checkpoint by its number",
-            )
+            "no checkpoint is the best one",
+            where={"folder": folder},
+            got="no link named best",
+            expected="a run with eval.best, whose best evaluation was not that of the policy it began with",
+            do="choose a checkpoint by its number",
         )
     if step not in found:
         raise CheckpointError(
-            describe(
-                "there is no such checkpoint" if found else "the run has no checkpoint",
-                where={"folder": folder},
-                got="none" if not found else f"after steps {', '.join(map(str, found))}",
-                expected=f"{name_of(step)}" if step else "step-<number>",
-                do="choose one of these with --step"
-                if found
-                else "begin the run again in its folder with --step 0, or start a new one",
-            )
+            "there is no such checkpoint" if found else "the run has no checkpoint",
+            where={"folder": folder},
+            got="none" if not found else f"after steps {', '.join(map(str, found))}",
+            expected=f"{name_of(step)}" if step else "step-<number>",
+            do="choose one of these with --step"
+            if found
+            else "begin the run again in its folder with --step 0, or start a new one",
         )
     return found[step]
 

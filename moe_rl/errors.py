@@ -1,7 +1,7 @@
 """Defines the exception tree and the form of its messages.
 
 The tree has one root, so that commands turn every expected failure into one clear message. A message says what is
-wrong, where, what was got, what was expected and what to do. `describe` lays that out and keeps the parts as data:
+wrong, where, what was got, what was expected and what to do. An error takes these parts and keeps them as data:
 `error.about` names the config key, file, rank or layer. Tests and callers read these parts and never the wording.
 
 The parts survive pickling. Only the text crosses a process boundary by msgspec or by stderr.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 _SHOWN = 5
 
@@ -94,20 +94,25 @@ class Problem(str):
     expected: str = ""
 
 
-def describe(
-    what: str,
-    *,
-    where: About | None = None,
-    got: object = None,
-    expected: object = None,
-    do: str = "",
-    fault: str = "",
-) -> Problem:
-    """Lay out one message: key: what (where): got X, expected Y. Do Z.
+class Parts(TypedDict, total=False):
+    """The parts of a message beside what is wrong.
 
-    where: named facts. fault: constant name, for faults that share the exception type and `where`.
+    Attributes:
+        where: Named facts.
+        fault: Constant name, for faults that share the exception type and `where`.
     """
-    about = {name: _plain(value) for name, value in (where or {}).items()}
+
+    where: About
+    got: object
+    expected: object
+    do: str
+    fault: str
+
+
+def describe(what: str, **parts: Unpack[Parts]) -> Problem:
+    """Lay out one message: key: what (where): got X, expected Y. Do Z."""
+    about = {name: _plain(value) for name, value in parts.get("where", {}).items()}
+    got, expected, do = parts.get("got"), parts.get("expected"), parts.get("do", "")
     lead = "".join(f"{value}: " for name, value in about.items() if name in _LEADING)
     place = _place(about)
     text = f"{lead}{what} ({place})" if place else f"{lead}{what}"
@@ -121,7 +126,7 @@ def describe(
     if do:
         text += f". {do[0].upper()}{do[1:]}"
     message = Problem(text)
-    message.about, message.fault = about, fault
+    message.about, message.fault = about, parts.get("fault", "")
     message.got = "" if got is None else str(got)
     message.expected = "" if expected is None else str(expected)
     return message
@@ -177,6 +182,10 @@ class MoeRLError(Exception):
 
     everywhere = False
 
+    def __init__(self, what: str = "", **parts: Unpack[Parts]):
+        """what: a whole message, or what is wrong if there are parts: see `describe`."""
+        super().__init__(describe(what, **parts) if parts else what)
+
     @property
     def message(self) -> Problem:
         """Return the message with its parts; without parts where it was raised with a plain text."""
@@ -195,8 +204,8 @@ class _Problems(MoeRLError):
     `message` and `about` are of the first problem. Each problem of `problems` has an `about` of its own.
     """
 
-    def __init__(self, problems: Sequence[str] | str):
-        found = [problems] if isinstance(problems, str) else problems
+    def __init__(self, problems: Sequence[str] | str, **parts: Unpack[Parts]):
+        found = [describe(problems, **parts) if parts else problems] if isinstance(problems, str) else problems
         self.problems = [problem if isinstance(problem, Problem) else Problem(problem) for problem in found]
         super().__init__("\n".join(self.problems))
 

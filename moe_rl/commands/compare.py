@@ -15,7 +15,7 @@ from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import write_whole
 from moe_rl.doctor.diagnosis import installation_problems
-from moe_rl.errors import ConfigError, MoeRLError, ReplayError, describe
+from moe_rl.errors import ConfigError, MoeRLError, ReplayError
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
 
@@ -131,13 +131,11 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         others = [text for text in options.overrides if not text.startswith(OVERRIDES)]
         if others:
             raise ConfigError(
-                describe(
-                    "compares a run as it was",
-                    where={"option": "--run"},
-                    got=" ".join(others),
-                    expected=f"only overrides of {', '.join(OVERRIDES)}",
-                    do="give --config to compare another setting",
-                )
+                "compares a run as it was",
+                where={"option": "--run"},
+                got=" ".join(others),
+                expected=f"only overrides of {', '.join(OVERRIDES)}",
+                do="give --config to compare another setting",
             )
         run = run_folder.existing(options.run, "--run")
         config = load_config(run.config, options.overrides)
@@ -145,11 +143,9 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         # The layout of the run may need many ranks; without torchrun there is one.
         config = on_one_rank(config)
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
-        raise ConfigError(
-            describe("named twice", where={"option": "--sampler-dtype"}, got=" ".join(options.sampler_dtype))
-        )
+        raise ConfigError("named twice", where={"option": "--sampler-dtype"}, got=" ".join(options.sampler_dtype))
     if options.out and not options.out.is_dir():
-        raise ConfigError(describe("no such folder", where={"option": "--out"}, got=options.out, do="make it first"))
+        raise ConfigError("no such folder", where={"option": "--out"}, got=options.out, do="make it first")
     return config, run
 
 

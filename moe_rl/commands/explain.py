@@ -31,7 +31,7 @@ from moe_rl.commands.export import write_weights
 from moe_rl.config.layout import on_one_rank
 from moe_rl.config.load import load_config
 from moe_rl.disk import write_json
-from moe_rl.errors import DataError, MoeRLError, describe
+from moe_rl.errors import DataError, MoeRLError
 from moe_rl.models.hf import read_model
 from moe_rl.report import evidence_folder
 from moe_rl.report.evidence_folder import Evidence, KeptWeights
@@ -75,11 +75,9 @@ def _folder(run: Path, name: str | None) -> Path:
     known = evidence_folder.folders(run)
     if not known:
         raise DataError(
-            describe(
-                "the run has no evidence",
-                where={"folder": run},
-                expected="a run that a check has ended, with guards.evidence_mib above 0",
-            )
+            "the run has no evidence",
+            where={"folder": run},
+            expected="a run that a check has ended, with guards.evidence_mib above 0",
         )
     if name is None:
         return known[-1]
@@ -87,12 +85,10 @@ def _folder(run: Path, name: str | None) -> Path:
         if folder.name == name:
             return folder
     raise DataError(
-        describe(
-            "the run has no such evidence",
-            where={"option": "--evidence"},
-            got=name,
-            expected=", ".join(folder.name for folder in known),
-        )
+        "the run has no such evidence",
+        where={"option": "--evidence"},
+        got=name,
+        expected=", ".join(folder.name for folder in known),
     )
 
 

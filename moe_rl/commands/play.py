@@ -19,7 +19,7 @@ from typing import Any
 
 from moe_rl.config.prompt_sources import PromptSourceConfig
 from moe_rl.disk import write_json
-from moe_rl.errors import About, ConfigError, DataError, MoeRLError, describe
+from moe_rl.errors import About, ConfigError, DataError, MoeRLError
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool
 from moe_rl.tasks.environments.player import GatewayOwner, PlayedRow, play_rows
 from moe_rl.tasks.rows import read_rows
@@ -76,7 +76,7 @@ async def _play(options: argparse.Namespace) -> list[PlayedRow]:
         token = options.token_file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         where: About = {"option": "--token-file", "file": options.token_file}
-        raise ConfigError(describe("the token cannot be read", where=where, got=error)) from error
+        raise ConfigError("the token cannot be read", where=where, got=error) from error
     played = []
     with EnvironmentPool(
         options.environment,
@@ -96,14 +96,14 @@ def read_data(file: str, most: int | None) -> list[Mapping[str, Any]]:
     """Return the first rows of a file. Raises DataError for a row that cannot be read, and when there is none."""
     at: About = {"option": "--data", "file": file}
     if Path(file).suffix not in (".jsonl", ".parquet"):
-        raise DataError(describe("this is no file of rows", where=at, expected="FILE.jsonl or FILE.parquet"))
+        raise DataError("this is no file of rows", where=at, expected="FILE.jsonl or FILE.parquet")
     rows: list[Mapping[str, Any]] = []
     for where, row in islice(read_rows(PromptSourceConfig(name="data", data=file), "--data", set()), most):
         if isinstance(row, ValueError):
-            raise DataError(describe("a row cannot be read", where=where, got=row))
+            raise DataError("a row cannot be read", where=where, got=row)
         rows.append(row)
     if not rows:
-        raise DataError(describe("there are no rows", where=at))
+        raise DataError("there are no rows", where=at)
     return rows
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_rl.disk import write_json
-from moe_rl.errors import ConfigError, DataError, MoeRLError, describe
+from moe_rl.errors import ConfigError, DataError, MoeRLError
 from moe_rl.proof.cases import LAYOUTS, RECORDED, Case, parse
 
 if TYPE_CHECKING:
@@ -77,23 +77,19 @@ def _cases(overrides: list[str], ranks: list[int]) -> list[Case]:
     if overrides:
         if len(ranks) != 1:
             raise ConfigError(
-                describe(
-                    "a layout of your own has one world size",
-                    where={"option": "--ranks"},
-                    got=ranks,
-                    do="add --ranks N",
-                )
+                "a layout of your own has one world size",
+                where={"option": "--ranks"},
+                got=ranks,
+                do="add --ranks N",
             )
         return [parse(overrides, ranks[0])]
     cases = [case for case in LAYOUTS + RECORDED if not ranks or case.ranks in ranks]
     if not cases:
         raise ConfigError(
-            describe(
-                "no case has so many ranks",
-                where={"option": "--ranks"},
-                got=ranks,
-                expected=f"of {sorted({c.ranks for c in LAYOUTS})}",
-            )
+            "no case has so many ranks",
+            where={"option": "--ranks"},
+            got=ranks,
+            expected=f"of {sorted({c.ranks for c in LAYOUTS})}",
         )
     return cases
 
@@ -128,8 +124,6 @@ def _write_into(path: Path, table: str) -> None:
     """Put the table between the two markers of a file. Raises DataError if a marker is missing."""
     text = path.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
-        raise DataError(
-            describe("the page has no place for the table", where={"file": path}, expected=f"{BEGIN} and {END}")
-        )
+        raise DataError("the page has no place for the table", where={"file": path}, expected=f"{BEGIN} and {END}")
     before, rest = text.split(BEGIN, 1)
     path.write_text(f"{before}{BEGIN}\n{table}{END}{rest.split(END, 1)[1]}", encoding="utf-8")

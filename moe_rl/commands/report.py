@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_rl.errors import ConfigError, MoeRLError, describe
+from moe_rl.errors import ConfigError, MoeRLError
 from moe_rl.report import lines, run_config
 from moe_rl.report.run_page import FILE, write_report
 from moe_rl.report.runs_page import MOST, write_comparison
@@ -47,28 +47,22 @@ def _check(options: argparse.Namespace) -> None:
     for folder in options.runs:
         if not (folder / run_config.FILE).is_file() and not (folder / lines.FILE).is_file():
             raise ConfigError(
-                describe(
-                    "not a run folder" if folder.is_dir() else "there is no such folder",
-                    where={"argument": "RUN", "folder": folder},
-                    expected=f"a folder with {run_config.FILE} or {lines.FILE} in it",
-                    do="give the run folder that the run printed",
-                )
+                "not a run folder" if folder.is_dir() else "there is no such folder",
+                where={"argument": "RUN", "folder": folder},
+                expected=f"a folder with {run_config.FILE} or {lines.FILE} in it",
+                do="give the run folder that the run printed",
             )
     if len(options.runs) > MOST:
         raise ConfigError(
-            describe(
-                "too many runs for one page",
-                where={"argument": "RUN"},
-                got=len(options.runs),
-                expected=f"at most {MOST}",
-            )
+            "too many runs for one page",
+            where={"argument": "RUN"},
+            got=len(options.runs),
+            expected=f"at most {MOST}",
         )
     if options.out is not None and len(options.runs) == 1:
         raise ConfigError(
-            describe(
-                "one run has its report in its own folder",
-                where={"option": "--out"},
-                got=options.out,
-                do="leave it out, or name several runs",
-            )
+            "one run has its report in its own folder",
+            where={"option": "--out"},
+            got=options.out,
+            do="leave it out, or name several runs",
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, EngineError, MoeRLError, SamplerGone, describe
+from moe_rl.errors import ConfigError, EngineError, MoeRLError, SamplerGone
 from moe_rl.vllm.api_server import ServerSettings, serve
 from moe_rl.vllm.arguments import sized
 
@@ -125,14 +125,10 @@ def _run_gateway(options: argparse.Namespace) -> None:
     given = [name for name in ("config", "resume") if getattr(options, name) is not None]
     if others or options.further or len(given) != 1:
         raise EngineError(
-            describe(
-                "everything about a gateway but its address is in the config",
-                where={"option": "--gateway"},
-                got=", ".join([*others, *options.further])
-                or " and ".join(f"--{one}" for one in given)
-                or "no --config",
-                do="give --config FILE, or --resume DIR to go on, and change single values with a.b=c",
-            )
+            "everything about a gateway but its address is in the config",
+            where={"option": "--gateway"},
+            got=", ".join([*others, *options.further]) or " and ".join(f"--{one}" for one in given) or "no --config",
+            do="give --config FILE, or --resume DIR to go on, and change single values with a.b=c",
         )
     # Imported late: a server of vLLM does without.
     from moe_rl.gateway.standalone import SESSIONS, GatewaySettings, run_gateway
@@ -145,12 +141,10 @@ def _run_gateway(options: argparse.Namespace) -> None:
         folder, config = run_folder.reopen(options.resume, options.overrides, _MAY_CHANGE)
         if not (folder.path / SESSIONS).is_dir():
             raise ConfigError(
-                describe(
-                    "no gateway has run in this folder",
-                    where={"option": "--resume", "folder": folder.path},
-                    got=f"no {SESSIONS} in it",
-                    do="give the folder that the gateway named when it started",
-                )
+                "no gateway has run in this folder",
+                where={"option": "--resume", "folder": folder.path},
+                got=f"no {SESSIONS} in it",
+                do="give the folder that the gateway named when it started",
             )
     with run_folder.held(folder, first=True):
         if options.resume is not None:
@@ -161,17 +155,13 @@ def _run_gateway(options: argparse.Namespace) -> None:
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
     if options.resume is not None:
-        raise EngineError(
-            describe("is for a gateway", where={"option": "--resume"}, got="no --gateway", do="add --gateway")
-        )
+        raise EngineError("is for a gateway", where={"option": "--resume"}, got="no --gateway", do="add --gateway")
     address = {"host": options.host, "port": options.port, "ready_file": options.json, "further": options.further}
     if options.config is None:
         if options.overrides or options.model is None or options.trace_root is None:
             got = " ".join(options.overrides) or "neither --config nor both --model and --trace-root"
             raise EngineError(
-                describe(
-                    "nothing says which model to serve", where={"option": "--config"}, got=got, do="give --config FILE"
-                )
+                "nothing says which model to serve", where={"option": "--config"}, got=got, do="give --config FILE"
             )
         return ServerSettings(
             model=options.model,
@@ -187,13 +177,11 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
             **address,
         )
     if given := [f"--{name.replace('_', '-')}" for name in _OF_THE_RUN if getattr(options, name) is not None]:
-        raise EngineError(
-            describe("says this already", where={"option": "--config"}, got=", ".join(given), do="leave it out")
-        )
+        raise EngineError("says this already", where={"option": "--config"}, got=", ".join(given), do="leave it out")
     config = load_config(options.config, options.overrides)
     if config.rollout.capture == "native":
         raise EngineError(
-            describe("A server cannot record by vLLM's own capture", where={"key": "rollout.capture"}, got="native")
+            "A server cannot record by vLLM's own capture", where={"key": "rollout.capture"}, got="native"
         )
     return ServerSettings(
         model=config.model.path,

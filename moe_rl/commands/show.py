@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moe_rl.commands.show_session import indented, session_lines
 from moe_rl.disk import write_json
-from moe_rl.errors import DataError, MoeRLError, describe
+from moe_rl.errors import DataError, MoeRLError
 from moe_rl.report import evidence_folder
 from moe_rl.report.sample_lines import FILE, SampleLine, read_samples
 from moe_rl.rollout.kept import SESSION_SUFFIX
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         if not options.run.exists():
             do = "give the run folder that the run printed, or a session file"
-            raise DataError(describe("there is no such folder or file", where={"folder": options.run}, do=do))
+            raise DataError("there is no such folder or file", where={"folder": options.run}, do=do)
         if options.session is not None or options.run.suffix == SESSION_SUFFIX:
             print("\n".join(session_lines(options.run, options.session, options.model)))
             return 0
@@ -70,11 +70,9 @@ def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[Sampl
     """Return the samples that the options ask for, in their order. Raises DataError when there are none."""
     if not samples:
         raise DataError(
-            describe(
-                "the run has no samples",
-                where={"file": options.run / FILE},
-                expected="the folder of a run with report.samples_per_step above 0 that has ended a step",
-            )
+            "the run has no samples",
+            where={"file": options.run / FILE},
+            expected="the folder of a run with report.samples_per_step above 0 that has ended a step",
         )
     steps = sorted({sample.step for sample in samples})
     step = options.step
@@ -84,12 +82,10 @@ def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[Sampl
         samples = [sample for sample in samples if sample.step == step]
         if not samples:
             raise DataError(
-                describe(
-                    "the run has no samples of this step",
-                    where={"file": options.run / FILE},
-                    got=f"--step {step}",
-                    expected=f"{steps[0]} to {steps[-1]}",
-                )
+                "the run has no samples of this step",
+                where={"file": options.run / FILE},
+                got=f"--step {step}",
+                expected=f"{steps[0]} to {steps[-1]}",
             )
     if options.best or options.worst:
         samples = sorted(samples, key=lambda one: one.reward, reverse=options.best)

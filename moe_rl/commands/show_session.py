@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_rl.config.load import load_config
-from moe_rl.errors import DataError, MoeRLError, describe
+from moe_rl.errors import DataError, MoeRLError
 from moe_rl.gateway.finishing import read_session
 from moe_rl.gateway.sessions import Session, Turn
 from moe_rl.report.sample_lines import FILE, read_samples
@@ -66,13 +66,11 @@ def _tokenizer(run: Path) -> Path:
     config = run / "config.yaml"
     if not config.is_file():
         raise DataError(
-            describe(
-                "nothing says which model the session is of",
-                where={"file": config},
-                got="no such file",
-                expected="a session of a run",
-                do="give --model FOLDER",
-            )
+            "nothing says which model the session is of",
+            where={"file": config},
+            got="no such file",
+            expected="a session of a run",
+            do="give --model FOLDER",
         )
     return load_config(config).model.path
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.disk import write_json
-from moe_rl.errors import About, ConfigError, DataError, describe
+from moe_rl.errors import About, ConfigError, DataError
 
 _WEIGHTS = ".safetensors"
 _TEXTS = (
@@ -46,18 +46,16 @@ def convert_tokenizer(source: Path, out: Path, digest: str | None) -> str:
     settings = json.loads(settings_file.read_bytes()) if settings_file.is_file() else {}
     named = json.dumps(settings.get("auto_map", ""))
     if not settings.get("auto_map"):
-        raise ConfigError(describe("this tokenizer has no code", where=where, do="use the folder as it is"))
+        raise ConfigError("this tokenizer has no code", where=where, do="use the folder as it is")
     if "--" in named:
         raise ConfigError(
-            describe(
-                "the code of this tokenizer lies in another repository",
-                where=where,
-                got=named,
-                do="copy its files into the folder, and name them in auto_map of tokenizer_config.json",
-            )
+            "the code of this tokenizer lies in another repository",
+            where=where,
+            got=named,
+            do="copy its files into the folder, and name them in auto_map of tokenizer_config.json",
         )
     if out.exists():
-        raise ConfigError(describe("the tokenizer must be written into a new folder", where={"folder": out}))
+        raise ConfigError("the tokenizer must be written into a new folder", where={"folder": out})
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "tokenizer"  # the files that are digested are those that run
         copy.mkdir()
@@ -68,13 +66,11 @@ def convert_tokenizer(source: Path, out: Path, digest: str | None) -> str:
         found = hashlib.sha256(b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in code)).hexdigest()
         if digest != found:
             raise ConfigError(
-                describe(
-                    "the tokenizer's code runs with your rights, and you have not allowed these files",
-                    where=where,
-                    got=f"--run-code {digest}" if digest else "no --run-code",
-                    expected=found,
-                    do=f"read {', '.join(file.name for file in code)}, then add --run-code {found}",
-                )
+                "the tokenizer's code runs with your rights, and you have not allowed these files",
+                where=where,
+                got=f"--run-code {digest}" if digest else "no --run-code",
+                expected=found,
+                do=f"read {', '.join(file.name for file in code)}, then add --run-code {found}",
             )
         os.environ |= {"HF_MODULES_CACHE": str(Path(temporary) / "modules"), "HF_HUB_OFFLINE": "1"}
         original, tokenizer = _both(copy, where)
@@ -104,14 +100,12 @@ def _both(folder: Path, where: About) -> tuple[Any, Any]:
     encodings = [value for value in vars(original).values() if isinstance(value, tiktoken.Encoding)]
     if len(encodings) != 1:
         raise DataError(
-            describe(
-                "the tokenizer's code has no tiktoken vocabulary",
-                where=where,
-                got=f"{type(original).__name__} with {len(encodings)} of them",
-                expected="one attribute that is a tiktoken.Encoding",
-                do="ask the publisher for a tokenizer.json",
-                fault="tokenizer code",
-            )
+            "the tokenizer's code has no tiktoken vocabulary",
+            where=where,
+            got=f"{type(original).__name__} with {len(encodings)} of them",
+            expected="one attribute that is a tiktoken.Encoding",
+            do="ask the publisher for a tokenizer.json",
+            fault="tokenizer code",
         )
     encoding = encodings[0]
     special = dict(sorted(encoding._special_tokens.items(), key=lambda item: item[1]))
@@ -121,12 +115,10 @@ def _both(folder: Path, where: About) -> tuple[Any, Any]:
     wrong = {name: number for name, number in special.items() if tokenizer.token_to_id(name) != number}
     if wrong:
         raise DataError(
-            describe(
-                "the special tokens do not follow the others, which tokenizer.json needs",
-                where=where,
-                got=dict(list(wrong.items())[:3]),
-                fault="tokenizer code",
-            )
+            "the special tokens do not follow the others, which tokenizer.json needs",
+            where=where,
+            got=dict(list(wrong.items())[:3]),
+            fault="tokenizer code",
         )
     return original, tokenizer
 
@@ -139,14 +131,12 @@ def _compare(original: Any, tokenizer: Any, where: About) -> int:
         ours = tokenizer.encode(text, add_special_tokens=False).ids
         if ours != theirs or tokenizer.decode(ours, skip_special_tokens=False) != text:
             raise DataError(
-                describe(
-                    "tokenizer.json would give other ids than the tokenizer's code",
-                    where=where,
-                    got=f"{ours[:20]} for {text[:60]!r}",
-                    expected=theirs[:20],
-                    do="ask the publisher for a tokenizer.json",
-                    fault="tokenizer code",
-                )
+                "tokenizer.json would give other ids than the tokenizer's code",
+                where=where,
+                got=f"{ours[:20]} for {text[:60]!r}",
+                expected=theirs[:20],
+                do="ask the publisher for a tokenizer.json",
+                fault="tokenizer code",
             )
     return len(texts)
 

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from moe_rl.disk import write_json
-from moe_rl.errors import MoeRLError, TraceError, describe
+from moe_rl.errors import MoeRLError, TraceError
 from moe_rl.report.format import binary
 from moe_rl.trace import TraceSpec, recover
 from moe_rl.trace.adapters import importing
@@ -204,11 +204,9 @@ def _import(options: argparse.Namespace) -> tuple[int, object]:
     if form in ARRAY_FORMATS:
         if not (options.token_ids and options.key and options.weight_version is not None):
             raise TraceError(
-                describe(
-                    f"{form} needs more",
-                    where={"option": "--format"},
-                    do="give --token-ids, --key and --weight-version",
-                )
+                f"{form} needs more",
+                where={"option": "--format"},
+                do="give --token-ids, --key and --weight-version",
             )
         known = {"key": options.key, "weight_version": options.weight_version}
         refs = import_array(path, options.token_ids, options.store, options.shard, spec, form, **known)
@@ -269,7 +267,7 @@ def _spec(options: argparse.Namespace) -> TraceSpec:
     given = (options.fingerprint, options.experts, options.top_k, options.layer_map)
     if None in given:
         do = "give --model, or all of --experts, --top-k, --layer-map and --fingerprint"
-        raise TraceError(describe("the model of the traces is not known", do=do))
+        raise TraceError("the model of the traces is not known", do=do)
     return TraceSpec(given[0], given[1], given[2], read_layer_map(options.layer_map))
 
 

@@ -242,25 +242,21 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
     for option, value in (("--trace", options.trace), ("--speeds", options.speeds)):
         if value and not options.plan:
             raise ConfigError(
-                describe("is of --plan alone", where={"option": option}, got=value, do="leave it out, or add --plan")
+                "is of --plan alone", where={"option": option}, got=value, do="leave it out, or add --plan"
             )
     if options.step is not None and not options.resume:
         raise ConfigError(
-            describe(
-                "is given without --resume",
-                where={"option": "--step"},
-                got=options.step,
-                do="leave it out, or add --resume",
-            )
+            "is given without --resume",
+            where={"option": "--step"},
+            got=options.step,
+            do="leave it out, or add --resume",
         )
     if options.accept and not (options.resume or options.replay):
         raise ConfigError(
-            describe(
-                "is given without --resume or --replay",
-                where={"option": "--accept"},
-                got=", ".join(options.accept),
-                do="leave it out",
-            )
+            "is given without --resume or --replay",
+            where={"option": "--accept"},
+            got=", ".join(options.accept),
+            do="leave it out",
         )
     folder = None
     if options.resume:
@@ -274,22 +270,18 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
         world_size = int(os.environ["WORLD_SIZE"])
         if options.ranks not in (None, world_size):
             raise ConfigError(
-                describe(
-                    "contradicts torchrun",
-                    where={"option": "--ranks"},
-                    got=options.ranks,
-                    expected=world_size,
-                )
+                "contradicts torchrun",
+                where={"option": "--ranks"},
+                got=options.ranks,
+                expected=world_size,
             )
         return config, folder, world_size
     if not options.plan and options.ranks is None:
         least = least_ranks(config.parallel)
         raise ConfigError(
-            describe(
-                "training was started without ranks",
-                do=f"add --ranks {least}; or, over several machines, run: torchrun --nproc-per-node {least} "
-                f"{' '.join(_program())}",
-            )
+            "training was started without ranks",
+            do=f"add --ranks {least}; or, over several machines, run: torchrun --nproc-per-node {least} "
+            f"{' '.join(_program())}",
         )
     planned = config.cluster.gpus if config.cluster is not None else least_ranks(config.parallel)
     return config, folder, options.ranks or planned

@@ -104,7 +104,7 @@ def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], 
     0."""
     first = sequences[0]
     if first.routes is None:
-        raise ReplayError(describe("there are no recorded routes to plant faults in", where={"request": first.key}))
+        raise ReplayError("there are no recorded routes to plant faults in", where={"request": first.key})
     fed = _fed(first)
     # Another sequence that begins with the same tokens would have the right routes.
     other = next((s for s in sequences if not np.array_equal(_fed(s)[: len(fed)], fed)), None)

@@ -13,7 +13,7 @@ from moe_rl.comparison.passes import Pass, Scorer, TokenOwners
 from moe_rl.comparison.quantities import Bootstrap, Estimate
 from moe_rl.comparison.sources import Source
 from moe_rl.config.schema import Config
-from moe_rl.errors import DataError, describe
+from moe_rl.errors import DataError
 from moe_rl.megatron.policy import Policy
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.trace import TraceSpec
@@ -44,11 +44,9 @@ class Measurement:
         versions = {span.weight_version for s in source.sequences for span in s.versions}
         if versions != {version}:
             raise DataError(
-                describe(
-                    "the weights that score the rollouts are not those that sampled them",
-                    got=versions,
-                    expected=version,
-                )
+                "the weights that score the rollouts are not those that sampled them",
+                got=versions,
+                expected=version,
             )
         self.source, self.trainer_dtype = source, config.train.dtype
         self.scorer = Scorer(config, policy, source.store, spec, source.sequences, version)

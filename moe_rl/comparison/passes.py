@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moe_rl.comparison.quantities import Choices, soft_kl
 from moe_rl.config.schema import Config
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import pack
@@ -197,11 +197,9 @@ class Scorer:
             dist.all_reduce(tensor)
         if not bool((seen == 1).all()):
             raise ReplayError(
-                describe(
-                    "the ranks together did not compare every token in every layer exactly once",
-                    got=f"{int((seen != 1).sum())} (token, layer) positions compared never or repeatedly",
-                    expected=f"{seen.numel()} positions compared once",
-                )
+                "the ranks together did not compare every token in every layer exactly once",
+                got=f"{int((seen != 1).sum())} (token, layer) positions compared never or repeatedly",
+                expected=f"{seen.numel()} positions compared once",
             )
         return Choices(shared.cpu().numpy(), margin.cpu().numpy(), self.spec.top_k)
 
@@ -220,11 +218,9 @@ class Scorer:
         if not bool(values.isfinite().all()):  # NaN is reserved for rows whose logits the sampler did not store
             layers = [self.spec.moe_layers[at] for at in (~values.isfinite()).any(1).nonzero()[:, 0].tolist()]
             raise ReplayError(
-                describe(
-                    "router logits are not finite, or give an expert probability 0",
-                    where={"layers": layers},
-                    expected="finite logits in sampler and trainer",
-                )
+                "router logits are not finite, or give an expert probability 0",
+                where={"layers": layers},
+                expected="finite logits in sampler and trainer",
             )
         return np.where(seen.cpu().numpy() > 0, values.cpu().numpy(), np.nan)
 

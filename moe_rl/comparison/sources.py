@@ -12,7 +12,7 @@ import torch.distributed as dist
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.schema import Config
-from moe_rl.errors import DataError, describe
+from moe_rl.errors import DataError
 from moe_rl.megatron import world
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
@@ -80,13 +80,11 @@ def of_run(folder: RunFolder, config: Config) -> tuple[int, list[Weights]]:
     scorable = [step for step, version in versions.items() if not version or version in saved]
     if not scorable:
         raise DataError(
-            describe(
-                "the run kept no rollouts together with the weights that sampled them",
-                where={"folder": folder.path},
-                got=f"rollouts of steps {steps}, checkpoints after steps {sorted(saved)}",
-                expected=f"rollouts of step 1, or of the step {1 + lag} steps after a checkpoint",
-                do="train the run for a step, or pass --config to sample now",
-            )
+            "the run kept no rollouts together with the weights that sampled them",
+            where={"folder": folder.path},
+            got=f"rollouts of steps {steps}, checkpoints after steps {sorted(saved)}",
+            expected=f"rollouts of step 1, or of the step {1 + lag} steps after a checkpoint",
+            do="train the run for a step, or pass --config to sample now",
         )
     step = scorable[-1]
     version = versions[step]
@@ -206,12 +204,10 @@ def _complete(name: str, sampler: str, sequences: list[Sequence], store: TraceSt
     whole = [s for s in sequences if s.token_ids and s.routes is not None and not missing_rows(s)]
     if len(whole) < 2:
         raise DataError(
-            describe(
-                "too few sequences have all their routes",
-                where={"run": name},
-                got=f"{len(whole)} of {len(sequences)}",
-                expected="at least 2",
-                do="sample with recording on",
-            )
+            "too few sequences have all their routes",
+            where={"run": name},
+            got=f"{len(whole)} of {len(sequences)}",
+            expected="at least 2",
+            do="sample with recording on",
         )
     return Source(name, sampler, whole, len(sequences) - len(whole), store)

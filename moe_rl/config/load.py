@@ -83,13 +83,11 @@ def find_config(name: str | Path, beside: Path = Path(), where: About = MappingP
             return found
     except OSError as error:
         raise ConfigError(
-            describe("cannot read the config file", where={"file": path, **where}, got=error, fault="unreadable")
+            "cannot read the config file", where={"file": path, **where}, got=error, fault="unreadable"
         ) from None
     known = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
     hint = did_you_mean(name.stem, known) or f"give the path of a YAML file, or one of {', '.join(known)}"
-    raise ConfigError(
-        describe("there is no config file", where={"file": path, **where}, got=path, do=hint, fault="absent")
-    )
+    raise ConfigError("there is no config file", where={"file": path, **where}, got=path, do=hint, fault="absent")
 
 
 def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Sources]:
@@ -100,35 +98,27 @@ def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            describe("cannot read the config file", where={"file": file}, got=error, fault="unreadable")
-        ) from None
+        raise ConfigError("cannot read the config file", where={"file": file}, got=error, fault="unreadable") from None
     data, lines = strict_yaml.parse(text, {"file": file})
     if not isinstance(data, dict):
         got = "an empty file" if data is None else _shown(data)
-        raise ConfigError(
-            describe("a config is a mapping of sections", where={"file": file}, got=got, fault="no mapping")
-        )
+        raise ConfigError("a config is a mapping of sections", where={"file": file}, got=got, fault="no mapping")
     sources: Sources = {key: {"file": file, "line": line} for key, line in lines.items()}
     if "extends" not in data:
         return data, sources
     name, where = data.pop("extends"), sources.pop(("extends",))
     if not isinstance(name, str):
         raise ConfigError(
-            describe(
-                "wrong value", where={"key": "extends", **where}, got=_shown(name), expected="the path of a config file"
-            )
+            "wrong value", where={"key": "extends", **where}, got=_shown(name), expected="the path of a config file"
         )
     base, chain = find_config(name, file.parent, where), (*extending, file)
     if base.resolve() in [one.resolve() for one in chain]:
         got = " -> ".join(map(str, (*chain, base)))
         raise ConfigError(
-            describe(
-                "the files extend each other in a circle",
-                where={"key": "extends", **where},
-                got=got,
-                do="take one of them out",
-            )
+            "the files extend each other in a circle",
+            where={"key": "extends", **where},
+            got=got,
+            do="take one of them out",
         )
     theirs, their_sources = _read(base, chain)
     return _merged(theirs, data), their_sources | sources

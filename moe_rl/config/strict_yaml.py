@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from moe_rl.errors import About, ConfigError, describe
+from moe_rl.errors import About, ConfigError
 
 Path = tuple[str | int, ...]
 """Locates a value: keys and list positions from the top of the document."""
@@ -76,7 +76,7 @@ def parse(text: str, where: About) -> tuple[Any, dict[Path, int]]:
     """
     if len(text) > MAX_BYTES:
         got, expected = f"{len(text)} characters", f"at most {MAX_BYTES}"
-        raise ConfigError(describe("this is no config file", where=where, got=got, expected=expected))
+        raise ConfigError("this is no config file", where=where, got=got, expected=expected)
     loader = None
     try:
         loader = _Loader(text)
@@ -85,15 +85,15 @@ def parse(text: str, where: About) -> tuple[Any, dict[Path, int]]:
         return (None if node is None else _value(node, (), lines)), lines
     except _Refused as error:
         key: About = {"key": error.key} if error.key else {}
-        raise ConfigError(describe(str(error), where={**key, **where, "line": error.line}, do=error.do)) from None
+        raise ConfigError(str(error), where={**key, **where, "line": error.line}, do=error.do) from None
     except yaml.MarkedYAMLError as error:
         line: About = {"line": error.problem_mark.line + 1} if error.problem_mark else {}
         reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(describe("not valid YAML", where={**where, **line}, got=reason)) from None
+        raise ConfigError("not valid YAML", where={**where, **line}, got=reason) from None
     except yaml.YAMLError as error:
-        raise ConfigError(describe("not valid YAML", where=where, got=" ".join(str(error).split()))) from None
+        raise ConfigError("not valid YAML", where=where, got=" ".join(str(error).split())) from None
     except RecursionError:
-        raise ConfigError(describe("nested too deeply for a config", where=where)) from None
+        raise ConfigError("nested too deeply for a config", where=where) from None
     finally:
         if loader is not None:
             loader.dispose()

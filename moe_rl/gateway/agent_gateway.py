@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from moe_rl.errors import DataError, DiskError, EngineError, SessionError, describe
+from moe_rl.errors import DataError, DiskError, EngineError, SessionError
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingRule, SamplingWish, TextWish
 from moe_rl.gateway.dialogues import Dialogues
 from moe_rl.gateway.exchanges import AgentExchange, AgentExchanges, ClientCall
@@ -154,12 +154,10 @@ class AgentGateway:
         """
         if session.busy:
             raise SessionError(
-                describe(
-                    "A session is still busy",
-                    where={"session": session.name},
-                    do="wait for its requests",
-                    fault="busy",
-                )
+                "A session is still busy",
+                where={"session": session.name},
+                do="wait for its requests",
+                fault="busy",
             )
         session.ended = True
         return session.finish()

@@ -22,7 +22,7 @@ from typing import Any
 
 from moe_rl.config.schema import Config
 from moe_rl.disk import writing
-from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.errors import EngineError, MoeRLError
 from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.asking import SamplingRule
 from moe_rl.gateway.finishing import SessionKeeper
@@ -152,9 +152,7 @@ class EpisodeGateway:
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             what = "A request did not end though its agent is gone"
-            raise EngineError(
-                describe(what, where={"session": session.name}, got=f"{_BUSY_SECONDS:g} s", fault="busy")
-            ) from None
+            raise EngineError(what, where={"session": session.name}, got=f"{_BUSY_SECONDS:g} s", fault="busy") from None
 
     def _trajectory(
         self, asked: EpisodeRequest, session: Session, finished: FinishedSession, episode: Episode

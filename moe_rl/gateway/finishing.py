@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_rl.errors import About, SessionError, TraceError, describe
+from moe_rl.errors import About, SessionError, TraceError
 from moe_rl.gateway.sessions import FinishedSession, Session, Turn
 from moe_rl.rollout import sealed
 from moe_rl.trace import TraceStore
@@ -83,7 +83,7 @@ def _check_record(session: Session, turn: Turn, store: TraceStore) -> None:
     where: About = {"session": session.name, "turn": turn.number}
 
     def fault(what: str, name: str, got: object, expected: object = None) -> SessionError:
-        return SessionError(describe(what, where=where, got=got, expected=expected, fault=name))
+        return SessionError(what, where=where, got=got, expected=expected, fault=name)
 
     if (ref := turn.routes) is None:
         raise fault("A turn has no record", "no record", "no reference")

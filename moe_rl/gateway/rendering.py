@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_rl.config.gateway import DialogueKind
 from moe_rl.config.sampling_keys import RolloutConfig
-from moe_rl.errors import About, ConfigError, describe
+from moe_rl.errors import About, ConfigError
 from moe_rl.gateway.json_values import as_object, carried
 from moe_rl.gateway.template_check import Chat, Difference, difference, differences, kinds_of
 from moe_rl.models.facts import ModelFacts
@@ -88,9 +88,7 @@ class ChatRenderer:
                 self._check_template()
         except Exception as error:  # both libraries raise errors of every kind
             raise ConfigError(
-                describe(
-                    "the model's chats cannot be rendered", where=where, got=f"{name!r}: {error}", fault="renderer"
-                )
+                "the model's chats cannot be rendered", where=where, got=f"{name!r}: {error}", fault="renderer"
             ) from error
         self._special = SpecialTokens(self._tokenizer.backend_tokenizer)
         self.reads_tools = bool(getattr(self._renderer, "supports_tools", True))

@@ -24,7 +24,7 @@ import xxhash
 
 from moe_rl import messages
 from moe_rl.disk import writing
-from moe_rl.errors import About, DataError, DiskError, describe
+from moe_rl.errors import About, DataError, DiskError
 from moe_rl.gateway.sessions import Session, SessionLimits, Turn
 from moe_rl.messages import Message
 
@@ -152,7 +152,7 @@ class SessionJournals:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise DataError(describe(f"{_WHAT} cannot be read", where={"file": path}, got=error.strerror)) from error
+            raise DataError(f"{_WHAT} cannot be read", where={"file": path}, got=error.strerror) from error
         entries, digest, whole = _read(path, content)
         if not entries or not isinstance(first := entries[0], OpenedEntry) or first.name != name:
             raise _damaged(path, 2, f"no entry that opens {name}")
@@ -217,9 +217,7 @@ def _read(path: Path, content: bytes) -> tuple[list[_Entry], str, int]:
             entries.append(_ENTRIES.decode(base64.b64decode(payload, validate=True)))
         except (msgspec.MsgspecError, ValueError) as error:
             where: About = {"file": path, "line": number}
-            raise DataError(
-                describe(f"{_WHAT} was written by another version of moe_rl", where=where, got=error)
-            ) from error
+            raise DataError(f"{_WHAT} was written by another version of moe_rl", where=where, got=error) from error
     told, _, payload = torn[:-1].partition(b" ")
     if told == _digest(digest, payload).encode():
         raise _damaged(path, len(lines) + 1, "a whole entry with another end")  # a torn one lacks more, or has no end
@@ -228,14 +226,12 @@ def _read(path: Path, content: bytes) -> tuple[list[_Entry], str, int]:
 
 def _damaged(path: Path, line: int, got: str) -> DataError:
     return DataError(
-        describe(
-            f"{_WHAT} is damaged",
-            where={"file": path, "line": line},
-            got=got,
-            expected="what the gateway wrote",
-            do="delete the file and open a new session",
-            fault="damaged",
-        )
+        f"{_WHAT} is damaged",
+        where={"file": path, "line": line},
+        got=got,
+        expected="what the gateway wrote",
+        do="delete the file and open a new session",
+        fault="damaged",
     )
 
 

@@ -7,7 +7,7 @@ import hmac
 import secrets
 from dataclasses import dataclass
 
-from moe_rl.errors import SessionError, describe
+from moe_rl.errors import SessionError
 from moe_rl.gateway.sessions import Session, SessionLimits
 
 
@@ -55,13 +55,11 @@ class SessionBook:
         """
         if len(self._open) >= self._most:
             raise SessionError(
-                describe(
-                    "Too many sessions are open",
-                    got=len(self._open),
-                    expected=f"at most gateway.max_sessions = {self._most}",
-                    do="finish some, or raise the key",
-                    fault="limit",
-                )
+                "Too many sessions are open",
+                got=len(self._open),
+                expected=f"at most gateway.max_sessions = {self._most}",
+                do="finish some, or raise the key",
+                fault="limit",
             )
         key = secrets.token_urlsafe(32)
         if name is None:

@@ -31,7 +31,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from moe_rl.errors import About, SessionError, describe
+from moe_rl.errors import About, SessionError
 from moe_rl.types import Completion, RouteRef, VersionSpan
 
 TurnKind = Literal["first", "continued", "forked", "rewritten"]
@@ -174,7 +174,7 @@ class Session:
             SessionError: a limit of the session leaves no room, or it has ended.
         """
         if self.ended:
-            raise SessionError(describe("The session has ended", where={"session": self.name}, fault="ended"))
+            raise SessionError("The session has ended", where={"session": self.name}, fault="ended")
         ids = tuple(prompt)
         parent, shared = self._deepest(ids)
         if parent is not None:
@@ -191,13 +191,11 @@ class Session:
         ):
             if got > most:
                 raise SessionError(
-                    describe(
-                        f"The session's limit of {what} is reached",
-                        where={"session": self.name},
-                        got=f"{got:g} {what} with this request",
-                        expected=f"at most {most:g}",
-                        fault="limit",
-                    )
+                    f"The session's limit of {what} is reached",
+                    where={"session": self.name},
+                    got=f"{got:g} {what} with this request",
+                    expected=f"at most {most:g}",
+                    fault="limit",
                 )
         granted = min(max_tokens, tokens_left // samples)
         place = PendingTurns(parent, ids, samples, granted, fed + granted * samples)
@@ -312,13 +310,11 @@ class Session:
             session.restore(turn)
         if (whole := _whole_digest(session)) != finished.digest:
             raise SessionError(
-                describe(
-                    "A session lacks turns, has another name, or another turn of it was received",
-                    where={"session": finished.name},
-                    got=f"{len(finished.turns)} turns, digest {whole}",
-                    expected=finished.digest,
-                    fault="chain",
-                )
+                "A session lacks turns, has another name, or another turn of it was received",
+                where={"session": finished.name},
+                got=f"{len(finished.turns)} turns, digest {whole}",
+                expected=finished.digest,
+                fault="chain",
             )
         return session
 
@@ -336,9 +332,7 @@ class Session:
 
     def _fault(self, number: int, what: str, got: str, expected: str | None = None) -> SessionError:
         where: About = {"session": self.name, "turn": number}
-        return SessionError(
-            describe(f"A turn of a session {what}", where=where, got=got, expected=expected, fault="chain")
-        )
+        return SessionError(f"A turn of a session {what}", where=where, got=got, expected=expected, fault="chain")
 
     def _deepest(self, ids: Ids) -> tuple[int | None, int]:
         """Return the parent of a prompt, and how many tokens the two share. With equal turns it is the newest."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from moe_rl.errors import SessionError, describe
+from moe_rl.errors import SessionError
 from moe_rl.gateway.finishing import read_session
 from moe_rl.gateway.session_sequences import sequences_of
 from moe_rl.types import Completion, Sequence
@@ -52,5 +52,5 @@ def _fields(one: Sequence | Completion) -> dict[str, object]:
 
 def _not_of(name: str, what: str, got: object, expected: object) -> SessionError:
     return SessionError(
-        describe(what, where={"session": name}, got=got, expected=expected, do="sample the step again", fault="chain")
+        what, where={"session": name}, got=got, expected=expected, do="sample the step again", fault="chain"
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from moe_rl.errors import SamplerGone, describe
+from moe_rl.errors import SamplerGone
 from moe_rl.gateway.asking import SamplingWish
 from moe_rl.gateway.sessions import PendingTurns, Session
 from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
@@ -171,7 +171,7 @@ class TurnSampler:
             async with self._free:
                 places = self._sampler.places
                 if not places:
-                    raise SamplerGone(describe("No server is left that could sample", where={"session": session.name}))
+                    raise SamplerGone("No server is left that could sample", where={"session": session.name})
                 home = self._homes.get(session.name)
                 place = home if home is not None and home in places else min(places, key=lambda one: self._running[one])
                 if self._begins.is_set() and self._running[place] < self.bounds.at_once:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.disk import reason
-from moe_rl.errors import CheckpointError, describe
+from moe_rl.errors import CheckpointError
 from moe_rl.megatron import world
 
 _LOOK_SECONDS = 0.05
@@ -142,12 +142,10 @@ class StepFolders:
             self._pending.writer.give_up()
             self._pending = None
         return CheckpointError(
-            describe(
-                f"{self.what} could not be written",
-                where={"folder": self.folder / checkpoints.name_of(step)},
-                got="; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure),
-                do=f"fix the cause, then {checkpoints.to_go_on(self._resume_from)}",
-            )
+            f"{self.what} could not be written",
+            where={"folder": self.folder / checkpoints.name_of(step)},
+            got="; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure),
+            do=f"fix the cause, then {checkpoints.to_go_on(self._resume_from)}",
         )
 
 

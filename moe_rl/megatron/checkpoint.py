@@ -193,40 +193,32 @@ def _read_state(path: Path, fields: Sequence[str]) -> dict:
         names = {file.name for file in path.iterdir()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            describe(
-                "a checkpoint's state.json is missing or damaged",
-                where={"file": path},
-                got=repr(error),
-                do=to_resume_instead(path),
-            )
+            "a checkpoint's state.json is missing or damaged",
+            where={"file": path},
+            got=repr(error),
+            do=to_resume_instead(path),
         ) from error
     if absent := [name for name in (*_FIELDS, *fields) if name not in state]:
         raise CheckpointError(
-            describe(
-                "a checkpoint was written by another version of moe_rl",
-                where={"file": path / STATE, "field": ", ".join(absent)},
-                got="no such field",
-                do="go on with the version that wrote it, or begin a new run",
-            )
+            "a checkpoint was written by another version of moe_rl",
+            where={"file": path / STATE, "field": ", ".join(absent)},
+            got="no such field",
+            do="go on with the version that wrote it, or begin a new run",
         )
     if path.name != name_of(state["step"]):
         raise CheckpointError(
-            describe(
-                "a checkpoint's folder is named after another step",
-                where={"file": path},
-                got=f"step {state['step']}",
-                do=f"rename the folder to {name_of(state['step'])}, or {to_resume_instead(path)}",
-            )
+            "a checkpoint's folder is named after another step",
+            where={"file": path},
+            got=f"step {state['step']}",
+            do=f"rename the folder to {name_of(state['step'])}, or {to_resume_instead(path)}",
         )
     if foreign := sorted(names - state["files"].keys() - {STATE}):
         raise CheckpointError(
-            describe(
-                "a checkpoint's folder has files that do not belong to it",
-                where={"file": path},
-                got=", ".join(foreign),
-                expected="only the files that state.json names",
-                do="remove the other files",
-            )
+            "a checkpoint's folder has files that do not belong to it",
+            where={"file": path},
+            got=", ".join(foreign),
+            expected="only the files that state.json names",
+            do="remove the other files",
         )
     return state
 
@@ -262,12 +254,10 @@ def _reading(path: Path) -> Iterator[None]:
         failures = error.failures if isinstance(error, CheckpointException) else {}
         reason = next((failure for failure, _ in failures.values()), error)
         raise CheckpointError(
-            describe(
-                "a checkpoint belongs to another model",
-                where={"file": path},
-                got=_shortened(str(reason)),
-                do="resume with the run's own model.path",
-            )
+            "a checkpoint belongs to another model",
+            where={"file": path},
+            got=_shortened(str(reason)),
+            do="resume with the run's own model.path",
         ) from error
 
 
@@ -377,14 +367,12 @@ def check_optimizer(path: Path, policy: Policy, saved: Mapping[str, Sequence[int
         if any(own.get(kind, (1, 0))[0] == 0 < own[kind][1] for kind in wrong)
     ]
     raise CheckpointError(
-        describe(
-            "the optimizer does not have the state that the checkpoint holds",
-            where={"file": path},
-            got=f"other {', '.join(wrong)}" + (f", only zeros on rank {', '.join(zeros)}" if zeros else ""),
-            expected="Adam's moments and main weights as they were saved",
-            do=f"look for what changes the optimizer after it was loaded, or {to_resume_instead(path)}",
-            fault="optimizer",
-        )
+        "the optimizer does not have the state that the checkpoint holds",
+        where={"file": path},
+        got=f"other {', '.join(wrong)}" + (f", only zeros on rank {', '.join(zeros)}" if zeros else ""),
+        expected="Adam's moments and main weights as they were saved",
+        do=f"look for what changes the optimizer after it was loaded, or {to_resume_instead(path)}",
+        fault="optimizer",
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
 
@@ -47,12 +47,10 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
     def plan(self, plan: LayerPlan | None) -> None:
         if plan is not None and not np.array_equal(plan.order, self.order):
             raise ReplayError(
-                describe(
-                    "a dispatch plan was made for another placement of the experts",
-                    got=plan.order.tolist(),
-                    expected=self.order.tolist(),
-                    do="move experts first, then make plans with `Policy.order`",
-                )
+                "a dispatch plan was made for another placement of the experts",
+                got=plan.order.tolist(),
+                expected=self.order.tolist(),
+                do="move experts first, then make plans with `Policy.order`",
             )
         self._plan = plan
         self._hold(None)

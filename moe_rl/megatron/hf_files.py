@@ -130,11 +130,9 @@ def write_checkpoint(
     hidden = folder.with_name(f".{folder.name}.tmp")
     if folder.exists() or not folder.absolute().parent.is_dir():
         raise ConfigError(
-            describe(
-                "a checkpoint must be written into a new folder",
-                got=folder,
-                do="name a folder that does not exist, in one that does",
-            )
+            "a checkpoint must be written into a new folder",
+            got=folder,
+            do="name a folder that does not exist, in one that does",
         )
     dist.barrier()
     if rank == 0:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError
 from moe_rl.megatron import world
 from moe_rl.megatron.hf_files import CheckpointReader, stored_dtype
 from moe_rl.models.hf import ModelFacts, layer_weights
@@ -76,7 +76,7 @@ def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE)
         yield from _entries_of(left, prefix, theirs, weight, slots, order, fused)
     if left:
         raise ConfigError(
-            describe("megatron parameters have no Hugging Face name", got=", ".join(sorted(left)[:3]), expected="none")
+            "megatron parameters have no Hugging Face name", got=", ".join(sorted(left)[:3]), expected="none"
         )
 
 
@@ -99,7 +99,7 @@ def _entries_of(
 
     def take(name: str) -> torch.Tensor:
         if name not in left:
-            raise ConfigError(describe("the megatron model lacks a parameter", expected=name))
+            raise ConfigError("the megatron model lacks a parameter", expected=name)
         return left.pop(name)
 
     names = tuple(theirs + name for name in weight.tensors)
@@ -162,12 +162,10 @@ def load(model: torch.nn.Module, facts: ModelFacts, reader: CheckpointReader) ->
             tensor = join(own, entry.weight.layout, facts.kv_heads // parts)
             if tensor.shape != parameter.shape:
                 raise ConfigError(
-                    describe(
-                        "a tensor has the wrong shape",
-                        where={"tensor": ", ".join(entry.names), "folder": reader.path},
-                        got=tuple(tensor.shape),
-                        expected=tuple(parameter.shape),
-                    )
+                    "a tensor has the wrong shape",
+                    where={"tensor": ", ".join(entry.names), "folder": reader.path},
+                    got=tuple(tensor.shape),
+                    expected=tuple(parameter.shape),
                 )
             parameter.copy_(tensor)
 

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError, describe, first_of
+from moe_rl.errors import WeightSyncError, first_of
 from moe_rl.megatron import world
 from moe_rl.megatron.hf_files import stored_dtype
 from moe_rl.models.hf import ModelFacts
@@ -348,6 +348,4 @@ def _refuse(parts: Mapping[str, int], *, late: Tensor, unlike: Tensor) -> None:
     ):
         wrong = [place(names[at]) for at in found.nonzero().flatten().tolist()]
         if wrong:
-            raise WeightSyncError(
-                describe(what, got=f"{len(wrong)} parts: {first_of(wrong)}", expected=expected, do=do)
-            )
+            raise WeightSyncError(what, got=f"{len(wrong)} parts: {first_of(wrong)}", expected=expected, do=do)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import unpermute
 
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
 from moe_rl.replay.session import MicrobatchHandle
 
@@ -77,13 +77,11 @@ def _refuse(moe: MoELayer) -> None:
     found = [name for name in settings if getattr(moe.config, name)]
     if found:
         raise ConfigError(
-            describe(
-                "an overlapped dispatch plan does not support this setting",
-                where={"setting": found[0], "layer": moe.layer_number - 1},
-                got=", ".join(f"{name}={getattr(moe.config, name)}" for name in found),
-                expected="off",
-                do="set replay.overlap_chunks to 0, or turn the setting off",
-            )
+            "an overlapped dispatch plan does not support this setting",
+            where={"setting": found[0], "layer": moe.layer_number - 1},
+            got=", ".join(f"{name}={getattr(moe.config, name)}" for name in found),
+            expected="off",
+            do="set replay.overlap_chunks to 0, or turn the setting off",
         )
 
 

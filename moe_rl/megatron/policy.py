@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.training import ParallelConfig, TrainConfig
-from moe_rl.errors import ConfigError, ReplayError, describe
+from moe_rl.errors import ConfigError, ReplayError
 from moe_rl.megatron import hf_map, rng, router_gradients, schedule, world
 from moe_rl.megatron.cpu import mode_left_behind, without_mode
 from moe_rl.megatron.expert_order import checksum, move
@@ -153,13 +153,11 @@ class Policy:
         for moe in self._moe_layers():
             if not isinstance(moe.experts, GroupedExperts):
                 raise ConfigError(
-                    describe(
-                        "experts of this kind cannot be copied",
-                        where={"key": "placement.copies", "layer": moe.layer_number - 1},
-                        got=type(moe.experts).__name__,
-                        expected=f"{GroupedExperts.__name__}: no TransformerEngine, and no biases of experts",
-                        do="set placement.copies to 0",
-                    )
+                    "experts of this kind cannot be copied",
+                    where={"key": "placement.copies", "layer": moe.layer_number - 1},
+                    got=type(moe.experts).__name__,
+                    expected=f"{GroupedExperts.__name__}: no TransformerEngine, and no biases of experts",
+                    do="set placement.copies to 0",
                 )
 
     def session(self, tables: Seq[MicrobatchRoutes], *, mode: Mode, name: str, **options: Any) -> ReplaySession:
@@ -371,12 +369,10 @@ class Policy:
         least, most = world.all_reduce([-same, same], dist.ReduceOp.MAX)
         if -least != most:
             raise ReplayError(
-                describe(
-                    "ranks got different placements of the experts",
-                    got=f"digest {same:013x} on rank {dist.get_rank()}",
-                    expected="the same on all ranks",
-                    do="plan on one rank and send the plan to the others",
-                )
+                "ranks got different placements of the experts",
+                got=f"digest {same:013x} on rank {dist.get_rank()}",
+                expected="the same on all ranks",
+                do="plan on one rank and send the plan to the others",
             )
         for optimizer in self.optimizers:
             # Adam has no moments before its first step; create them, so that they can be moved.
@@ -390,12 +386,10 @@ class Policy:
         (lost,) = world.all_reduce([sum(wrong)])
         if lost:
             raise ReplayError(
-                describe(
-                    "the weights of experts are not where their tokens are sent",
-                    got=f"{sum(wrong)} wrong layers on rank {dist.get_rank()}, {lost:.0f} on all ranks",
-                    expected="every expert's weights under its own number, as before the move",
-                    do="report this as a bug, and resume from a checkpoint: these weights cannot be used",
-                )
+                "the weights of experts are not where their tokens are sent",
+                got=f"{sum(wrong)} wrong layers on rank {dist.get_rank()}, {lost:.0f} on all ranks",
+                expected="every expert's weights under its own number, as before the move",
+                do="report this as a bug, and resume from a checkpoint: these weights cannot be used",
             )
         self.placement = np.array(placement, np.int64)
 

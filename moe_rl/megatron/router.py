@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_de
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import ReplayError
 from moe_rl.megatron import overlap, world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
 from moe_rl.megatron.expert_order import relocated
@@ -219,12 +219,10 @@ class ReplayLayer(TransformerLayer):
         if self.is_moe_layer:
             if not isinstance(packed_seq_params, ReplaySeqParams):
                 raise ReplayError(
-                    describe(
-                        "a microbatch has no replay handle",
-                        where={"layer": self.layer_number - 1},
-                        got=type(packed_seq_params).__name__,
-                        expected="ReplaySeqParams",
-                    )
+                    "a microbatch has no replay handle",
+                    where={"layer": self.layer_number - 1},
+                    got=type(packed_seq_params).__name__,
+                    expected="ReplaySeqParams",
                 )
             self.mlp.router.seq_params = packed_seq_params
             self.mlp.router.handle = None if self.is_mtp_layer else packed_seq_params.replay

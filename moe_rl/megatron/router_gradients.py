@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from moe_rl.errors import ReplayError, describe, first_of
+from moe_rl.errors import ReplayError, first_of
 from moe_rl.megatron import world
 
 # Rounding of sums over ranks, in parts of the gradients' norms. A lost part has the size of its norm.
@@ -114,14 +114,12 @@ def _along(router: torch.nn.Parameter, optimizers: Seq[MegatronOptimizer]) -> to
 
 def _lost(layer: int, got: str, expected: str) -> ReplayError:
     return ReplayError(
-        describe(
-            "a rank's part of a router's gradient is lost",
-            where={"layer": layer},
-            got=got,
-            expected=expected,
-            do="look for a hook or a collective that changes gradients of one rank; weights are as they were",
-            fault="router gradient",
-        )
+        "a rank's part of a router's gradient is lost",
+        where={"layer": layer},
+        got=got,
+        expected=expected,
+        do="look for a hook or a collective that changes gradients of one rank; weights are as they were",
+        fault="router gradient",
     )
 
 

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.cpu import mode_left_behind
 from moe_rl.megatron.microbatch import Microbatch
@@ -108,24 +108,20 @@ def _arguments(chunks, microbatches, session, score, after_forward, begun) -> di
     in_a_round = world.microbatches_in_a_round()
     if len(microbatches) % in_a_round:
         raise ReplayError(
-            describe(
-                "with interleaved stages, the number of microbatches must be a multiple of the number of stages",
-                got=f"{len(microbatches)} microbatches",
-                expected=f"a multiple of {in_a_round}",
-                do="add empty microbatches with planning.packing.fill_rounds",
-            )
+            "with interleaved stages, the number of microbatches must be a multiple of the number of stages",
+            got=f"{len(microbatches)} microbatches",
+            expected=f"a multiple of {in_a_round}",
+            do="add empty microbatches with planning.packing.fill_rounds",
         )
     _, ranks = world.context_parallel()
     for number, microbatch in enumerate(microbatches):
         if sum(microbatch.lengths) != microbatch.tokens.shape[1] * ranks:
             raise ReplayError(
-                describe(
-                    "a microbatch is not split over the context-parallel ranks",
-                    where={"microbatch": number},
-                    got=f"{microbatch.tokens.shape[1]} of {sum(microbatch.lengths)} rows",
-                    expected=f"1/{ranks} of its rows",
-                    do="pass world.context_parallel() to pack",
-                )
+                "a microbatch is not split over the context-parallel ranks",
+                where={"microbatch": number},
+                got=f"{microbatch.tokens.shape[1]} of {sum(microbatch.lengths)} rows",
+                expected=f"1/{ranks} of its rows",
+                do="pass world.context_parallel() to pack",
             )
 
     def forward_step(iterator, model, return_schedule_plan=False):

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from moe_rl.errors import About, ConfigError, describe
+from moe_rl.errors import About, ConfigError
 from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.layers import (
     ExpertOutput,
@@ -90,7 +90,7 @@ def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transf
             "set normalization, or install TransformerEngine",
         )
         where: About = {"setting": "normalization"}
-        raise ConfigError(describe(message, where=where, got=config.normalization, expected="RMSNorm", do=do))
+        raise ConfigError(message, where=where, got=config.normalization, expected="RMSNorm", do=do)
     first, every = get_transformer_layer_offset(config, vp_stage=vp_stage), config.moe_layer_freq
     flags = every if isinstance(every, list) else [layer % every == 0 for layer in range(config.num_layers)]
     here = flags[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_rl.checkpoint_folder import to_resume_instead
-from moe_rl.errors import CheckpointError, describe
+from moe_rl.errors import CheckpointError
 
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
 ALLOWED = frozenset(
@@ -50,13 +50,11 @@ class _Metadata(pickle.Unpickler):
         if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise CheckpointError(
-            describe(
-                "a checkpoint file names a class or function that no checkpoint contains, and is not read",
-                where={"file": self._path},
-                got=f"{module}.{name}",
-                expected="classes of torch.distributed.checkpoint",
-                do=f"find out who wrote it; {to_resume_instead(self._path.parent)}",
-            )
+            "a checkpoint file names a class or function that no checkpoint contains, and is not read",
+            where={"file": self._path},
+            got=f"{module}.{name}",
+            expected="classes of torch.distributed.checkpoint",
+            do=f"find out who wrote it; {to_resume_instead(self._path.parent)}",
         )
 
 
@@ -102,10 +100,8 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
     lines = str(error).splitlines()
     told = next((line.strip() for line in lines if "GLOBAL" in line or "Unsupported" in line), "".join(lines[:1]))
     return CheckpointError(
-        describe(
-            "a checkpoint file is damaged, or holds more than tensors and plain values, and is not read",
-            where={"file": path},
-            got=f"{type(error).__name__}: {told[:300]}",
-            do=f"find out who wrote it; {to_resume_instead(path if path.is_dir() else path.parent)}",
-        )
+        "a checkpoint file is damaged, or holds more than tensors and plain values, and is not read",
+        where={"file": path},
+        got=f"{type(error).__name__}: {told[:300]}",
+        do=f"find out who wrote it; {to_resume_instead(path if path.is_dir() else path.parent)}",
     )

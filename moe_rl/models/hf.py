@@ -90,9 +90,7 @@ def _existing(path: str | Path) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
-            describe(
-                "there is no such folder", where={"key": "model.path", "folder": folder}, do="give a checkpoint folder"
-            )
+            "there is no such folder", where={"key": "model.path", "folder": folder}, do="give a checkpoint folder"
         )
     return folder
 
@@ -123,16 +121,14 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
     if architecture is None:
         experts = find_experts(raw)
         raise ConfigError(
-            describe(
-                "a dense model has no experts to route to" if experts is None else "no model of this family is trained",
-                where={"key": "model.path", **where},
-                got=family_name(raw) if experts is None else f"{family_name(raw)}, with {experts}",
-                expected=" or ".join(FAMILIES),
-                do=""
-                if experts is None
-                else "its routes can be recorded, imported and checked with a layer map: docs/howto/library.md",
-                fault="dense" if experts is None else "",
-            )
+            "a dense model has no experts to route to" if experts is None else "no model of this family is trained",
+            where={"key": "model.path", **where},
+            got=family_name(raw) if experts is None else f"{family_name(raw)}, with {experts}",
+            expected=" or ".join(FAMILIES),
+            do=""
+            if experts is None
+            else "its routes can be recorded, imported and checked with a layer map: docs/howto/library.md",
+            fault="dense" if experts is None else "",
         )
 
     read = Fields(raw, where)
@@ -201,12 +197,10 @@ def _eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     flat = [item for value in values for item in (value if isinstance(value, list) else [value]) if item is not None]
     if any(type(item) is not int for item in flat):
         raise ConfigError(
-            describe(
-                "wrong value",
-                where={"key": "model.path", "field": "eos_token_id", "folder": folder},
-                got=flat,
-                expected="token ids",
-            )
+            "wrong value",
+            where={"key": "model.path", "field": "eos_token_id", "folder": folder},
+            got=flat,
+            expected="token ids",
         )
     return tuple(dict.fromkeys(flat))
 
@@ -298,7 +292,7 @@ def tokenizer_vocabulary(path: str | Path) -> int:
         return 1 + max([largest, *(token["id"] for token in raw.get("added_tokens") or [])])
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            describe("tokenizer.json holds no vocabulary", where={"key": "model.path", "file": file}, got=f"{error!r}")
+            "tokenizer.json holds no vocabulary", where={"key": "model.path", "file": file}, got=f"{error!r}"
         ) from None
 
 
@@ -307,21 +301,15 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(
-                describe(
-                    "file too large", where={"key": "model.path", "file": file}, expected=f"<= {MAX_JSON_BYTES} bytes"
-                )
+                "file too large", where={"key": "model.path", "file": file}, expected=f"<= {MAX_JSON_BYTES} bytes"
             )
         value = json.loads(file.read_text(encoding="utf-8"))
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(
-            describe("cannot read a file", where={"key": "model.path", "file": file}, got=error.strerror)
-        ) from None
+        raise ConfigError("cannot read a file", where={"key": "model.path", "file": file}, got=error.strerror) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(describe("not valid JSON", where={"key": "model.path", "file": file}, got=error)) from None
+        raise ConfigError("not valid JSON", where={"key": "model.path", "file": file}, got=error) from None
     if not isinstance(value, dict):
-        raise ConfigError(
-            describe("not a mapping", where={"key": "model.path", "file": file}, got=type(value).__name__)
-        )
+        raise ConfigError("not a mapping", where={"key": "model.path", "file": file}, got=type(value).__name__)
     return value

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError
 
 Tensor = tuple[str, tuple[int, ...], str]
 """Describes a tensor: safetensors dtype such as "BF16", shape, file name."""
@@ -27,17 +27,15 @@ def read_header(file: Path) -> dict[str, Tensor]:
             return {name: (one.get_dtype(), tuple(one.get_shape()), file.name) for name, one in slices.items()}
     except SafetensorError as error:
         raise ConfigError(
-            describe(
-                "damaged safetensors file",
-                where={"key": "model.path", "file": file},
-                got=error,
-                do="copy the checkpoint again",
-                fault="damaged",
-            )
+            "damaged safetensors file",
+            where={"key": "model.path", "file": file},
+            got=error,
+            do="copy the checkpoint again",
+            fault="damaged",
         ) from None
     except OSError as error:
         raise ConfigError(
-            describe("cannot read a file", where={"key": "model.path", "file": file}, got=error.strerror or error)
+            "cannot read a file", where={"key": "model.path", "file": file}, got=error.strerror or error
         ) from None
 
 

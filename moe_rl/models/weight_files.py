@@ -43,46 +43,38 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
     if not index.is_file():
         if not (folder / "model.safetensors").is_file():
             raise ConfigError(
-                describe(
-                    "no model.safetensors and no model.safetensors.index.json",
-                    where={"key": "model.path", "folder": folder},
-                )
+                "no model.safetensors and no model.safetensors.index.json",
+                where={"key": "model.path", "folder": folder},
             )
         return read_header(folder / "model.safetensors")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(describe("the index has no weight_map", where={"key": "model.path", "file": index}))
+        raise ConfigError("the index has no weight_map", where={"key": "model.path", "file": index})
     files = sorted({str(file) for file in weight_map.values()})
     outside = [file for file in files if os.path.basename(file) != file or not file.endswith(".safetensors")]
     if outside:
         raise ConfigError(
-            describe(
-                "the index names a file that is no *.safetensors of this folder",
-                where={"key": "model.path", "file": index},
-                got=repr(outside[0]),
-            )
+            "the index names a file that is no *.safetensors of this folder",
+            where={"key": "model.path", "file": index},
+            got=repr(outside[0]),
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, entry in read_header(folder / file).items():
             if weight_map.get(name) != file:
                 raise ConfigError(
-                    describe(
-                        "a tensor lies in another file than the index says",
-                        where={"key": "model.path", "file": index, "tensor": name},
-                        got=f"in {file}",
-                        expected=f"in {weight_map.get(name, 'no file')} as the index says",
-                    )
+                    "a tensor lies in another file than the index says",
+                    where={"key": "model.path", "file": index, "tensor": name},
+                    got=f"in {file}",
+                    expected=f"in {weight_map.get(name, 'no file')} as the index says",
                 )
             tensors[name] = entry
     absent = [name for name in weight_map if name not in tensors]
     if absent:
         raise ConfigError(
-            describe(
-                "the index names tensors that its files lack",
-                where={"key": "model.path", "file": index},
-                got=_some(absent),
-            )
+            "the index names tensors that its files lack",
+            where={"key": "model.path", "file": index},
+            got=_some(absent),
         )
     return tensors
 

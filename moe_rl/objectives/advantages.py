@@ -163,13 +163,11 @@ def advantages(
     """
     if name not in ADVANTAGES:
         raise ConfigError(
-            describe(
-                "unknown advantage estimator",
-                where={"key": "objective.advantage"},
-                got=repr(name),
-                expected=" or ".join(ADVANTAGES),
-                do="set objective.advantage to one of these",
-            )
+            "unknown advantage estimator",
+            where={"key": "objective.advantage"},
+            got=repr(name),
+            expected=" or ".join(ADVANTAGES),
+            do="set objective.advantage to one of these",
         )
     if not len(rewards) == len(group_ids) == len(lengths):
         raise ValueError(
@@ -212,13 +210,11 @@ def _refuse_wrong(rewards: Rewards, where: Sequence[About]) -> None:
     for reward, place in zip(rewards, where, strict=True):
         if reward is not None and not abs(reward) <= LARGEST_REWARD:  # `not <=` also catches NaN
             raise RewardError(
-                describe(
-                    "a reward is not finite, or too large",
-                    where=place,
-                    got=reward,
-                    expected=f"at most {LARGEST_REWARD:g} in size, or None for a failed verification",
-                    do="correct the reward function",
-                )
+                "a reward is not finite, or too large",
+                where=place,
+                got=reward,
+                expected=f"at most {LARGEST_REWARD:g} in size, or None for a failed verification",
+                do="correct the reward function",
             )
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError
 from moe_rl.objectives.clipped import dapo, decoupled, dr_grpo, grpo, sapo
 from moe_rl.objectives.loss_parts import PolicyLoss, check_tokens, nan_unless_finite, own_length
 from moe_rl.objectives.penalties import KL_ESTIMATORS
@@ -163,11 +163,9 @@ def reference_kl(
 def _check_name(name: str) -> None:
     if name not in POLICY_LOSSES:
         raise ConfigError(
-            describe(
-                "unknown policy loss",
-                where={"key": "objective.name"},
-                got=repr(name),
-                expected=" or ".join(POLICY_LOSSES),
-                do="set objective.name to one of these",
-            )
+            "unknown policy loss",
+            where={"key": "objective.name"},
+            got=repr(name),
+            expected=" or ".join(POLICY_LOSSES),
+            do="set objective.name to one of these",
         )

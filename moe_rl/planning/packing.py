@@ -67,13 +67,11 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
     if longest > microbatch_tokens:
         count = sum(length > microbatch_tokens for length in lengths)
         raise ConfigError(
-            describe(
-                "a sequence does not fit into a microbatch",
-                where={"sequence": lengths.index(longest)},
-                got=f"{longest} tokens, {count} too long in all",
-                expected=f"at most train.microbatch_tokens = {microbatch_tokens}",
-                do=f"set train.microbatch_tokens to at least {longest}, or shorten prompts or completions",
-            )
+            "a sequence does not fit into a microbatch",
+            where={"sequence": lengths.index(longest)},
+            got=f"{longest} tokens, {count} too long in all",
+            expected=f"at most train.microbatch_tokens = {microbatch_tokens}",
+            do=f"set train.microbatch_tokens to at least {longest}, or shorten prompts or completions",
         )
 
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))

@@ -79,9 +79,7 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
                     of_stage = rows[together][:, :, stage]
                     found.append(budget(of_stage, expert_parallel=parallel.expert, top_k=facts.top_k))
     if not sequences:
-        raise TraceError(
-            describe("the trace has no records", where={"folder": trace}, do="give the trace folder of a run")
-        )
+        raise TraceError("the trace has no records", where={"folder": trace}, do="give the trace folder of a run")
     return Peaks(
         batches=batches,
         sequences=sequences,
@@ -103,13 +101,11 @@ def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[in
             found = selection.store.expert_counts(ref)
             if found.shape != shape or found.sum() != ref.rows * shape[0] * facts.top_k:
                 raise TraceError(
-                    describe(
-                        "a record is not of this model",
-                        where={"record": ref.key},
-                        got=f"{found.sum()} choices of {found.shape[1]} experts in {found.shape[0]} layers",
-                        expected=f"{facts.top_k} of {shape[1]} experts in {shape[0]} layers for {ref.rows} tokens",
-                        do="give the trace of a run of model.path",
-                    )
+                    "a record is not of this model",
+                    where={"record": ref.key},
+                    got=f"{found.sum()} choices of {found.shape[1]} experts in {found.shape[0]} layers",
+                    expected=f"{facts.top_k} of {shape[1]} experts in {shape[0]} layers for {ref.rows} tokens",
+                    do="give the trace of a run of model.path",
                 )
             one[:] = found
         yield [ref.key.rpartition("/")[0] for ref in refs], [ref.rows for ref in refs], counts

@@ -106,12 +106,10 @@ def parse(overrides: Seq[str], ranks: int) -> Case:
         section, _, name = key.partition(".")
         if not equals or section not in given or not name:
             raise ConfigError(
-                describe(
-                    "a proof does not accept this override",
-                    where={"override": repr(text)},
-                    got=text,
-                    expected="parallel.NAME=VALUE or train.NAME=VALUE",
-                )
+                "a proof does not accept this override",
+                where={"override": repr(text)},
+                got=text,
+                expected="parallel.NAME=VALUE or train.NAME=VALUE",
             )
         given[section][name], _ = strict_yaml.parse(value, {"override": repr(text)})
     made: list[ParallelConfig | TrainConfig] = []

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from moe_rl.config.check_layout import layout_problems
-from moe_rl.errors import ConfigError, Problem, ReplayError, describe
+from moe_rl.errors import ConfigError, Problem, ReplayError
 from moe_rl.models.hf import read_model
 from moe_rl.parent import torchrun
 from moe_rl.proof.batch import batch
@@ -96,11 +96,9 @@ class Proof:
             process = _torchrun(ranks, self.checkpoint, out, out / "cases.json", timeout=timeout)
             if process.returncode:
                 raise ReplayError(
-                    describe(
-                        "the ranks of a proof failed",
-                        where={"case": ", ".join(cases[n].name for n in numbers)},
-                        got=f"status {process.returncode}: {process.stderr[-3000:]}",
-                    )
+                    "the ranks of a proof failed",
+                    where={"case": ", ".join(cases[n].name for n in numbers)},
+                    got=f"status {process.returncode}: {process.stderr[-3000:]}",
                 )
             for at, n in enumerate(numbers):
                 files = [out / f"{at}-rank{rank}.pt" for rank in range(ranks)]
@@ -148,7 +146,7 @@ class Proof:
             for sequence, position, layer, experts in rank["chosen"]:
                 recorded[sequence][position, facts.moe_layers.index(layer)] = experts
         if any((table == 255).any() for table in recorded):
-            raise ReplayError(describe("the ranks together did not record every row", expected="each row once"))
+            raise ReplayError("the ranks together did not record every row", expected="each row once")
         return recorded
 
 
@@ -179,7 +177,7 @@ def merged(ranks: list[dict], key: str) -> dict[Any, torch.Tensor]:
     for rank in ranks:
         for name, value in rank[key].items():
             if not torch.equal(value, out.setdefault(name, value)):
-                raise ReplayError(describe(f"two ranks have different values of {key}", where={"case": name}))
+                raise ReplayError(f"two ranks have different values of {key}", where={"case": name})
     return out
 
 
@@ -188,11 +186,9 @@ def largest(got: Tensors, expected: Tensors) -> float:
     differ."""
     if got.keys() != expected.keys():
         raise ReplayError(
-            describe(
-                "the ranks and the reference do not have the same tensors",
-                got=sorted(map(str, got.keys() - expected.keys()))[:5],
-                expected=sorted(map(str, expected.keys() - got.keys()))[:5],
-            )
+            "the ranks and the reference do not have the same tensors",
+            got=sorted(map(str, got.keys() - expected.keys()))[:5],
+            expected=sorted(map(str, expected.keys() - got.keys()))[:5],
         )
     differences = [(got[name].float() - expected[name].float()).abs().max() for name in expected]
     return torch.stack(differences).max().item()  # Python's max would ignore a NaN

@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from moe_rl.errors import About, ReplayError, describe, first_of
+from moe_rl.errors import About, ReplayError, first_of
 from moe_rl.trace.source_sum import expert_salts
 
 
@@ -67,14 +67,12 @@ def check_source(names: Seq[str], got: Seq[int], source: Seq[int], *, where: Abo
     if wrong:
         routes = "as they were read" if what == "read" else what
         raise ReplayError(
-            describe(
-                f"the routes {routes} are not those that left the sampler's engine",
-                where=where,
-                got=f"other sums for {len(wrong)} of {len(names)} sequences: {first_of(wrong)}",
-                expected="the source_sum of each reference",
-                do=do,
-                fault=what,
-            )
+            f"the routes {routes} are not those that left the sampler's engine",
+            where=where,
+            got=f"other sums for {len(wrong)} of {len(names)} sequences: {first_of(wrong)}",
+            expected="the source_sum of each reference",
+            do=do,
+            fault=what,
         )
 
 

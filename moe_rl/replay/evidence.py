@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from moe_rl.errors import About, NonFiniteError, ReplayError, describe, first_of
+from moe_rl.errors import About, NonFiniteError, ReplayError, first_of
 from moe_rl.replay.alignment import Alignment
 from moe_rl.replay.checksum import check_source
 from moe_rl.replay.tables import Compared, MicrobatchRoutes
@@ -26,14 +26,12 @@ def refuse_strangers(flags: Seq[tuple[int, torch.Tensor]], where: About) -> None
     """
     if wrong := [str(microbatch) for (microbatch,) in _raised(flags)]:
         raise ReplayError(
-            describe(
-                "a microbatch ran with the routes of other tokens",
-                where=where,
-                got=f"other tokens in microbatch {', '.join(wrong)}",
-                expected="the tokens that the routes were read for",
-                do="pass microbatches and routes in the same order",
-                fault="other tokens",
-            )
+            "a microbatch ran with the routes of other tokens",
+            where=where,
+            got=f"other tokens in microbatch {', '.join(wrong)}",
+            expected="the tokens that the routes were read for",
+            do="pass microbatches and routes in the same order",
+            fault="other tokens",
         )
 
 
@@ -45,14 +43,12 @@ def refuse_misplanned(flags: Seq[tuple[int, int, torch.Tensor]], where: About) -
     """
     if wrong := [f"microbatch {microbatch} layer {layer}" for microbatch, layer in _raised(flags)]:
         raise ReplayError(
-            describe(
-                "a dispatch plan sent rows to other experts than recorded",
-                where=where,
-                got=first_of(wrong),
-                expected="the plan that was made from these routes",
-                do="make plans from the tables that the session replays, in the same order",
-                fault="plan",
-            )
+            "a dispatch plan sent rows to other experts than recorded",
+            where=where,
+            got=first_of(wrong),
+            expected="the plan that was made from these routes",
+            do="make plans from the tables that the session replays, in the same order",
+            fault="plan",
         )
 
 
@@ -76,14 +72,12 @@ def refuse_misapplied(pairs: list[str], checked: int, where: About) -> None:
     """Refuse the pairs that `misapplied` found, out of `checked` (sequence, layer) pairs."""
     if pairs:
         raise ReplayError(
-            describe(
-                "tokens were dispatched to other experts than recorded",
-                where=where,
-                got=f"{len(pairs)} of {checked} (sequence, layer) pairs: {first_of(pairs)}",
-                expected="the experts of the record for every token",
-                do="look for a router or dispatcher setting that changes the routing map, or for rows out of place",
-                fault="misapplied",
-            )
+            "tokens were dispatched to other experts than recorded",
+            where=where,
+            got=f"{len(pairs)} of {checked} (sequence, layer) pairs: {first_of(pairs)}",
+            expected="the experts of the record for every token",
+            do="look for a router or dispatcher setting that changes the routing map, or for rows out of place",
+            fault="misapplied",
         )
 
 
@@ -115,13 +109,11 @@ def refuse_uncompared(
     if missing:
         microbatch, layer = missing[0]
         raise ReplayError(
-            describe(
-                "a router's own choice was not compared with the record",
-                where={**where, "microbatch": microbatch, "layer": layer},
-                got=f"{len(missing)} layers without a comparison",
-                expected="every layer of every microbatch compared",
-                fault="uncompared",
-            )
+            "a router's own choice was not compared with the record",
+            where={**where, "microbatch": microbatch, "layer": layer},
+            got=f"{len(missing)} layers without a comparison",
+            expected="every layer of every microbatch compared",
+            fault="uncompared",
         )
 
 
@@ -136,11 +128,9 @@ def refuse_blind_witness(compared: Seq[Compared], margin: float, layers: Seq[int
     broken = torch.cat([~one.margin.isfinite() for one in compared], 1).any(1).tolist()
     wrong = ", ".join(str(layer) for layer, is_broken in zip(layers, broken, strict=True) if is_broken)
     raise NonFiniteError(
-        describe(
-            "scores of the trainer's routers are not finite, so the routes cannot be tested against them",
-            where={**where, "layers": wrong},
-            do="look for NaN in the trainer's weights, and start from an earlier checkpoint. No weights were updated",
-        )
+        "scores of the trainer's routers are not finite, so the routes cannot be tested against them",
+        where={**where, "layers": wrong},
+        do="look for NaN in the trainer's weights, and start from an earlier checkpoint. No weights were updated",
     )
 
 
@@ -148,15 +138,13 @@ def refuse_misaligned(alignment: Alignment, where: About) -> None:
     """Refuse routes that do not belong to the rows that they are replayed on."""
     if faults := alignment.faults:
         raise ReplayError(
-            describe(
-                "recorded routes belong to other rows than they would be replayed on",
-                where=where,
-                got=first_of(faults),
-                expected="routes that the trainer's routers nearly agree with. No weights were updated",
-                do="check the recorder, and the weights that the sampler holds. If the routes come from other weights "
-                "or tokens on purpose, set guards.alignment=false",
-                fault="alignment",
-            )
+            "recorded routes belong to other rows than they would be replayed on",
+            where=where,
+            got=first_of(faults),
+            expected="routes that the trainer's routers nearly agree with. No weights were updated",
+            do="check the recorder, and the weights that the sampler holds. If the routes come from other weights "
+            "or tokens on purpose, set guards.alignment=false",
+            fault="alignment",
         )
 
 

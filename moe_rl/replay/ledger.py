@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_rl.errors import About, ReplayError, describe, first_of
+from moe_rl.errors import About, ReplayError, first_of
 
 
 @dataclass(slots=True)
@@ -50,12 +50,10 @@ class Ledger:
         expected = len(known) + sum(layer in recomputed_layers for _, layer in known)
         if problems:
             raise ReplayError(
-                describe(
-                    f"routes were not {self.verb} exactly once",
-                    where=where,
-                    got=first_of(problems),
-                    expected=f"each of {expected} exactly once",
-                    fault=self.verb,
-                )
+                f"routes were not {self.verb} exactly once",
+                where=where,
+                got=first_of(problems),
+                expected=f"each of {expected} exactly once",
+                fault=self.verb,
             )
         return sum(self.counts.values()), expected

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from moe_rl.errors import ReplayError, RouteValidationError, TraceError, describe
+from moe_rl.errors import ReplayError, RouteValidationError, TraceError
 from moe_rl.planning.token_layout import padding_experts
 from moe_rl.replay.checksum import RowSalts, check_source, expected
 from moe_rl.replay.row_places import RowPlaces
@@ -91,14 +91,12 @@ def source_sum(sequence: Sequence) -> int:
         return 0
     if ref.key != sequence.key:
         raise RouteValidationError(
-            describe(
-                "a sequence has the route reference of another sequence",
-                where={"request": sequence.key},
-                got=f"the routes of {ref.key}",
-                expected=f"the routes of {sequence.key}",
-                do="keep every sequence together with its own route reference",
-                fault="another reference",
-            )
+            "a sequence has the route reference of another sequence",
+            where={"request": sequence.key},
+            got=f"the routes of {ref.key}",
+            expected=f"the routes of {sequence.key}",
+            do="keep every sequence together with its own route reference",
+            fault="another reference",
         )
     return sum_of(ref)
 
@@ -135,14 +133,12 @@ def read_routes(
         ref = sequence.routes
         if missing_rows(sequence) and policy.missing == "refuse":
             raise TraceError(
-                describe(
-                    "tokens of a sequence have no routes",
-                    where={"request": sequence.key},
-                    got="no routes" if ref is None else f"routes of tokens {ref.start} to {ref.start + ref.rows - 1}",
-                    expected=f"routes of all {sequence.forwarded} forwarded tokens",
-                    do="turn recording on in the sampler, or set replay.missing to drop or native",
-                    fault="no routes",
-                )
+                "tokens of a sequence have no routes",
+                where={"request": sequence.key},
+                got="no routes" if ref is None else f"routes of tokens {ref.start} to {ref.start + ref.rows - 1}",
+                expected=f"routes of all {sequence.forwarded} forwarded tokens",
+                do="turn recording on in the sampler, or set replay.missing to drop or native",
+                fault="no routes",
             )
         source_sum(sequence)  # checks the reference before anything is read
         wanted.append([] if ref is None else [(ref, run) for run in _runs(mine[ref.start :], ref.rows)])
@@ -187,26 +183,22 @@ def _sampled_versions(sequence: Sequence) -> np.ndarray:
     ends = [0, *(one.after for one in sequence.inserted), len(sequence.token_ids)]
     if sequence.inserted and not all(one < other for one, other in pairwise(ends)):
         raise RouteValidationError(
-            describe(
-                "tokens are inserted elsewhere than between the sampled ones",
-                where={"request": sequence.key},
-                got=f"behind {ends[1:-1]} sampled tokens",
-                expected=f"rising numbers from 1 to {len(sequence.token_ids) - 1}",
-                do="keep every sequence together with its own inserted tokens",
-                fault="inserted tokens",
-            )
+            "tokens are inserted elsewhere than between the sampled ones",
+            where={"request": sequence.key},
+            got=f"behind {ends[1:-1]} sampled tokens",
+            expected=f"rising numbers from 1 to {len(sequence.token_ids) - 1}",
+            do="keep every sequence together with its own inserted tokens",
+            fault="inserted tokens",
         )
     tokens = [span.tokens for span in sequence.versions]
     if sum(tokens) != len(sequence.token_ids) or min(tokens, default=1) < 1:
         raise RouteValidationError(
-            describe(
-                "the weight versions of a sequence are not those of its tokens",
-                where={"request": sequence.key},
-                got=f"{sum(tokens)} tokens in {len(tokens)} spans",
-                expected=f"{len(sequence.token_ids)} sampled tokens, and at least 1 in each span",
-                do="keep every sequence together with its own versions",
-                fault="versions of tokens",
-            )
+            "the weight versions of a sequence are not those of its tokens",
+            where={"request": sequence.key},
+            got=f"{sum(tokens)} tokens in {len(tokens)} spans",
+            expected=f"{len(sequence.token_ids)} sampled tokens, and at least 1 in each span",
+            do="keep every sequence together with its own versions",
+            fault="versions of tokens",
         )
     versions = np.full(sequence.forwarded, -1, np.int64)
     versions[sequence.positions - 1] = np.repeat([s.weight_version for s in sequence.versions], tokens)
@@ -225,14 +217,12 @@ def _check_versions(sequence: Sequence, versions: np.ndarray, start: int, sample
     if wrong.size:
         at = int(wrong[0])
         raise RouteValidationError(
-            describe(
-                "a token was sampled by other weights than those that made its row",
-                where={"request": sequence.key, "token": start + at},
-                got=f"a row of weight version {versions[at]}, {wrong.size} rows differ",
-                expected=f"weight version {expected[at]}, which sampled the next token",
-                do="look for what exchanged the versions of the tokens, or for a record of another attempt",
-                fault="versions of rows",
-            )
+            "a token was sampled by other weights than those that made its row",
+            where={"request": sequence.key, "token": start + at},
+            got=f"a row of weight version {versions[at]}, {wrong.size} rows differ",
+            expected=f"weight version {expected[at]}, which sampled the next token",
+            do="look for what exchanged the versions of the tokens, or for a record of another attempt",
+            fault="versions of rows",
         )
 
 
@@ -288,13 +278,11 @@ def microbatch_routes(
     lengths = [len(ids) for ids in fed]
     if [len(part.routes) for part in parts] != lengths:
         raise ReplayError(
-            describe(
-                "routes and packed tokens differ in number",
-                where={"request": ", ".join(names)},
-                got=[len(part.routes) for part in parts],
-                expected=lengths,
-                fault="rows",
-            )
+            "routes and packed tokens differ in number",
+            where={"request": ", ".join(names)},
+            got=[len(part.routes) for part in parts],
+            expected=lengths,
+            fault="rows",
         )
 
     on_device = partial(_on_device, device=device)

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from moe_rl.errors import About, ReplayError, after_lr, describe
+from moe_rl.errors import About, ReplayError, after_lr
 from moe_rl.replay.alignment import Alignment, AlignmentTest
 from moe_rl.replay.evidence import (
     misapplied,
@@ -121,14 +121,12 @@ class ReplaySession:
         global _open_session
         if _open_session is not None:
             raise ReplayError(
-                describe(
-                    "a replay session is already open",
-                    where={"run": self.name},
-                    got=_open_session.name,
-                    expected="no open session",
-                    do="close that session first: sessions cannot be nested",
-                    fault="nested",
-                )
+                "a replay session is already open",
+                where={"run": self.name},
+                got=_open_session.name,
+                expected="no open session",
+                do="close that session first: sessions cannot be nested",
+                fault="nested",
             )
         _open_session = self
         return self
@@ -163,24 +161,20 @@ class ReplaySession:
         self._forwarding = microbatch
         if microbatch >= len(self.microbatches):
             raise ReplayError(
-                describe(
-                    "a pass has more microbatches than its session",
-                    where={**self.place, "microbatch": microbatch},
-                    got=f"microbatch {microbatch}",
-                    expected=f"{len(self.microbatches)} microbatches",
-                    fault="too many",
-                )
+                "a pass has more microbatches than its session",
+                where={**self.place, "microbatch": microbatch},
+                got=f"microbatch {microbatch}",
+                expected=f"{len(self.microbatches)} microbatches",
+                fault="too many",
             )
         expected = self.microbatches[microbatch].fed.tokens
         if tokens.shape != expected.shape:
             raise ReplayError(
-                describe(
-                    "routes and tokens differ in number",
-                    where={**self.place, "microbatch": microbatch},
-                    got=f"{len(expected)} rows",
-                    expected=f"{len(tokens)} tokens",
-                    fault="rows",
-                )
+                "routes and tokens differ in number",
+                where={**self.place, "microbatch": microbatch},
+                got=f"{len(expected)} rows",
+                expected=f"{len(tokens)} tokens",
+                fault="rows",
             )
         self._strangers.append((microbatch, (tokens != expected).any()))
 
@@ -188,27 +182,23 @@ class ReplaySession:
         """Return the recorded routes [R, K] of one (microbatch, layer)."""
         if _open_session is not self:
             raise ReplayError(
-                describe(
-                    "a router asked for routes of a session that is not open",
-                    where=self._where(microbatch, layer),
-                    got="no open session" if _open_session is None else _open_session.name,
-                    expected=self.name,
-                    do="look for a router that kept the key of an earlier pass",
-                    fault="not open",
-                )
+                "a router asked for routes of a session that is not open",
+                where=self._where(microbatch, layer),
+                got="no open session" if _open_session is None else _open_session.name,
+                expected=self.name,
+                do="look for a router that kept the key of an earlier pass",
+                fault="not open",
             )
         try:
             return self.microbatches[microbatch].routes[layer]
         except (IndexError, KeyError):
             raise ReplayError(
-                describe(
-                    "no routes for this layer",
-                    where=self._where(microbatch, layer),
-                    got="none",
-                    expected=f"layers {sorted(self.microbatches[0].routes) if self.microbatches else []}",
-                    do="record routes with the same model that is trained",
-                    fault="no routes",
-                )
+                "no routes for this layer",
+                where=self._where(microbatch, layer),
+                got="none",
+                expected=f"layers {sorted(self.microbatches[0].routes) if self.microbatches else []}",
+                do="record routes with the same model that is trained",
+                fault="no routes",
             ) from None
 
     def native_rows(self, microbatch: int) -> torch.Tensor | None:
@@ -274,14 +264,12 @@ class ReplaySession:
         plan, routes = plans[layer], self._routes_of(microbatch, layer, tokens)
         if len(plan.entries) != routes.numel():
             raise ReplayError(
-                describe(
-                    "a dispatch plan belongs to another microbatch",
-                    where=self._where(microbatch, layer),
-                    got=f"{len(plan.entries)} sent rows",
-                    expected=routes.numel(),
-                    do="make plans from the tables that the session replays, in the same order",
-                    fault="plan",
-                )
+                "a dispatch plan belongs to another microbatch",
+                where=self._where(microbatch, layer),
+                got=f"{len(plan.entries)} sent rows",
+                expected=routes.numel(),
+                do="make plans from the tables that the session replays, in the same order",
+                fault="plan",
             )
         return plan
 
@@ -312,13 +300,11 @@ class ReplaySession:
         self._check_whose(microbatch, layer)
         if routes.shape[0] != tokens:
             raise ReplayError(
-                describe(
-                    "routes and tokens differ in number",
-                    where=self._where(microbatch, layer),
-                    got=f"{routes.shape[0]} rows",
-                    expected=f"{tokens} tokens",
-                    fault="rows",
-                )
+                "routes and tokens differ in number",
+                where=self._where(microbatch, layer),
+                got=f"{routes.shape[0]} rows",
+                expected=f"{tokens} tokens",
+                fault="rows",
             )
         return routes
 
@@ -327,14 +313,12 @@ class ReplaySession:
         recomputation = layer in self.recomputed_layers and torch.is_grad_enabled()
         if microbatch != self._forwarding and not recomputation:
             raise ReplayError(
-                describe(
-                    "a layer asked for routes of a microbatch that it is not running",
-                    where={**self.place, "layer": layer},
-                    got=f"microbatch {microbatch}",
-                    expected=f"microbatch {self._forwarding}",
-                    do="look for a router that kept the key of another microbatch",
-                    fault="another microbatch",
-                )
+                "a layer asked for routes of a microbatch that it is not running",
+                where={**self.place, "layer": layer},
+                got=f"microbatch {microbatch}",
+                expected=f"microbatch {self._forwarding}",
+                do="look for a router that kept the key of another microbatch",
+                fault="another microbatch",
             )
 
     def _close(self) -> None:
@@ -409,14 +393,12 @@ def require_open(session: ReplaySession | None) -> None:
     """
     if _open_session is not session:
         raise ReplayError(
-            describe(
-                "the model was run outside its replay session",
-                where={"run": "natively routed"} if session is None else session.place,
-                got="no open session" if _open_session is None else f"{_open_session.name} is open",
-                expected="no open session" if session is None else "its session open",
-                do="run each pass inside its own `with session:` block, and no other pass inside that block",
-                fault="outside",
-            )
+            "the model was run outside its replay session",
+            where={"run": "natively routed"} if session is None else session.place,
+            got="no open session" if _open_session is None else f"{_open_session.name} is open",
+            expected="no open session" if session is None else "its session open",
+            do="run each pass inside its own `with session:` block, and no other pass inside that block",
+            fault="outside",
         )
 
 
@@ -432,14 +414,12 @@ def refuse_lost_key(layer: int) -> None:
     recomputes = layer in session.recomputed_layers and torch.is_grad_enabled()
     microbatch: About = {} if recomputes else {"microbatch": session._forwarding}
     raise ReplayError(
-        describe(
-            "a layer lost the handle to its routes",
-            where={**session.place, **microbatch, "layer": layer},
-            got="no handle",
-            expected="the handle of the microbatch that the layer is running",
-            do="look for code that runs the layer or its router without the packed sequence parameters",
-            fault="lost key",
-        )
+        "a layer lost the handle to its routes",
+        where={**session.place, **microbatch, "layer": layer},
+        got="no handle",
+        expected="the handle of the microbatch that the layer is running",
+        do="look for code that runs the layer or its router without the packed sequence parameters",
+        fault="lost key",
     )
 
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from moe_rl.disk import sync, write_whole
-from moe_rl.errors import DataError, describe
+from moe_rl.errors import DataError
 
 FOLDER = "evidence"  # inside the run folder
 _FILE, _ROWS, WEIGHTS = "evidence.json", "rows.safetensors", "weights"
@@ -170,7 +170,7 @@ def read(folder: Path) -> Evidence:
     try:
         return msgspec.json.decode(file.read_bytes(), type=Evidence)
     except (OSError, msgspec.MsgspecError) as error:
-        raise DataError(describe("evidence cannot be read", where={"file": file}, got=error)) from error
+        raise DataError("evidence cannot be read", where={"file": file}, got=error) from error
 
 
 def read_rows(folder: Path, evidence: Evidence) -> list[dict[str, np.ndarray]]:
@@ -181,7 +181,7 @@ def read_rows(folder: Path, evidence: Evidence) -> list[dict[str, np.ndarray]]:
     try:
         arrays = load_file(folder / _ROWS)
     except (OSError, SafetensorError) as error:
-        raise DataError(describe("evidence cannot be read", where={"file": folder / _ROWS}, got=error)) from error
+        raise DataError("evidence cannot be read", where={"file": folder / _ROWS}, got=error) from error
     numbers = range(len(evidence.sequences))
     return [{what: arrays[name] for what in ARRAYS if (name := f"{number}/{what}") in arrays} for number in numbers]
 

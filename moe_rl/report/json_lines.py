@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from moe_rl.disk import write_all, write_whole, writing
-from moe_rl.errors import MoeRLError, describe
+from moe_rl.errors import MoeRLError
 
 
 def encode(values: Iterable[Any]) -> bytes:
@@ -58,12 +58,10 @@ def read_lines[T](path: Path, kind: type[T]) -> list[T]:
             found.append(msgspec.json.decode(line, type=kind))
         except msgspec.MsgspecError as error:
             raise MoeRLError(
-                describe(
-                    "a line of the run is damaged",
-                    where={"file": path, "line": number},
-                    got=error,
-                    expected=f"one {kind.__name__} as a JSON object",
-                    do="delete that line",
-                )
+                "a line of the run is damaged",
+                where={"file": path, "line": number},
+                got=error,
+                expected=f"one {kind.__name__} as a JSON object",
+                do="delete that line",
             ) from error
     return found

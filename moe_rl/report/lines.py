@@ -128,13 +128,11 @@ def read_rows(path: Path) -> tuple[list[Row], bool]:
             if number == len(lines):  # without a newline, the last line was being written
                 return rows, True
             raise MoeRLError(
-                describe(
-                    "the metrics log is damaged",
-                    where={"file": path, "line": number},
-                    got=repr(line[:60]),
-                    expected='an object with "step" and "kind", and with the checksum of its content',
-                    do="restore the file, or delete this line",
-                )
+                "the metrics log is damaged",
+                where={"file": path, "line": number},
+                got=repr(line[:60]),
+                expected='an object with "step" and "kind", and with the checksum of its content',
+                do="restore the file, or delete this line",
             ) from error
         rows.append(row)
     return rows, False

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError
 from moe_rl.planning.side_balance import Speeds, sampling_gpus
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import Row, read_run
@@ -30,12 +30,10 @@ def read_speeds(given: str) -> Speeds:
         return Speeds(sampled, trained, "as given")
     if (found := measured_speeds(Path(given))) is None:
         raise ConfigError(
-            describe(
-                "nothing says how fast the sides are",
-                where={"option": "--speeds"},
-                got=given,
-                expected="SAMPLED,TRAINED: two numbers above 0; or the folder of a run that has made a step",
-            )
+            "nothing says how fast the sides are",
+            where={"option": "--speeds"},
+            got=given,
+            expected="SAMPLED,TRAINED: two numbers above 0; or the folder of a run that has made a step",
         )
     return found
 

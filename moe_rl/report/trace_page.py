@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from moe_rl.disk import write_whole
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.report.figures import (
     BLUE,
     GREY,
@@ -62,12 +62,10 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
     facts: dict[str, Any] = inspect(selection)
     if len(facts["models"]) != 1 or not facts["models"][0]["sequences"]:
         raise TraceError(
-            describe(
-                "plots are of one model",
-                where={"folder": selection.root},
-                got=f"{len(facts['models'])} models in {facts['shards']} shards",
-                do="give one shard, or a store that is not empty",
-            )
+            "plots are of one model",
+            where={"folder": selection.root},
+            got=f"{len(facts['models'])} models in {facts['shards']} shards",
+            do="give one shard, or a store that is not empty",
         )
     spec, counts_LE = expert_counts(selection)
     with matplotlib.rc_context(STYLE):

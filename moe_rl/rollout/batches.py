@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import PipelineError, RewardError, describe
+from moe_rl.errors import PipelineError, RewardError
 from moe_rl.objectives.advantages import equal, has_spread, overlong_penalty
 from moe_rl.rollout.kept import KeptSample, RolloutBatch, shards_of
 from moe_rl.rollout.pieces import Pieces, all_pieces, joined
@@ -114,14 +114,12 @@ class Batches:
         for one in completions:
             if one.prompt_token_ids != prompt.token_ids:
                 raise RewardError(
-                    describe(
-                        "a completion is not one of its group's prompt",
-                        where={"request": one.key, "group": number},
-                        got=f"a prompt of {len(one.prompt_token_ids)} other tokens",
-                        expected=f"those of prompt {prompt.id}",
-                        do="look for what exchanges or repeats groups between the sampler and the verifiers",
-                        fault="another prompt",
-                    )
+                    "a completion is not one of its group's prompt",
+                    where={"request": one.key, "group": number},
+                    got=f"a prompt of {len(one.prompt_token_ids)} other tokens",
+                    expected=f"those of prompt {prompt.id}",
+                    do="look for what exchanges or repeats groups between the sampler and the verifiers",
+                    fault="another prompt",
                 )
         rewards = [
             v.reward + self._overlong(c) if v.reward is not None else None
@@ -202,7 +200,7 @@ class Batches:
             what, do = ("episodes", "all episodes of a step failed"), "fix the environment"
         check_failed_fraction(verdicts, self.config.task.max_failed_fraction, f"too many {what[0]} failed")
         if not any(verdict.scored for verdict in verdicts):
-            raise RewardError(describe(what[1], got=verdicts[0].detail, do=do))
+            raise RewardError(what[1], got=verdicts[0].detail, do=do)
 
     def _sample_of(self, group: PromptGroup, index: int, piece: Completion) -> KeptSample:
         """Return what samples.jsonl shows of a completion, or of a piece of it behind the earlier ones."""
@@ -256,15 +254,13 @@ def check_drawing(pieces: Iterable[Completion], config: Config) -> None:
     for piece in pieces:
         if piece.drawing != wanted:
             raise PipelineError(
-                describe(
-                    "tokens were drawn with other sampling parameters than those of the config",
-                    where={"request": piece.key, "key": "rollout"},
-                    got=piece.drawing or "unknown ones",
-                    expected=wanted,
-                    do="go on with the parameters that the run began with, or delete the folder groups of the run, to "
-                    "sample its unfinished groups again",
-                    fault="drawing",
-                )
+                "tokens were drawn with other sampling parameters than those of the config",
+                where={"request": piece.key, "key": "rollout"},
+                got=piece.drawing or "unknown ones",
+                expected=wanted,
+                do="go on with the parameters that the run began with, or delete the folder groups of the run, to "
+                "sample its unfinished groups again",
+                fault="drawing",
             )
 
 
@@ -274,26 +270,22 @@ def _check_whose(group: PromptGroup) -> PromptGroup:
     wrong = [one.key for one in parts if one.seal != seal_of(one.key, one.token_ids, one.logprobs)]
     if wrong:
         raise RewardError(
-            describe(
-                "a completion was changed behind the sampler",
-                where={"request": wrong[0], "group": group.number},
-                got="tokens or log-probabilities that do not have its seal",
-                expected="what the sampler said",
-                do="look for what changes completions between the sampler and the batch",
-                fault="seal",
-            )
+            "a completion was changed behind the sampler",
+            where={"request": wrong[0], "group": group.number},
+            got="tokens or log-probabilities that do not have its seal",
+            expected="what the sampler said",
+            do="look for what changes completions between the sampler and the batch",
+            fault="seal",
         )
     for one, verdict in zip(group.completions, group.verdicts, strict=True):
         if verdict.of != one.seal:
             raise RewardError(
-                describe(
-                    "a verdict is not of its completion",
-                    where={"request": one.key, "group": group.number},
-                    got=f"the verdict of a completion with the seal {verdict.of or 'none'}",
-                    expected=one.seal,
-                    do="look for what exchanges verdicts between the verifiers and the batch",
-                    fault="another verdict",
-                )
+                "a verdict is not of its completion",
+                where={"request": one.key, "group": group.number},
+                got=f"the verdict of a completion with the seal {verdict.of or 'none'}",
+                expected=one.seal,
+                do="look for what exchanges verdicts between the verifiers and the batch",
+                fault="another verdict",
             )
     return group
 

@@ -60,7 +60,7 @@ class ChildProcess:
         silence_seconds: float,
     ):
         if threading.current_thread() is not threading.main_thread():
-            raise EngineError(describe(f"The {name} must be started from the main thread", do="start it there"))
+            raise EngineError(f"The {name} must be started from the main thread", do="start it there")
         self._name, self.log_path, self._alive, self._silence = name, log_path.absolute(), alive, silence_seconds
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # A killed child cannot remove its temporary files, so this process removes their folder.

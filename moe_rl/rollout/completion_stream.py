@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import msgspec
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.rollout.transport import Transport
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm import sampling
@@ -85,9 +85,9 @@ async def collect(
 def _add(sample: Growing, answer: _Answer, key: str) -> None:
     if answer.error is not None or len(answer.choices) != 1:
         got = bytes(answer.error)[:500].decode("utf-8", "replace") if answer.error else "no completion"
-        raise EngineError(describe("The vLLM server could not sample", where={"request": key}, got=got))
+        raise EngineError("The vLLM server could not sample", where={"request": key}, got=got)
     (choice,) = answer.choices
     logprobs = [at.logprob for at in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
-        raise EngineError(describe("The vLLM server returned too few log-probabilities", where={"request": key}))
+        raise EngineError("The vLLM server returned too few log-probabilities", where={"request": key})
     sample.add(choice.token_ids, logprobs, choice.finish_reason, choice.weight_versions, choice.stop_reason)

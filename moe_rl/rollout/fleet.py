@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
+from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
 from moe_rl.rollout.attach import folder_problem, servers_of
 from moe_rl.rollout.distribution import assign
 from moe_rl.rollout.sampler import Hears, nobody
@@ -138,7 +138,7 @@ class ServerFleet:
         if not adopt:
             torn = [server.url for server, one in zip(servers, served, strict=True) if not one.weights_whole]
             if torn:
-                raise WeightSyncError(describe("Servers hold incomplete weights", got=", ".join(torn)))
+                raise WeightSyncError("Servers hold incomplete weights", got=", ".join(torn))
             fleet._agree(served[0].weight_version, {number: HeldWeights.of(one) for number, one in enumerate(served)})
         return fleet
 
@@ -280,13 +280,11 @@ class ServerFleet:
         if now != expected or not served.weights_whole:
             restarted = "; it was started again" if now.start != expected.start else ""
             raise WeightSyncError(
-                describe(
-                    "A server does not hold the weights that it was sent",
-                    where={"server": number, "url": server.url},
-                    got=f"{now}, {now.updates} updates{restarted}",
-                    expected=f"{expected}, {expected.updates} updates",
-                    do="see that no other run uses it",
-                )
+                "A server does not hold the weights that it was sent",
+                where={"server": number, "url": server.url},
+                got=f"{now}, {now.updates} updates{restarted}",
+                expected=f"{expected}, {expected.updates} updates",
+                do="see that no other run uses it",
             )
 
     def _sources(self, source: Source) -> dict[int, Source]:
@@ -305,21 +303,19 @@ class ServerFleet:
         if isinstance(source, Received):
             return dict.fromkeys(self.servers, source)
         message = "Servers share no memory with the trainer"
-        raise WeightSyncError(describe(message, got=type(source).__name__, do="sync by disk or broadcast"))
+        raise WeightSyncError(message, got=type(source).__name__, do="sync by disk or broadcast")
 
     def confirmed(self) -> dict[int, HeldWeights]:
         """Return what each server holds. Raises WeightSyncError unless all have confirmed a whole update."""
         if self._held is None:
-            raise WeightSyncError(
-                describe("The servers hold no weights that all have confirmed", do="send a whole update")
-            )
+            raise WeightSyncError("The servers hold no weights that all have confirmed", do="send a whole update")
         return self._held
 
     def _agree(self, version: int, held: dict[int, HeldWeights]) -> None:
         kinds = {(one.version, one.digest) for one in held.values()}
         if len(kinds) > 1 or {one.version for one in held.values()} != {version}:
             got = "; ".join(f"{self.server(number).url} {one}" for number, one in held.items())
-            raise WeightSyncError(describe("The servers hold different weights", got=got, expected=version))
+            raise WeightSyncError("The servers hold different weights", got=got, expected=version)
         self._held = held
 
     async def each[T](
@@ -362,7 +358,7 @@ class ServerFleet:
     def server(self, number: int) -> VllmServer:
         """Return a server that is not lost. Raises EngineError for a lost one."""
         if number not in self.servers:
-            raise EngineError(describe("A server is not used any more", where={"server": number}))
+            raise EngineError("A server is not used any more", where={"server": number})
         return self.servers[number]
 
     def lose(self, number: int, error: EngineError, *, spares: bool = True) -> None:
@@ -377,14 +373,12 @@ class ServerFleet:
         self.lost[server.url] = str(error)
         if not bound or len(self.lost) > bound:
             raise SamplerGone(
-                describe(
-                    f"A server failed and the run cannot do without it: {error}",
-                    where={"server": number, "url": server.url},
-                    got=f"{len(self.lost)} lost",
-                    expected=f"at most rollout.max_lost_servers = {bound}"
-                    if bound or not self._max_lost
-                    else "none while weights are broadcast",
-                    do="read its log, start it again, and continue the run with --resume",
-                )
+                f"A server failed and the run cannot do without it: {error}",
+                where={"server": number, "url": server.url},
+                got=f"{len(self.lost)} lost",
+                expected=f"at most rollout.max_lost_servers = {bound}"
+                if bound or not self._max_lost
+                else "none while weights are broadcast",
+                do="read its log, start it again, and continue the run with --resume",
             ) from error
         print(f"moe_rl: server {number} is no longer used: {error}", file=sys.stderr, flush=True)

@@ -65,7 +65,7 @@ class FleetGroups:
     async def take_weights(self, update: WeightUpdate) -> None:
         running = [server.url for server in self._fleet.servers.values() if not server.paused]
         if running:
-            raise WeightSyncError(describe("An update needs a pause of all servers", got=running, do="pause first"))
+            raise WeightSyncError("An update needs a pause of all servers", got=running, do="pause first")
         await self._fleet.load(update)
 
     async def resume(self) -> None:

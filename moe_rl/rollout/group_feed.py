@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import EngineError, PipelineError, describe
+from moe_rl.errors import EngineError, PipelineError
 from moe_rl.rollout.batches import PromptGroup, check_drawing, discarded, recorded
 from moe_rl.rollout.group_files import GroupFiles, KeptGroup
 from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
@@ -142,7 +142,7 @@ class GroupFeed:
             MoeRLError: a group could not be sampled or judged.
         """
         if step != self.groups.step:
-            raise PipelineError(describe("steps are taken in order", got=step, expected=self.groups.step))
+            raise PipelineError("steps are taken in order", got=step, expected=self.groups.step)
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -338,7 +338,7 @@ class GroupFeed:
         elif piece.token_ids:
             work.pieces[at].append(piece)
         elif piece.finish_reason != "abort":
-            raise EngineError(describe("a request ended without a token", where={"request": piece.key}))
+            raise EngineError("a request ended without a token", where={"request": piece.key})
 
     def _has_room(self, work: _Work, at: int, piece: Completion) -> bool:
         """Return whether the next piece of a completion fits into a microbatch together with this and earlier ones."""
@@ -427,12 +427,10 @@ class GroupFeed:
                 oldest = max(group.oldest, step - 1 - self._staleness)
                 if piece.oldest_version < oldest:
                     raise PipelineError(
-                        describe(
-                            "a completion is older than the step may train on",
-                            where={"step": step, "group": group.cursor, "request": piece.key},
-                            got=f"weight version {piece.oldest_version}",
-                            expected=f"at least {oldest}",
-                        )
+                        "a completion is older than the step may train on",
+                        where={"step": step, "group": group.cursor, "request": piece.key},
+                        got=f"weight version {piece.oldest_version}",
+                        expected=f"at least {oldest}",
                     )
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_rl.errors import DataError, MoeRLError, describe
+from moe_rl.errors import DataError, MoeRLError
 from moe_rl.rollout import sealed
 from moe_rl.rollout.groups import Held, HeldState
 from moe_rl.rollout.kept import KeptRollouts, group_shard_name, shard_group, shards_of
@@ -143,12 +143,10 @@ class GroupFiles:
         (prompt,) = source.at(group.cursor, 1)
         if (group.prompt, self._path(group.cursor)) != (prompt.id, path):
             raise DataError(
-                describe(
-                    "the completions of a group belong to another prompt",
-                    where={"file": path, "group": group.cursor},
-                    got=group.prompt,
-                    expected=prompt.id,
-                )
+                "the completions of a group belong to another prompt",
+                where={"file": path, "group": group.cursor},
+                got=group.prompt,
+                expected=prompt.id,
             )
         self._kept.store.check_published(shards_of(all_pieces(group.pieces)))
         return group

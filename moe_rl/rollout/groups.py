@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_rl.errors import About, PipelineError, describe
+from moe_rl.errors import About, PipelineError
 from moe_rl.tasks.prompt_ledger import Ended
 
 State = Literal["waiting", "sampling", "judging", "ready"]
@@ -314,4 +314,4 @@ class Groups:
         where: About = {"step": self.step, "version": self.version}
         if cursor is not None:
             where = {**where, "group": cursor}
-        return PipelineError(describe(what, where=where, got=got, expected=expected))
+        return PipelineError(what, where=where, got=got, expected=expected)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_rl.errors import DataError, describe
+from moe_rl.errors import DataError
 from moe_rl.rollout import sealed
 from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
@@ -158,7 +158,7 @@ def kept_steps(step: int, last: int, checkpoints: Iterable[int], ahead: int) -> 
 
 def of_others(what: str, got: str, expected: str) -> DataError:
     """Return the error that kept rollouts are not those that were asked for."""
-    return DataError(describe(f"its kept rollouts belong to other {what}", got=got, expected=expected))
+    return DataError(f"its kept rollouts belong to other {what}", got=got, expected=expected)
 
 
 class KeptRollouts:
@@ -214,7 +214,7 @@ class KeptRollouts:
     ) -> tuple[StepPrompts, B]:
         entry = ledger.find(step - 1)
         if entry is None:
-            raise DataError(describe("its rollouts were not finished", got="no line for the step in the prompt ledger"))
+            raise DataError("its rollouts were not finished", got="no line for the step in the prompt ledger")
         if entry.prompts != (prompts := entry.ids_in(source)):
             raise of_others("prompts", f"{entry.prompts[:1]} from cursor {entry.cursors[0][0]}", f"{prompts[:1]}")
         batch = read(step)

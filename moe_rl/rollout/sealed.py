@@ -12,7 +12,7 @@ import xxhash
 
 from moe_rl import messages
 from moe_rl.disk import write_whole, writing
-from moe_rl.errors import DataError, describe
+from moe_rl.errors import DataError
 
 
 def save(path: Path, head: str, value: object, what: str, *, synced: bool = True) -> None:
@@ -44,26 +44,20 @@ def load[T](path: Path, head: str, kind: type[T], what: str, do: str) -> T:
     try:
         line, newline, payload = path.read_bytes().partition(b"\n")
     except OSError as error:
-        raise DataError(
-            describe(f"{what} were not kept", where={"file": path}, got=error.strerror, fault="absent")
-        ) from error
+        raise DataError(f"{what} were not kept", where={"file": path}, got=error.strerror, fault="absent") from error
     if not newline or line != _first_line(head, payload):
         raise DataError(
-            describe(
-                f"{what} are damaged",
-                where={"file": path},
-                got=repr(line[:60]),
-                expected=repr(_first_line(head, payload)),
-                do=do,
-                fault="damaged",
-            )
+            f"{what} are damaged",
+            where={"file": path},
+            got=repr(line[:60]),
+            expected=repr(_first_line(head, payload)),
+            do=do,
+            fault="damaged",
         )
     try:
         return messages.decode(payload, kind)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise DataError(
-            describe(f"{what} were written by another version of moe_rl", where={"file": path}, got=error)
-        ) from error
+        raise DataError(f"{what} were written by another version of moe_rl", where={"file": path}, got=error) from error
 
 
 def _first_line(head: str, payload: bytes) -> bytes:

@@ -22,7 +22,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.rollout.completion_stream import collect
 from moe_rl.rollout.sampler import Hears, nobody
 from moe_rl.rollout.transport import Transport
@@ -224,7 +224,7 @@ class VllmServer:
         )
         if not served.weights_whole:
             got = "an update that failed"
-            raise EngineError(describe("The vLLM server's weights are incomplete", where={"url": self.url}, got=got))
+            raise EngineError("The vLLM server's weights are incomplete", where={"url": self.url}, got=got)
         records = any(request.record for request in requests)
         if records:
             await self._transport.call(client, "POST", "/moe_rl/open", Open(shard, self._folder), _NOTHING)
@@ -238,9 +238,7 @@ class VllmServer:
         return [sample.completion(request, refs) for request, sample in zip(requests, samples, strict=True)]
 
     def _shared(self, what: str, shard: str) -> EngineError:
-        return EngineError(
-            describe(what, where={"url": self.url, "shard": shard}, do="give every run servers of its own")
-        )
+        return EngineError(what, where={"url": self.url, "shard": shard}, do="give every run servers of its own")
 
     async def _sample(
         self,
@@ -364,9 +362,7 @@ class VllmServer:
                 forwarded, since = now, time.monotonic()
             elif time.monotonic() - since > self._transport.timeout:
                 got = f"requests, and no token of them forwarded for {self._transport.timeout:g} s"
-                raise EngineError(
-                    describe("The vLLM server hangs", where={"url": self.url}, got=got, do="read its log")
-                )
+                raise EngineError("The vLLM server hangs", where={"url": self.url}, got=got, do="read its log")
 
     async def _publish(
         self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], samples: Sequence[Growing], shard: str
@@ -379,7 +375,7 @@ class VllmServer:
 
 def _refuse_unfinished(request: GenerateRequest, sample: Growing) -> None:
     if not sample.finish_reason:
-        raise EngineError(describe("The vLLM server ended an answer early", where={"request": request.key}))
+        raise EngineError("The vLLM server ended an answer early", where={"request": request.key})
 
 
 async def _finished(tasks: Sequence[asyncio.Task], wanted: int, watches: Sequence[Awaitable[None]]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from moe_rl.errors import About, EngineError, describe
+from moe_rl.errors import About, EngineError
 from moe_rl.vllm.control import RUN_HEADER, read_token
 
 # A server closes connections that were idle for 5 s. Reusing one at that moment fails, so idle ones are dropped
@@ -83,17 +83,15 @@ class Transport:
             ) as response:
                 if not response.is_success:
                     got = f"HTTP {response.status_code}: {_message(await response.aread())}"
-                    raise EngineError(
-                        describe(f"The vLLM server refused {method} {path}", where={"url": self.url}, got=got)
-                    )
+                    raise EngineError(f"The vLLM server refused {method} {path}", where={"url": self.url}, got=got)
                 yield response
         except httpx.TimeoutException:
             got = f"no sign of life for {seconds or self.timeout:g} s"
-            raise EngineError(describe("The vLLM server hangs", where=where, got=got, do="read its log")) from None
+            raise EngineError("The vLLM server hangs", where=where, got=got, do="read its log") from None
         except httpx.TransportError as error:
             got = f"{type(error).__name__}: {error}".rstrip(": .")  # some say no more than their name
             raise EngineError(
-                describe("The vLLM server cannot be reached", where=where, got=got, do="see whether it runs")
+                "The vLLM server cannot be reached", where=where, got=got, do="see whether it runs"
             ) from None
 
     def decode(self, text: str | bytes, answer: msgspec.json.Decoder):
@@ -101,9 +99,7 @@ class Transport:
             return answer.decode(text)
         except msgspec.DecodeError as error:
             got = f"{error}: {str(text)[:200]}"
-            raise EngineError(
-                describe("The vLLM server gave the wrong answer", where={"url": self.url}, got=got)
-            ) from None
+            raise EngineError("The vLLM server gave the wrong answer", where={"url": self.url}, got=got) from None
 
 
 def _allow_files(connections: int) -> None:
@@ -114,11 +110,9 @@ def _allow_files(connections: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise EngineError(
-            describe(
-                "Too many requests to one vLLM server at once",
-                got=f"{connections} connections, and {hard} open files allowed",
-                do="raise ulimit -n, or sample with more servers",
-            )
+            "Too many requests to one vLLM server at once",
+            got=f"{connections} connections, and {hard} open files allowed",
+            do="raise ulimit -n, or sample with more servers",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -147,15 +147,13 @@ class PromptLedger:
         ended, self._ended = self._ended or self._all_ended(), None
         if ended.add(entry, in_order=self.in_order) is not None:
             raise DataError(
-                describe(
-                    "this step does not follow the prompt ledger's last one",
-                    where={"file": self.path},
-                    got=f"step {entry.step} with the prompts {_told(entry.cursors)}",
-                    expected=f"step {ended.steps} with the prompts from {ended.floor}"
-                    + ("" if self.in_order else " that have not ended"),
-                    do="rewind the ledger to the checkpoint that the run resumes from",
-                    fault="order",
-                )
+                "this step does not follow the prompt ledger's last one",
+                where={"file": self.path},
+                got=f"step {entry.step} with the prompts {_told(entry.cursors)}",
+                expected=f"step {ended.steps} with the prompts from {ended.floor}"
+                + ("" if self.in_order else " that have not ended"),
+                do="rewind the ledger to the checkpoint that the run resumes from",
+                fault="order",
             )
         new = not self.path.exists()
         data = entry.line() + b"\n"
@@ -196,13 +194,11 @@ class PromptLedger:
         lines, tail = self._read()
         if len(lines) < steps:
             raise DataError(
-                describe(
-                    "the prompt ledger has lost lines",
-                    where={"file": self.path},
-                    got=f"{len(lines)} whole lines" + (" and a torn one" if tail else ""),
-                    expected=f"the {steps} steps before the checkpoint",
-                    fault="lost",
-                )
+                "the prompt ledger has lost lines",
+                where={"file": self.path},
+                got=f"{len(lines)} whole lines" + (" and a torn one" if tail else ""),
+                expected=f"the {steps} steps before the checkpoint",
+                fault="lost",
             )
         ended = Ended()
         for _ in self._entries(lines[:steps], ended):
@@ -264,7 +260,7 @@ class PromptLedger:
 
     def _wrong(self, number: int, what: str, got: object, expected: object) -> DataError:
         return DataError(
-            describe(f"wrong {what}", where={"file": self.path, "line": number}, got=got, expected=expected, fault=what)
+            f"wrong {what}", where={"file": self.path, "line": number}, got=got, expected=expected, fault=what
         )
 
     def _read(self) -> tuple[list[bytes], bytes]:
@@ -284,9 +280,7 @@ class PromptLedger:
             try:
                 entry = _parse(line)
             except ValueError as error:
-                raise DataError(
-                    describe(str(error), where={"file": self.path, "line": number}, fault="damaged")
-                ) from error
+                raise DataError(str(error), where={"file": self.path, "line": number}, fault="damaged") from error
             if (wrong := ended.add(entry, in_order=self.in_order)) is not None:
                 raise self._wrong(number, *wrong)
             yield entry

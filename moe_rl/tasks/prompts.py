@@ -220,7 +220,7 @@ class _PromptMaker:
             raise DataError(list(faults.problems()))
         if not prompts:
             got = f"{dropped.total()} rows, all left out" if dropped else "no row"
-            raise DataError(describe("no prompts", where={"key": key, "file": source.data}, got=got, fault="empty"))
+            raise DataError("no prompts", where={"key": key, "file": source.data}, got=got, fault="empty")
         notes = [f"left out {count} {kind.replace('_', ' ')}" for kind, count in sorted(dropped.items())]
         notes += [f"columns without a JSON value, left out: {', '.join(sorted(left_out))}"] if left_out else []
         notes += [f"{self._spelling} spell special tokens, which are text there"] if self._spelling else []
@@ -239,13 +239,11 @@ class _PromptMaker:
                     if fault.kind not in source.drop:
                         raise DataError(fault.problem({"key": key, "row": n}, "make the task easier")) from fault
             raise DataError(
-                describe(
-                    f"{_REDRAWS} items in a row are left out",
-                    where={"key": key, "row": n},
-                    got=f"drop: {', '.join(source.drop)}",
-                    do="make the task easier with options, or raise rollout.max_prompt_tokens",
-                    fault="redraws",
-                )
+                f"{_REDRAWS} items in a row are left out",
+                where={"key": key, "row": n},
+                got=f"drop: {', '.join(source.drop)}",
+                do="make the task easier with options, or raise rollout.max_prompt_tokens",
+                fault="redraws",
             )
 
         return PromptSet(source.name, [make(n) for n in range(_TRIED)], make, source.prompt, weight)

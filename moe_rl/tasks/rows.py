@@ -19,7 +19,7 @@ import xxhash
 
 from moe_rl.config.check_files import jsonl_lines
 from moe_rl.config.prompt_sources import GENERATOR, PromptSourceConfig
-from moe_rl.errors import About, DataError, describe, with_extra
+from moe_rl.errors import About, DataError, with_extra
 
 Row = tuple[About, dict[str, Any] | ValueError]
 """Where a row stands, and its columns or what is wrong with it."""
@@ -86,38 +86,30 @@ def open_generator(source: PromptSourceConfig, key: str) -> Callable[[int], dict
     base = xxhash.xxh3_64_intdigest(str(source.seed).encode()) >> 33
     known = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
     if name not in known:
-        raise DataError(
-            describe("reasoning-gym has no such task", where=where, got=name, expected=f"one of {', '.join(known)}")
-        )
+        raise DataError("reasoning-gym has no such task", where=where, got=name, expected=f"one of {', '.join(known)}")
     if taken := {"seed", "size"} & source.options.keys():
         raise DataError(
-            describe(
-                "the options set what the source itself sets",
-                where={"key": f"{key}.options"},
-                got=", ".join(sorted(taken)),
-                do=f"give {key}.seed; a generator has no size",
-            )
+            "the options set what the source itself sets",
+            where={"key": f"{key}.options"},
+            got=", ".join(sorted(taken)),
+            do=f"give {key}.seed; a generator has no size",
         )
     try:
         items = gym.create_dataset(name, seed=base, size=1, **source.options)
     except Exception as error:  # the generators check their options with bare assertions
         raise DataError(
-            describe(
-                "reasoning-gym refuses the options of the task",
-                where={"key": f"{key}.options"},
-                got=f"{source.options}: {type(error).__name__}: {error}",
-            )
+            "reasoning-gym refuses the options of the task",
+            where={"key": f"{key}.options"},
+            got=f"{source.options}: {type(error).__name__}: {error}",
         ) from error
     try:
         items[_ITEMS - 1]
     except Exception as error:
         raise DataError(
-            describe(
-                "the items of this task are a fixed list, and a generator must be endless",
-                where=where,
-                got=f"{name}: {type(error).__name__}: {error}",
-                do="take another task, or write its items to a JSONL file",
-            )
+            "the items of this task are a fixed list, and a generator must be endless",
+            where=where,
+            got=f"{name}: {type(error).__name__}: {error}",
+            do="take another task, or write its items to a JSONL file",
         ) from error
     return lambda n: _columns(items[n % _ITEMS], set())
 
@@ -142,9 +134,7 @@ def _jsonl(source: PromptSourceConfig, key: str, left_out: set[str]) -> Iterator
             except ValueError as error:
                 yield {**where, "line": number}, error
     except OSError as error:
-        raise DataError(
-            describe("cannot read the prompts", where=where, got=error.strerror, fault="unreadable")
-        ) from error
+        raise DataError("cannot read the prompts", where=where, got=error.strerror, fault="unreadable") from error
 
 
 def _parse(line: bytes) -> dict[str, Any]:
@@ -200,7 +190,7 @@ def _parquet(source: PromptSourceConfig, key: str) -> Iterator[Any]:
             yield from file.iter_batches()
     except (OSError, ValueError) as error:
         raise DataError(
-            describe("cannot read the prompts", where={"key": key, "file": source.data}, got=error, fault="unreadable")
+            "cannot read the prompts", where={"key": key, "file": source.data}, got=error, fault="unreadable"
         ) from error
 
 
@@ -222,33 +212,27 @@ def _dataset(source: PromptSourceConfig, key: str) -> Iterator[Any]:
                 f"dataset {source.data} --local-dir FOLDER, and give the folder"
             )
         raise DataError(
-            describe(
-                "the data set cannot be loaded",
-                where=where,
-                got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                do=do,
-                fault="data set",
-            )
+            "the data set cannot be loaded",
+            where=where,
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            do=do,
+            fault="data set",
         ) from error
     if isinstance(found, dict):
         if source.split not in found:
             raise DataError(
-                describe(
-                    "the data set has no such split",
-                    where={**where, "key": f"{key}.split"},
-                    got=source.split or "none given",
-                    expected=f"one of {', '.join(found)}",
-                )
+                "the data set has no such split",
+                where={**where, "key": f"{key}.split"},
+                got=source.split or "none given",
+                expected=f"one of {', '.join(found)}",
             )
         found = found[source.split]
     elif saved and source.split is not None:
         raise DataError(
-            describe(
-                "the folder holds a single split",
-                where={**where, "key": f"{key}.split"},
-                got=source.split,
-                do="remove it",
-            )
+            "the folder holds a single split",
+            where={**where, "key": f"{key}.split"},
+            got=source.split,
+            do="remove it",
         )
     # In Arrow's own form no image or sound is decoded.
     yield from found.with_format("arrow").iter(batch_size=1000)
@@ -259,13 +243,11 @@ def _library(module: str, source: PromptSourceConfig, key: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(
-            describe(
-                f"the library {_INSTALL[module]} is not installed, or a part of it is missing",
-                where={"key": f"{key}.data"},
-                got=f"{source.data}: {error}",
-                do=with_extra("tasks"),
-                fault="library",
-            )
+            f"the library {_INSTALL[module]} is not installed, or a part of it is missing",
+            where={"key": f"{key}.data"},
+            got=f"{source.data}: {error}",
+            do=with_extra("tasks"),
+            fault="library",
         ) from error
 
 

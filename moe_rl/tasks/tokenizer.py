@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from moe_rl.config.prompt_sources import ChatConfig
 from moe_rl.config.schema import Config
-from moe_rl.errors import About, DataError, describe
+from moe_rl.errors import About, DataError
 from moe_rl.models.facts import ModelFacts
 from moe_rl.tasks.shown_messages import check_shown
 from moe_rl.tasks.special_tokens import SpecialTokens, Spelling
@@ -54,25 +54,21 @@ class TextCodec:
         self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
         if unknown := [token for token in stop_token_ids if token not in self._known]:
             raise DataError(
-                describe(
-                    "a token that ends completions is not in the tokenizer",
-                    where={"key": "model.path", "folder": model_path},
-                    got=", ".join(map(str, unknown)),
-                    do="use the model's tokenizer, or correct rollout.stop_token_ids, or eos_token_id in config.json "
-                    "and generation_config.json",
-                )
+                "a token that ends completions is not in the tokenizer",
+                where={"key": "model.path", "folder": model_path},
+                got=", ".join(map(str, unknown)),
+                do="use the model's tokenizer, or correct rollout.stop_token_ids, or eos_token_id in config.json "
+                "and generation_config.json",
             )
 
         for at, text in enumerate(stop):
             if text.strip() not in self.decode(self.encode(text)):
                 raise DataError(
-                    describe(
-                        "no tokens of the tokenizer give this text, so it would never end a completion",
-                        where={"key": f"rollout.stop.{at}", "folder": model_path},
-                        got=repr(text),
-                        expected=f"a text like {self.decode(self.encode(text))!r}",
-                        do="correct it, or use the model's tokenizer",
-                    )
+                    "no tokens of the tokenizer give this text, so it would never end a completion",
+                    where={"key": f"rollout.stop.{at}", "folder": model_path},
+                    got=repr(text),
+                    expected=f"a text like {self.decode(self.encode(text))!r}",
+                    do="correct it, or use the model's tokenizer",
                 )
 
     @property
@@ -159,13 +155,11 @@ class TextCodec:
         if found.match(f" {text}"):
             return ""
         raise DataError(
-            describe(
-                "the tokens of a completion do not give the stop string that ended it",
-                where={"request": completion.key},
-                got=repr(text[-200:]),
-                expected=repr(stop),
-                do="give sampler and trainer the same tokenizer",
-            )
+            "the tokens of a completion do not give the stop string that ended it",
+            where={"request": completion.key},
+            got=repr(text[-200:]),
+            expected=repr(stop),
+            do="give sampler and trainer the same tokenizer",
         )
 
 
@@ -177,12 +171,10 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
         raise
     except Exception as error:  # the libraries raise bare Exception for every fault
         raise DataError(
-            describe(
-                "not a readable tokenizer",
-                where={"key": "model.path", "folder": folder},
-                got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                fault="tokenizer",
-            )
+            "not a readable tokenizer",
+            where={"key": "model.path", "folder": folder},
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            fault="tokenizer",
         ) from error
     # A tokenizer.json may carry either; both would change prompts without a word.
     tokenizer.no_truncation()
@@ -194,13 +186,11 @@ def _convert(folder: Path) -> Tokenizer:
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in json.loads(settings.read_bytes()):
         raise DataError(
-            describe(
-                "this tokenizer needs Python code of its own, which is never run",
-                where={"key": "model.path", "folder": folder},
-                got="auto_map in tokenizer_config.json, and no tokenizer.json",
-                do=f"make a tokenizer.json once: moe-rl export --tokenizer {folder} --out tokenizer (--help says more)",
-                fault="tokenizer code",
-            )
+            "this tokenizer needs Python code of its own, which is never run",
+            where={"key": "model.path", "folder": folder},
+            got="auto_map in tokenizer_config.json, and no tokenizer.json",
+            do=f"make a tokenizer.json once: moe-rl export --tokenizer {folder} --out tokenizer (--help says more)",
+            fault="tokenizer code",
         )
     return transformers_tokenizer(folder).backend_tokenizer
 
@@ -228,24 +218,20 @@ class ChatTemplate:
             template = self._tokenizer.get_chat_template(tools=list(self._chat.tools) or None)
         except Exception as error:  # the library raises errors of every kind
             raise DataError(
-                describe(
-                    "the model has no usable chat template, and a prompt is to be a chat",
-                    where=where,
-                    got=str(error).partition("\n")[0],
-                    do="put the template into chat_template.jinja in the folder, or give prompts as text",
-                    fault="no template",
-                )
+                "the model has no usable chat template, and a prompt is to be a chat",
+                where=where,
+                got=str(error).partition("\n")[0],
+                do="put the template into chat_template.jinja in the folder, or give prompts as text",
+                fault="no template",
             ) from error
         unused = [name for name in self._chat.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]
         if unused or (self._chat.tools and not re.search(r"\btools\b", template)):
             raise DataError(
-                describe(
-                    "the model's chat template does not use a setting",
-                    where={**where, "key": "task.chat.template_kwargs" if unused else "task.chat.tools"},
-                    got=", ".join(unused) if unused else f"{len(self._chat.tools)} tools",
-                    do="remove it, or correct its name",
-                    fault="unused",
-                )
+                "the model's chat template does not use a setting",
+                where={**where, "key": "task.chat.template_kwargs" if unused else "task.chat.tools"},
+                got=", ".join(unused) if unused else f"{len(self._chat.tools)} tools",
+                do="remove it, or correct its name",
+                fault="unused",
             )
 
     def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

@@ -99,11 +99,9 @@ class VerifierPlace:
                 named = [name for name, one in self._load.functions.items() if one.settings is None]
                 refuse_rewards(problems, named)
         raise RewardError(
-            describe(
-                "no new verifier process starts, although an earlier one did",
-                got="; ".join(f"{name}: {problem}" for name, problem in problems.items()),
-                fault="no worker",
-            )
+            "no new verifier process starts, although an earlier one did",
+            got="; ".join(f"{name}: {problem}" for name, problem in problems.items()),
+            fault="no worker",
         )
 
     def _start(self) -> dict[str, str]:
@@ -116,7 +114,7 @@ class VerifierPlace:
                     "moe_rl.tasks.verifier_worker", ANSWERS, longest=_MAX_ANSWER_BYTES, tail_bytes=_TAIL_BYTES
                 )
             except OSError as error:
-                raise RewardError(describe("cannot start a verifier process", got=error)) from error
+                raise RewardError("cannot start a verifier process", got=error) from error
         deadline, loading = time.monotonic() + _START_SECONDS, ""
         try:
             process.send(self._load, deadline)

@@ -25,7 +25,7 @@ from typing import Any
 from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.reward_kinds import FunctionReward, ReasoningGymReward, RewardConfig
 from moe_rl.config.schema import TaskConfig
-from moe_rl.errors import ConfigError, RewardError, describe, first_of
+from moe_rl.errors import ConfigError, RewardError, first_of
 from moe_rl.tasks.reward_arguments import BUILT_IN, Columns, RewardParameters, argument_problems
 from moe_rl.tasks.verifier_process import REWARD_RANGE, Scores, VerifierJob, VerifierPlace, refuse_rewards
 from moe_rl.tasks.verifier_worker import Load, RewardFunction
@@ -83,15 +83,13 @@ def check_failed_fraction(
         return
     reasons = Counter(verdict.detail for verdict in failed).most_common(3)
     raise RewardError(
-        describe(
-            what,
-            where={"key": "task.max_failed_fraction"},
-            got=f"{len(failed)} of {len(verdicts)}",
-            expected=f"at most {limit:.0%}",
-            do="mend what gives the rewards, or raise task.max_failed_fraction or its time limit. Reasons: "
-            + "; ".join(f"{count} x {reason}" for reason, count in reasons),
-            fault="too many",
-        )
+        what,
+        where={"key": "task.max_failed_fraction"},
+        got=f"{len(failed)} of {len(verdicts)}",
+        expected=f"at most {limit:.0%}",
+        do="mend what gives the rewards, or raise task.max_failed_fraction or its time limit. Reasons: "
+        + "; ".join(f"{count} x {reason}" for reason, count in reasons),
+        fault="too many",
     )
 
 
@@ -215,15 +213,13 @@ class VerifierPool:
         bad = [f"{one.id}: {verdict.detail}" for one, verdict in told if not verdict.scored]
         if len(bad) > limit * len(prompts):
             raise RewardError(
-                describe(
-                    "right answers cannot be read",
-                    where={"key": "task.max_failed_fraction"},
-                    got=f"{len(bad)} of {len(prompts)}",
-                    expected=f"at most {limit:.0%}",
-                    do="correct these rows, or name the column of the answer with the key `answer` of the source: "
-                    + first_of(bad),
-                    fault="answers",
-                )
+                "right answers cannot be read",
+                where={"key": "task.max_failed_fraction"},
+                got=f"{len(bad)} of {len(prompts)}",
+                expected=f"at most {limit:.0%}",
+                do="correct these rows, or name the column of the answer with the key `answer` of the source: "
+                + first_of(bad),
+                fault="answers",
             )
         what = f"rewards: {len(bad)} of {len(prompts)} right answers cannot be read, so these prompts teach nothing: "
         return [what + first_of(bad)] if bad else []
@@ -265,7 +261,7 @@ class VerifierPool:
             return judging.verdicts()
 
     def _refused(self) -> RewardError:
-        return RewardError(describe("the verifier pool is closed, or another call raised", fault="closed"))
+        return RewardError("the verifier pool is closed, or another call raised", fault="closed")
 
     def submit(self, job: VerifierJob) -> _Call:
         """Hand a call to the workers."""

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.trace import enumerative, ranked
 from moe_rl.trace.ranked import MAX_COLUMNS, sort_sets
 
@@ -94,7 +94,7 @@ def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = Fal
     """
     dtype = _id_dtype(routes.shape, num_experts)
     if routes.dtype != dtype:
-        raise TraceError(describe("routes have the wrong dtype", got=routes.dtype, expected=dtype, fault="dtype"))
+        raise TraceError("routes have the wrong dtype", got=routes.dtype, expected=dtype, fault="dtype")
     layers, top_k = routes.shape[1:]
     if not routes.size:
         return Codec.RAW, b""
@@ -152,22 +152,18 @@ def decode_chunk(
     dtype = _id_dtype(shape, num_experts)
     if out is not None and (out.dtype != dtype or out.shape != tuple(shape)):
         raise TraceError(
-            describe(
-                "array to decode into does not fit the chunk",
-                got=f"{out.dtype} of shape {out.shape}",
-                expected=f"{dtype} of shape {tuple(shape)}",
-                fault="array",
-            )
+            "array to decode into does not fit the chunk",
+            got=f"{out.dtype} of shape {out.shape}",
+            expected=f"{dtype} of shape {tuple(shape)}",
+            fault="array",
         )
     allowed = (Codec.RAW, Codec.ORDERED) if keep_order else (Codec.RAW, Codec.ENUM, Codec.GAP, Codec.RANKED)
     if codec not in allowed:
         raise TraceError(
-            describe(
-                "codec of a chunk is unknown",
-                got=f"{codec}, order {'kept' if keep_order else 'not kept'}",
-                expected=" or ".join(f"{known:d} ({known.name})" for known in allowed),
-                fault="codec",
-            )
+            "codec of a chunk is unknown",
+            got=f"{codec}, order {'kept' if keep_order else 'not kept'}",
+            expected=" or ".join(f"{known:d} ({known.name})" for known in allowed),
+            fault="codec",
         )
     tokens, layers, top_k = shape
     sets = tokens * layers
@@ -179,11 +175,9 @@ def decode_chunk(
         width = enumerative.rank_bits(num_experts, top_k)
         if width is None:
             raise TraceError(
-                describe(
-                    "the enumerative codec cannot encode so many sets",
-                    got=f"{top_k} of {num_experts} experts",
-                    fault="no code",
-                )
+                "the enumerative codec cannot encode so many sets",
+                got=f"{top_k} of {num_experts} experts",
+                fault="no code",
             )
         _check_size(data, -(-sets * width // 8))
         ids_NK = enumerative.decode(np.frombuffer(data, np.uint8), sets, top_k, num_experts, dtype)
@@ -198,11 +192,9 @@ def decode_chunk(
     elif codec == Codec.RANKED:
         if not ranked.applies(num_experts, top_k):
             raise TraceError(
-                describe(
-                    "the ranked codec cannot encode sets of this size",
-                    got=f"{top_k} of {num_experts} experts",
-                    fault="no code",
-                )
+                "the ranked codec cannot encode sets of this size",
+                got=f"{top_k} of {num_experts} experts",
+                fault="no code",
             )
         plain = _decompress(data, layers * num_experts + size, dtype)
         ids_NK = ranked.decode(plain, (tokens, layers, top_k), num_experts)
@@ -224,12 +216,10 @@ def _id_dtype(shape: tuple[int, ...], num_experts: int) -> np.dtype:
     """Return the dtype of ids, after checking that the shape is possible for a chunk."""
     if len(shape) != 3 or min(shape) < 0 or not 1 <= num_experts <= 65536 or not 1 <= shape[2] <= num_experts:
         raise TraceError(
-            describe(
-                "impossible shape of a chunk",
-                got=f"{tuple(shape)} with {num_experts} experts",
-                expected="[T, L, K] with 1 <= K <= experts <= 65536",
-                fault="shape",
-            )
+            "impossible shape of a chunk",
+            got=f"{tuple(shape)} with {num_experts} experts",
+            expected="[T, L, K] with 1 <= K <= experts <= 65536",
+            fault="shape",
         )
     return np.dtype(np.uint8 if num_experts <= 256 else "<u2")
 
@@ -237,9 +227,7 @@ def _id_dtype(shape: tuple[int, ...], num_experts: int) -> np.dtype:
 def _check_size(data: Buffer, size: int) -> None:
     got = memoryview(data).nbytes
     if got != size:
-        raise TraceError(
-            describe("chunk has the wrong size", got=f"{got} bytes", expected=f"{size} bytes", fault="size")
-        )
+        raise TraceError("chunk has the wrong size", got=f"{got} bytes", expected=f"{size} bytes", fault="size")
 
 
 def _bad_set(ids_NK: np.ndarray, num_experts: int, layers: int, *, ascending: bool) -> TraceError:
@@ -250,15 +238,13 @@ def _bad_set(ids_NK: np.ndarray, num_experts: int, layers: int, *, ascending: bo
     at = int(np.flatnonzero(high | repeated)[0])
     what = "chosen twice or out of order" if ascending else "chosen twice"
     return TraceError(
-        describe(
-            "an expert of a chunk is out of range"
-            if (ids_NK[at] >= num_experts).any()
-            else f"an expert of a chunk is {what}",
-            where={"token": at // layers, "layer": at % layers},
-            got=" ".join(map(str, ids_NK[at, :MAX_COLUMNS])),
-            expected=f"different ids below {num_experts}" + (", ascending" if ascending else ""),
-            fault="no expert" if (ids_NK[at] >= num_experts).any() else "expert order",
-        )
+        "an expert of a chunk is out of range"
+        if (ids_NK[at] >= num_experts).any()
+        else f"an expert of a chunk is {what}",
+        where={"token": at // layers, "layer": at % layers},
+        got=" ".join(map(str, ids_NK[at, :MAX_COLUMNS])),
+        expected=f"different ids below {num_experts}" + (", ascending" if ascending else ""),
+        fault="no expert" if (ids_NK[at] >= num_experts).any() else "expert order",
     )
 
 
@@ -322,12 +308,10 @@ def _decompress(data: Buffer, size: int, dtype: np.dtype) -> np.ndarray:
         plain = _zstd.decompressor.decompress(b"".join((head, data)), allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise TraceError(
-            describe(
-                "chunk does not decompress",
-                got=f"{memoryview(data).nbytes} bytes, {error}",
-                expected=f"{size} bytes",
-                fault="compression",
-            )
+            "chunk does not decompress",
+            got=f"{memoryview(data).nbytes} bytes, {error}",
+            expected=f"{size} bytes",
+            fault="compression",
         ) from None
     values = np.frombuffer(plain, np.uint8)
     if dtype.itemsize == 1:

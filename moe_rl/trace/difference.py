@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.trace.inspection import Selection, references
 from moe_rl.trace.record import RouteRecord
 from moe_rl.types import RouteRef
@@ -57,12 +57,10 @@ def compare(here: Selection, there: Selection) -> Disagreement:
     longest = max((ours[key].rows for key in common), default=0)
     if not longest:
         raise TraceError(
-            describe(
-                "the stores have no sequence in common",
-                where={"folder": here.root, "other": there.root},
-                got=f"{len(ours)} and {len(theirs)} keys",
-                do="compare recordings of the same requests",
-            )
+            "the stores have no sequence in common",
+            where={"folder": here.root, "other": there.root},
+            got=f"{len(ours)} and {len(theirs)} keys",
+            do="compare recordings of the same requests",
         )
     bin_rows = -(-longest // _BINS)
     bin_sets, bin_differ = np.zeros(_BINS, np.int64), np.zeros(_BINS, np.int64)
@@ -73,9 +71,7 @@ def compare(here: Selection, there: Selection) -> Disagreement:
         shared = tuple(layer for layer in one.layers if layer in other.layers)
         layers = shared if layers is None else layers
         if one.spec.num_experts != other.spec.num_experts or one.spec.top_k != other.spec.top_k or shared != layers:
-            raise TraceError(
-                describe("records of one key are of different models or layers", where={"record": key}, got=shared)
-            )
+            raise TraceError("records of one key are of different models or layers", where={"record": key}, got=shared)
         length = _same_tokens(one, other)
         shorter += length < min(len(one.routes), len(other.routes))
         a = np.sort(one.routes[:length, [one.layers.index(layer) for layer in shared]], axis=2)
@@ -89,7 +85,7 @@ def compare(here: Selection, there: Selection) -> Disagreement:
         bin_differ += np.bincount(at, weights=differ_TL.sum(axis=1), minlength=_BINS).astype(np.int64)
     if not rows or not layers:
         raise TraceError(
-            describe("the stores have no token or no layer in common", where={"folder": here.root, "other": there.root})
+            "the stores have no token or no layer in common", where={"folder": here.root, "other": there.root}
         )
     return Disagreement(
         layers=layers,

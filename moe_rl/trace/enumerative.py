@@ -14,7 +14,7 @@ from math import comb
 
 import numpy as np
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 
 _WORD = np.dtype("<u8")
 
@@ -51,21 +51,17 @@ def decode(data: np.ndarray, sets: int, top_k: int, num_experts: int, dtype: np.
     ranks, rest = _unpack(data, sets, width)
     if rest:
         raise TraceError(
-            describe(
-                "enumerative chunk has bits after its last rank", got=f"{rest:#x}", expected="zeros", fault="bits left"
-            )
+            "enumerative chunk has bits after its last rank", got=f"{rest:#x}", expected="zeros", fault="bits left"
         )
     total = comb(num_experts, top_k)
     if sets and int(ranks.max()) >= total:
         at = int(np.flatnonzero(ranks >= np.uint64(total))[0])
         raise TraceError(
-            describe(
-                "the rank is too large for a set of experts",
-                where={"set": at},
-                got=int(ranks[at]),
-                expected=f"below {total}",
-                fault="no set",
-            )
+            "the rank is too large for a set of experts",
+            where={"set": at},
+            got=int(ranks[at]),
+            expected=f"below {total}",
+            fault="no set",
         )
     ids_NK = np.empty((sets, top_k), dtype)
     binomials = _binomials(num_experts, top_k)

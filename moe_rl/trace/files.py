@@ -14,7 +14,7 @@ from collections.abc import Buffer, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 
 # Adjacent ranges are read together, up to this size, so that memory use does not grow with the file.
 _READ = 8 << 20
@@ -84,7 +84,7 @@ class LocalFile:
             while len(data) < size:
                 more = os.pread(self._fd, size - len(data), at + len(data))
                 if not more:
-                    raise TraceError(describe("file ends too early", got=f"{len(data)} bytes at {at}", expected=size))
+                    raise TraceError("file ends too early", got=f"{len(data)} bytes at {at}", expected=size)
                 data += more
         except (OSError, MemoryError) as error:
             raise TraceError(f"bytes {at} to {at + size} cannot be read ({error!r})") from error
@@ -148,9 +148,7 @@ class RemoteFile:
         for run, (start, end) in zip(runs, spans, strict=True):
             data = next(pieces) if start < end else b""
             if len(data) != end - start:
-                raise TraceError(
-                    describe("file ends too early", got=f"{len(data)} bytes at {start}", expected=end - start)
-                )
+                raise TraceError("file ends too early", got=f"{len(data)} bytes at {start}", expected=end - start)
             for first, last in run:
                 yield memoryview(data)[first - start : last - start]
 

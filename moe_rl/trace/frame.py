@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.trace.codec import encode_chunk
 from moe_rl.trace.primitives import Cursor, pack_bytes, pack_ints, varint
 from moe_rl.trace.record import MAX_ROWS, check_key, check_name
@@ -161,13 +161,11 @@ def build_frame(
     head = MAGIC + varint(len(body)) + body
     if len(head) + _CHECKSUM > MAX_HEAD or len(spans) > MAX_SPANS or len(aux) > MAX_AUX:
         raise TraceError(
-            describe(
-                "record has too many chunks, spans or aux arrays",
-                where={"shard": shard.name, "record": key},
-                got=f"a head of {len(head)} bytes, {len(spans)} spans, {len(aux)} arrays",
-                expected=f"a head of at most {MAX_HEAD} bytes, {MAX_SPANS} spans, {MAX_AUX} arrays",
-                do="use a larger token_block or layer_group",
-            )
+            "record has too many chunks, spans or aux arrays",
+            where={"shard": shard.name, "record": key},
+            got=f"a head of {len(head)} bytes, {len(spans)} spans, {len(aux)} arrays",
+            expected=f"a head of at most {MAX_HEAD} bytes, {MAX_SPANS} spans, {MAX_AUX} arrays",
+            do="use a larger token_block or layer_group",
         )
     return b"".join([head, _digest(shard, body), *sections])
 
@@ -312,11 +310,9 @@ def _check_aux(name: str, array: np.ndarray, key: str) -> np.ndarray:
         or array.nbytes > MAX_AUX_BYTES
     ):
         raise TraceError(
-            describe(
-                "aux array cannot be stored",
-                where={"record": key, "array": name},
-                got=f"{array.dtype} of shape {array.shape}" if dtype else type(array).__name__,
-                expected=f"name of a-z and _; bool, integers, float16/32; 0 to 3 dimensions, {MAX_AUX_BYTES} bytes",
-            )
+            "aux array cannot be stored",
+            where={"record": key, "array": name},
+            got=f"{array.dtype} of shape {array.shape}" if dtype else type(array).__name__,
+            expected=f"name of a-z and _; bool, integers, float16/32; 0 to 3 dimensions, {MAX_AUX_BYTES} bytes",
         )
     return array.astype(dtype, order="C", copy=False)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.trace.bounds import order0_bits, set_bits
 from moe_rl.trace.codec import Codec, decode_chunk, encode_chunk
 from moe_rl.trace.files import TMP
@@ -57,13 +57,11 @@ def select(target: str) -> Selection:
         one = check_name(name.removesuffix(SUFFIX))
         root = root or "."
     if "://" not in root and not Path(root).is_dir():
-        raise TraceError(
-            describe("there is no such store", where={"folder": root}, do="give the folder that holds the shards")
-        )
+        raise TraceError("there is no such store", where={"folder": root}, do="give the folder that holds the shards")
     store = TraceStore(root)
     shards = tuple(store.shards())
     if one is not None and one not in shards:
-        raise TraceError(describe("there is no such shard", where={"folder": root}, got=one))
+        raise TraceError("there is no such shard", where={"folder": root}, got=one)
     return Selection(root, store, shards if one is None else (one,), whole=one is None)
 
 
@@ -142,12 +140,10 @@ def expert_counts(selection: Selection) -> tuple[TraceSpec, np.ndarray]:
         header, spec = index.header, index.header.spec
         counts_LE = counted.setdefault(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64))
         if len(counted) > 1:
-            raise TraceError(
-                describe("shards are of different models", where={"folder": selection.root, "shard": shard})
-            )
+            raise TraceError("shards are of different models", where={"folder": selection.root, "shard": shard})
         counts_LE[[spec.moe_layers.index(layer) for layer in header.layers]] += _counts(selection.store, header, found)
     if not counted:
-        raise TraceError(describe("there is no shard", where={"folder": selection.root}))
+        raise TraceError("there is no shard", where={"folder": selection.root})
     return spec, counts_LE
 
 
@@ -294,7 +290,7 @@ def measure(selection: Selection, *, max_bytes: int = 64 << 20) -> dict[str, obj
             break
     first = time.perf_counter() - started
     if not size:
-        raise TraceError(describe("the store has no routes to measure", where={"folder": selection.root}))
+        raise TraceError("the store has no routes to measure", where={"folder": selection.root})
 
     chunks = [
         (

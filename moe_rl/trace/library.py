@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from moe_rl.errors import About, TraceError, describe
+from moe_rl.errors import About, TraceError
 from moe_rl.trace.files import File, LocalFolder, Range, RemoteFolder
 from moe_rl.trace.frame import Frame, Parent, parse_head
 from moe_rl.trace.manifest import MANIFEST, ManifestReader
@@ -74,7 +74,7 @@ class Library:
                 self._manifest.read(None)
             except OSError as error:
                 raise TraceError(
-                    describe("manifest cannot be read", where={"folder": self.folder}, got=error.strerror)
+                    "manifest cannot be read", where={"folder": self.folder}, got=error.strerror
                 ) from error
             else:
                 try:
@@ -98,13 +98,11 @@ class Library:
                 raise TraceError(f"it has digest {index.digest} where the manifest says {known.digest}")
         except TraceError as error:
             raise TraceError(
-                describe(
-                    "shard is refused",
-                    where={"shard": shard, "folder": self.folder},
-                    got=str(error),
-                    do="drop its sequences or sample them again, and check the disk",
-                    fault="damaged shard",
-                )
+                "shard is refused",
+                where={"shard": shard, "folder": self.folder},
+                got=str(error),
+                do="drop its sequences or sample them again, and check the disk",
+                fault="damaged shard",
             ) from error
         with self._lock:
             self._cache[shard] = (file.identity, index)
@@ -139,13 +137,11 @@ class Reading:
                 file = self._library.folder.open(check_name(name) + SUFFIX)
             except OSError as error:
                 raise TraceError(
-                    describe(
-                        "shard cannot be opened",
-                        where={**where, "folder": self._library.folder},
-                        got=error.strerror or type(error).__name__,
-                        do="check that the store is the sampler's and that retention has not removed the shard",
-                        fault="absent shard",
-                    )
+                    "shard cannot be opened",
+                    where={**where, "folder": self._library.folder},
+                    got=error.strerror or type(error).__name__,
+                    do="check that the store is the sampler's and that retention has not removed the shard",
+                    fault="absent shard",
                 ) from error
             try:
                 self._open[name] = (file, self._library.index(file, name))
@@ -160,7 +156,7 @@ class Reading:
             yield from self._open[shard][0].fetch(ranges)
         except TraceError as error:
             raise TraceError(
-                describe("shard cannot be read", where={"shard": shard, "folder": self._library.folder}, got=error)
+                "shard cannot be read", where={"shard": shard, "folder": self._library.folder}, got=error
             ) from error
 
     def find(self, parts: Iterable[tuple[RoutePart, About]]) -> None:
@@ -191,14 +187,12 @@ class Reading:
             frame = found.frame
             if rows > frame.rows:
                 raise TraceError(
-                    describe(
-                        "record has fewer rows than the reference",
-                        where=where,
-                        got=f"{frame.rows} rows in shard {part.shard}",
-                        expected=rows,
-                        do="do not mix shards of different runs; sample the sequence again",
-                        fault="rows",
-                    )
+                    "record has fewer rows than the reference",
+                    where=where,
+                    got=f"{frame.rows} rows in shard {part.shard}",
+                    expected=rows,
+                    do="do not mix shards of different runs; sample the sequence again",
+                    fault="rows",
                 )
             before = frame.parent.rows if frame.parent else 0
             if rows > before:
@@ -235,13 +229,11 @@ class Reading:
                     raise TraceError("its sections do not make up the frame")
             except TraceError as error:
                 raise TraceError(
-                    describe(
-                        "record is damaged",
-                        where={"shard": shard, "record": part.digest, "bytes": f"{at} to {at + entry.head_bytes}"},
-                        got=str(error),
-                        do="drop the sequence or sample it again, and check the disk; other records stay readable",
-                        fault="damaged record",
-                    )
+                    "record is damaged",
+                    where={"shard": shard, "record": part.digest, "bytes": f"{at} to {at + entry.head_bytes}"},
+                    got=str(error),
+                    do="drop the sequence or sample it again, and check the disk; other records stay readable",
+                    fault="damaged record",
                 ) from error
             # Copied: a view would keep the whole read buffer alive.
             page = memoryview(bytes(data)) if entry.size <= _PAGE else None
@@ -254,7 +246,7 @@ def read_index(file: File, shard: str) -> ShardIndex:
     if not header.sealed:
         raise TraceError("it was never sealed; recover() saves its complete records")
     if header.name != shard:
-        raise TraceError(describe("it was published under another name", got=header.name, fault="another name"))
+        raise TraceError("it was published under another name", got=header.name, fault="another name")
     at, size = start + header.frame_bytes, header.index_bytes
     if at + size != file.size:
         raise TraceError(f"it has {file.size} bytes where its header says {at + size}")
@@ -269,7 +261,7 @@ def read_header(file: File) -> tuple[ShardHeader, str, int]:
     """Read the header, its digest and the offset of the first frame. Raises TraceError with what is wrong."""
     size = file.size
     if size < 0:
-        raise TraceError(describe("it is not a regular file", fault="no regular file"))
+        raise TraceError("it is not a regular file", fault="no regular file")
     length = size
     if size >= 8:
         (raw,) = file.fetch([(0, 8)])
@@ -287,13 +279,11 @@ def _entry(index: ShardIndex, part: RoutePart, where: About) -> IndexEntry:
         entry = None
     if entry is None:
         raise TraceError(
-            describe(
-                "record is not in its shard",
-                where=where,
-                got=f"{len(index.entries)} records, none with digest {str(part.digest)[:40]}",
-                do="do not mix shards of different runs; sample the sequence again",
-                fault="absent record",
-            )
+            "record is not in its shard",
+            where=where,
+            got=f"{len(index.entries)} records, none with digest {str(part.digest)[:40]}",
+            do="do not mix shards of different runs; sample the sequence again",
+            fault="absent record",
         )
     return entry
 
@@ -308,19 +298,15 @@ def _check_continues(child: Found, parent: Found, where: About) -> None:
     assert link is not None, "it was followed to the parent"
     if (ours.spec, ours.layers, ours.keep_order) != (theirs.spec, theirs.layers, theirs.keep_order):
         raise TraceError(
-            describe(
-                "record continues a record of another model or of other layers",
-                where=where,
-                got=f"shard {theirs.name}",
-                expected=f"the model, layers and order of shard {ours.name}",
-            )
+            "record continues a record of another model or of other layers",
+            where=where,
+            got=f"shard {theirs.name}",
+            expected=f"the model, layers and order of shard {ours.name}",
         )
     if link.depth != parent.frame.depth + 1 or link.rows > parent.frame.rows:
         raise TraceError(
-            describe(
-                "record does not match the record that it continues",
-                where=where,
-                got=f"{parent.frame.rows} rows at depth {parent.frame.depth} in shard {theirs.name}",
-                expected=f"{link.rows} rows at depth {link.depth - 1}",
-            )
+            "record does not match the record that it continues",
+            where=where,
+            got=f"{parent.frame.rows} rows at depth {parent.frame.depth} in shard {theirs.name}",
+            expected=f"{link.rows} rows at depth {link.depth - 1}",
         )

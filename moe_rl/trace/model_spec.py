@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moe_rl.errors import ConfigError, TraceError, describe
+from moe_rl.errors import ConfigError, TraceError
 from moe_rl.models.hf import FAMILIES, facts_of, fingerprint_of, read_config
 from moe_rl.models.routed import Experts, family_name, find_experts
 from moe_rl.trace.record import TraceSpec
@@ -69,28 +69,22 @@ def checkpoint_spec(
     for field, (given, told) in values.items():
         if given is None and told is None:
             raise ConfigError(
-                describe(
-                    "config.json does not say it in a way that is known here",
-                    where={"field": field, "file": file},
-                    got=family_name(raw),
-                    expected=f"{' or '.join(FAMILIES)}, or that it is given",
-                    do=_GIVE[field],
-                )
+                "config.json does not say it in a way that is known here",
+                where={"field": field, "file": file},
+                got=family_name(raw),
+                expected=f"{' or '.join(FAMILIES)}, or that it is given",
+                do=_GIVE[field],
             )
         if field != "layer_map" and None not in (given, told) and given != told:
-            raise TraceError(
-                describe("contradicts config.json", where={"field": field, "file": file}, got=given, expected=told)
-            )
+            raise TraceError("contradicts config.json", where={"field": field, "file": file}, got=given, expected=told)
     experts, chosen, letters = (told if given is None else given for given, told in values.values())
     spec = TraceSpec(fingerprint_of(raw) if fingerprint is None else fingerprint, experts, chosen, letters)
     decoder = sum(letter in "dmh" for letter in spec.layer_map)
     if found.layers not in (None, decoder):
         raise TraceError(
-            describe(
-                "not the layers of this model",
-                where={"field": "layer_map", "file": file},
-                got=f"{decoder} letters d, m and h",
-                expected=f"{found.layers}, the decoder layers of config.json",
-            )
+            "not the layers of this model",
+            where={"field": "layer_map", "file": file},
+            got=f"{decoder} letters d, m and h",
+            expected=f"{found.layers}, the decoder layers of config.json",
         )
     return spec

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.trace.inspection import Selection, references
 from moe_rl.trace.record import RouteRecord
 from moe_rl.trace.spans import versions_of_rows
@@ -41,9 +41,7 @@ def export_parquet(selection: Selection, path: Path, *, pattern: str = "*", per:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise TraceError(
-            describe("export needs pyarrow, which is not installed", do="run: pip install 'pyarrow>=17'")
-        ) from error
+        raise TraceError("export needs pyarrow, which is not installed", do="run: pip install 'pyarrow>=17'") from error
 
     unfinished = path.with_name(f".{path.name}.unfinished")
     rows, writer = 0, None
@@ -54,27 +52,21 @@ def export_parquet(selection: Selection, path: Path, *, pattern: str = "*", per:
                 writer = pq.ParquetWriter(unfinished, _schema(pa, record, per), compression="zstd")
             if layout != (record.spec, record.layers) and (per == "token" or layout[0].top_k != record.spec.top_k):
                 raise TraceError(
-                    describe(
-                        "records have other layers or another model than those before",
-                        where={"record": record.key},
-                        got=f"layers {record.layers[0]} to {record.layers[-1]}",
-                        expected=f"layers {layout[1][0]} to {layout[1][-1]} of {layout[0].model_fingerprint[:16]}",
-                        do="export one shard at a time, or a row per layer",
-                    )
+                    "records have other layers or another model than those before",
+                    where={"record": record.key},
+                    got=f"layers {record.layers[0]} to {record.layers[-1]}",
+                    expected=f"layers {layout[1][0]} to {layout[1][-1]} of {layout[0].model_fingerprint[:16]}",
+                    do="export one shard at a time, or a row per layer",
                 )
             table = _table(pa, record, per, writer.schema)
             writer.write_table(table)
             rows += table.num_rows
         if writer is None:
-            raise TraceError(
-                describe("nothing to export", where={"folder": selection.root}, got=f"no record like {pattern!r}")
-            )
+            raise TraceError("nothing to export", where={"folder": selection.root}, got=f"no record like {pattern!r}")
         writer.close()
         os.replace(unfinished, path)
     except OSError as error:
-        raise TraceError(
-            describe("file cannot be written", where={"file": path}, got=error.strerror or error)
-        ) from error
+        raise TraceError("file cannot be written", where={"file": path}, got=error.strerror or error) from error
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()

@@ -21,7 +21,7 @@ from math import comb, log2
 
 import numpy as np
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 
 # Wider sets use numpy's row sort; a sorting network would need too many calls.
 MAX_COLUMNS = 32
@@ -131,13 +131,11 @@ def _bad_set(numbers_KN: np.ndarray, tokens: int, num_experts: int) -> TraceErro
     wrong = (numbers_NK >= num_experts).any(axis=1) | (numbers_NK[:, 1:] <= numbers_NK[:, :-1]).any(axis=1)
     at = int(np.flatnonzero(wrong)[0])
     return TraceError(
-        describe(
-            "the numbers are not a set of experts",
-            where={"token": at % tokens, "layer": at // tokens},
-            got=" ".join(map(str, numbers_NK[at])),
-            expected=f"different numbers below {num_experts}, ascending",
-            fault="no set",
-        )
+        "the numbers are not a set of experts",
+        where={"token": at % tokens, "layer": at // tokens},
+        got=" ".join(map(str, numbers_NK[at])),
+        expected=f"different numbers below {num_experts}, ascending",
+        fault="no set",
     )
 
 

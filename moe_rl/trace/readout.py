@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import About, TraceError, describe
+from moe_rl.errors import About, TraceError
 from moe_rl.trace.codec import decode_chunk
 from moe_rl.trace.frame import FrameSection, checksum
 from moe_rl.trace.library import Found, Reading, RowSegment
@@ -73,12 +73,10 @@ def _parts_of(
     check_key(ref.key)
     if not ref.parts or not (isinstance(ref.rows, int) and 0 <= ref.rows <= MAX_ROWS):
         raise TraceError(
-            describe(
-                "reference is impossible",
-                where={"record": ref.key},
-                got=f"{ref.rows} rows in {len(ref.parts)} shards",
-                expected=f"0 to {MAX_ROWS} rows in at least one",
-            )
+            "reference is impossible",
+            where={"record": ref.key},
+            got=f"{ref.rows} rows in {len(ref.parts)} shards",
+            expected=f"0 to {MAX_ROWS} rows in at least one",
         )
     owner: dict[int, RoutePart] = {}
     for part in ref.parts:
@@ -86,23 +84,19 @@ def _parts_of(
         first = reading.shard(ref.parts[0].shard, _where(ref, part)).header
         if (header.spec, header.keep_order) != (first.spec, first.keep_order):
             raise TraceError(
-                describe(
-                    "parts of a record are of different models or orders",
-                    where={"record": ref.key},
-                    got=f"shards {first.name} and {header.name}",
-                    fault="models",
-                )
+                "parts of a record are of different models or orders",
+                where={"record": ref.key},
+                got=f"shards {first.name} and {header.name}",
+                fault="models",
             )
         for layer in header.layers:
             if layer in owner:
                 raise TraceError(
-                    describe(
-                        "two parts of a record have the same layer",
-                        where={"record": ref.key, "layer": layer},
-                        got=f"shards {owner[layer].shard} and {part.shard}",
-                        do="give every pipeline stage its own layers",
-                        fault="layer twice",
-                    )
+                    "two parts of a record have the same layer",
+                    where={"record": ref.key, "layer": layer},
+                    got=f"shards {owner[layer].shard} and {part.shard}",
+                    do="give every pipeline stage its own layers",
+                    fault="layer twice",
                 )
             owner[layer] = part
     if layers is None:
@@ -110,18 +104,16 @@ def _parts_of(
     missing = [layer for layer in layers if layer not in owner]
     if missing or list(layers) != sorted(set(layers)):
         raise TraceError(
-            describe(
-                "a layer is in no part of the record" if missing else "layers are not increasing",
-                where={
-                    "shard": ", ".join(part.shard for part in ref.parts),
-                    "record": ref.key,
-                    **({"layer": missing[0]} if missing else {}),
-                },
-                got=f"layers {str(list(layers))[:80]}",
-                expected=f"some of {str(sorted(owner))[:80]}",
-                do="join the parts of all pipeline stages, and ask for MoE layers by their global number",
-                fault="layer in no part" if missing else "layer order",
-            )
+            "a layer is in no part of the record" if missing else "layers are not increasing",
+            where={
+                "shard": ", ".join(part.shard for part in ref.parts),
+                "record": ref.key,
+                **({"layer": missing[0]} if missing else {}),
+            },
+            got=f"layers {str(list(layers))[:80]}",
+            expected=f"some of {str(sorted(owner))[:80]}",
+            do="join the parts of all pipeline stages, and ask for MoE layers by their global number",
+            fault="layer in no part" if missing else "layer order",
         )
     wanted = {owner[layer] for layer in layers}
     return [part for part in ref.parts if part in wanted] or [ref.parts[0]], layers
@@ -133,13 +125,11 @@ def _join(reading: Reading, ref: RouteRef, parts: list[RoutePart], layers: tuple
         found = reading.tip(part)
         if found.frame.key != ref.key:
             raise TraceError(
-                describe(
-                    "reference names another request than its record",
-                    where=_where(ref, part),
-                    got=f"record of {found.frame.key}",
-                    do="sample the sequence again",
-                    fault="another request",
-                )
+                "reference names another request than its record",
+                where=_where(ref, part),
+                got=f"record of {found.frame.key}",
+                do="sample the sequence again",
+                fault="another request",
             )
         shares.append(JoinedPart(part, found.shard.header.layers, reading.chain(part, ref.rows, _where(ref, part))))
     one = shares[0]
@@ -150,13 +140,11 @@ def _join(reading: Reading, ref: RouteRef, parts: list[RoutePart], layers: tuple
         ):
             if differ:
                 raise TraceError(
-                    describe(
-                        f"parts of a record have different {what}",
-                        where={"record": ref.key},
-                        got=f"shards {one.part.shard} and {other.part.shard}",
-                        do="join only what the stages of one engine recorded of one request",
-                        fault=what,
-                    )
+                    f"parts of a record have different {what}",
+                    where={"record": ref.key},
+                    got=f"shards {one.part.shard} and {other.part.shard}",
+                    do="join only what the stages of one engine recorded of one request",
+                    fault=what,
                 )
     return Joined(
         parts=shares,
@@ -316,17 +304,15 @@ def damaged(found: Found, section: FrameSection, fault: str) -> TraceError:
     """Return the error for a section that differs from what its record says."""
     at = found.at + section.start
     return TraceError(
-        describe(
-            "record is damaged",
-            where={
-                "shard": found.shard.header.name,
-                "record": found.frame.key,
-                "bytes": f"{at} to {at + section.size}",
-            },
-            got=fault,
-            do="drop the sequence or sample it again, and check the disk; other records stay readable",
-            fault="damaged record",
-        )
+        "record is damaged",
+        where={
+            "shard": found.shard.header.name,
+            "record": found.frame.key,
+            "bytes": f"{at} to {at + section.size}",
+        },
+        got=fault,
+        do="drop the sequence or sample it again, and check the disk; other records stay readable",
+        fault="damaged record",
     )
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from moe_rl.errors import About, RouteValidationError, TraceError, describe
+from moe_rl.errors import About, RouteValidationError, TraceError
 from moe_rl.models.facts import ModelFacts
 from moe_rl.types import RouteRef, Span
 
@@ -53,21 +53,17 @@ class TraceSpec:
             _FINGERPRINT.fullmatch(self.model_fingerprint) and len(self.model_fingerprint) <= MAX_FINGERPRINT
         ):
             raise TraceError(
-                describe(
-                    "cannot be stored",
-                    where={"field": "model_fingerprint"},
-                    got=repr(self.model_fingerprint)[:80],
-                    expected=f"1 to {MAX_FINGERPRINT} printable ASCII characters",
-                    do="pass a digest of the model's config and weights",
-                )
+                "cannot be stored",
+                where={"field": "model_fingerprint"},
+                got=repr(self.model_fingerprint)[:80],
+                expected=f"1 to {MAX_FINGERPRINT} printable ASCII characters",
+                do="pass a digest of the model's config and weights",
             )
         if not (_is_int(self.num_experts) and 1 <= self.num_experts <= 65536):
-            raise TraceError(
-                describe("impossible", where={"field": "num_experts"}, got=self.num_experts, expected="1 to 65536")
-            )
+            raise TraceError("impossible", where={"field": "num_experts"}, got=self.num_experts, expected="1 to 65536")
         if not (_is_int(self.top_k) and 1 <= self.top_k <= self.num_experts):
             raise TraceError(
-                describe("impossible", where={"field": "top_k"}, got=self.top_k, expected=f"1 to {self.num_experts}")
+                "impossible", where={"field": "top_k"}, got=self.top_k, expected=f"1 to {self.num_experts}"
             )
         letters = self.layer_map
         if not (
@@ -77,13 +73,11 @@ class TraceSpec:
             and ("m" in letters or "r" in letters)
         ):
             raise TraceError(
-                describe(
-                    "not a layer map",
-                    where={"field": "layer_map"},
-                    got=repr(letters)[:80],
-                    expected=f"1 to {MAX_LAYERS} of the letters d, m, h, t and r, with at least one m or r",
-                    do="pass one letter per decoder layer of the model",
-                )
+                "not a layer map",
+                where={"field": "layer_map"},
+                got=repr(letters)[:80],
+                expected=f"1 to {MAX_LAYERS} of the letters d, m, h, t and r, with at least one m or r",
+                do="pass one letter per decoder layer of the model",
             )
 
     @classmethod
@@ -98,12 +92,10 @@ class TraceSpec:
         moe = set(moe_layers)
         if len(moe) != len(moe_layers) or not moe <= set(range(num_layers)):
             raise TraceError(
-                describe(
-                    "not layers of the model",
-                    where={"field": "moe_layers"},
-                    got=str(list(moe_layers))[:80],
-                    expected=f"different numbers from 0 to {num_layers - 1}",
-                )
+                "not layers of the model",
+                where={"field": "moe_layers"},
+                got=str(list(moe_layers))[:80],
+                expected=f"different numbers from 0 to {num_layers - 1}",
             )
         return cls(fingerprint, num_experts, top_k, "".join("m" if i in moe else "d" for i in range(num_layers)))
 
@@ -200,25 +192,21 @@ def as_token_ids(token_ids: Sequence[int] | np.ndarray, *, where: About) -> np.n
         ids = ids.astype("<i4")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise RouteValidationError(
-            describe(
-                "token ids are not a list of integers",
-                where=where,
-                got=f"{ids.dtype} of shape {ids.shape}",
-                expected="integers of shape [T]",
-                do="pass the forwarded tokens of one sequence",
-            )
+            "token ids are not a list of integers",
+            where=where,
+            got=f"{ids.dtype} of shape {ids.shape}",
+            expected="integers of shape [T]",
+            do="pass the forwarded tokens of one sequence",
         )
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 2**31 - 1):
         at = int(np.flatnonzero((ids < 0) | (ids > 2**31 - 1))[0])
         raise RouteValidationError(
-            describe(
-                "token id out of range",
-                where={**where, "token": at},
-                got=int(ids[at]),
-                expected="0 to 2147483647",
-                do="pass the forwarded tokens only, no padding",
-                fault="token id",
-            )
+            "token id out of range",
+            where={**where, "token": at},
+            got=int(ids[at]),
+            expected="0 to 2147483647",
+            do="pass the forwarded tokens only, no padding",
+            fault="token id",
         )
     return np.ascontiguousarray(ids, dtype="<i4")
 
@@ -241,12 +229,10 @@ def _is_int(value: object) -> bool:
 def _check(text: str, what: str, allowed: re.Pattern, words: str, limit: int) -> str:
     if not isinstance(text, str) or len(text) > limit or not allowed.fullmatch(text):
         raise TraceError(
-            describe(
-                "not allowed",
-                where={"field": what},
-                got=repr(text)[:80],
-                expected=f"1 to {limit} of {words}",
-                do="choose another one",
-            )
+            "not allowed",
+            where={"field": what},
+            got=repr(text)[:80],
+            expected=f"1 to {limit} of {words}",
+            do="choose another one",
         )
     return text

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.trace.files import LocalFile
 from moe_rl.trace.frame import Frame, FrameSection, checksum, head_size, parse_head
 from moe_rl.trace.library import read_header
@@ -51,7 +51,7 @@ def recover(path: Path | str, name: str) -> Recovered:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise TraceError(
-            describe("file to recover cannot be opened", where={"file": path}, got=error.strerror, fault="absent file")
+            "file to recover cannot be opened", where={"file": path}, got=error.strerror, fault="absent file"
         ) from error
     file = LocalFile(fd)
     try:
@@ -59,18 +59,16 @@ def recover(path: Path | str, name: str) -> Recovered:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise TraceError(
-                describe(
-                    "file to recover is still being written",
-                    where={"file": path},
-                    do="let its writer publish it",
-                    fault="unfinished",
-                )
+                "file to recover is still being written",
+                where={"file": path},
+                do="let its writer publish it",
+                fault="unfinished",
             ) from error
         try:
             header, _, at = read_header(file)
         except TraceError as error:
             raise TraceError(
-                describe("file cannot be recovered", where={"file": path}, got=str(error), fault="damaged file")
+                "file cannot be recovered", where={"file": path}, got=str(error), fault="damaged file"
             ) from error
         end = at + header.frame_bytes if header.sealed else file.size
         refs, fault = [], ""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.trace.primitives import Cursor, varint, varint_at
 from moe_rl.trace.record import MAX_LAYERS, TraceSpec, check_name
 
@@ -67,27 +67,21 @@ class ShardHeader:
         layers = self.layers
         if not layers or list(layers) != sorted(set(layers)) or not set(layers) <= set(self.spec.moe_layers):
             raise TraceError(
-                describe(
-                    "not increasing MoE layers of the model", where={"field": "layers"}, got=str(list(layers))[:80]
-                )
+                "not increasing MoE layers of the model", where={"field": "layers"}, got=str(list(layers))[:80]
             )
         if not (_is_int(self.layer_group) and 1 <= self.layer_group <= MAX_LAYERS):
             raise TraceError(
-                describe(
-                    "out of range",
-                    where={"field": "layer_group"},
-                    got=repr(self.layer_group),
-                    expected=f"1 to {MAX_LAYERS}",
-                )
+                "out of range",
+                where={"field": "layer_group"},
+                got=repr(self.layer_group),
+                expected=f"1 to {MAX_LAYERS}",
             )
         if not (_is_int(self.token_block) and 1 <= self.token_block <= MAX_BLOCK):
             raise TraceError(
-                describe(
-                    "out of range",
-                    where={"field": "token_block"},
-                    got=repr(self.token_block),
-                    expected=f"1 to {MAX_BLOCK}",
-                )
+                "out of range",
+                where={"field": "token_block"},
+                got=repr(self.token_block),
+                expected=f"1 to {MAX_BLOCK}",
             )
         chunk = self.token_block * min(self.layer_group, len(layers)) * self.spec.top_k * self.spec.dtype.itemsize
         if chunk > MAX_CHUNK:
@@ -264,7 +258,7 @@ def parse_index(header: ShardHeader, raw: bytes) -> tuple[tuple[str, ...], dict[
     if at != len(raw) or start != header.frame_bytes:
         raise TraceError("its index does not cover its frames")
     if len(entries) != header.records:
-        raise TraceError(describe("its index names a record twice", fault="record twice"))
+        raise TraceError("its index names a record twice", fault="record twice")
     return parents, entries
 
 

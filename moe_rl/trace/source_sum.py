@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 import xxhash
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.types import RouteRef
 
 _GOLDEN, _ODD = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
@@ -120,13 +120,11 @@ def sum_of(ref: RouteRef) -> int:
     """Return a reference's checksum as int64. Raises TraceError if it is missing or not a 16-digit hex number."""
     if not _HEX.fullmatch(ref.source_sum):
         raise TraceError(
-            describe(
-                "a reference has no checksum from the sampler's engine",
-                where={"record": ref.key},
-                got=repr(ref.source_sum)[:40],
-                expected="16 hex digits in source_sum",
-                do="sample with this version of moe_rl, or make the reference with moe_rl.trace.signed",
-            )
+            "a reference has no checksum from the sampler's engine",
+            where={"record": ref.key},
+            got=repr(ref.source_sum)[:40],
+            expected="16 hex digits in source_sum",
+            do="sample with this version of moe_rl, or make the reference with moe_rl.trace.signed",
         )
     value = int(ref.source_sum, 16)
     return value - (1 << _BITS) if value >> (_BITS - 1) else value

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import About, RouteValidationError, describe
+from moe_rl.errors import About, RouteValidationError
 from moe_rl.types import Provenance, Span
 
 
@@ -20,48 +20,40 @@ def check_spans(spans: Sequence[Span], *, rows: int, where: About) -> tuple[Span
     for span in spans:
         if not isinstance(span, Span) or _integer(span.rows) is None or span.rows < 1:
             raise RouteValidationError(
-                describe(
-                    "a span of rows is impossible",
-                    where=where,
-                    got=repr(span)[:80],
-                    expected="at least 1 row",
-                    fault="span",
-                )
+                "a span of rows is impossible",
+                where=where,
+                got=repr(span)[:80],
+                expected="at least 1 row",
+                fault="span",
             )
         version = _integer(span.weight_version)
         if version is None or not 0 <= version < 2**63:
             raise RouteValidationError(
-                describe(
-                    "weight version is unknown",
-                    where=where,
-                    got=repr(span.weight_version)[:40],
-                    expected="an integer from 0",
-                    do="record the version of the weights that sampled the rows",
-                    fault="weight version",
-                )
+                "weight version is unknown",
+                where=where,
+                got=repr(span.weight_version)[:40],
+                expected="an integer from 0",
+                do="record the version of the weights that sampled the rows",
+                fault="weight version",
             )
         if span.provenance not in (0, 1, 2):
             raise RouteValidationError(
-                describe(
-                    "provenance is unknown",
-                    where=where,
-                    got=repr(span.provenance)[:40],
-                    expected="a Provenance",
-                    fault="provenance",
-                )
+                "provenance is unknown",
+                where=where,
+                got=repr(span.provenance)[:40],
+                expected="a Provenance",
+                fault="provenance",
             )
         checked.append(Span(operator.index(span.rows), version, Provenance(span.provenance)))
     covered = sum(span.rows for span in checked)
     if covered != rows:
         raise RouteValidationError(
-            describe(
-                "spans do not cover the rows",
-                where=where,
-                got=f"{covered} rows in {len(checked)} spans",
-                expected=rows,
-                do="give every forwarded token the weight version it was routed with",
-                fault="spans",
-            )
+            "spans do not cover the rows",
+            where=where,
+            got=f"{covered} rows in {len(checked)} spans",
+            expected=rows,
+            do="give every forwarded token the weight version it was routed with",
+            fault="spans",
         )
     return merge_spans(checked)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_rl.errors import About, TraceError, describe
+from moe_rl.errors import About, TraceError
 from moe_rl.trace.files import TMP, LocalFolder
 from moe_rl.trace.frame import count_experts
 from moe_rl.trace.library import Found, Library, Reading, RowSegment, parent_part
@@ -209,13 +209,11 @@ class TraceStore:
                         return np.frombuffer(raw, array.dtype).reshape(array.shape)
             names = [array.name for part in ref.parts for array in reading.tip(part).frame.aux]
         raise TraceError(
-            describe(
-                "record has no such array",
-                where={"shard": ref.parts[0].shard, "record": ref.key},
-                got=repr(name),
-                expected=f"one of {names}",
-                fault="no array",
-            )
+            "record has no such array",
+            where={"shard": ref.parts[0].shard, "record": ref.key},
+            got=repr(name),
+            expected=f"one of {names}",
+            fault="no array",
         )
 
     def records(self, shard: str) -> list[RouteRef]:
@@ -253,12 +251,10 @@ class TraceStore:
         if manifest is not None:
             damaged = f", and lines {', '.join(map(str, manifest.damaged))} are damaged" if manifest.damaged else ""
             raise TraceError(
-                describe(
-                    "the manifest of the trace has lost the line of a shard",
-                    where={"shard": lost, "file": f"{self._library.folder}/{MANIFEST}"},
-                    got=f"lines of {len(manifest.published)} other shards{damaged}",
-                    do="sample its sequences again; a resumed run does",
-                )
+                "the manifest of the trace has lost the line of a shard",
+                where={"shard": lost, "file": f"{self._library.folder}/{MANIFEST}"},
+                got=f"lines of {len(manifest.published)} other shards{damaged}",
+                do="sample its sequences again; a resumed run does",
             )
 
     def remove(self, *shards: str) -> None:
@@ -287,7 +283,7 @@ class TraceStore:
                             manifest.compact()
         except OSError as error:
             where: About = {"shard": shards[len(removed)], "folder": root}
-            raise TraceError(describe("shard could not be removed", where=where, got=error.strerror)) from error
+            raise TraceError("shard could not be removed", where=where, got=error.strerror) from error
 
     def retain(self, *, keep_shards: int | None = None, max_bytes: int | None = None) -> list[str]:
         """Remove the oldest shards until at most `keep_shards` shards with at most `max_bytes` in all are left.
@@ -345,12 +341,10 @@ class TraceStore:
         if isinstance(self._library.folder, LocalFolder):
             return self._library.folder.path
         raise TraceError(
-            describe(
-                "store can only be read",
-                where={"folder": self._library.folder},
-                do="remove shards where they are local",
-                fault="read-only",
-            )
+            "store can only be read",
+            where={"folder": self._library.folder},
+            do="remove shards where they are local",
+            fault="read-only",
         )
 
 
@@ -386,7 +380,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype, key: str) -> np.ndarray:
         return np.empty(shape, dtype)
     except MemoryError as error:
         raise TraceError(
-            describe("record is too large for memory", where={"record": key}, got=f"routes of shape {shape}")
+            "record is too large for memory", where={"record": key}, got=f"routes of shape {shape}"
         ) from error
 
 
@@ -394,13 +388,11 @@ def _check_rows(ref: RouteRef, rows: Rows | None) -> Rows:
     first, last = (0, ref.rows) if rows is None else rows
     if not 0 <= first <= last <= ref.rows:
         raise TraceError(
-            describe(
-                "rows are not in the record",
-                where={"record": ref.key},
-                got=f"rows {first} to {last}",
-                expected=f"0 to {ref.rows}",
-                fault="rows",
-            )
+            "rows are not in the record",
+            where={"record": ref.key},
+            got=f"rows {first} to {last}",
+            expected=f"0 to {ref.rows}",
+            fault="rows",
         )
     return first, last
 
@@ -409,10 +401,8 @@ def _check_out(out: np.ndarray, total: int, one: Joined | RouteRecord | None = N
     shape = (total, *out.shape[1:]) if one is None else (total, len(one.layers), one.spec.top_k)
     if out.shape != shape or (one is not None and not np.can_cast(one.spec.dtype, out.dtype)):
         raise TraceError(
-            describe(
-                "array cannot take the routes",
-                got=f"{out.dtype} of shape {out.shape}",
-                expected=f"{one.spec.dtype if one else 'integers'} or wider of shape {shape}",
-                fault="array",
-            )
+            "array cannot take the routes",
+            got=f"{out.dtype} of shape {out.shape}",
+            expected=f"{one.spec.dtype if one else 'integers'} or wider of shape {shape}",
+            fault="array",
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_rl.errors import About, RouteValidationError, describe
+from moe_rl.errors import About, RouteValidationError
 from moe_rl.trace.record import RouteRecord, TraceSpec, as_token_ids
 from moe_rl.trace.spans import check_spans
 from moe_rl.trace.variety import check_variety
@@ -57,14 +57,12 @@ def validate(
     for span in check_spans(record.spans, rows=len(record.routes), where=where):
         if not oldest <= span.weight_version <= weight_version:
             raise RouteValidationError(
-                describe(
-                    "routes were sampled with weights that are too old or too new",
-                    where={**where, "tokens": f"{row} to {row + span.rows - 1}"},
-                    got=f"weight version {span.weight_version}",
-                    expected=f"{oldest} to {weight_version} (max_staleness {max_staleness})",
-                    do="sample the sequence again, or allow more staleness",
-                    fault="weight version",
-                )
+                "routes were sampled with weights that are too old or too new",
+                where={**where, "tokens": f"{row} to {row + span.rows - 1}"},
+                got=f"weight version {span.weight_version}",
+                expected=f"{oldest} to {weight_version} (max_staleness {max_staleness})",
+                do="sample the sequence again, or allow more staleness",
+                fault="weight version",
             )
         row += span.rows
     if ref is not None:
@@ -87,58 +85,48 @@ def check_routes(
     allowed = ("uint8", "uint16") if spec.num_experts <= 256 else ("uint16",)
     if not isinstance(routes, np.ndarray) or routes.dtype.name not in allowed:
         raise RouteValidationError(
-            describe(
-                "routes have the wrong type",
-                where=where,
-                got=getattr(routes, "dtype", type(routes).__name__),
-                expected=f"a numpy array of {' or '.join(allowed)} ({spec.num_experts} experts)",
-                do="hand over the ids as they were recorded",
-                fault="type",
-            )
+            "routes have the wrong type",
+            where=where,
+            got=getattr(routes, "dtype", type(routes).__name__),
+            expected=f"a numpy array of {' or '.join(allowed)} ({spec.num_experts} experts)",
+            do="hand over the ids as they were recorded",
+            fault="type",
         )
     if routes.ndim != 3:
         raise RouteValidationError(
-            describe(
-                "routes have the wrong shape",
-                where=where,
-                got=routes.shape,
-                expected=f"[tokens, {len(layers)}, {spec.top_k}]",
-                fault="shape",
-            )
+            "routes have the wrong shape",
+            where=where,
+            got=routes.shape,
+            expected=f"[tokens, {len(layers)}, {spec.top_k}]",
+            fault="shape",
         )
     if routes.shape[1] != len(layers):
         recorded = routes.shape[1]
         lacks = recorded < len(layers)
         raise RouteValidationError(
-            describe(
-                "a MoE layer of the model has no routes" if lacks else "there are routes beyond the last MoE layer",
-                where={**where, "layer": layers[recorded] if lacks else layers[-1]},
-                got=f"{recorded} layers",
-                expected=len(layers),
-                do="record every MoE layer of the model",
-                fault="layer without routes" if lacks else "layers too many",
-            )
+            "a MoE layer of the model has no routes" if lacks else "there are routes beyond the last MoE layer",
+            where={**where, "layer": layers[recorded] if lacks else layers[-1]},
+            got=f"{recorded} layers",
+            expected=len(layers),
+            do="record every MoE layer of the model",
+            fault="layer without routes" if lacks else "layers too many",
         )
     if routes.shape[2] != spec.top_k:
         raise RouteValidationError(
-            describe(
-                "wrong number of experts per token",
-                where={**where, "token": 0, "layer": layers[0]},
-                got=routes.shape[2],
-                expected=spec.top_k,
-                fault="experts per token",
-            )
+            "wrong number of experts per token",
+            where={**where, "token": 0, "layer": layers[0]},
+            got=routes.shape[2],
+            expected=spec.top_k,
+            fault="experts per token",
         )
     if len(routes) != rows:
         raise RouteValidationError(
-            describe(
-                "a forwarded token has no routes" if len(routes) < rows else "a row of routes belongs to no token",
-                where={**where, "token": min(len(routes), rows)},
-                got=f"{len(routes)} rows",
-                expected=rows,
-                do="record one row per forwarded token: prompt + completion - 1",
-                fault="token without routes" if len(routes) < rows else "rows too many",
-            )
+            "a forwarded token has no routes" if len(routes) < rows else "a row of routes belongs to no token",
+            where={**where, "token": min(len(routes), rows)},
+            got=f"{len(routes)} rows",
+            expected=rows,
+            do="record one row per forwarded token: prompt + completion - 1",
+            fault="token without routes" if len(routes) < rows else "rows too many",
         )
     bad = _first_bad_set(routes, spec.num_experts)
     if bad is not None:
@@ -148,14 +136,12 @@ def check_routes(
         what = "an expert does not exist" if outside else "an expert was chosen twice"
         expert: About = {"expert": outside[0]} if outside else {}
         raise RouteValidationError(
-            describe(
-                what,
-                where={**where, "token": token, "layer": layers[layer], **expert},
-                got=ids,
-                expected=f"{spec.top_k} distinct ids from 0 to {spec.num_experts - 1}",
-                do="drop the sequence and look at the recorder: ids must be logical, one row per token",
-                fault="no expert" if outside else "expert twice",
-            )
+            what,
+            where={**where, "token": token, "layer": layers[layer], **expert},
+            got=ids,
+            expected=f"{spec.top_k} distinct ids from 0 to {spec.num_experts - 1}",
+            do="drop the sequence and look at the recorder: ids must be logical, one row per token",
+            fault="no expert" if outside else "expert twice",
         )
 
 
@@ -178,39 +164,33 @@ def _same_model(record: RouteRecord, spec: TraceSpec, where: About) -> None:
     got = record.spec
     if got.model_fingerprint != spec.model_fingerprint:
         raise RouteValidationError(
-            describe(
-                "routes were recorded from another model",
-                where=where,
-                got=f"fingerprint {got.model_fingerprint}",
-                expected=spec.model_fingerprint,
-                do="sample with the model that is trained",
-                fault="model",
-            )
+            "routes were recorded from another model",
+            where=where,
+            got=f"fingerprint {got.model_fingerprint}",
+            expected=spec.model_fingerprint,
+            do="sample with the model that is trained",
+            fault="model",
         )
     for field in ("num_experts", "top_k"):
         if getattr(got, field) != getattr(spec, field):
             raise RouteValidationError(
-                describe(
-                    f"{field} of the routes is not the model's",
-                    where=where,
-                    got=getattr(got, field),
-                    expected=getattr(spec, field),
-                    do="sample with the model that is trained",
-                    fault=field,
-                )
+                f"{field} of the routes is not the model's",
+                where=where,
+                got=getattr(got, field),
+                expected=getattr(spec, field),
+                do="sample with the model that is trained",
+                fault=field,
             )
     if got.layer_map != spec.layer_map:
         if got.moe_layers != spec.moe_layers:
             raise _wrong_layers(got.moe_layers, spec.moe_layers, where)
         raise RouteValidationError(
-            describe(
-                "routes were recorded from a model with other layers",
-                where=where,
-                got=got.layer_map,
-                expected=spec.layer_map,
-                do="sample with the model that is trained",
-                fault="layer map",
-            )
+            "routes were recorded from a model with other layers",
+            where=where,
+            got=got.layer_map,
+            expected=spec.layer_map,
+            do="sample with the model that is trained",
+            fault="layer map",
         )
 
 
@@ -222,14 +202,12 @@ def _wrong_layers(got: Sequence[int], expected: Sequence[int], where: About) -> 
         fault = "layer without routes" if missing else "layer not asked for"
         where = {**where, "layer": (missing or extra)[0]}
     return RouteValidationError(
-        describe(
-            what,
-            where=where,
-            got=list(got),
-            expected=list(expected),
-            do="record every MoE layer of the model, by its global number",
-            fault=fault,
-        )
+        what,
+        where=where,
+        got=list(got),
+        expected=list(expected),
+        do="record every MoE layer of the model, by its global number",
+        fault=fault,
     )
 
 
@@ -243,35 +221,29 @@ def _same_tokens(record: RouteRecord, token_ids: np.ndarray, where: About) -> No
         f"token id {ids[at]}" if at < len(ids) else f"an end after {len(ids)} tokens" for ids in (recorded, token_ids)
     )
     raise RouteValidationError(
-        describe(
-            "routes were recorded from other tokens",
-            where={**where, "token": record.first_row + at},
-            got=f"{got}, {max(1, len(different))} tokens differ",
-            expected=expected,
-            do="feed prompt + completion[:-1] exactly as the sampler forwarded it, or drop the sequence",
-            fault="tokens",
-        )
+        "routes were recorded from other tokens",
+        where={**where, "token": record.first_row + at},
+        got=f"{got}, {max(1, len(different))} tokens differ",
+        expected=expected,
+        do="feed prompt + completion[:-1] exactly as the sampler forwarded it, or drop the sequence",
+        fault="tokens",
     )
 
 
 def _same_request(record: RouteRecord, ref: RouteRef, where: About) -> None:
     if ref.key != record.key:
         raise RouteValidationError(
-            describe(
-                "the reference names another request",
-                where=where,
-                got=f"reference to {ref.key} in shard {', '.join(part.shard for part in ref.parts)}",
-                expected=record.key,
-                fault="another request",
-            )
+            "the reference names another request",
+            where=where,
+            got=f"reference to {ref.key} in shard {', '.join(part.shard for part in ref.parts)}",
+            expected=record.key,
+            fault="another request",
         )
     if record.first_row + len(record.routes) > ref.rows:
         raise RouteValidationError(
-            describe(
-                "routes go beyond the rows that the sampler referred to",
-                where=where,
-                got=f"rows to {record.first_row + len(record.routes)}",
-                expected=f"at most {ref.rows}",
-                fault="rows",
-            )
+            "routes go beyond the rows that the sampler referred to",
+            where=where,
+            got=f"rows to {record.first_row + len(record.routes)}",
+            expected=f"at most {ref.rows}",
+            fault="rows",
         )

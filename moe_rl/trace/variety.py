@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_rl.errors import About, RouteValidationError, describe
+from moe_rl.errors import About, RouteValidationError
 
 # Shorter records say too little about their routers.
 _ROWS = 8
@@ -82,14 +82,12 @@ def _check_layers(routes: np.ndarray, num_experts: int, layers: Sequence[int], w
                 if log + math.log(columns * (columns - 1) / 2) < math.log(_CHANCE):
                     sets = len(np.unique(chosen, axis=0))
                     raise RouteValidationError(
-                        describe(
-                            "two layers have the same routes for every token, which no model does",
-                            where={**where, "layers": f"{layers[one]} and {layers[other]}"},
-                            got=f"{rows} equal rows with {sets} different sets, {routes[0, one].tolist()} in token 0",
-                            expected="each layer's own choice",
-                            do="look at the recorder: the rows of one layer were written to both columns",
-                            fault="equal pair",
-                        )
+                        "two layers have the same routes for every token, which no model does",
+                        where={**where, "layers": f"{layers[one]} and {layers[other]}"},
+                        got=f"{rows} equal rows with {sets} different sets, {routes[0, one].tolist()} in token 0",
+                        expected="each layer's own choice",
+                        do="look at the recorder: the rows of one layer were written to both columns",
+                        fault="equal pair",
                     )
 
 
@@ -112,4 +110,4 @@ def _check_unwritten(
 
 
 def _refusal(what: str, where: About, ids: list[int], token: int, fault: str) -> RouteValidationError:
-    return RouteValidationError(describe(what, where=where, got=f"{ids} in token {token}", do=_LOOK, fault=fault))
+    return RouteValidationError(what, where=where, got=f"{ids} in token {token}", do=_LOOK, fault=fault)

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from moe_rl.disk import refusal
-from moe_rl.errors import About, TraceDiskError, TraceError, describe
+from moe_rl.errors import About, TraceDiskError, TraceError
 from moe_rl.trace.files import create_locked, make_directory, sync_directory, write_all
 from moe_rl.trace.frame import MAX_DEPTH, Frame, Parent, build_frame, digest_of, head_size
 from moe_rl.trace.library import Library, Reading
@@ -141,7 +141,7 @@ class ShardWriter:
         rows = len(token_ids) + (link.rows if link else 0)
         if rows > MAX_ROWS:
             raise TraceError(
-                describe("sequence is too long to store", where=where, got=rows, expected=f"at most {MAX_ROWS} tokens")
+                "sequence is too long to store", where=where, got=rows, expected=f"at most {MAX_ROWS} tokens"
             )
         data = build_frame(header, key, routes, token_ids, spans, link, aux or {})
         head = head_size(data)
@@ -180,7 +180,7 @@ class ShardWriter:
         self._open_fd()
         if key not in self._keys:
             raise TraceError(
-                describe("record to mark as aborted was not added", where={"shard": self._header.name, "record": key})
+                "record to mark as aborted was not added", where={"shard": self._header.name, "record": key}
             )
         self._aborted.add(self._keys[key])
 
@@ -262,13 +262,11 @@ class ShardWriter:
         where: About = {"shard": self._header.name, "record": key}
         if key in self._keys:
             raise TraceError(
-                describe(
-                    "record key is used twice", where=where, do="give every sequence its own key", fault="key twice"
-                )
+                "record key is used twice", where=where, do="give every sequence its own key", fault="key twice"
             )
         if len(self._frames) >= MAX_RECORDS:
             raise TraceError(
-                describe("shard is full", where=where, got=f"{MAX_RECORDS} records", do="publish it and begin another")
+                "shard is full", where=where, got=f"{MAX_RECORDS} records", do="publish it and begin another"
             )
 
     def _link(self, ref: RouteRef, where: About) -> Parent:
@@ -278,26 +276,22 @@ class ShardWriter:
             found = found or (self._own(ref, part) if part.shard == self._header.name else self._published(ref, part))
         if found is None:
             raise TraceError(
-                describe(
-                    "parent has no part with this writer's model, layers and order",
-                    where=where,
-                    got=f"record {ref.key} in {', '.join(part.shard for part in ref.parts)}",
-                    do="give the reference that a writer of the same layers returned",
-                    fault="parent",
-                )
+                "parent has no part with this writer's model, layers and order",
+                where=where,
+                got=f"record {ref.key} in {', '.join(part.shard for part in ref.parts)}",
+                do="give the reference that a writer of the same layers returned",
+                fault="parent",
             )
         parent, rows = found
         shards = self._parents | {parent.shard}
         if not 0 <= ref.rows <= rows or parent.depth > MAX_DEPTH or len(shards) > MAX_PARENTS:
             raise TraceError(
-                describe(
-                    "parent cannot be continued",
-                    where=where,
-                    got=f"{ref.rows} of its {rows} rows, {parent.depth} records before this one, {len(shards)} shards",
-                    expected=f"at most {rows} rows, {MAX_DEPTH} records and {MAX_PARENTS} shards",
-                    do="store the whole sequence as a record without a parent",
-                    fault="parent",
-                )
+                "parent cannot be continued",
+                where=where,
+                got=f"{ref.rows} of its {rows} rows, {parent.depth} records before this one, {len(shards)} shards",
+                expected=f"at most {rows} rows, {MAX_DEPTH} records and {MAX_PARENTS} shards",
+                do="store the whole sequence as a record without a parent",
+                fault="parent",
             )
         return parent
 
@@ -322,13 +316,11 @@ class ShardWriter:
     def _open_fd(self) -> int:
         if self._fd is None:
             raise TraceError(
-                describe(
-                    "shard is closed",
-                    where={"shard": self._header.name},
-                    got="published or abandoned",
-                    do="open a writer with a new name",
-                    fault="closed",
-                )
+                "shard is closed",
+                where={"shard": self._header.name},
+                got="published or abandoned",
+                do="open a writer with a new name",
+                fault="closed",
             )
         return self._fd
 
@@ -353,10 +345,8 @@ class ShardWriter:
 
     def _exists(self) -> TraceError:
         return TraceError(
-            describe(
-                "shard exists already and shards are never overwritten",
-                where={"shard": self._header.name, "folder": self._root},
-                do="choose a new name, or remove the old shard first",
-                fault="exists",
-            )
+            "shard exists already and shards are never overwritten",
+            where={"shard": self._header.name, "folder": self._root},
+            do="choose a new name, or remove the old shard first",
+            fault="exists",
         )

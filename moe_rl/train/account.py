@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch.distributed as dist
 
-from moe_rl.errors import ReplayError, describe, first_of
+from moe_rl.errors import ReplayError, first_of
 from moe_rl.megatron import world
 from moe_rl.train.shares import UpdateShare
 from moe_rl.types import Sequence
@@ -40,26 +40,22 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
     counts.update(key for key in before if key in counts)
     if twice := [key for key, count in counts.items() if count > 1]:
         raise ReplayError(
-            describe(
-                "a sequence was delivered more than once",
-                where={"request": twice[0]},
-                got=f"{len(twice)} sequences too often: {first_of(twice)}",
-                expected="each sequence in one step, once",
-                do="look for a group that the feed gave twice, or rollouts of another step",
-                fault="delivered twice",
-            )
+            "a sequence was delivered more than once",
+            where={"request": twice[0]},
+            got=f"{len(twice)} sequences too often: {first_of(twice)}",
+            expected="each sequence in one step, once",
+            do="look for a group that the feed gave twice, or rollouts of another step",
+            fault="delivered twice",
         )
     wrong = [one.key for one, group in zip(sequences, group_ids, strict=True) if one.verdict != one.verdict_of(group)]
     if wrong:
         raise ReplayError(
-            describe(
-                "a sequence has not the reward and the group that it was judged with",
-                where={"request": wrong[0]},
-                got=f"{len(wrong)} of {len(sequences)} sequences: {first_of(wrong)}",
-                expected="the digest of completion, rewards and group that was made with the verdict",
-                do="look for what exchanges rewards or groups between the verifiers and the trainer",
-                fault="verdict",
-            )
+            "a sequence has not the reward and the group that it was judged with",
+            where={"request": wrong[0]},
+            got=f"{len(wrong)} of {len(sequences)} sequences: {first_of(wrong)}",
+            expected="the digest of completion, rewards and group that was made with the verdict",
+            do="look for what exchanges rewards or groups between the verifiers and the trainer",
+            fault="verdict",
         )
 
 
@@ -92,24 +88,20 @@ def check_update(share: UpdateShare, calls: Mapping[int, int]) -> None:
     if uneven := np.flatnonzero(reduced[0] != ranks).tolist():
         told = [f"{share.all[at].key} {reduced[0, at] / ranks:g} times" for at in uneven]
         raise ReplayError(
-            describe(
-                "an update did not learn from each of its sequences exactly once",
-                where={"request": share.all[uneven[0]].key},
-                got=f"{len(uneven)} of {len(share.all)} sequences: {first_of(told)}",
-                expected="once each, over all ranks and microbatches",
-                do=f"{_REPORT}: a microbatch was replaced, repeated or left out after the batch was divided",
-                fault="not once",
-            )
+            "an update did not learn from each of its sequences exactly once",
+            where={"request": share.all[uneven[0]].key},
+            got=f"{len(uneven)} of {len(share.all)} sequences: {first_of(told)}",
+            expected="once each, over all ranks and microbatches",
+            do=f"{_REPORT}: a microbatch was replaced, repeated or left out after the batch was divided",
+            fault="not once",
         )
     if other := [share.all[at].key for at in np.flatnonzero(reduced[1])]:
         raise ReplayError(
-            describe(
-                "an update learned from something else than what was sampled and judged",
-                where={"request": other[0]},
-                got=f"{len(other)} of {len(share.all)} sequences: {first_of(other)}",
-                expected="the sampled tokens with their log-probabilities, each predicted by the row before it, and "
-                "the advantage of its sequence",
-                do=f"{_REPORT}, or a loss mask that is shifted",
-                fault="not as sampled",
-            )
+            "an update learned from something else than what was sampled and judged",
+            where={"request": other[0]},
+            got=f"{len(other)} of {len(share.all)} sequences: {first_of(other)}",
+            expected="the sampled tokens with their log-probabilities, each predicted by the row before it, and "
+            "the advantage of its sequence",
+            do=f"{_REPORT}, or a loss mask that is shifted",
+            fault="not as sampled",
         )

@@ -177,12 +177,10 @@ def expert_counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarr
     counts, shape = store.expert_counts(ref), (len(spec.moe_layers), spec.num_experts)
     if counts.shape != shape:
         raise TraceError(
-            describe(
-                "the record belongs to another model",
-                where={"record": ref.key},
-                got=f"counts {counts.shape}",
-                expected=f"{shape}",
-            )
+            "the record belongs to another model",
+            where={"record": ref.key},
+            got=f"counts {counts.shape}",
+            expected=f"{shape}",
         )
     return counts
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moe_rl.errors import WeightSyncError, after_lr, describe
+from moe_rl.errors import WeightSyncError, after_lr
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy
@@ -192,10 +192,8 @@ class Canary:
         if (witness < 0).any():
             layer, row, _ = np.argwhere(witness < 0)[0].tolist()
             raise WeightSyncError(
-                describe(
-                    "no rank routed a token of the canary",
-                    where={"token": row, "layer": self.spec.moe_layers[layer]},
-                )
+                "no rank routed a token of the canary",
+                where={"token": row, "layer": self.spec.moe_layers[layer]},
             )
         return logprobs.cpu().numpy(), witness, scored
 
@@ -225,14 +223,12 @@ class Canary:
         found = found or confused_experts(routes, witness, layers, self.spec.num_experts)
         if found:
             raise WeightSyncError(
-                describe(
-                    "sampler and trainer route the canary differently",
-                    where={"version": version, "sampler": scored.by, **after_lr(self._lr)},
-                    got="; ".join(found),
-                    expected="in each layer the experts that the trainer's routers choose",
-                    do="look at the export of these layers, the first of them first: its router, and all before it; "
-                    f"then at the recorder. The trace keeps the routes in shard {scored.routes[0].parts[0].shard}",
-                )
+                "sampler and trainer route the canary differently",
+                where={"version": version, "sampler": scored.by, **after_lr(self._lr)},
+                got="; ".join(found),
+                expected="in each layer the experts that the trainer's routers choose",
+                do="look at the export of these layers, the first of them first: its router, and all before it; "
+                f"then at the recorder. The trace keeps the routes in shard {scored.routes[0].parts[0].shard}",
             )
         differs = (np.sort(routes, -1) != np.sort(witness, -1)).any(-1)
         ends = np.cumsum(lengths)[:-1]

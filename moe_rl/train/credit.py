@@ -12,7 +12,7 @@ import math
 import torch
 
 from moe_rl.config.objective import ObjectiveConfig
-from moe_rl.errors import MoeRLError, describe
+from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.objectives.advantages import advantages, has_spread
 from moe_rl.objectives.penalties import KL_ESTIMATORS
@@ -160,12 +160,10 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateS
     if max(spoke) > 1:
         number = spoke.index(max(spoke))
         raise MoeRLError(
-            describe(
-                "a sequence is reported by more than one rank",
-                where={"request": sequences[number].key},
-                got=f"{spoke[number]:.0f} ranks",
-                expected=1,
-            )
+            "a sequence is reported by more than one rank",
+            where={"request": sequences[number].key},
+            got=f"{spoke[number]:.0f} ranks",
+            expected=1,
         )
     # x - (x - x) turns an infinity into NaN: infinities of different signs would have no sum.
     return [total - (total - total) if count else None for total, count in zip(totals, spoke, strict=True)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.replay.session import Mode
@@ -38,14 +38,12 @@ def check_reference(policy: Policy, reference: ReferencePolicy) -> None:
                 name = name.removeprefix("module.")
                 if not torch.equal(weight, of_reference[name]):
                     raise ReplayError(
-                        describe(
-                            "the reference policy does not have the weights that the run began with",
-                            where={"tensor": name},
-                            got=f"{int((weight != of_reference[name]).sum())} of {weight.numel()} elements that differ",
-                            expected="the policy's, which no update has changed",
-                            do="look for what loads or changes the reference's weights; objective.kl_coef=0 needs none",
-                            fault="reference",
-                        )
+                        "the reference policy does not have the weights that the run began with",
+                        where={"tensor": name},
+                        got=f"{int((weight != of_reference[name]).sum())} of {weight.numel()} elements that differ",
+                        expected="the policy's, which no update has changed",
+                        do="look for what loads or changes the reference's weights; objective.kl_coef=0 needs none",
+                        fault="reference",
                     )
 
     agreed(compare, "reference policy")
@@ -93,12 +91,10 @@ class TemperatureProbe:
 
     def _wrong(self, what: str) -> ReplayError:
         return ReplayError(
-            describe(
-                what,
-                where={"key": "rollout.temperature", "update": 0},
-                got=f"other ones at temperature {self.temperature:g} than in the update",
-                expected=f"{self.temperature:g} on both sides",
-                do="look for a pass that does not divide its logits by the temperature",
-                fault="temperature",
-            )
+            what,
+            where={"key": "rollout.temperature", "update": 0},
+            got=f"other ones at temperature {self.temperature:g} than in the update",
+            expected=f"{self.temperature:g} on both sides",
+            do="look for a pass that does not divide its logits by the temperature",
+            fault="temperature",
         )

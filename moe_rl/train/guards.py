@@ -20,7 +20,6 @@ from moe_rl.errors import (
     PipelineError,
     WeightSyncError,
     after_lr,
-    describe,
 )
 from moe_rl.megatron.policy import UpdateResult
 from moe_rl.objectives.lags import LAGS
@@ -80,13 +79,11 @@ class Guards:
         """Go on from what `state` returned. Raises CheckpointError for what another version returned."""
         if state.keys() != self.state().keys():
             raise CheckpointError(
-                describe(
-                    "a checkpoint was written by another version of moe_rl",
-                    where={"field": "guards"},
-                    got=", ".join(sorted(state)),
-                    expected=", ".join(sorted(self.state())),
-                    do="go on with the version that wrote it, or begin a new run",
-                )
+                "a checkpoint was written by another version of moe_rl",
+                where={"field": "guards"},
+                got=", ".join(sorted(state)),
+                expected=", ".join(sorted(self.state())),
+                do="go on with the version that wrote it, or begin a new run",
             )
         self.skipped, self.lost = state["skipped"], state["lost"]
         self.canary = [(int(version), float(value)) for version, value in state["canary"]]
@@ -102,14 +99,12 @@ class Guards:
         self.lr = result.lr
         if self.skipped >= self.settings.max_skipped_updates:
             raise NonFiniteError(
-                describe(
-                    f"{self.skipped} updates in a row were skipped",
-                    where={"step": step, "update": update},
-                    got=f"what is not finite: {result.nonfinite}",
-                    expected=f"fewer than guards.max_skipped_updates = {self.settings.max_skipped_updates}",
-                    do="lower train.optimizer.lr or set train.dtype=float32, and start from an earlier checkpoint. "
-                    "Weights, optimizer and random generators are as they were before these updates",
-                )
+                f"{self.skipped} updates in a row were skipped",
+                where={"step": step, "update": update},
+                got=f"what is not finite: {result.nonfinite}",
+                expected=f"fewer than guards.max_skipped_updates = {self.settings.max_skipped_updates}",
+                do="lower train.optimizer.lr or set train.dtype=float32, and start from an earlier checkpoint. "
+                "Weights, optimizer and random generators are as they were before these updates",
             )
 
     def after_sync(self, version: int, heard: Heard) -> None:
@@ -132,14 +127,12 @@ class Guards:
         limit, expected = self._canary_limit([value for _, value in before])
         if not (math.isfinite(difference) and difference <= limit):
             raise WeightSyncError(
-                describe(
-                    "sampler and trainer score the same tokens differently",
-                    where={"version": version, "sampler": heard.by, **after_lr(self.lr)},
-                    got=f"a canary of {difference:.3g} nats{f'; {heard.suspects}' if heard.suspects else ''}",
-                    expected=expected,
-                    do=f"every tensor arrived as it was sent. {_AGREED if before else _NEVER_AGREED}. For a sampler of "
-                    "low precision set guards.max_canary_difference",
-                )
+                "sampler and trainer score the same tokens differently",
+                where={"version": version, "sampler": heard.by, **after_lr(self.lr)},
+                got=f"a canary of {difference:.3g} nats{f'; {heard.suspects}' if heard.suspects else ''}",
+                expected=expected,
+                do=f"every tensor arrived as it was sent. {_AGREED if before else _NEVER_AGREED}. For a sampler of "
+                "low precision set guards.max_canary_difference",
             )
         self.canary = [*before, (version, difference)][-_KEPT:]
 
@@ -153,14 +146,12 @@ class Guards:
         ours, theirs, by = heard.change
         if ours > _VISIBLE * float(np.median(before)) and not theirs >= _FOLLOWS * ours:
             raise WeightSyncError(
-                describe(
-                    "an update has not reached a sampler, which scores tokens as it did before",
-                    where={"version": version, "sampler": by, **after_lr(self.lr)},
-                    got=f"a canary that changed by {theirs:.3g} nats",
-                    expected=f"about {ours:.3g}, as on the trainer's side",
-                    do="the digest of what arrived was right, so look at what happens to it behind that: a copy of the "
-                    "weights that the sampler computes with and does not load into, or an export of old tensors",
-                )
+                "an update has not reached a sampler, which scores tokens as it did before",
+                where={"version": version, "sampler": by, **after_lr(self.lr)},
+                got=f"a canary that changed by {theirs:.3g} nats",
+                expected=f"about {ours:.3g}, as on the trainer's side",
+                do="the digest of what arrived was right, so look at what happens to it behind that: a copy of the "
+                "weights that the sampler computes with and does not load into, or an export of old tensors",
             )
 
     def _canary_limit(self, before: list[float]) -> tuple[float, str]:
@@ -186,15 +177,13 @@ class Guards:
         if not limit or self.lost < limit:
             return None
         return CollapseError(
-            describe(
-                "the run has collapsed",
-                where={"step": step, **after_lr(self.lr)},
-                got=f"since step {step - self.lost + 1}: {'; '.join(reasons)}",
-                expected=f"fewer than guards.collapse_steps = {limit} such steps in a row",
-                do="go back to a checkpoint from before, and lower train.optimizer.lr or train.updates_per_step, or "
-                "raise objective.kl_coef; if sampler and trainer drift apart, look at replay.mode and the precisions. "
-                "A checkpoint and the report of this state are in the run folder",
-            )
+            "the run has collapsed",
+            where={"step": step, **after_lr(self.lr)},
+            got=f"since step {step - self.lost + 1}: {'; '.join(reasons)}",
+            expected=f"fewer than guards.collapse_steps = {limit} such steps in a row",
+            do="go back to a checkpoint from before, and lower train.optimizer.lr or train.updates_per_step, or "
+            "raise objective.kl_coef; if sampler and trainer drift apart, look at replay.mode and the precisions. "
+            "A checkpoint and the report of this state are in the run folder",
         )
 
     def _judge_same_version(self, step: int, tokens: float, kl: float) -> None:
@@ -214,16 +203,14 @@ class Guards:
         self.apart += 1
         if self.apart >= _IN_A_ROW:
             raise PipelineError(
-                describe(
-                    "tokens that the trainer's own version sampled look as if other weights had",
-                    where={"step": step, "metric": f"policy_kl/k3_lag/{LAGS[0]}", **after_lr(self.lr)},
-                    got=f"{value:.3g} nats a token, and too much {self.apart} times in a row",
-                    expected=f"at most {limit:.3g}, as in a synchronous run: the median so far is {usual:.3g}",
-                    do="this is a fault and no drift, which is 0 at lag 0. Look for prefix blocks that a sampler kept "
-                    "over an update, for an update that a sampler counted and did not load, and for tokens that are "
-                    "noted under another version; the other lags of policy_kl/k3_lag show how far each is off. "
-                    "guards.same_version: false goes on",
-                )
+                "tokens that the trainer's own version sampled look as if other weights had",
+                where={"step": step, "metric": f"policy_kl/k3_lag/{LAGS[0]}", **after_lr(self.lr)},
+                got=f"{value:.3g} nats a token, and too much {self.apart} times in a row",
+                expected=f"at most {limit:.3g}, as in a synchronous run: the median so far is {usual:.3g}",
+                do="this is a fault and no drift, which is 0 at lag 0. Look for prefix blocks that a sampler kept "
+                "over an update, for an update that a sampler counted and did not load, and for tokens that are "
+                "noted under another version; the other lags of policy_kl/k3_lag show how far each is off. "
+                "guards.same_version: false goes on",
             )
 
     def _reasons(self, metrics: dict[str, float]) -> list[str]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
-from moe_rl.errors import CheckpointError, ConfigError, MoeRLError, describe
+from moe_rl.errors import CheckpointError, ConfigError, MoeRLError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.report import history
@@ -121,17 +121,15 @@ def _check_seen(folder: RunFolder) -> None:
     (blind,) = world.all_reduce([float(not seen)])
     if blind:
         raise ConfigError(
-            describe(
-                "some ranks do not see the folder that rank 0 created",
-                where={
-                    "key": "run.runs_dir",
-                    "rank": dist.get_rank(),
-                    "host": socket.gethostname(),
-                    "folder": folder.path.absolute(),
-                },
-                got=f"missing on {blind:.0f} ranks{'' if seen else ', this rank included'}",
-                do="put run.runs_dir on a filesystem that all nodes mount at the same path",
-            )
+            "some ranks do not see the folder that rank 0 created",
+            where={
+                "key": "run.runs_dir",
+                "rank": dist.get_rank(),
+                "host": socket.gethostname(),
+                "folder": folder.path.absolute(),
+            },
+            got=f"missing on {blind:.0f} ranks{'' if seen else ', this rank included'}",
+            do="put run.runs_dir on a filesystem that all nodes mount at the same path",
         )
 
 
@@ -200,13 +198,11 @@ def check_of_this_run(path: Path, expected: str, got: str) -> None:
     """
     if got != expected:
         raise CheckpointError(
-            describe(
-                "a checkpoint does not belong to this prompt ledger, or the ledger was changed",
-                where={"file": path},
-                got=f"{got} as the digest of the ledger up to the checkpoint's step",
-                expected=expected,
-                do=checkpoints.to_resume_instead(path),
-            )
+            "a checkpoint does not belong to this prompt ledger, or the ledger was changed",
+            where={"file": path},
+            got=f"{got} as the digest of the ledger up to the checkpoint's step",
+            expected=expected,
+            do=checkpoints.to_resume_instead(path),
         )
 
 

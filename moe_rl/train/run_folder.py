@@ -118,9 +118,7 @@ def create(config: Config) -> RunFolder:
         _write_config(folder, anchored(_with_start(config)))
         return folder
     raise ConfigError(
-        describe(
-            "no free name for a run folder", where={"key": "run.runs_dir", "folder": config.run.runs_dir}, got=name
-        )
+        "no free name for a run folder", where={"key": "run.runs_dir", "folder": config.run.runs_dir}, got=name
     )
 
 
@@ -129,12 +127,10 @@ def existing(path: Path, option: str) -> RunFolder:
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(
-            describe(
-                "not a run folder" if path.is_dir() else "there is no such folder",
-                where={"option": option, "folder": path},
-                expected="a folder with config.yaml in it",
-                do="give the run folder that the run printed",
-            )
+            "not a run folder" if path.is_dir() else "there is no such folder",
+            where={"option": option, "folder": path},
+            expected="a folder with config.yaml in it",
+            do="give the run folder that the run printed",
         )
     return folder
 
@@ -277,12 +273,10 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise ConfigError(
-                    describe(
-                        "the run is still going",
-                        where={"folder": folder.path},
-                        got=f"a locked run.lock; {file.read() or 'rank 0 has not written to it yet'}",
-                        do="wait until the run ends, or stop it",
-                    )
+                    "the run is still going",
+                    where={"folder": folder.path},
+                    got=f"a locked run.lock; {file.read() or 'rank 0 has not written to it yet'}",
+                    do="wait until the run ends, or stop it",
                 )
             time.sleep(0.1)
         if first:

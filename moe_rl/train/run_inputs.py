@@ -164,13 +164,11 @@ def _earlier(folder: RunFolder | None, config: Config) -> RunFolder | None:
 def _read(folder: RunFolder) -> dict[str, RunInput]:
     if not (folder.path / FILE).exists():
         raise ConfigError(
-            describe(
-                "the run has not written down what it reads",
-                where={"file": folder.path / FILE},
-                got="no such file",
-                do="start a new run, with model.from_run to go on with its weights",
-                fault="absent",
-            )
+            "the run has not written down what it reads",
+            where={"file": folder.path / FILE},
+            got="no such file",
+            do="start a new run, with model.from_run to go on with its weights",
+            fault="absent",
         )
     return {one.name: one for one in read_lines(folder.path / FILE, RunInput)}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_rl.errors import About, SupportError, TraceError, describe
+from moe_rl.errors import About, SupportError, TraceError
 from moe_rl.trace import TraceStore
 from moe_rl.types import SamplerHead, SamplingSupport, Sequence
 
@@ -161,4 +161,4 @@ def _refused(
     if token is not None:
         where = {**where, "token": token}
     do = "keep the record and engine.log, and find out what wrote it"
-    return SupportError(describe(what, where=where, got=got, expected=expected, do=do, fault=fault))
+    return SupportError(what, where=where, got=got, expected=expected, do=do, fault=fault)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.objectives import second_moment
@@ -71,13 +71,11 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], config: Config, st
     limit, (peak,) = settings.max_rows, world.all_reduce([peak_rows(plans)], dist.ReduceOp.MAX)
     if limit is not None and peak > limit:
         raise ReplayError(
-            describe(
-                "the routes would give a rank too many rows in a layer of a microbatch",
-                where={"step": step},
-                got=f"{peak:.0f} (token, expert) pairs",
-                expected=f"at most {limit} (replay.max_rows)",
-                do="lower train.microbatch_tokens, try train.packing: load, or raise replay.max_rows",
-            )
+            "the routes would give a rank too many rows in a layer of a microbatch",
+            where={"step": step},
+            got=f"{peak:.0f} (token, expert) pairs",
+            expected=f"at most {limit} (replay.max_rows)",
+            do="lower train.microbatch_tokens, try train.packing: load, or raise replay.max_rows",
         )
     shown.peak_rows = peak
     if config.placement.copies:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.objectives.lags import with_keys
@@ -144,13 +144,11 @@ class Shares:
         if dropped > limit * len(sequences) or (dropped and not kept):
             first = next(sequence for sequence in sequences if missing_rows(sequence))
             raise ReplayError(
-                describe(
-                    "too many sequences have tokens without a recorded route",
-                    where={"request": first.key},
-                    got=f"{dropped} of {len(sequences)} sequences, {missing_rows(first)} tokens of this one",
-                    expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
-                    do="look in engine.log for why the sampler did not record; replay.missing can allow this",
-                )
+                "too many sequences have tokens without a recorded route",
+                where={"request": first.key},
+                got=f"{dropped} of {len(sequences)} sequences, {missing_rows(first)} tokens of this one",
+                expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
+                do="look in engine.log for why the sampler did not record; replay.missing can allow this",
             )
         return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
 
@@ -206,21 +204,17 @@ class Shares:
         positions = sum(s.forwarded for s in sequences) * len(self.spec.moe_layers)
         if covered + native != positions:
             raise ReplayError(
-                describe(
-                    "the ranks together do not have every token exactly once in every layer",
-                    got=f"{covered + native:.0f} (token, layer) positions",
-                    expected=positions,
-                )
+                "the ranks together do not have every token exactly once in every layer",
+                got=f"{covered + native:.0f} (token, layer) positions",
+                expected=positions,
             )
         limit = self.config.replay.max_fallback_fraction
         if native > limit * positions:
             raise ReplayError(
-                describe(
-                    "too much of a step would be routed natively",
-                    got=f"{native:.0f} of {positions} (token, layer) positions, {native / positions:.2%}",
-                    expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
-                    do="look in engine.log for why the sampler did not record, or change replay.stale",
-                )
+                "too much of a step would be routed natively",
+                got=f"{native:.0f} of {positions} (token, layer) positions, {native / positions:.2%}",
+                expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
+                do="look in engine.log for why the sampler did not record, or change replay.stale",
             )
         return {
             "routing/coverage": covered / positions,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moe_rl import checkpoint_folder
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
-from moe_rl.errors import CollapseError, ConfigError, Stopped, describe
+from moe_rl.errors import CollapseError, ConfigError, Stopped
 from moe_rl.gateway.trained_sessions import check_trained
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.cpu import without_mode
@@ -169,13 +169,11 @@ class Trainer:
         if config.pipeline.mode != "sync":
             if world.device().type == "cuda" and not config.rollout.servers:
                 raise ConfigError(
-                    describe(
-                        "a sampler that works while the ranks train would share their GPUs",
-                        where={"key": "pipeline.mode", "given": "rollout.servers is empty"},
-                        got=config.pipeline.mode,
-                        expected="sync",
-                        do="start servers with moe-rl serve and name them in rollout.servers, or choose sync",
-                    )
+                    "a sampler that works while the ranks train would share their GPUs",
+                    where={"key": "pipeline.mode", "given": "rollout.servers is empty"},
+                    got=config.pipeline.mode,
+                    expected="sync",
+                    do="start servers with moe-rl serve and name them in rollout.servers, or choose sync",
                 )
             pool = stack.enter_context(closing(PooledSampler(config, run_dir, self.folder.config)))
             return PooledRollouts(config, task, pool, run_dir, self.store)

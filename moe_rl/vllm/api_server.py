@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 import moe_rl
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.trace.model_spec import routed_fingerprint
 from moe_rl.vllm import arguments
 from moe_rl.vllm.control import read_token
@@ -117,7 +117,7 @@ def make_token(path: Path) -> None:
     except FileExistsError:
         return
     except OSError as error:
-        raise EngineError(describe("The token cannot be written", where={"file": path}, got=error.strerror)) from None
+        raise EngineError("The token cannot be written", where={"file": path}, got=error.strerror) from None
     with open(descriptor, "w", encoding="ascii") as file:
         file.write(secrets.token_urlsafe(32) + "\n")
 
@@ -130,7 +130,7 @@ def bound_socket(host: str | None, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except (OSError, OverflowError) as error:
-        raise EngineError(describe("The server cannot listen", where={"host": f"{host}:{port}"}, got=error)) from None
+        raise EngineError("The server cannot listen", where={"host": f"{host}:{port}"}, got=error) from None
     reached = str(address[0])
     if not ipaddress.ip_address(reached.partition("%")[0]).is_loopback:
         print(
@@ -209,24 +209,20 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
     for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
         if (value := getattr(given, name)) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
-            raise EngineError(describe("An argument of vLLM is reserved", where={"option": option}, got=value))
+            raise EngineError("An argument of vLLM is reserved", where={"option": option}, got=value)
     if given.data_parallel_size > 1:
         raise EngineError(
-            describe(
-                "A server is one replica of the weights: data-parallel engines see each other's tokens",
-                where={"option": "--data-parallel-size"},
-                got=given.data_parallel_size,
-                expected=1,
-                do="start so many servers, and name each in rollout.servers",
-            )
+            "A server is one replica of the weights: data-parallel engines see each other's tokens",
+            where={"option": "--data-parallel-size"},
+            got=given.data_parallel_size,
+            expected=1,
+            do="start so many servers, and name each in rollout.servers",
         )
     if given.enable_eplb:
         raise EngineError(
-            describe(
-                "vLLM loads weight updates without regard to experts that its load balancer has moved",
-                where={"option": "--enable-eplb"},
-                do="leave it out",
-            )
+            "vLLM loads weight updates without regard to experts that its load balancer has moved",
+            where={"option": "--enable-eplb"},
+            do="leave it out",
         )
     vars(given).update(ours)
     validate_parsed_serve_args(given)
@@ -238,7 +234,7 @@ async def _run(given, listener: socket.socket, document: dict[str, object], read
 
     async with build_async_engine_client(given) as engine:
         if not any(await engine.collective_rpc("moe_rl_records")):
-            raise EngineError(describe("vLLM did not attach the recorder", got=f"capture {document['capture']}"))
+            raise EngineError("vLLM did not attach the recorder", got=f"capture {document['capture']}")
         await engine.update_weight_version("0")
         announcement = asyncio.create_task(_announce(listener, document, ready_file))
         url = document["url"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.models.hf import FAMILIES, read_config
 from moe_rl.models.weight_files import checkpoint_tensors, is_derived
 from moe_rl.vllm import patches
@@ -128,18 +128,14 @@ def _refuse_native(recording: Recording) -> None:
 
     if not HAS_TRITON or current_platform.is_cpu():
         raise EngineError(
-            describe(
-                "vLLM's own capture cannot run here",
-                got=f"platform {current_platform.device_type}, Triton {'found' if HAS_TRITON else 'missing'}",
-                expected="a GPU and Triton, which Model Runner V2 needs",
-                do="set rollout.capture to patch or worker",
-            )
+            "vLLM's own capture cannot run here",
+            got=f"platform {current_platform.device_type}, Triton {'found' if HAS_TRITON else 'missing'}",
+            expected="a GPU and Triton, which Model Runner V2 needs",
+            do="set rollout.capture to patch or worker",
         )
     if recording.more_than_routes:
         raise EngineError(
-            describe(
-                "vLLM's own capture records routes only",
-                got="support, log_normalizer, router_logits_fraction or head",
-                do="set rollout.capture to patch or worker",
-            )
+            "vLLM's own capture records routes only",
+            got="support, log_normalizer, router_logits_fraction or head",
+            do="set rollout.capture to patch or worker",
         )

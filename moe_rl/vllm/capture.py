@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.trace.source_sum import expert_salts
 
 NOT_REPORTED = -1
@@ -40,7 +40,7 @@ class Capture:
             bind_routed_experts_capturer(model, self)
         except ValueError as error:
             raise EngineError(
-                describe("Routes cannot be recorded for this model", got=error, do="choose another MoE backend in vLLM")
+                "Routes cannot be recorded for this model", got=error, do="choose another MoE backend in vLLM"
             ) from error
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
@@ -119,10 +119,8 @@ def moe_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     modules = dict(sorted(found, key=lambda item: item[0]))
     if not modules or len(modules) != len(found):
         raise EngineError(
-            describe(
-                "Routes cannot be recorded for this model",
-                got="no MoE layer" if not found else f"several in one decoder layer: {sorted(n for n, _ in found)}",
-                do="take a mixture-of-experts model, or turn recording off",
-            )
+            "Routes cannot be recorded for this model",
+            got="no MoE layer" if not found else f"several in one decoder layer: {sorted(n for n, _ in found)}",
+            do="take a mixture-of-experts model, or turn recording off",
         )
     return modules

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import msgspec
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import arguments, sampling, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest
@@ -279,19 +279,19 @@ class ChildEngine:
         """Refuse what needs an engine without requests."""
         if self.running:
             got = f"{len(self.running)} calls under way"
-            raise EngineError(describe(f"{what} needs an engine without requests", got=got, do="wait for them"))
+            raise EngineError(f"{what} needs an engine without requests", got=got, do="wait for them")
 
     def _refuse_pause(self) -> None:
         """Refuse a call that waits for its result, where nobody could end the pause."""
         if self._paused:
-            raise EngineError(describe("The vLLM engine pauses", do="resume it first"))
+            raise EngineError("The vLLM engine pauses", do="resume it first")
 
     def _check_ready(self) -> None:
         """Refuse to sample from incomplete weights, or while memory is released."""
         self._refuse_torn_weights()
         if self._asleep:
             got = " and ".join(sorted(self._asleep))
-            raise EngineError(describe("The vLLM engine sleeps", got=f"no {got}", do="wake it first"))
+            raise EngineError("The vLLM engine sleeps", got=f"no {got}", do="wake it first")
 
     def _sleep(self, level: int) -> bool:
         self._refuse_company("Sleep")

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.types import LONGEST_STOP_STRING, MOST_STOP_STRINGS, RouteRef
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -197,21 +197,17 @@ def read_token(path: Path) -> str:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
             status, text = os.fstat(file.fileno()), file.read(300).decode("ascii", "replace").strip()
     except OSError as error:
-        raise EngineError(
-            describe("The run's token cannot be read", where={"file": path}, got=error.strerror)
-        ) from None
+        raise EngineError("The run's token cannot be read", where={"file": path}, got=error.strerror) from None
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         mode = f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
         raise EngineError(
-            describe(
-                "The run's token is readable by others",
-                where={"file": path},
-                got=mode,
-                expected="your own file, mode 600",
-            )
+            "The run's token is readable by others",
+            where={"file": path},
+            got=mode,
+            expected="your own file, mode 600",
         )
     if not _TOKEN.fullmatch(text):
         raise EngineError(
-            describe("The file holds no token", where={"file": path}, expected="32 to 256 letters, digits, - and _")
+            "The file holds no token", where={"file": path}, expected="32 to 256 letters, digits, - and _"
         )
     return text

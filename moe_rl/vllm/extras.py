@@ -29,7 +29,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.vllm.recording import Recording
 from moe_rl.vllm.slots import Recorded
 
@@ -75,9 +75,7 @@ class Extras:
         ):
             if wrong:
                 raise EngineError(
-                    describe(
-                        "Sampling support, log-normaliser, router logits or head cannot be recorded", got=why, do=do
-                    )
+                    "Sampling support, log-normaliser, router logits or head cannot be recorded", got=why, do=do
                 )
         return cls(worker, recording, moe_modules)
 
@@ -115,11 +113,9 @@ class Extras:
         if unseen := [p for p in positions if p not in sampled]:
             # A missing support would be read as the whole vocabulary.
             raise EngineError(
-                describe(
-                    "the recorder did not see the distribution that a token was drawn from",
-                    where={"request": request.ask.key, "position": unseen[0]},
-                    got=f"nothing for {len(unseen)} of {len(positions)} tokens",
-                )
+                "the recorder did not see the distribution that a token was drawn from",
+                where={"request": request.ask.key, "position": unseen[0]},
+                got=f"nothing for {len(unseen)} of {len(positions)} tokens",
             )
         drawn = [sampled[p] for p in positions]
         if self._support and not request.greedy:
@@ -161,7 +157,7 @@ class Extras:
         """
         logprobs = output[1]
         if logprobs is None:
-            raise EngineError(describe("vLLM's sampler gave no processed log-probabilities", do="ask for logprobs=0"))
+            raise EngineError("vLLM's sampler gave no processed log-probabilities", do="ask for logprobs=0")
         mass = None
         if self._log_normalizer:
             # For any token of the support: its logit minus its log-probability is the log-sum-exp over the support.
@@ -222,9 +218,7 @@ def _watch_routers(worker, moe_modules: Mapping[int, torch.nn.Module]) -> Tensor
     for column, (layer, module) in enumerate(moe_modules.items()):
         router: Any = getattr(module, "router", None)
         if not hasattr(router, "_compute_routing"):
-            raise EngineError(
-                describe("Router logits cannot be recorded", where={"layer": layer}, got=type(router).__name__)
-            )
+            raise EngineError("Router logits cannot be recorded", where={"layer": layer}, got=type(router).__name__)
 
         def compute(hidden_states, router_logits, *args, _column=column, _compute=router._compute_routing, **kwargs):
             buffer[: router_logits.shape[0], _column] = router_logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 
 
 def attach_recorder(worker) -> None:
@@ -19,13 +19,11 @@ def attach_recorder(worker) -> None:
         return
     if not hasattr(worker, "moe_rl_publish"):
         raise EngineError(
-            describe(
-                "Routes would be recorded but could never be read",
-                where={"argument": "additional_config"},
-                got="a worker without moe_rl's control methods",
-                expected='worker_extension_cls="moe_rl.vllm.worker.RecorderControl"',
-                do="start the LLM with moe_rl.record(model, ...), or a server with moe-rl serve",
-            )
+            "Routes would be recorded but could never be read",
+            where={"argument": "additional_config"},
+            got="a worker without moe_rl's control methods",
+            expected='worker_extension_cls="moe_rl.vllm.worker.RecorderControl"',
+            do="start the LLM with moe_rl.record(model, ...), or a server with moe-rl serve",
         )
     refuse_layout(worker.vllm_config, uses_v2_runner=worker.use_v2_model_runner)
     from vllm.distributed.parallel_state import get_tp_group
@@ -61,4 +59,4 @@ def refuse_layout(config, *, uses_v2_runner: bool) -> None:
         ),
     ):
         if wrong:
-            raise EngineError(describe("Routes cannot be recorded with this engine", got=why, do=do))
+            raise EngineError("Routes cannot be recorded with this engine", got=why, do=do)

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.trace import TraceSpec, TraceStore, validate
 from moe_rl.trace.model_spec import checkpoint_spec
 from moe_rl.types import RouteRef, Sequence, sampled_by
@@ -155,11 +155,9 @@ def record(
     """
     if capture not in ("worker", "patch"):
         message = "An offline LLM cannot record with this capture"
-        raise EngineError(describe(message, where={"argument": "capture"}, got=capture, expected="worker or patch"))
+        raise EngineError(message, where={"argument": "capture"}, got=capture, expected="worker or patch")
     if taken := of_vllm.keys() & {"model", "worker_cls", "worker_extension_cls", "additional_config"}:
-        raise EngineError(
-            describe("An argument of vLLM is reserved", where={"argument": min(taken)}, do="leave it out")
-        )
+        raise EngineError("An argument of vLLM is reserved", where={"argument": min(taken)}, do="leave it out")
     arguments.refuse_wrong_vllm(capture)
     spec = checkpoint_spec(model, layer_map=layer_map)
     # In this process: a script needs no guard, and a step more can be asked for.

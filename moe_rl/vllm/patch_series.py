@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_rl.errors import PatchError, describe
+from moe_rl.errors import PatchError
 from moe_rl.shipped import shipped
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def read_hunks(patch: Path, package: str) -> dict[str, PatchedFile]:
         return {file.path.removeprefix(f"{package}/"): file for file in PatchSet(unread)}
     except UnidiffParseError as error:
         at = len(lines) - operator.length_hint(unread)
-        raise PatchError(describe("A patch is damaged", where={"file": patch, "line": at}, got=error)) from error
+        raise PatchError("A patch is damaged", where={"file": patch, "line": at}, got=error) from error
 
 
 def read_all(folder: Path) -> list[Series]:
@@ -95,13 +95,11 @@ def _read(folder: Path) -> Series:
             names.append(word)
     if fields.keys() - {"ran"} != {"version"} or fields["version"] != folder.name or not names:
         raise PatchError(
-            describe(
-                "A patch series is damaged",
-                where={"file": folder / "SERIES"},
-                got=f"{', '.join(fields) or 'nothing'} and {len(names)} patches",
-                expected=f"version {folder.name}, what ran, and its patches",
-                do="restore that folder from version control",
-            )
+            "A patch series is damaged",
+            where={"file": folder / "SERIES"},
+            got=f"{', '.join(fields) or 'nothing'} and {len(names)} patches",
+            expected=f"version {folder.name}, what ran, and its patches",
+            do="restore that folder from version control",
         )
     changes: dict[str, list[Change]] = {name: [] for name in names}
     for line in _lines(folder / "BASE"):
@@ -139,16 +137,14 @@ def _lines(file: Path) -> list[str]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise PatchError(describe("A patch series is damaged", where={"file": file}, got=error.strerror)) from error
+        raise PatchError("A patch series is damaged", where={"file": file}, got=error.strerror) from error
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def _damaged_base(folder: Path, got: str) -> PatchError:
     return PatchError(
-        describe(
-            "A patch series is damaged",
-            where={"file": folder / "BASE"},
-            got=got,
-            do="restore that folder from version control",
-        )
+        "A patch series is damaged",
+        where={"file": folder / "BASE"},
+        got=got,
+        do="restore that folder from version control",
     )

@@ -55,7 +55,7 @@ def find_vllm() -> Path:
     """Return the folder of the vllm package that this Python would import. Raises PatchError if there is none."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.origin:
-        raise PatchError(describe("vLLM is not installed", do="install the pinned requirements: make venv"))
+        raise PatchError("vLLM is not installed", do="install the pinned requirements: make venv")
     return Path(spec.origin).parent
 
 
@@ -185,26 +185,22 @@ def _identify(root: Path) -> tuple[str, Series | None]:
     if said is not None:
         if fitting and said not in fitting:
             raise PatchError(
-                describe(
-                    "vLLM's files do not match the version that it reports",
-                    where={"file": root / "_version.py"},
-                    got=said,
-                    expected=" or ".join(fitting),
-                    do="reinstall vLLM, or delete a _version.py that a build left in the checkout",
-                )
+                "vLLM's files do not match the version that it reports",
+                where={"file": root / "_version.py"},
+                got=said,
+                expected=" or ".join(fitting),
+                do="reinstall vLLM, or delete a _version.py that a build left in the checkout",
             )
         return said, known.get(said)
     # Not built. To name a file that someone changed, take the version that shares the most files.
     closest = fitting or [version for version, count in recognised.items() if count == max(recognised.values()) > 0]
     if len(closest) != 1:
         raise PatchError(
-            describe(
-                "The version of this vLLM cannot be determined",
-                where={"folder": root},
-                got="files of " + (" and ".join(closest) if closest else "no release that has patches"),
-                expected=f"the files of {_versions(known.values())}",
-                do="name a git checkout of one of those tags, or the folder of an installed vllm package",
-            )
+            "The version of this vLLM cannot be determined",
+            where={"folder": root},
+            got="files of " + (" and ".join(closest) if closest else "no release that has patches"),
+            expected=f"the files of {_versions(known.values())}",
+            do="name a git checkout of one of those tags, or the folder of an installed vllm package",
         )
     return closest[0], known[closest[0]]
 
@@ -216,7 +212,7 @@ def _said_version(root: Path) -> str | None:
         return None
     found = re.search(r"^__version__ = (?:version = )?['\"]([^'\"+]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
-        raise PatchError(describe("vLLM does not say its version", where={"file": file}, do="reinstall vLLM"))
+        raise PatchError("vLLM does not say its version", where={"file": file}, do="reinstall vLLM")
     return found[1]
 
 
@@ -283,7 +279,7 @@ def patched(text: bytes, hunks: PatchedFile, where: About, *, reverse: bool = Fa
         source, target = ([line.value.encode() for line in side] for side in (hunk.source_lines(), hunk.target_lines()))
         before, after = (target, source) if reverse else (source, target)
         if lines[start : start + len(before)] != before:
-            raise PatchError(describe("A patch does not fit", where={**where, "line": start + 1}))
+            raise PatchError("A patch does not fit", where={**where, "line": start + 1})
         result += [*lines[done:start], *after]
         done = start + len(before)
     return b"".join([*result, *lines[done:]])
@@ -291,12 +287,10 @@ def patched(text: bytes, hunks: PatchedFile, where: About, *, reverse: bool = Fa
 
 def _broken_promise(patch: Patch, got: str) -> PatchError:
     return PatchError(
-        describe(
-            "A patched file does not have the digest in BASE",
-            where={"file": patch.file},
-            got=got,
-            do="restore that folder from version control",
-        )
+        "A patched file does not have the digest in BASE",
+        where={"file": patch.file},
+        got=got,
+        do="restore that folder from version control",
     )
 
 
@@ -312,7 +306,7 @@ def _replace(path: Path, text: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise PatchError(
-            describe("vLLM cannot be patched", where={"file": path}, got=error, do="make the folder writable")
+            "vLLM cannot be patched", where={"file": path}, got=error, do="make the folder writable"
         ) from error
 
 

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
-from moe_rl.errors import About, EngineError, MoeRLError, describe
+from moe_rl.errors import About, EngineError, MoeRLError
 from moe_rl.trace.source_sum import placed_rows
 from moe_rl.types import RouteRef
 from moe_rl.vllm.capture import NOT_REPORTED, Capture, RowSums, to_host
@@ -131,12 +131,10 @@ class Recorder:
         """
         if self._step_is_open:
             raise EngineError(
-                describe(
-                    "A step was not recorded",
-                    got="a new step before the routes of the previous one were reported",
-                    do="check the patch series: moe-rl patch --check",
-                    fault="step lost",
-                )
+                "A step was not recorded",
+                got="a new step before the routes of the previous one were reported",
+                do="check the patch series: moe-rl patch --check",
+                fault="step lost",
             )
         self.sinks.check()
         self._step_is_open = scheduled.total_num_scheduled_tokens > 0
@@ -180,12 +178,10 @@ class Recorder:
             return
         if not self._step_is_open:
             raise EngineError(
-                describe(
-                    "A step was recorded twice",
-                    got=f"the routes of {count} tokens that were not announced",
-                    do="check the patch series: moe-rl patch --check",
-                    fault="step twice",
-                )
+                "A step was recorded twice",
+                got=f"the routes of {count} tokens that were not announced",
+                do="check the patch series: moe-rl patch --check",
+                fault="step twice",
             )
         self._step_is_open = False
         runner = self._runner
@@ -326,16 +322,12 @@ class Recorder:
             token, layer, choice = (int(axis[0]) for axis in outside)
             got = int(routes[token, layer, choice])
             raise EngineError(
-                describe(
-                    "A router reported no expert"
-                    if got == NOT_REPORTED
-                    else "A router reported an expert out of range",
-                    where={"layer": self._capture.layers[layer], "token": token},
-                    got=got,
-                    expected=f"0 to {self.spec.num_experts - 1}",
-                    do="check that this vLLM routes through its router objects",
-                    fault="no expert" if got == NOT_REPORTED else "range",
-                )
+                "A router reported no expert" if got == NOT_REPORTED else "A router reported an expert out of range",
+                where={"layer": self._capture.layers[layer], "token": token},
+                got=got,
+                expected=f"0 to {self.spec.num_experts - 1}",
+                do="check that this vLLM routes through its router objects",
+                fault="no expert" if got == NOT_REPORTED else "range",
             )
         placed = placed_rows(sums, positions, token_ids, weight_version)
         self._slots.write(slots, positions, token_ids, routes, placed, weight_version, may_repeat=self._speculates)
@@ -353,14 +345,12 @@ class Recorder:
         if wrong.size:
             at = wrong[0]
             raise EngineError(
-                describe(
-                    "A recorded row belongs to a token that is not in the prompt there",
-                    where={**who, "position": at},
-                    got=int(rows.token_ids[at]),
-                    expected=int(prompt[at]),
-                    do="check that this vLLM has the version of its patch series",
-                    fault="another token",
-                )
+                "A recorded row belongs to a token that is not in the prompt there",
+                where={**who, "position": at},
+                got=int(rows.token_ids[at]),
+                expected=int(prompt[at]),
+                do="check that this vLLM has the version of its patch series",
+                fault="another token",
             )
         return rows
 
@@ -397,6 +387,4 @@ def _attention_group(config) -> tuple[int, int, int]:
         # RSWASpec is a FullAttentionSpec too, but frees blocks that leave its window.
         if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
             return at, config.num_blocks, spec.block_size
-    raise EngineError(
-        describe("Recording needs full attention", got="a model without full attention", do="turn recording off")
-    )
+    raise EngineError("Recording needs full attention", got="a model without full attention", do="turn recording off")

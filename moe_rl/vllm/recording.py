@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.trace.record import TraceSpec, check_key, check_name
 from moe_rl.trace.source_sum import sum_of
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
@@ -112,12 +112,10 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
     unknown = sorted(given.keys() - _NAMES)
     if unknown or not {"moe_rl_key", "moe_rl_sink"} <= given.keys():
         raise TraceError(
-            describe(
-                "a request cannot be recorded",
-                where={"request": request_id, "field": "extra_args"},
-                got=sorted(given),
-                expected="moe_rl_key and moe_rl_sink, and optionally " + ", ".join(sorted(_NAMES))[:120],
-            )
+            "a request cannot be recorded",
+            where={"request": request_id, "field": "extra_args"},
+            got=sorted(given),
+            expected="moe_rl_key and moe_rl_sink, and optionally " + ", ".join(sorted(_NAMES))[:120],
         )
     key, sink = check_key(given["moe_rl_key"]), check_name(given["moe_rl_sink"])
     samples = _count(given.get("moe_rl_samples", 1), "moe_rl_samples", request_id)
@@ -125,22 +123,18 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
         numbered = _SAMPLE.match(request_id)
         if numbered is None or int(numbered[1]) >= samples:
             raise TraceError(
-                describe(
-                    "the request id does not name one of the samples",
-                    where={"request": request_id},
-                    got=f"{samples} samples",
-                )
+                "the request id does not name one of the samples",
+                where={"request": request_id},
+                got=f"{samples} samples",
             )
         key = check_key(f"{key}/{numbered[1]}")
     parent = _parent(given.get("moe_rl_parent"), request_id)
     start = _count(given.get("moe_rl_start", 0), "moe_rl_start", request_id)
     if parent is not None and start:
         raise TraceError(
-            describe(
-                "a request has both a parent and a first row",
-                where={"request": request_id},
-                do="give moe_rl_parent or moe_rl_start, not both",
-            )
+            "a request has both a parent and a first row",
+            where={"request": request_id},
+            do="give moe_rl_parent or moe_rl_start, not both",
         )
     return RecordingRequest(key, sink, start, parent)
 
@@ -155,12 +149,10 @@ def _parent(value: object, request_id: str) -> RouteRef | None:
         or not all(isinstance(text, str) for text in (value[0], *value[2:]))
     ):
         raise TraceError(
-            describe(
-                "the parent of a request is not a valid reference to a record",
-                where={"request": request_id, "field": "moe_rl_parent"},
-                got=str(value)[:80],
-                expected="[key, rows, source_sum, shard, digest, ...]",
-            )
+            "the parent of a request is not a valid reference to a record",
+            where={"request": request_id, "field": "moe_rl_parent"},
+            got=str(value)[:80],
+            expected="[key, rows, source_sum, shard, digest, ...]",
         )
     parts = tuple(RoutePart(check_name(value[i]), value[i + 1]) for i in range(3, len(value), 2))
     parent = RouteRef(check_key(value[0]), _count(value[1], "rows of moe_rl_parent", request_id), parts, 0, value[2])
@@ -171,11 +163,9 @@ def _parent(value: object, request_id: str) -> RouteRef | None:
 def _count(value: object, name: str, request_id: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TraceError(
-            describe(
-                "a request cannot be recorded",
-                where={"request": request_id, "field": name},
-                got=repr(value)[:40],
-                expected="an integer from 0",
-            )
+            "a request cannot be recorded",
+            where={"request": request_id, "field": name},
+            got=repr(value)[:40],
+            expected="an integer from 0",
         )
     return value

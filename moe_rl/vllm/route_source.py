@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.errors import EngineError, MoeRLError
 from moe_rl.trace.source_sum import added, rows_of
 from moe_rl.types import RoutePart, RouteRef
 from moe_rl.vllm.recording import Recording, RecordingRequest
@@ -33,7 +33,7 @@ class WorkerSource:
                 "patch": "run moe-rl patch --apply, or set rollout.capture: worker",
                 "worker": "pass the worker class to vLLM",
             }
-            raise EngineError(describe("vLLM did not attach the recorder", got=f"capture {capture}", do=do[capture]))
+            raise EngineError("vLLM did not attach the recorder", got=f"capture {capture}", do=do[capture])
 
     def open(self, sink: str) -> None:
         self._llm.collective_rpc("moe_rl_open", args=(sink,))
@@ -104,21 +104,17 @@ class NativeSource:
     def _rows(self, ask: RecordingRequest, token_ids: np.ndarray, routes: np.ndarray | None) -> Rows:
         if routes is None or len(routes) != len(token_ids):
             raise EngineError(
-                describe(
-                    "vLLM's capture did not return every forwarded token",
-                    where={"request": ask.key},
-                    got="nothing" if routes is None else f"{len(routes)} rows",
-                    expected=len(token_ids),
-                )
+                "vLLM's capture did not return every forwarded token",
+                where={"request": ask.key},
+                got="nothing" if routes is None else f"{len(routes)} rows",
+                expected=len(token_ids),
             )
         if routes.dtype.kind != "u":
             raise EngineError(
-                describe(
-                    "vLLM's capture returned ids of another type",
-                    where={"request": ask.key},
-                    got=routes.dtype,
-                    expected="uint8 or uint16, whose ids cannot be negative",
-                )
+                "vLLM's capture returned ids of another type",
+                where={"request": ask.key},
+                got=routes.dtype,
+                expected="uint8 or uint16, whose ids cannot be negative",
             )
         chosen = routes[:, self._layers].astype(self._dtype, casting="safe")
         sums = rows_of(chosen, self._layers.tolist(), token_ids, versions=self._version)

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.vllm.slots import Recorded, Rows
 
 # Most rows per step, and per request: some 3 KiB each for a model of 94 layers and 128 experts.
@@ -208,18 +208,16 @@ class RouterWitness:
                 f"experts {sorted(routes[at, column].tolist())}, and {int(wrong.sum())} of {wrong.size} sets are wrong"
             )
             raise EngineError(
-                describe(
-                    "A row is not what the router chose by its logits",
-                    where={
-                        "request": request.ask.key if request.ask else "?",
-                        "position": positions[at],
-                        "layer": layer,
-                    },
-                    got=got,
-                    expected=f"{routes.shape[2]} of {among}",
-                    do="look at the recorder: rows of another token or another layer, or that were not written; "
-                    "moe-rl patch --check",
-                )
+                "A row is not what the router chose by its logits",
+                where={
+                    "request": request.ask.key if request.ask else "?",
+                    "position": positions[at],
+                    "layer": layer,
+                },
+                got=got,
+                expected=f"{routes.shape[2]} of {among}",
+                do="look at the recorder: rows of another token or another layer, or that were not written; "
+                "moe-rl patch --check",
             )
         return len(positions)
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from moe_rl.errors import About, EngineError, describe
+from moe_rl.errors import About, EngineError
 from moe_rl.types import Completion, GenerateRequest, RouteRef, VersionSpan
 from moe_rl.vllm.recording import RecordingRequest
 
@@ -98,13 +98,11 @@ class Growing:
         rising = rising and all(span.tokens > 0 for span in spans)
         if [span.start for span in found] != bounds[:-1] or bounds[-1] != len(self.token_ids) or not rising:
             raise EngineError(
-                describe(
-                    "vLLM did not say which weights sampled each token of a completion",
-                    where={"request": key},
-                    got=[(span.version, span.start, span.end) for span in found] or "no version",
-                    expected=f"rising versions for tokens 0 to {len(self.token_ids)}",
-                    fault="versions",
-                )
+                "vLLM did not say which weights sampled each token of a completion",
+                where={"request": key},
+                got=[(span.version, span.start, span.end) for span in found] or "no version",
+                expected=f"rising versions for tokens 0 to {len(self.token_ids)}",
+                fault="versions",
             )
         return spans
 
@@ -118,13 +116,11 @@ def sampled_logprobs(values: array[float] | Sequence[float], key: str) -> np.nda
     wrong = np.flatnonzero(~((logprobs > _NO_LOGPROB) & (logprobs < np.inf)))
     if len(wrong):
         raise EngineError(
-            describe(
-                "vLLM returned a log-probability that is not finite for a sampled token",
-                where={"request": key, "token": wrong[0]},
-                got=f"{logprobs[wrong[0]]:g}",
-                expected="a finite number",
-                do="look for NaN in the sampler's weights, or set rollout.dtype=float32 if its numbers overflow",
-            )
+            "vLLM returned a log-probability that is not finite for a sampled token",
+            where={"request": key, "token": wrong[0]},
+            got=f"{logprobs[wrong[0]]:g}",
+            expected="a finite number",
+            do="look for NaN in the sampler's weights, or set rollout.dtype=float32 if its numbers overflow",
         )
     return logprobs
 
@@ -148,7 +144,7 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
         if fault is not None:
             got, expected, do = fault
             where: About = {"request": request.key}
-            raise EngineError(describe("A request cannot be sampled", where=where, got=got, expected=expected, do=do))
+            raise EngineError("A request cannot be sampled", where=where, got=got, expected=expected, do=do)
         seen.add(request.key)
 
 
@@ -156,12 +152,10 @@ def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: in
     """Raise EngineError for tokens that vLLM cannot score. They must leave room for one token that it samples."""
     if not 2 <= len(token_ids) < max_model_len:
         within = f"2 to {max_model_len - 1}"
-        raise EngineError(
-            describe("The number of tokens to score is out of range", got=len(token_ids), expected=within)
-        )
+        raise EngineError("The number of tokens to score is out of range", got=len(token_ids), expected=within)
     if unknown := _unknown(token_ids, vocabulary):
         got, expected, do = unknown
-        raise EngineError(describe("Tokens cannot be scored", got=got, expected=expected, do=do))
+        raise EngineError("Tokens cannot be scored", got=got, expected=expected, do=do)
 
 
 def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tuple[str, str | None, str] | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import DiskError, EngineError, MoeRLError, TraceError, describe
+from moe_rl.errors import DiskError, EngineError, MoeRLError, TraceError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.source_sum import rows_total, total
 from moe_rl.trace.spans import cut_spans, spans_of_rows, versions_of_rows
@@ -99,12 +99,10 @@ class Sinks:
         self.abandon(name)
         if len(self._open) >= _MAX_OPEN:
             raise TraceError(
-                describe(
-                    "too many shards are being filled",
-                    where={"shard": name},
-                    got=f"{len(self._open)} unpublished ones: {', '.join(sorted(self._open))[:120]}",
-                    do="publish or abandon them",
-                )
+                "too many shards are being filled",
+                where={"shard": name},
+                got=f"{len(self._open)} unpublished ones: {', '.join(sorted(self._open))[:120]}",
+                do="publish or abandon them",
             )
         root = self._root / folder
         writer = ShardWriter(root, name + self._suffix, self._spec, layers=self._layers)
@@ -153,13 +151,11 @@ class Sinks:
         if self._broken is not None:
             ask, error = self._broken
             raise EngineError(
-                describe(
-                    "A record could not be written",
-                    where={"request": ask.key, "shard": ask.sink},
-                    got=f"{type(error).__name__}: {error}",
-                    do="report it: this is a fault in moe_rl, or the host is out of memory",
-                    fault="writing",
-                )
+                "A record could not be written",
+                where={"request": ask.key, "shard": ask.sink},
+                got=f"{type(error).__name__}: {error}",
+                do="report it: this is a fault in moe_rl, or the host is out of memory",
+                fault="writing",
             ) from error
 
     def _append(
@@ -211,12 +207,10 @@ class Sinks:
             with self._lock:
                 reasons = [reason for (shard, _), reason in self._refused.items() if shard == name]
             raise EngineError(
-                describe(
-                    "Routes were asked for but nothing was recorded",
-                    where={"shard": name},
-                    got=reasons[:1] or None,
-                    fault="nothing",
-                )
+                "Routes were asked for but nothing was recorded",
+                where={"shard": name},
+                got=reasons[:1] or None,
+                fault="nothing",
             )
         self.hand_over()
         sink.last = publication = self._thread.submit(partial(self._publish, name, sink, sequences, aborted), 0)
@@ -253,35 +247,29 @@ class Sinks:
         if key not in sink.records:
             reason = self._refused.get((name, key))
             raise EngineError(
-                describe(
-                    "A sequence was not recorded",
-                    where={"request": key, "shard": name},
-                    got=reason or "no rows",
-                    fault="not recorded",
-                )
+                "A sequence was not recorded",
+                where={"request": key, "shard": name},
+                got=reason or "no rows",
+                fault="not recorded",
             )
         ref, token_ids, sums, start = sink.records[key]
         if len(token_ids) < len(wanted):
             raise EngineError(
-                describe(
-                    "The engine did not record every forwarded token",
-                    where={"request": key},
-                    got=f"{len(token_ids)} rows",
-                    expected=len(wanted),
-                    do="check the patch series: moe-rl patch --check",
-                )
+                "The engine did not record every forwarded token",
+                where={"request": key},
+                got=f"{len(token_ids)} rows",
+                expected=len(wanted),
+                do="check the patch series: moe-rl patch --check",
             )
         wrong = np.flatnonzero(token_ids[: len(wanted)] != wanted)
         if wrong.size:
             raise EngineError(
-                describe(
-                    "The engine recorded another token than it returned",
-                    where={"request": key, "position": wrong[0]},
-                    got=int(token_ids[wrong[0]]),
-                    expected=int(wanted[wrong[0]]),
-                    do="check the patch series: moe-rl patch --check",
-                    fault="another token",
-                )
+                "The engine recorded another token than it returned",
+                where={"request": key, "position": wrong[0]},
+                got=int(token_ids[wrong[0]]),
+                expected=int(wanted[wrong[0]]),
+                do="check the patch series: moe-rl patch --check",
+                fault="another token",
             )
         return RouteRef(key, len(wanted) - start, ref.parts, start, total(key, sums[start : len(wanted)]))
 
@@ -313,12 +301,10 @@ class Sinks:
         parts = [part for part in parent.parts if part.shard.endswith(self._suffix)]
         if len(parts) != 1:
             raise TraceError(
-                describe(
-                    "the parent of a request was recorded with a different pipeline layout",
-                    where={"record": parent.key},
-                    got=", ".join(part.shard for part in parent.parts),
-                    expected=f"one shard that ends in {self._suffix!r}",
-                )
+                "the parent of a request was recorded with a different pipeline layout",
+                where={"record": parent.key},
+                got=", ".join(part.shard for part in parent.parts),
+                expected=f"one shard that ends in {self._suffix!r}",
             )
         return RouteRef(parent.key, parent.rows, tuple(parts))
 
@@ -348,14 +334,12 @@ def _check_fresh(rows: Rows, began: int, inherited: np.ndarray, key: str) -> Non
     if older.any():
         at = int(np.argmax(older))
         raise EngineError(
-            describe(
-                "Rows are older than the weights at which their request began",
-                where={"request": key, "position": at},
-                got=f"weight version {rows.weight_versions[at]}, {int(older.sum())} rows",
-                expected=f"weight version {began}",
-                do="share cached prefixes within one version: salt them with it, or empty the cache after an update",
-                fault="stale prefix cache",
-            )
+            "Rows are older than the weights at which their request began",
+            where={"request": key, "position": at},
+            got=f"weight version {rows.weight_versions[at]}, {int(older.sum())} rows",
+            expected=f"weight version {began}",
+            do="share cached prefixes within one version: salt them with it, or empty the cache after an update",
+            fault="stale prefix cache",
         )
 
 
@@ -368,12 +352,10 @@ def _check_parent(store: TraceStore, parent: RouteRef, rows: Rows, key: str) -> 
     if wrong.size or len(mine) < len(theirs):
         at = int(wrong[0]) if wrong.size else len(mine)
         raise TraceError(
-            describe(
-                "a sequence does not continue its parent",
-                where={"request": key, "parent": parent.key, "position": at},
-                got=int(mine[at]) if at < len(mine) else "the end",
-                expected=int(theirs[at]),
-                do="give the whole dialogue so far as the prompt",
-            )
+            "a sequence does not continue its parent",
+            where={"request": key, "parent": parent.key, "position": at},
+            got=int(mine[at]) if at < len(mine) else "the end",
+            expected=int(theirs[at]),
+            do="give the whole dialogue so far as the prompt",
         )
     return versions_of_rows(record.spans)

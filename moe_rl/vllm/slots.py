@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_rl.errors import About, EngineError, describe
+from moe_rl.errors import About, EngineError
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.used_memory import UsedMemory
 
@@ -160,28 +160,24 @@ class SlotTable:
         if wrong.size:
             at = wrong[0]
             raise EngineError(
-                describe(
-                    "vLLM's KV slots do not match its positions",
-                    where={"token": at, "position": positions[at]},
-                    got=f"slot {slots[at]}",
-                    expected=f"one that is {positions[at] % self.block_size} modulo {self.block_size}",
-                    do="check that this vLLM has the version of its patch series",
-                    fault="slots",
-                )
+                "vLLM's KV slots do not match its positions",
+                where={"token": at, "position": positions[at]},
+                got=f"slot {slots[at]}",
+                expected=f"one that is {positions[at] % self.block_size} modulo {self.block_size}",
+                do="check that this vLLM has the version of its patch series",
+                fault="slots",
             )
         if not may_repeat:
             before = np.flatnonzero(self._positions[slots] != _EMPTY)
             if before.size or len(np.unique(slots)) != len(slots):
                 at = before[0] if before.size else 0
                 raise EngineError(
-                    describe(
-                        "A row was recorded twice",
-                        where={"token": at, "position": positions[at], "slot": slots[at]},
-                        got=f"a slot that holds position {self._positions[slots[at]]}",
-                        expected="a slot not written since its block got its owner",
-                        do="look for a step that ran twice",
-                        fault="twice",
-                    )
+                    "A row was recorded twice",
+                    where={"token": at, "position": positions[at], "slot": slots[at]},
+                    got=f"a slot that holds position {self._positions[slots[at]]}",
+                    expected="a slot not written since its block got its owner",
+                    do="look for a step that ran twice",
+                    fault="twice",
                 )
         self._routes[slots] = routes
         self._token_ids[slots] = token_ids
@@ -198,13 +194,11 @@ class SlotTable:
         at = positions // self.block_size
         if stop > len(table.blocks) * self.block_size:
             raise EngineError(
-                describe(
-                    "A request has more tokens than its KV blocks hold",
-                    where=who,
-                    got=f"{stop} tokens",
-                    expected=f"at most {len(table.blocks) * self.block_size}",
-                    fault="blocks",
-                )
+                "A request has more tokens than its KV blocks hold",
+                where=who,
+                got=f"{stop} tokens",
+                expected=f"at most {len(table.blocks) * self.block_size}",
+                fault="blocks",
             )
         blocks = np.asarray(table.blocks, np.int64)[at]
         slots = blocks * self.block_size + positions % self.block_size
@@ -213,16 +207,14 @@ class SlotTable:
         if taken.size or missing.size:
             first = (taken if taken.size else missing)[0]
             raise EngineError(
-                describe(
-                    "A KV block was reused before its rows were read" if taken.size else "A row was not recorded",
-                    where={**who, "position": positions[first], "block": blocks[first]},
-                    got=f"the row of position {self._positions[slots[first]]}"
-                    if self._positions[slots[first]] != _EMPTY
-                    else "no row",
-                    expected=f"the row of position {positions[first]}",
-                    do="drop the sequence; check that this vLLM has the version of its patch series",
-                    fault="given away" if taken.size else "absent",
-                )
+                "A KV block was reused before its rows were read" if taken.size else "A row was not recorded",
+                where={**who, "position": positions[first], "block": blocks[first]},
+                got=f"the row of position {self._positions[slots[first]]}"
+                if self._positions[slots[first]] != _EMPTY
+                else "no row",
+                expected=f"the row of position {positions[first]}",
+                do="drop the sequence; check that this vLLM has the version of its patch series",
+                fault="given away" if taken.size else "absent",
             )
         routes = self._copies.array((len(slots), *self._routes.shape[1:]), self._routes.dtype)
         self._routes.take(slots, 0, routes, "clip")  # several times as fast as indexing; no slot is out of range

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.errors import EngineError, MoeRLError
 from moe_rl.vllm import loader, patches  # noqa: F401 - the loader registers itself where models are loaded
 from moe_rl.vllm.hooks import attach_recorder
 from moe_rl.vllm.recorder import Recorder
@@ -178,11 +178,9 @@ def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
     ):
         if wrong and patch not in applied:
             raise EngineError(
-                describe(
-                    f"This vLLM handles {why} wrongly",
-                    got=f"a vLLM without patch {patch}",
-                    do="moe-rl patch --apply, and set rollout.capture to patch",
-                )
+                f"This vLLM handles {why} wrongly",
+                got=f"a vLLM without patch {patch}",
+                do="moe-rl patch --apply, and set rollout.capture to patch",
             )
 
 

@@ -87,12 +87,10 @@ class Sender:
         """
         if self._closed:
             raise WeightSyncError(
-                describe(
-                    "A sender of weights has left its workers, after an earlier broadcast broke off",
-                    where=_where(self.at),
-                    do="resume the run from its last checkpoint",
-                    fault="closed",
-                )
+                "A sender of weights has left its workers, after an earlier broadcast broke off",
+                where=_where(self.at),
+                do="resume the run from its last checkpoint",
+                fault="closed",
             )
         self._store.set(_plan(self._sent), _plan_digest(buckets))
         keys = [_ready(self._sent, rank) for rank in range(1, self.workers + 1)]
@@ -149,7 +147,7 @@ class Receiver:
         for at, (sender, store) in enumerate(links):
             if _told(sender, store.get, _plan(number)) != _plan_digest([run for by, run in buckets if by == at]):
                 raise WeightSyncError(
-                    describe("A rank sends other tensors than were announced", where=_where(sender), fault="buckets")
+                    "A rank sends other tensors than were announced", where=_where(sender), fault="buckets"
                 )
         for sender, store in links:
             _told(sender, store.set, _ready(number, self._rank), b"1")
@@ -207,12 +205,10 @@ def _buckets(source: Broadcast, infos: Sequence[TensorInfo]) -> Iterator[tuple[i
     named, tensors = {at for at, _ in source.buckets}, sum(count for _, count in source.buckets)
     if tensors != len(infos) or not named <= set(range(len(source.senders))):
         raise WeightSyncError(
-            describe(
-                "The buckets of a broadcast are not those of its tensors",
-                got=f"{tensors} tensors of senders {sorted(named)}",
-                expected=f"{len(infos)} tensors of {len(source.senders)} senders",
-                fault="buckets",
-            )
+            "The buckets of a broadcast are not those of its tensors",
+            got=f"{tensors} tensors of senders {sorted(named)}",
+            expected=f"{len(infos)} tensors of {len(source.senders)} senders",
+            fault="buckets",
         )
     rest = iter(infos)
     for at, count in source.buckets:
@@ -243,9 +239,7 @@ def _store_of(sender: SenderAt) -> dist.Store:
         raise WeightSyncError(message) from error
     if found != str(sender.rank):
         raise WeightSyncError(
-            describe(
-                "Another rank of the trainer sends from there", where=_where(sender), got=found, expected=sender.rank
-            )
+            "Another rank of the trainer sends from there", where=_where(sender), got=found, expected=sender.rank
         )
     store.set_timeout(_TIMEOUT)
     return store
@@ -269,12 +263,10 @@ def _told[T](sender: SenderAt, act: Callable[..., T], *arguments: object) -> T:
         return act(*arguments)
     except (RuntimeError, OSError) as error:
         raise WeightSyncError(
-            describe(
-                "The broadcast of weights broke off",
-                where=_where(sender),
-                got=str(error).splitlines()[0],
-                do="check whether this rank of the trainer ended, and the network between the hosts",
-            )
+            "The broadcast of weights broke off",
+            where=_where(sender),
+            got=str(error).splitlines()[0],
+            do="check whether this rank of the trainer ended, and the network between the hosts",
         ) from error
 
 

@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError, describe
+from moe_rl.errors import WeightSyncError
 from moe_rl.weights.update import DTypeName, TensorInfo
 
 _WORDS = 1 << 20
@@ -81,7 +81,7 @@ def as_announced(infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tenso
         expected = (info.name, info.dtype, info.shape) if isinstance(info, TensorInfo) else "nothing"
         if got != expected:
             message = "A tensor to be sent differs from its announcement"
-            raise WeightSyncError(describe(message, got=got, expected=expected))
+            raise WeightSyncError(message, got=got, expected=expected)
         yield name, tensor
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError, describe, first_of
+from moe_rl.errors import WeightSyncError, first_of
 from moe_rl.weights.digest import TensorDigests, dtype_name, total_digest
 from moe_rl.weights.update import Broadcast, DTypeName, Holding, Received, TensorInfo, WeightUpdate
 
@@ -57,7 +57,7 @@ class Intake:
         if isinstance(update.source, Received):
             if sorted(names) != sorted(self._received.read()):
                 raise WeightSyncError(
-                    describe("The digests are not for the tensors that were broadcast", got=len(names), fault="names")
+                    "The digests are not for the tensors that were broadcast", got=len(names), fault="names"
                 )
         else:
             self._check_tensors(update)
@@ -73,7 +73,7 @@ class Intake:
         announced = {info.name for info in update.tensors}
         for name in sorted(announced ^ tensors.keys()):
             was = "was announced but is not there" if name in announced else "is there but was not announced"
-            raise WeightSyncError(describe(f"A tensor {was}", where={"tensor": name}, fault="names"))
+            raise WeightSyncError(f"A tensor {was}", where={"tensor": name}, fault="names")
         digests = TensorDigests()
         for info in update.tensors:
             tensor = tensors[info.name]
@@ -81,9 +81,7 @@ class Intake:
                 got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
                 expected = f"{info.dtype} {info.shape}"
                 message = "A tensor does not have the announced dtype and shape"
-                raise WeightSyncError(
-                    describe(message, where={"tensor": info.name}, got=got, expected=expected, fault="kind")
-                )
+                raise WeightSyncError(message, where={"tensor": info.name}, got=got, expected=expected, fault="kind")
             digests.add(info.name, tensor)
             on_tensor()
         for info in update.tensors:
@@ -125,39 +123,33 @@ class Intake:
 
     def _part(self) -> WeightUpdate:
         if self._update is None:
-            raise WeightSyncError(describe("No update is under way"))
+            raise WeightSyncError("No update is under way")
         return self._update
 
     def _check_order(self, update: WeightUpdate, before: WeightUpdate | None) -> None:
         known = (before.version, before.replaces, before.changed, before.number + 1) if before is not None else None
         if update.number and (update.version, update.replaces, update.changed, update.number) != known:
             raise WeightSyncError(
-                describe(
-                    "A part of another update came",
-                    got=f"part {update.number} of version {update.version}",
-                    expected=f"part {known[3]} of version {known[0]}" if known else "part 0 of an update",
-                    do="send the whole update again, from one trainer",
-                    fault="order",
-                )
+                "A part of another update came",
+                got=f"part {update.number} of version {update.version}",
+                expected=f"part {known[3]} of version {known[0]}" if known else "part 0 of an update",
+                do="send the whole update again, from one trainer",
+                fault="order",
             )
         if update.replaces != self._version:
             raise WeightSyncError(
-                describe(
-                    "The sampler does not hold the version that the trainer expects",
-                    got=f"an update that replaces version {update.replaces}",
-                    expected=f"version {self._version}, which the sampler holds",
-                    do="check for a second trainer, or a sampler that was restarted",
-                    fault="version",
-                )
+                "The sampler does not hold the version that the trainer expects",
+                got=f"an update that replaces version {update.replaces}",
+                expected=f"version {self._version}, which the sampler holds",
+                do="check for a second trainer, or a sampler that was restarted",
+                fault="version",
             )
         if update.version <= self._version and update.version + self._version > 0:
             raise WeightSyncError(
-                describe(
-                    "The new weights are stale",
-                    got=f"version {update.version}",
-                    expected=f"a version above {self._version}, which the sampler holds",
-                    fault="stale",
-                )
+                "The new weights are stale",
+                got=f"version {update.version}",
+                expected=f"a version above {self._version}, which the sampler holds",
+                fault="stale",
             )
 
     def _check_tensors(self, update: WeightUpdate) -> None:
@@ -173,14 +165,12 @@ class Intake:
         self._name("twice", "hold tensors twice", repeated)
         if rounded := [info for info in update.tensors if _FINER[info.dtype] < _FINER[self._dtype]]:
             raise WeightSyncError(
-                describe(
-                    "The new weights have lower precision than the sampler computes in",
-                    where={"tensor": rounded[0].name},
-                    got=f"{rounded[0].dtype} in {len(rounded)} of {len(names)} tensors",
-                    expected=self._dtype,
-                    do="start the sampler with the precision set by rollout.dtype",
-                    fault="precision",
-                )
+                "The new weights have lower precision than the sampler computes in",
+                where={"tensor": rounded[0].name},
+                got=f"{rounded[0].dtype} in {len(rounded)} of {len(names)} tensors",
+                expected=self._dtype,
+                do="start the sampler with the precision set by rollout.dtype",
+                fault="precision",
             )
         if update.final or isinstance(update.source, Broadcast):
             self._name(
@@ -192,36 +182,30 @@ class Intake:
         names = sorted(names)
         if names:
             raise WeightSyncError(
-                describe(
-                    f"The new weights {what}",
-                    got=first_of(names, separator=", "),
-                    do="send every tensor of the engine's checkpoint exactly once per update",
-                    fault=fault,
-                )
+                f"The new weights {what}",
+                got=first_of(names, separator=", "),
+                do="send every tensor of the engine's checkpoint exactly once per update",
+                fault=fault,
             )
 
     def _agree(self, info: TensorInfo, digest: str) -> None:
         if digest != info.digest:
             raise WeightSyncError(
-                describe(
-                    "The sampler got other weights than were sent",
-                    where={"tensor": info.name},
-                    got=f"digest {digest}",
-                    expected=info.digest,
-                    do="check for damaged memory or a damaged disk, or for two trainers that write to the same place",
-                    fault="digest",
-                )
+                "The sampler got other weights than were sent",
+                where={"tensor": info.name},
+                got=f"digest {digest}",
+                expected=info.digest,
+                do="check for damaged memory or a damaged disk, or for two trainers that write to the same place",
+                fault="digest",
             )
         self._digests[info.name] = digest
 
     def _check_stale(self, update: WeightUpdate) -> None:
         if update.changed and total_digest(self._digests) == self._digest:
             raise WeightSyncError(
-                describe(
-                    "The new weights are stale",
-                    got=f"the bytes of version {self._version} as version {update.version}",
-                    expected="different bytes, because the trainer's weights have changed",
-                    do="check whether weights are exported before the optimizer's step has reached them",
-                    fault="stale",
-                )
+                "The new weights are stale",
+                got=f"the bytes of version {self._version} as version {update.version}",
+                expected="different bytes, because the trainer's weights have changed",
+                do="check whether weights are exported before the optimizer's step has reached them",
+                fault="stale",
             )

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
-from moe_rl.errors import MoeRLError, WeightSyncError, describe
+from moe_rl.errors import MoeRLError, WeightSyncError
 from moe_rl.models.weight_files import is_derived
 from moe_rl.models.weight_table import EMBEDDING, HEAD
 from moe_rl.weights.digest import dtype_name
@@ -159,11 +159,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
         """Raise WeightSyncError if a parameter did not receive all its tensors."""
         if self._lost:
             raise WeightSyncError(
-                describe(
-                    "vLLM did not load all new weights",
-                    got=f"{len(self._lost)} incomplete parameters: {', '.join(self._lost[:3])}",
-                    do="check the patch series: moe-rl patch --check",
-                )
+                "vLLM did not load all new weights",
+                got=f"{len(self._lost)} incomplete parameters: {', '.join(self._lost[:3])}",
+                do="check the patch series: moe-rl patch --check",
             )
 
     def shutdown(self) -> None:

@@ -211,12 +211,10 @@ class WeightSender:
                 self._sender = Sender(stream.rank, address, workers.count, self._ranks.device())
             except OSError as error:
                 raise WeightSyncError(
-                    describe(
-                        "A rank cannot listen for the workers of the samplers",
-                        where={"rank": stream.rank, "host": workers.address},
-                        got=error,
-                        do="look at this host's network, or send from rank 0 alone: rollout.weight_senders=1",
-                    )
+                    "A rank cannot listen for the workers of the samplers",
+                    where={"rank": stream.rank, "host": workers.address},
+                    got=error,
+                    do="look at this host's network, or send from rank 0 alone: rollout.weight_senders=1",
                 ) from error
 
     def _rounds(self, *, host: bool) -> list[Round]:

@@ -86,7 +86,7 @@ def read_parts(parts: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
             for name in opened.keys():  # noqa: SIM118
                 if name in seen:
                     message = "A tensor lies in two parts, the second is named here"
-                    raise WeightSyncError(describe(message, where={"tensor": name, "file": part}))
+                    raise WeightSyncError(message, where={"tensor": name, "file": part})
                 seen.add(name)
                 yield name, opened.get_tensor(name)
 

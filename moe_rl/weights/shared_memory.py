@@ -95,7 +95,7 @@ def read_segments(segments: Sequence[MemorySegment], tensors: Sequence[TensorInf
     held = sum(segment.tensors for segment in segments)
     if held != len(tensors):
         raise WeightSyncError(
-            describe("The segments hold too many or too few tensors", got=held, expected=len(tensors), fault="count")
+            "The segments hold too many or too few tensors", got=held, expected=len(tensors), fault="count"
         )
     infos = iter(tensors)
     for segment in segments:
@@ -110,9 +110,7 @@ def read_segments(segments: Sequence[MemorySegment], tensors: Sequence[TensorInf
             if end > segment.size:
                 where: About = {"tensor": info.name, "pid": segment.pid, "file": f"descriptor {segment.descriptor}"}
                 got = f"{segment.size} bytes, a tensor to byte {end}"
-                raise WeightSyncError(
-                    describe("A segment is shorter than its tensors", where=where, got=got, fault="short")
-                )
+                raise WeightSyncError("A segment is shorter than its tensors", where=where, got=got, fault="short")
             yield info.name, memory[start:end].view(dtype).view(info.shape)
             start = end
 
@@ -129,13 +127,11 @@ def _mapped(segment: MemorySegment) -> Tensor:
             os.close(descriptor)
     except (OSError, ValueError) as error:
         raise WeightSyncError(
-            describe(
-                "Shared memory of the trainer cannot be mapped",
-                where={"file": file},
-                got=error,
-                expected="a running trainer on this host, of the same user",
-                do="set rollout.weight_transfer to disk if trainer and sampler run on different hosts",
-                fault="unmapped",
-            )
+            "Shared memory of the trainer cannot be mapped",
+            where={"file": file},
+            got=error,
+            expected="a running trainer on this host, of the same user",
+            do="set rollout.weight_transfer to disk if trainer and sampler run on different hosts",
+            fault="unmapped",
         ) from error
     return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError, describe, first_of
+from moe_rl.errors import WeightSyncError, first_of
 from moe_rl.weights.conservation import BITS
 from moe_rl.weights.stream import Ranks, Round
 
@@ -58,14 +58,12 @@ def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -
     wrong += _named("exported twice", {name for name, count in times.items() if count > 1})
     if wrong:
         raise WeightSyncError(
-            describe(
-                "what the trainer exports before its first update is not the checkpoint",
-                where={"version": 0},
-                got="; ".join(wrong),
-                expected="every trained tensor as model.path has it, bit for bit",
-                do="look at how moe_rl/megatron/hf_map.py loads and exports these tensors, and whether the files "
-                "have changed since the run read them",
-            )
+            "what the trainer exports before its first update is not the checkpoint",
+            where={"version": 0},
+            got="; ".join(wrong),
+            expected="every trained tensor as model.path has it, bit for bit",
+            do="look at how moe_rl/megatron/hf_map.py loads and exports these tensors, and whether the files "
+            "have changed since the run read them",
         )
     return len(times)
 

@@ -197,10 +197,8 @@ def refusal(holding: Holding) -> WeightSyncError:
     if holding.whole:
         return WeightSyncError(f"{holding.refused}. The sampler goes on with version {holding.version}, which it had")
     return WeightSyncError(
-        describe(
-            holding.refused or "An update was started and not finished",
-            got="parts of two sets of weights",
-            expected="weights of one version",
-            do="send a whole update again, from its first part: until then nothing is sampled",
-        )
+        holding.refused or "An update was started and not finished",
+        got="parts of two sets of weights",
+        expected="weights of one version",
+        do="send a whole update again, from its first part: until then nothing is sampled",
     )

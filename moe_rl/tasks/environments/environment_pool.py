@@ -20,7 +20,7 @@ from typing import Any
 
 from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.environment import EnvironmentConfig
-from moe_rl.errors import ConfigError, RewardError, describe
+from moe_rl.errors import ConfigError, RewardError
 from moe_rl.messages import Message
 from moe_rl.tasks.environments.agent_session import SessionAccess
 from moe_rl.tasks.environments.episode_worker import (
@@ -176,7 +176,7 @@ class EnvironmentPool:
             RewardError: the pool is closed.
         """
         if self._closed:
-            raise RewardError(describe("the pool of environments is closed", fault="closed"))
+            raise RewardError("the pool of environments is closed", fault="closed")
         play = Play(access, self._seconds, json.dumps(row).encode())
         run = _Run(self._python)
         self._runs.add(run)
@@ -240,4 +240,4 @@ def _checked(rewards: float | list[float], seconds: float) -> Episode:
 
 
 def _unusable(problem: str, traceback: str = "") -> ConfigError:
-    return ConfigError(describe(f"{problem}\n{traceback}".rstrip(), where={"argument": "environment"}))
+    return ConfigError(f"{problem}\n{traceback}".rstrip(), where={"argument": "environment"})

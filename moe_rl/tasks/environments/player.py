@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.tasks.environments.agent_session import SessionAccess
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool
 
@@ -98,15 +98,13 @@ class GatewayOwner:
             return await self._client.post(self._url + path, json=body)
         except httpx.HTTPError as error:
             raise EngineError(
-                describe(
-                    "the gateway cannot be reached", where={"url": self._url}, got=f"{type(error).__name__}: {error}"
-                )
+                "the gateway cannot be reached", where={"url": self._url}, got=f"{type(error).__name__}: {error}"
             ) from error
 
     def _refused(self, answer: httpx.Response) -> EngineError:
         do = "give the token that the gateway was started with" if answer.status_code == 401 else ""
         got = f"status {answer.status_code}: {answer.text[:200]}"
-        return EngineError(describe("the gateway refused a session", where={"url": self._url}, got=got, do=do))
+        return EngineError("the gateway refused a session", where={"url": self._url}, got=got, do=do)
 
 
 async def play_rows(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from moe_rl.errors import About, TraceError, describe
+from moe_rl.errors import About, TraceError
 
 
 def decoded_lines[T](
@@ -28,15 +28,15 @@ def decoded_lines[T](
             for number, text in enumerate(iter(lambda: file.readline(limit + 1), b""), 1):
                 where: About = {"file": path, "line": number}
                 if len(text) > limit:
-                    raise TraceError(describe("line is too long", where=where, expected=f"at most {limit} bytes"))
+                    raise TraceError("line is too long", where=where, expected=f"at most {limit} bytes")
                 if not text.strip():
                     continue
                 try:
                     line = decoder.decode(text)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise TraceError(
-                        describe(wrong, where=where, got=str(error)[:200], expected=expected, fault="no import line")
+                        wrong, where=where, got=str(error)[:200], expected=expected, fault="no import line"
                     ) from error
                 yield where, line
     except OSError as error:
-        raise TraceError(describe("file cannot be read", where={"file": path}, got=error.strerror)) from error
+        raise TraceError("file cannot be read", where={"file": path}, got=error.strerror) from error

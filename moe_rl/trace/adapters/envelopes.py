@@ -30,7 +30,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moe_rl.errors import About, RouteValidationError, TraceError, describe
+from moe_rl.errors import About, RouteValidationError, TraceError
 from moe_rl.trace.record import TraceSpec
 from moe_rl.trace.validator import check_routes
 
@@ -59,16 +59,14 @@ def _decode_shaped(payload: Mapping, where: About) -> np.ndarray:
     shape, dtype = payload.get("shape"), payload.get("dtype")
     if not (isinstance(shape, list) and len(shape) == 3 and all(type(n) is int for n in shape)):
         raise TraceError(
-            describe("routed_experts have no shape", where=where, got=repr(shape)[:80], expected="[tokens, layers, k]")
+            "routed_experts have no shape", where=where, got=repr(shape)[:80], expected="[tokens, layers, k]"
         )
     if dtype not in _SHAPED_TYPES:
         raise TraceError(
-            describe(
-                "routed_experts have another type",
-                where=where,
-                got=repr(dtype)[:80],
-                expected=f"one of {', '.join(_SHAPED_TYPES)}",
-            )
+            "routed_experts have another type",
+            where=where,
+            got=repr(dtype)[:80],
+            expected=f"one of {', '.join(_SHAPED_TYPES)}",
         )
     data, kind = _base64(payload.get("data"), where), np.dtype(dtype).newbyteorder("<")
     _check_size(math.prod(shape) * kind.itemsize, len(data), tuple(shape), where)
@@ -85,13 +83,11 @@ def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
     row = 4 * layers * top_k
     if row <= 0 or len(data) % row:
         raise TraceError(
-            describe(
-                "routed_experts end within a row",
-                where=where,
-                got=f"{len(data)} bytes",
-                expected=f"a multiple of {row}: int32 x {layers} layers x {top_k} experts",
-                do="give the layer map and top_k of the model that was served",
-            )
+            "routed_experts end within a row",
+            where=where,
+            got=f"{len(data)} bytes",
+            expected=f"a multiple of {row}: int32 x {layers} layers x {top_k} experts",
+            do="give the layer map and top_k of the model that was served",
         )
     return np.frombuffer(data, "<i4").reshape(-1, layers, top_k)
 
@@ -105,12 +101,10 @@ def decode_nemo(payload: object) -> np.ndarray:
     match = _NEMO.match(payload) if isinstance(payload, str) else None
     if not isinstance(payload, str) or match is None:
         raise TraceError(
-            describe(
-                "not an nrlre1 envelope",
-                where=where,
-                got=repr(payload)[:60],
-                expected="nrlre1:<int8|int16|int32>:<tokens>x<layers>x<top-k>:<base64>",
-            )
+            "not an nrlre1 envelope",
+            where=where,
+            got=repr(payload)[:60],
+            expected="nrlre1:<int8|int16|int32>:<tokens>x<layers>x<top-k>:<base64>",
         )
     shape = tuple(int(number) for number in match.groups()[1:])
     dtype = np.dtype(match[1]).newbyteorder("<")
@@ -128,17 +122,15 @@ def decode_npy(data: bytes, *, where: About = _NPY_FILE) -> np.ndarray:
         shape, fortran, dtype = _NPY_HEADERS[np.lib.format.read_magic(file)](file)
     except Exception as error:  # numpy reads the header with Python's own parser, which raises a dozen kinds of errors
         raise TraceError(
-            describe("not a .npy file", where=where, got=repr(error)[:120], expected="format version 1.0 or 2.0")
+            "not a .npy file", where=where, got=repr(error)[:120], expected="format version 1.0 or 2.0"
         ) from error
     if dtype.kind not in "iu":
         raise TraceError(
-            describe(
-                "expert ids are not integers",
-                where=where,
-                got=f"dtype {dtype}",
-                expected="uint8, uint16, int16 or int32",
-                do="save the ids with numpy.save(file, array, allow_pickle=False)",
-            )
+            "expert ids are not integers",
+            where=where,
+            got=f"dtype {dtype}",
+            expected="uint8, uint16, int16 or int32",
+            do="save the ids with numpy.save(file, array, allow_pickle=False)",
         )
     _check_size(math.prod(shape) * dtype.itemsize, len(data) - file.tell(), shape, where)
     return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
@@ -150,21 +142,17 @@ def decode_lists(nested: list) -> np.ndarray:
         array = np.asarray(nested)
     except (ValueError, OverflowError, TypeError) as error:
         raise TraceError(
-            describe(
-                "nested lists are ragged",
-                where={"field": "routed_experts"},
-                got=str(error)[:120],
-                expected="[T][layers][K]",
-            )
+            "nested lists are ragged",
+            where={"field": "routed_experts"},
+            got=str(error)[:120],
+            expected="[T][layers][K]",
         ) from error
     if array.dtype.kind not in "iu":
         raise TraceError(
-            describe(
-                "expert ids are not integers",
-                where={"field": "routed_experts"},
-                got=f"{array.dtype} of shape {array.shape}",
-                expected="nested lists [T][layers][K] of integers",
-            )
+            "expert ids are not integers",
+            where={"field": "routed_experts"},
+            got=f"{array.dtype} of shape {array.shape}",
+            expected="nested lists [T][layers][K] of integers",
         )
     return array
 
@@ -184,25 +172,21 @@ def take_routes(array: np.ndarray, spec: TraceSpec, *, rows: int, where: About) 
     """
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise RouteValidationError(
-            describe(
-                "routed experts have the wrong shape",
-                where=where,
-                got=f"{array.dtype} of shape {array.shape}",
-                expected=f"integers of shape [{rows}, {len(spec.moe_layers)} or {len(spec.layer_map)}, {spec.top_k}]",
-                fault="shape",
-            )
+            "routed experts have the wrong shape",
+            where=where,
+            got=f"{array.dtype} of shape {array.shape}",
+            expected=f"integers of shape [{rows}, {len(spec.moe_layers)} or {len(spec.layer_map)}, {spec.top_k}]",
+            fault="shape",
         )
     columns = moe_columns(array.shape[1], spec)
     if columns is None:
         raise RouteValidationError(
-            describe(
-                "routed experts do not have the layers of the layer map",
-                where=where,
-                got=f"{array.shape[1]} layers",
-                expected=f"{len(spec.moe_layers)} MoE layers, or all {len(spec.layer_map)} of {spec.layer_map[:40]}",
-                do="give the layer map of the model that was served",
-                fault="layers",
-            )
+            "routed experts do not have the layers of the layer map",
+            where=where,
+            got=f"{array.shape[1]} layers",
+            expected=f"{len(spec.moe_layers)} MoE layers, or all {len(spec.layer_map)} of {spec.layer_map[:40]}",
+            do="give the layer map of the model that was served",
+            fault="layers",
         )
     picked = array if len(columns) == array.shape[1] else array[:, columns]
     if picked.size:
@@ -238,47 +222,39 @@ def _check_ids(picked: np.ndarray, spec: TraceSpec, where: About) -> None:
     limits = np.iinfo(picked.dtype)
     if limits.max < min(spec.num_experts - 1, 255):
         raise RouteValidationError(
-            describe(
-                "expert ids may have wrapped",
-                where=where,
-                got=f"{picked.dtype}, which holds ids to {limits.max}",
-                expected=f"a type for ids to {spec.num_experts - 1}",
-                fault="wrapped ids",
-            )
+            "expert ids may have wrapped",
+            where=where,
+            got=f"{picked.dtype}, which holds ids to {limits.max}",
+            expected=f"a type for ids to {spec.num_experts - 1}",
+            fault="wrapped ids",
         )
     for bad in (picked.min(), picked.max()):
         if not 0 <= int(bad) < 65536:
             token, layer, _ = (int(i) for i in np.argwhere(picked == bad)[0])
             raise RouteValidationError(
-                describe(
-                    "a token has no route" if bad == -1 else "an expert does not exist",
-                    where={**where, "token": token, "layer": spec.moe_layers[layer], "expert": bad},
-                    got=picked[token, layer].tolist(),
-                    expected=f"ids from 0 to {spec.num_experts - 1}",
-                    do="drop the sequence: its sampler did not record the routes of every token",
-                )
+                "a token has no route" if bad == -1 else "an expert does not exist",
+                where={**where, "token": token, "layer": spec.moe_layers[layer], "expert": bad},
+                got=picked[token, layer].tolist(),
+                expected=f"ids from 0 to {spec.num_experts - 1}",
+                do="drop the sequence: its sampler did not record the routes of every token",
             )
 
 
 def _base64(payload: object, where: About) -> bytes:
     if not isinstance(payload, str) or len(payload) > MAX_BYTES:
         got = f"{len(payload)} characters" if isinstance(payload, str) else type(payload).__name__
-        raise TraceError(
-            describe("payload cannot be read", where=where, got=got, expected=f"base64 text of at most {MAX_BYTES}")
-        )
+        raise TraceError("payload cannot be read", where=where, got=got, expected=f"base64 text of at most {MAX_BYTES}")
     try:
         return base64.b64decode(payload, validate=True)
     except ValueError as error:
-        raise TraceError(describe("payload is not base64", where=where, got=str(error))) from error
+        raise TraceError("payload is not base64", where=where, got=str(error)) from error
 
 
 def _check_size(said: int, got: int, shape: tuple[int, ...], where: About, *, slack: int = 0) -> None:
     if min(shape, default=0) < 0 or not got - slack <= said <= got:
         raise TraceError(
-            describe(
-                "payload does not have the size of its shape",
-                where=where,
-                got=f"{got} bytes",
-                expected=f"{said if said < 1 << 63 else 'an impossible number of'} bytes for shape {str(shape)[:80]}",
-            )
+            "payload does not have the size of its shape",
+            where=where,
+            got=f"{got} bytes",
+            expected=f"{said if said < 1 << 63 else 'an impossible number of'} bytes for shape {str(shape)[:80]}",
         )

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moe_rl.errors import About, TraceError, describe
+from moe_rl.errors import About, TraceError
 from moe_rl.trace.adapters.bounded_lines import decoded_lines
 from moe_rl.trace.adapters.envelopes import (
     MAX_BYTES,
@@ -98,9 +98,7 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
                     parent = RouteRef(earlier.key, record.first_row, earlier.parts)
                 ref = writer.add(record.key, record.routes, record.token_ids, record.spans, parent=parent)
             except TraceError as error:
-                raise TraceError(
-                    describe("line cannot be imported", where={**error.about, **where}, got=error)
-                ) from error
+                raise TraceError("line cannot be imported", where={**error.about, **where}, got=error) from error
             versions = versions_of_rows(record.spans)
             own = rows_of(record.routes, record.layers, record.token_ids, record.first_row, versions=versions)
             tokens[ref.key] = record.token_ids if before is None else np.concatenate([before, record.token_ids])
@@ -138,7 +136,7 @@ def lint_lines(path: Path, spec: TraceSpec, form: str) -> Iterator[tuple[str, li
             record = _record(item, spec, form)
             before = _before(item, record, tokens)
             if record.key in tokens:
-                raise TraceError(describe("two sequences have one key", where={"request": record.key}))
+                raise TraceError("two sequences have one key", where={"request": record.key})
             tokens[record.key] = record.token_ids if before is None else np.concatenate([before, record.token_ids])
         except TraceError as error:
             findings += _unless_known(error, findings)
@@ -196,12 +194,12 @@ def _split(line: _Line, form: str, where: About) -> list[_Item]:
         reply = {"token_ids": line.token_ids, "routed_experts": line.routed_experts}
         return [_Item(line.key, None, reply, line)]
     if line.response is None:
-        raise TraceError(describe("line has no response", where=where, expected=f"a reply of {form}"))
+        raise TraceError("line has no response", where=where, expected=f"a reply of {form}")
     choices = line.response.get("choices") if form in ("vllm", "nemo") else None
     if choices is None:
         return [_Item(line.key, line.prompt_token_ids, line.response, line)]
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise TraceError(describe("choices of the reply are not objects", where=where))
+        raise TraceError("choices of the reply are not objects", where=where)
     items = []
     for at, choice in enumerate(choices):
         key = line.key if len(choices) == 1 else f"{line.key}/{at}"
@@ -221,9 +219,7 @@ def _record(item: _Item, spec: TraceSpec, form: str) -> RouteRecord:
     if form == "nemo":
         return from_nemo(item.reply, spec, key=item.key, start=line.start, weight_version=_given_version(item))
     if not isinstance(item.prompt, list):
-        raise TraceError(
-            describe("the tokens of the prompt are missing", where={"request": item.key}, do="add prompt_token_ids")
-        )
+        raise TraceError("the tokens of the prompt are missing", where={"request": item.key}, do="add prompt_token_ids")
     read = from_vllm if form == "vllm" else from_sglang
     return read(
         item.reply,
@@ -268,13 +264,11 @@ def _before(item: _Item, record: RouteRecord, tokens: Mapping[str, np.ndarray]) 
     where: About = {"request": record.key}
     if parent is None or parent not in tokens:
         raise TraceError(
-            describe(
-                f"no record has the rows before {start}",
-                where=where,
-                got=f"parent {parent!r}",
-                expected="the key of an earlier line",
-                do="import the earlier turns first, or ask the sampler for all rows",
-            )
+            f"no record has the rows before {start}",
+            where=where,
+            got=f"parent {parent!r}",
+            expected="the key of an earlier line",
+            do="import the earlier turns first, or ask the sampler for all rows",
         )
     prompt = item.prompt if item.prompt is not None else item.reply.get("prompt_token_ids") or []
     before = np.asarray(prompt[:start], np.int32)
@@ -283,12 +277,10 @@ def _before(item: _Item, record: RouteRecord, tokens: Mapping[str, np.ndarray]) 
         same = min(len(before), len(known))
         different = np.flatnonzero(before[:same] != known[:same])
         raise TraceError(
-            describe(
-                "request does not begin with the tokens of its parent",
-                where={**where, "token": int(different[0]) if len(different) else same},
-                got=f"{len(known)} rows of {parent}",
-                expected=f"{start} rows of the same tokens",
-            )
+            "request does not begin with the tokens of its parent",
+            where={**where, "token": int(different[0]) if len(different) else same},
+            got=f"{len(known)} rows of {parent}",
+            expected=f"{start} rows of the same tokens",
         )
     return before
 
@@ -296,7 +288,7 @@ def _before(item: _Item, record: RouteRecord, tokens: Mapping[str, np.ndarray]) 
 def _given_version(item: _Item) -> int:
     if item.line.weight_version is None:
         raise TraceError(
-            describe("the weight version is missing", where={"request": item.key}, do="add weight_version to the line")
+            "the weight version is missing", where={"request": item.key}, do="add weight_version to the line"
         )
     return item.line.weight_version
 
@@ -304,7 +296,7 @@ def _given_version(item: _Item) -> int:
 def _need(item: _Item, *names: str) -> None:
     missing = [name for name in names if item.reply[name] is None]
     if missing:
-        raise TraceError(describe(f"line has no {missing[0]}", where={"request": item.key}))
+        raise TraceError(f"line has no {missing[0]}", where={"request": item.key})
 
 
 def _read(path: Path) -> bytes:
@@ -312,7 +304,7 @@ def _read(path: Path) -> bytes:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise TraceError(describe("file cannot be read", where={"file": path}, got=error.strerror)) from error
+        raise TraceError("file cannot be read", where={"file": path}, got=error.strerror) from error
     if len(data) > MAX_BYTES:
-        raise TraceError(describe("file is too large", where={"file": path}, expected=f"at most {MAX_BYTES} bytes"))
+        raise TraceError("file is too large", where={"file": path}, expected=f"at most {MAX_BYTES} bytes")
     return data

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from moe_rl.errors import About, TraceError, describe
+from moe_rl.errors import About, TraceError
 from moe_rl.trace.adapters.bounded_lines import decoded_lines
 from moe_rl.trace.adapters.envelopes import decode_lists
 from moe_rl.trace.record import TraceSpec
@@ -54,35 +54,29 @@ def decode_megatron(path: Path, spec: TraceSpec) -> np.ndarray:
         if line.block != "decoder":
             if line.block == "mtp" and "r" not in spec.layer_map:
                 continue
-            raise TraceError(
-                describe("lines of this block are not read", where=where, got=line.block, expected="decoder")
-            )
+            raise TraceError("lines of this block are not read", where=where, got=line.block, expected="decoder")
         ranks.add(line.rank)
         rows.setdefault(line.layer, []).extend(line.top_indices)
         passes.setdefault(line.layer, []).append((line.step, len(line.top_indices)))
     about: About = {"file": path}
     if len(ranks) > 1:
-        raise TraceError(describe("the file is of several ranks", where=about, got=sorted(ranks), expected="one rank"))
+        raise TraceError("the file is of several ranks", where=about, got=sorted(ranks), expected="one rank")
     layers = sorted(rows)
     if layers not in (list(spec.moe_layers), list(range(len(spec.moe_layers)))):
         raise TraceError(
-            describe(
-                "the file does not have the model's layers",
-                where=about,
-                got=f"{len(layers)}: {str(layers)[:80]}",
-                expected=f"{len(spec.moe_layers)}: {str(list(spec.moe_layers))[:80]}",
-                do="give the layer map of the model, and a trace of all its pipeline stages",
-            )
+            "the file does not have the model's layers",
+            where=about,
+            got=f"{len(layers)}: {str(layers)[:80]}",
+            expected=f"{len(spec.moe_layers)}: {str(list(spec.moe_layers))[:80]}",
+            do="give the layer map of the model, and a trace of all its pipeline stages",
         )
     for layer in layers:
         if passes[layer] != passes[layers[0]]:
             raise TraceError(
-                describe(
-                    "a layer has other passes than the first one",
-                    where={**about, "layer": layer},
-                    got=f"{len(passes[layer])} passes, {len(rows[layer])} rows",
-                    expected=f"{len(passes[layers[0]])} passes, {len(rows[layers[0]])} rows",
-                    do="trace one request alone, without recomputation",
-                )
+                "a layer has other passes than the first one",
+                where={**about, "layer": layer},
+                got=f"{len(passes[layer])} passes, {len(rows[layer])} rows",
+                expected=f"{len(passes[layers[0]])} passes, {len(rows[layers[0]])} rows",
+                do="trace one request alone, without recomputation",
             )
     return np.stack([decode_lists([[ids] for ids in rows[layer]])[:, 0] for layer in layers], 1)

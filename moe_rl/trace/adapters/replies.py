@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import About, RouteValidationError, TraceError, describe
+from moe_rl.errors import About, RouteValidationError, TraceError
 from moe_rl.trace.adapters.envelopes import decode_nemo, decode_sglang, decode_vllm, decoder_layers, take_routes
 from moe_rl.trace.record import RouteRecord, TraceSpec, as_token_ids, check_key
 from moe_rl.trace.spans import check_spans, cut_spans, spans_of_rows
@@ -127,13 +127,11 @@ def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: in
     expected = len(prompt) + len(sampled) - start
     if len(array) != expected:
         raise RouteValidationError(
-            describe(
-                "envelope does not have a row for every token",
-                where=where,
-                got=f"{len(array)} rows",
-                expected=f"{expected}: {len(prompt)} prompt and {len(sampled)} sampled tokens from position {start}",
-                fault="rows",
-            )
+            "envelope does not have a row for every token",
+            where=where,
+            got=f"{len(array)} rows",
+            expected=f"{expected}: {len(prompt)} prompt and {len(sampled)} sampled tokens from position {start}",
+            fault="rows",
         )
     return _sampled(_Reply(array[:-1], sampled), spec, key, prompt, start, weight_version)
 
@@ -164,9 +162,7 @@ def first_row(payload: object, start: int, where: About) -> int:
         return start
     if type(said) is not int or start not in (0, said):
         raise TraceError(
-            describe(
-                "routed_experts begin at another row", where=where, got=repr(said)[:80], expected=start or "a number"
-            )
+            "routed_experts begin at another row", where=where, got=repr(said)[:80], expected=start or "a number"
         )
     return said
 
@@ -190,13 +186,9 @@ def _sampled(
     versions = _versions(reply.versions, where) if weight_version is None else weight_version
     cached, rows = reply.cached, len(prompt) + len(reply.sampled) - 1
     if not (isinstance(start, int) and 0 <= start <= max(0, min(rows, len(prompt)))):
-        raise TraceError(
-            describe("first row is not in the prompt", where=where, got=start, expected=f"0 to {len(prompt)}")
-        )
+        raise TraceError("first row is not in the prompt", where=where, got=start, expected=f"0 to {len(prompt)}")
     if not (isinstance(cached, int) and 0 <= cached <= len(prompt)):
-        raise TraceError(
-            describe("cached tokens are impossible", where=where, got=cached, expected=f"0 to {len(prompt)}")
-        )
+        raise TraceError("cached tokens are impossible", where=where, got=cached, expected=f"0 to {len(prompt)}")
     ids = as_token_ids([*prompt, *reply.sampled][: rows if rows > 0 else 0], where=where)[start:]
     routes = take_routes(reply.array, spec, rows=len(ids), where=where)
     of_rows = np.empty(max(0, rows), np.int64)
@@ -215,14 +207,12 @@ def _record(
 def _versions(spans: object, where: About) -> list[tuple[int, int]]:
     """Return pairs (number of sampled tokens, version) in order, from the spans in a reply."""
     wrong = TraceError(
-        describe(
-            "weight versions of the reply cannot be used",
-            where=where,
-            got=repr(spans)[:120],
-            expected="a list of {version, start, end} without gaps, each version a number",
-            do="give the weight version of the request",
-            fault="weight version",
-        )
+        "weight versions of the reply cannot be used",
+        where=where,
+        got=repr(spans)[:120],
+        expected="a list of {version, start, end} without gaps, each version a number",
+        do="give the weight version of the request",
+        fault="weight version",
     )
     if not isinstance(spans, list) or not spans:
         raise wrong
@@ -244,13 +234,11 @@ def _version_of_rows(versions: int | list[tuple[int, int]], rows: int, prompt: i
     sampled, covered = rows + 1 - prompt, sum(count for count, _ in versions)
     if covered != sampled or not sampled:
         raise TraceError(
-            describe(
-                "weight versions do not cover the sampled tokens",
-                where=where,
-                got=f"{covered} tokens",
-                expected=sampled or "at least one sampled token",
-                do="give the weight version of the request",
-            )
+            "weight versions do not cover the sampled tokens",
+            where=where,
+            got=f"{covered} tokens",
+            expected=sampled or "at least one sampled token",
+            do="give the weight version of the request",
         )
     of_sampled = np.repeat([version for _, version in versions], [count for count, _ in versions])
     return of_sampled[np.maximum(0, np.arange(rows) - (prompt - 1))]
@@ -260,12 +248,10 @@ def _field(source: object, name: str, kind: type | UnionType, where: About) -> A
     value = source.get(name) if isinstance(source, Mapping) else None
     if not isinstance(value, kind):
         raise TraceError(
-            describe(
-                f"reply has no {name}",
-                where=where,
-                got="nothing" if value is None else type(value).__name__,
-                expected=_KINDS[kind],
-                do="ask the sampler to return token ids and routed experts",
-            )
+            f"reply has no {name}",
+            where=where,
+            got="nothing" if value is None else type(value).__name__,
+            expected=_KINDS[kind],
+            do="ask the sampler to return token ids and routed experts",
         )
     return value

@@ -21,7 +21,7 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError
 from moe_rl.tasks.environments.adapters import missing
 from moe_rl.tasks.environments.agent_session import AgentSession, ChatError
 
@@ -75,22 +75,18 @@ async def _action_schema(url: str) -> dict[str, Any]:
         answer = await client.get(f"{url}/schema")
     if answer.status_code != 200:
         raise EngineError(
-            describe(
-                "this is no OpenEnv server",
-                where={"url": f"{url}/schema"},
-                got=f"status {answer.status_code}: {answer.text[:200]}",
-                expected="the schema of its actions",
-            )
+            "this is no OpenEnv server",
+            where={"url": f"{url}/schema"},
+            got=f"status {answer.status_code}: {answer.text[:200]}",
+            expected="the schema of its actions",
         )
     schema: dict[str, Any] = answer.json()["action"]
     if schema.get("title") in _OF_TOOLS:
         raise EngineError(
-            describe(
-                "an environment whose actions are calls of MCP tools is not served",
-                where={"url": url},
-                got=schema["title"],
-                expected="actions with fields of their own",
-            )
+            "an environment whose actions are calls of MCP tools is not served",
+            where={"url": url},
+            got=schema["title"],
+            expected="actions with fields of their own",
         )
     return schema
 
@@ -137,4 +133,4 @@ async def _asked(server: ClientConnection, url: str, kind: str, data: dict[str, 
     if kind == "step" and told.get("code") == "VALIDATION_ERROR":
         faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in told.get("errors", [])]
         raise _RefusedAction("; ".join(faults) or told["message"])
-    raise EngineError(describe(f"an OpenEnv server failed at {kind}", where={"url": url}, got=json.dumps(told)[:500]))
+    raise EngineError(f"an OpenEnv server failed at {kind}", where={"url": url}, got=json.dumps(told)[:500])

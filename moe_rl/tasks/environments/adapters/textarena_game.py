@@ -20,7 +20,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from moe_rl.errors import DataError, describe
+from moe_rl.errors import DataError
 from moe_rl.tasks.environments.adapters import missing
 from moe_rl.tasks.environments.agent_session import AgentSession, ChatError
 
@@ -66,12 +66,10 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
 def _opponent(path: str | None, players: int) -> Callable[[str], str]:
     if (path is None) != (players == 1):
         raise DataError(
-            describe(
-                "the players of a game do not fit together",
-                where={"field": "opponent"},
-                got=f"{path} with {players} players",
-                expected="a dotted path with several players, and none with one",
-            )
+            "the players of a game do not fit together",
+            where={"field": "opponent"},
+            got=f"{path} with {players} players",
+            expected="a dotted path with several players, and none with one",
         )
     if path is None:
         return str

@@ -17,7 +17,7 @@ import itertools
 import os
 from typing import Any
 
-from moe_rl.errors import DataError, RewardError, describe
+from moe_rl.errors import DataError, RewardError
 from moe_rl.tasks.environments.adapters import missing
 from moe_rl.tasks.environments.agent_session import AgentSession
 
@@ -36,7 +36,7 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
     number = row.get("task", 0)
     task = next(itertools.islice(environment.taskset, number, None), None)
     if task is None:
-        raise DataError(describe("the taskset has no such task", where={"field": "task"}, got=number))
+        raise DataError("the taskset has no such task", where={"field": "task"}, got=number)
     os.environ[_KEY] = session.key
     context = vf.ModelContext(
         client=vf.EvalClientConfig(base_url=session.base_url, api_key_var=_KEY),
@@ -49,7 +49,7 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
     if not episode.ok:
         faults = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
         got = "; ".join(f"{one.type}: {one.message}" for one in faults) or "no error"
-        raise RewardError(describe("an episode of verifiers failed", got=got))
+        raise RewardError("an episode of verifiers failed", got=got)
     return _reward(episode, row.get("seat"))
 
 
@@ -66,11 +66,9 @@ def _reward(episode: vf.Episode, seat: str | None) -> float:
     if len(traces) != 1:
         names = ", ".join(sorted({trace.agent.name for trace in episode.traces}))
         raise DataError(
-            describe(
-                "the reward of one agent counts",
-                where={"field": "seat"},
-                got=f"{len(traces)} runs of {seat or 'any agent'}",
-                expected=f"the name of one that ran once, of {names}",
-            )
+            "the reward of one agent counts",
+            where={"field": "seat"},
+            got=f"{len(traces)} runs of {seat or 'any agent'}",
+            expected=f"the name of one that ran once, of {names}",
         )
     return float(traces[0].reward)
