@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ from moe_rl.trace.files import TMP, LocalFolder
 from moe_rl.trace.frame import count_experts
 from moe_rl.trace.library import Found, Library, Reading, RowSegment, parent_part
 from moe_rl.trace.manifest import MANIFEST, Manifest, locked_manifest
-from moe_rl.trace.prefetch import Prefetcher
 from moe_rl.trace.primitives import unpack_bytes, unpack_ints
 from moe_rl.trace.readout import Joined, Readout, damaged, fetch_section, join
 from moe_rl.trace.record import RecordInfo, RouteRecord, check_name
@@ -43,12 +41,10 @@ class TraceStore:
 
     Args:
         root: a local folder, or any URL that fsspec reads (shards cannot be removed there).
-        prefetch_bytes: bytes of decoded routes that prefetch() may hold.
     """
 
-    def __init__(self, root: Path | str, *, prefetch_bytes: int = 256 << 20):
+    def __init__(self, root: Path | str):
         self._library = Library(root)
-        self._prefetcher = Prefetcher(self.read, prefetch_bytes)
 
     def read(self, ref: RouteRef, *, layers: Sequence[int] | None = None, rows: Rows | None = None) -> RouteRecord:
         """Return the record that `ref` names, exactly as it was added.
@@ -70,41 +66,24 @@ class TraceStore:
         """Return a record for each item, as read() does. All are planned together, as read_batch() says."""
         wanted = None if layers is None else tuple(layers)
         spans = [_check_rows(ref, rows) for ref, rows in items]
-        records: list[RouteRecord | None] = [self._prefetcher.take(ref, wanted) for ref, _ in items]
-        for at, (ahead, (first, last)) in enumerate(zip(records, spans, strict=True)):
-            if ahead is not None:
-                records[at] = replace(
-                    ahead,
-                    routes=ahead.routes[first:last],
-                    token_ids=ahead.token_ids[first:last],
-                    spans=cut_spans(ahead.spans, first, last),
-                    first_row=first,
-                )
-        missing = [at for at, record in enumerate(records) if record is None]
+        records = []
         with Reading(self._library) as reading:
             readout = Readout(reading)
-            for at, joined in zip(missing, join(reading, [items[at][0] for at in missing], wanted), strict=True):
-                (ref, _), (first, last), spec = items[at], spans[at], joined.spec
-                routes = _empty((last - first, len(joined.layers), spec.top_k), spec.dtype, ref.key)
+            found = join(reading, [ref for ref, _ in items], wanted)
+            for (ref, _), (first, last), joined in zip(items, spans, found, strict=True):
+                routes = _empty((last - first, len(joined.layers), joined.spec.top_k), joined.spec.dtype, ref.key)
                 token_ids = np.empty(last - first, "<i4")
                 readout.tokens(joined.parts[0].segments, (first, last), token_ids)
                 for part in joined.parts:
                     readout.routes(part.segments, joined.columns, (first, last), routes)
-                records[at] = RouteRecord(
-                    ref.key,
-                    routes,
-                    token_ids,
-                    cut_spans(joined.spans, first, last),
-                    joined.aborted,
-                    spec,
-                    first,
-                    joined.layers,
+                own = cut_spans(joined.spans, first, last)
+                records.append(
+                    RouteRecord(ref.key, routes, token_ids, own, joined.aborted, joined.spec, first, joined.layers)
                 )
             readout.run()
-        read = [record for record in records if record is not None]
-        for record in read:
+        for record in records:
             record.routes.flags.writeable = record.token_ids.flags.writeable = False
-        return read
+        return records
 
     def read_batch(
         self, items: Sequence[tuple[RouteRef, Rows | None]], out: np.ndarray, *, layers: Sequence[int] | None = None
@@ -124,33 +103,16 @@ class TraceStore:
         """
         wanted = None if layers is None else tuple(layers)
         spans = [_check_rows(ref, rows) for ref, rows in items]
-        total = sum(last - first for first, last in spans)
-        missing, at = [], 0
-        _check_out(out, total)
-        for (ref, _), (first, last) in zip(items, spans, strict=True):
-            ahead = self._prefetcher.take(ref, wanted)
-            if ahead is None:
-                missing.append((ref, (first, last), at))
-            else:
-                _check_out(out, total, ahead)
-                out[at : at + last - first] = ahead.routes[first:last]
-            at += last - first
+        _check_out(out, sum(last - first for first, last in spans))
+        at = 0
         with Reading(self._library) as reading:
             readout = Readout(reading)
-            joined = join(reading, [ref for ref, _, _ in missing], wanted)
-            for one, (_, (first, last), at) in zip(joined, missing, strict=True):
-                _check_out(out, total, one)
+            for one, (first, last) in zip(join(reading, [ref for ref, _ in items], wanted), spans, strict=True):
+                _check_out(out, len(out), one)
                 for part in one.parts:
                     readout.routes(part.segments, one.columns, (first, last), out[at : at + last - first])
+                at += last - first
             readout.run()
-
-    def prefetch(self, refs: Sequence[RouteRef], layers: Sequence[int] | None = None) -> None:
-        """Read these whole records in the background, in this order; later reads are then served from memory.
-
-        Only reads with the same `layers` are served, each record once. Memory is bounded by prefetch_bytes plus one
-        record. A later call replaces an earlier one and drops its records; a call without refs only drops.
-        """
-        self._prefetcher.start(refs, None if layers is None else tuple(layers))
 
     def info(self, ref: RouteRef) -> RecordInfo:
         """Return what is known of the record without decoding any of its chunks. Raises TraceError."""
@@ -285,32 +247,6 @@ class TraceStore:
             where: About = {"shard": shards[len(removed)], "folder": root}
             raise TraceError("shard could not be removed", where=where, got=error.strerror) from error
 
-    def retain(self, *, keep_shards: int | None = None, max_bytes: int | None = None) -> list[str]:
-        """Remove the oldest shards until at most `keep_shards` shards with at most `max_bytes` in all are left.
-
-        Age is the order of publishing. A shard whose records are continued by a kept shard is kept and counted with
-        that one.
-
-        Returns:
-            The names of the removed shards.
-
-        Raises:
-            TraceError: a shard could not be removed.
-        """
-        root = self._local()
-        order = {name: at for at, name in enumerate(self.manifest().published)}
-        newest = sorted(self.shards(), key=lambda name: order.get(name, -1), reverse=True)
-        kept: dict[str, int] = {}
-        for name in newest:
-            group = {one: (root / (one + SUFFIX)).stat().st_size for one in self._lineage(name) if one not in kept}
-            count, size = len(kept) + len(group), sum(kept.values()) + sum(group.values())
-            if (keep_shards is not None and count > keep_shards) or (max_bytes is not None and size > max_bytes):
-                break
-            kept |= group
-        removed = [name for name in reversed(newest) if name not in kept]
-        self.remove(*removed)
-        return removed
-
     def collect_garbage(self) -> list[str]:
         """Delete the files of dead writers and return their names. Files of living writers, on any host, are kept.
 
@@ -328,14 +264,6 @@ class TraceStore:
                 finally:
                     os.close(fd)
         return removed
-
-    def _lineage(self, shard: str) -> list[str]:
-        """Return the shard, and the shards whose records its records continue, directly or indirectly."""
-        lineage = [shard]
-        for name in lineage:
-            with Reading(self._library) as reading, contextlib.suppress(TraceError):  # a damaged shard keeps no other
-                lineage += [parent for parent in reading.shard(name, {"shard": name}).parents if parent not in lineage]
-        return [name for name in lineage if (self._local() / (name + SUFFIX)).exists()]
 
     def _local(self) -> Path:
         if isinstance(self._library.folder, LocalFolder):

@@ -317,14 +317,6 @@ MUTANTS: list[Mutant] = [
             "tests/trace/test_parent.py",
         ),
         (
-            "prefetched rows from the start",
-            "store.py",
-            "= ahead.routes[first:last]\n",
-            "= ahead.routes[: last - first]\n",
-            "A slice of a record that was read ahead has the first rows instead of those asked for.",
-            "tests/trace/test_batch.py tests/trace/test_prefetch.py",
-        ),
-        (
             "batch rows on top of each other",
             "store.py",
             "at += last - first",

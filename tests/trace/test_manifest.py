@@ -158,25 +158,6 @@ print(won)
     assert all(store.records(name) == [] for name in store.shards())  # each is the one in the manifest
 
 
-def test_retention_by_number_and_size(tmp_path, spec, write_shard, random_routes, decoded):
-    store = TraceStore(tmp_path)
-    first = write_shard(tmp_path, "z", spec)
-    sizes = {"z": first.path.stat().st_size}
-    for name in "yxw":
-        sizes[name] = write_shard(tmp_path, name, spec).path.stat().st_size
-    assert store.retain() == [] and store.retain(keep_shards=4, max_bytes=sum(sizes.values())) == []
-    with ShardWriter(tmp_path, "child", spec) as writer:
-        ref = writer.add("k", random_routes(spec, 1), [1], decoded(1), parent=first.refs[0])
-    # The newest continues a record of the oldest, so that one stays and counts.
-    assert store.retain(keep_shards=3) == ["y", "x"]
-    assert store.shards() == ["child", "w", "z"] and len(store.read(ref).routes) == 4
-    child = (tmp_path / "child.safetensors").stat().st_size
-    assert store.retain(max_bytes=child + sizes["z"] + sizes["w"] - 1) == ["w"]
-    assert store.retain(keep_shards=2) == []
-    assert store.retain(keep_shards=1) == ["z", "child"]
-    assert store.shards() == [] and store.manifest().published == {}
-
-
 def _line_of(root, event, name):
     with locked_manifest(root) as manifest:
         fields = {"digest": name * 2, "bytes": 1, "records": 0} if event == "published" else {}

@@ -38,7 +38,7 @@ def test_reads(url, assert_holds):
 def test_nothing_is_removed(url):
     root, _, _ = url
     store = TraceStore(root)
-    for use in (lambda: store.remove("s0"), store.collect_garbage, lambda: store.retain(keep_shards=0)):
+    for use in (lambda: store.remove("s0"), store.collect_garbage):
         with refused(TraceError, fault="read-only", folder=root):
             use()
     assert store.shards() == ["s0", "s1"]
