@@ -44,7 +44,7 @@ def step_argument(text: str) -> int | Literal["best"]:
 
 
 def step_of(path: Path) -> int:
-    """Return the steps done of a complete checkpoint."""
+    """Return the number of steps done at a complete checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -52,7 +52,7 @@ def find(folder: Path, step: int | Literal["best"] | None = None) -> Path:
     """Return the complete checkpoint after `step` steps, the best one, or the newest one.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
     found = dict(complete(folder))
     if step is None and found:
@@ -64,7 +64,7 @@ def find(folder: Path, step: int | Literal["best"] | None = None) -> Path:
             "no checkpoint is the best one",
             where={"folder": folder},
             got="no link named best",
-            expected="a run with eval.best, whose best evaluation was not that of the policy it began with",
+            expected="a run with eval.best in which a trained policy was better than the initial one",
             do="choose a checkpoint by its number",
         )
     if step not in found:
@@ -105,8 +105,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def hand_in(hidden: Path, rank: int, payload: bytes) -> None:
-    """Record in the hidden folder that all files of a rank are on disk. `payload` is what rank 0 needs from that
-    rank."""
+    """Record in the hidden folder that all files of a rank are on disk. `payload` holds what rank 0 needs from it."""
     unfinished = hidden / f"rank{rank}.tmp"
     unfinished.write_bytes(payload)
     unfinished.rename(hidden / f"rank{rank}.part")
@@ -138,7 +137,7 @@ def to_go_on(folder: Path) -> str:
 
 
 def name_best(folder: Path, step: int | None) -> None:
-    """Let the link `best` lead to the checkpoint after `step` steps. Remove the link if there is no such checkpoint."""
+    """Point the link `best` to the checkpoint after `step` steps, or remove the link if there is no such checkpoint."""
     link, place = folder / BEST, folder / f".{BEST}.tmp"
     if step is None or not (folder / name_of(step)).is_dir():
         link.unlink(missing_ok=True)
@@ -150,13 +149,13 @@ def name_best(folder: Path, step: int | None) -> None:
 
 
 def publish(hidden: Path, step: int, *, keep: int | None, best: int | None = None) -> Path:
-    """Rename the hidden folder to its final name, and remove all checkpoints but the newest `keep` and the best one.
+    """Rename the hidden folder to its final name, and remove all checkpoints but the newest `keep` and the best.
 
     The caller has synced the files; this function syncs the folders.
 
     Args:
         keep: None keeps all.
-        best: Step of the best checkpoint, this one or an earlier one.
+        best: Step of the best checkpoint, this or an earlier one.
     """
     final = hidden.with_name(name_of(step))
     sync(hidden)

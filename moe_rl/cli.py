@@ -16,7 +16,7 @@ VERBS = {
     "serve": "serve a model with vLLM and record its routes",
     "play": "run an environment on the rows of a file, against a served gateway",
     "trace": "inspect or verify a trace store, and import or export routes",
-    "report": "write the report of a run, also while it goes on, or compare several runs",
+    "report": "write the report of a finished or unfinished run, or compare several runs",
     "show": "print what the policy wrote, and where sampler and trainer differ",
     "explain": "say who was right when a check ended a run",
     "compare": "compare sampler and trainer with and without replay",
@@ -28,9 +28,9 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Call a verb with the arguments behind it. Return its exit status.
+    """Run a verb with the arguments after it. Return its exit status.
 
-    Arguments behind "--" are passed on: `serve` gives them to vLLM, and every other verb refuses them.
+    `serve` passes arguments after "--" to vLLM; every other verb rejects them.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in VERBS:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb == "serve":
         options.further = rest[cut + 1 :]
     elif rest[cut:]:
-        parser.error(f"arguments behind -- are for vLLM, and {verb} does not start vLLM: {' '.join(rest[cut:])}")
+        parser.error(f"arguments after -- are for vLLM, and {verb} does not start vLLM: {' '.join(rest[cut:])}")
     return module.run(options)
 
 

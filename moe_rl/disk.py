@@ -1,6 +1,6 @@
 """Writes the files of a run atomically, and reports a full disk the same way everywhere.
 
-Code that writes a file in another way describes its failure with `refusal`, so that a full disk is always called one.
+Code that writes a file in another way reports its failure with `refusal`, so that the message names a full disk.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def writing(what: str, path: Path | str, *, size: int | None = None, do: str = "
 
 
 def write_whole(path: Path, content: str | bytes, what: str = "", *, synced: bool = True) -> None:
-    """Replace a file atomically and sync it to disk. Readers, and a power cut, see the old content or the new.
+    """Replace a file atomically and sync it to disk. Readers see the old content or the new, even after a power cut.
 
     Args:
-        path: the file to replace. A pipe or a device, such as /dev/null, is written to and stays.
+        path: the file to replace. A pipe or device, such as /dev/null, is written to and not replaced.
         content: the new content.
         what: how error messages call the file; default: its name.
         synced: False leaves the syncing to the system. After a power cut the file may then be cut short.
@@ -113,7 +113,7 @@ def write_whole(path: Path, content: str | bytes, what: str = "", *, synced: boo
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a value as JSON for people and programs, as `write_whole` does."""
+    """Write a value as indented JSON with `write_whole`."""
     write_whole(path, json.dumps(value, indent=2) + "\n")
 
 

@@ -22,12 +22,12 @@ Fact = Literal[
     "argument",  # argument of a function
     "setting",  # of Megatron or vLLM
     "part",  # of the installation
-    "given",  # the setting that makes another one wrong, as "key is value"
+    "given",  # the setting that makes another setting wrong, as "key is value"
     "override",  # a.b=c, as it was typed
     "field",  # of a file or reply
     "file",
     "folder",
-    "other",  # folder that is compared
+    "other",  # folder compared with `folder`
     "line",  # in the file, from 1
     "row",  # of a table, from 0
     "host",
@@ -67,7 +67,7 @@ Fact = Literal[
     "tensor",
     "metric",
     "lr",  # learning rate of the last update
-    "staleness",  # how many versions older than the trainer's the weights are that routed the oldest row
+    "staleness",  # versions from the weights that routed the oldest row to the trainer's
     "power",  # of a test, 0 to 1
     "case",  # name of a proof's case
     "patch",
@@ -85,7 +85,7 @@ class Problem(str):
     """Holds the text of a message and keeps its parts as data.
 
     about: named facts, integers as int and everything else as text. fault: constant name of the fault, "" where the
-    exception type and `about` tell it apart. got, expected: as text, "" where there is none.
+    exception type and `about` identify it. got, expected: as text, "" if absent.
     """
 
     about: Mapping[Fact, int | str] = _NOTHING
@@ -95,7 +95,7 @@ class Problem(str):
 
 
 class Parts(TypedDict, total=False):
-    """The parts of a message beside what is wrong.
+    """The parts of a message besides what is wrong.
 
     Attributes:
         where: Named facts.
@@ -141,7 +141,7 @@ def _plain(value: object) -> int | str:
 
 
 def _place(about: About) -> str:
-    """Return what stands in parentheses: file:line, shard s0, layer 3."""
+    """Return the text in parentheses: file:line, shard s0, layer 3."""
     text = ""
     for name, value in about.items():
         if name == "line":
@@ -158,17 +158,17 @@ def first_of(texts: Sequence[str], *, separator: str = "; ") -> str:
 
 
 def after_lr(lr: float | None) -> About:
-    """Return the learning rate of the last update as a fact of a message; none before the first."""
+    """Return the learning rate of the last update as a fact of a message; {} before the first update."""
     return {} if lr is None else {"lr": f"{lr:g}"}
 
 
 def with_extra(name: str) -> str:
-    """Say how to install moe_rl with an extra. No package index has it."""
+    """Say how to install moe_rl with an extra. No package index has moe_rl."""
     return f"run pip install '.[{name}]' in the folder of moe_rl's source"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question with the known name that is most like this one, for a message; "" if none is like it."""
+    """Return "did you mean NAME?" with the closest known name, for a message; "" if none is close."""
     close = get_close_matches(name, list(known), n=1)
     return f"did you mean {close[0]}?" if close else ""
 
@@ -176,8 +176,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 class MoeRLError(Exception):
     """Serves as root of everything moe_rl raises on purpose. Tools print it as one message and exit 2.
 
-    everywhere: whether all ranks raise an error at this place, this one or one that tells why it was raised elsewhere.
-    They may then go on together.
+    everywhere: whether every rank raises an error here: this one, or one that says why another rank raised it. The
+    ranks may then continue together.
     """
 
     everywhere = False
@@ -188,7 +188,7 @@ class MoeRLError(Exception):
 
     @property
     def message(self) -> Problem:
-        """Return the message with its parts; without parts where it was raised with a plain text."""
+        """Return the message with its parts; it has none if the error was raised with a plain text."""
         text = self.args[0] if self.args else ""
         return text if isinstance(text, Problem) else Problem(text)
 
@@ -201,7 +201,7 @@ class MoeRLError(Exception):
 class _Problems(MoeRLError):
     """Carries every problem found, not only the first.
 
-    `message` and `about` are of the first problem. Each problem of `problems` has an `about` of its own.
+    `message` and `about` are those of the first problem. Each item of `problems` has its own `about`.
     """
 
     def __init__(self, problems: Sequence[str] | str, **parts: Unpack[Parts]):
@@ -232,7 +232,7 @@ class TraceError(MoeRLError):
 
 
 class TraceDiskError(TraceError, DiskError):
-    """A shard could not be written, and nothing of it is there."""
+    """A shard could not be written, and no part of it is left."""
 
 
 class RouteValidationError(TraceError, ValueError):
@@ -244,7 +244,7 @@ class SupportError(TraceError, ValueError):
 
 
 class ReplayError(MoeRLError):
-    """Replay was not exact: a route was missed, repeated, or another one was dispatched."""
+    """Replay was not exact: a route was missed or repeated, or another route was dispatched."""
 
 
 class EngineError(_Problems):
@@ -261,7 +261,7 @@ class PipelineError(MoeRLError):
 
 
 class SamplerGone(EngineError):
-    """A sampler died, hangs, or lost the run's weights, and the run cannot do without it. Tools exit 3."""
+    """A sampler died, hangs, or lost the run's weights, and the run cannot continue without it. Tools exit 3."""
 
 
 class WeightSyncError(EngineError):
@@ -277,11 +277,11 @@ class RewardError(MoeRLError):
 
 
 class NonFiniteError(MoeRLError):
-    """What the trainer computes is not finite: update after update was skipped, or routers score with NaN."""
+    """The trainer computes non-finite values: update after update was skipped, or router scores are NaN."""
 
 
 class CollapseError(MoeRLError):
-    """The run is lost: what it measures says that no further step can mend it. Tools exit 4."""
+    """The run is lost: its metrics show that no further step can recover it. Tools exit 4."""
 
 
 class CheckpointError(MoeRLError):
@@ -289,5 +289,5 @@ class CheckpointError(MoeRLError):
 
 
 class Stopped(MoeRLError):
-    """The run ended behind a step before its last one, with what it had done in a checkpoint. It was asked to, or its
-    time was used. Tools exit 5."""
+    """The run ended before its last step, on request or because its time was up. A checkpoint holds its work. Tools
+    exit 5."""

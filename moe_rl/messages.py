@@ -36,13 +36,13 @@ def decode[T](payload: bytes, kind: type[T]) -> T:
 def decoder(kind: Any) -> msgspec.msgpack.Decoder:
     """Return a decoder for `Channel`. `kind` is a union of Messages, which type annotations cannot express here.
 
-    Call this at import time, from one thread: msgspec crashes when two threads are the first to decode a type.
+    Call this at import time, from one thread: msgspec crashes when two threads decode a type first at the same time.
     """
     return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
 
 
 class Channel[Incoming: Message]:
-    """Sends and receives frames over a stream socket. Waits as long as the socket's own timeout allows.
+    """Sends and receives frames over a stream socket. The socket's timeout limits the wait.
 
     Args:
         end: the socket.
@@ -104,7 +104,7 @@ class Channel[Incoming: Message]:
         return _HEADER_BYTES + length - len(self._received)
 
 
-# Imported only by those who send or receive arrays: a verifier process starts faster without numpy.
+# numpy is imported only where arrays are sent or received: a verifier process starts faster without it.
 
 
 def _to_plain(value: object) -> object:

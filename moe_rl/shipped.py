@@ -14,8 +14,8 @@ def shipped(folder: str) -> Path:
 
 
 def find(path: Path) -> Path:
-    """Return what ships under a path `configs/...` or `assets/...` that the working directory lacks; any other path
-    unchanged."""
+    """Return the shipped file for a path `configs/...` or `assets/...` that the working directory lacks. Return any
+    other path unchanged."""
     if path.parts[:1] in (("configs",), ("assets",)) and not path.exists():
         ours = shipped(path.parts[0]).joinpath(*path.parts[1:])
         return ours if ours.exists() else path

@@ -1,4 +1,4 @@
-"""Defines the data types that all rooms share: frozen dataclasses of plain values and numpy arrays.
+"""Defines the data types that all packages share: frozen dataclasses of plain values and numpy arrays.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -15,10 +15,10 @@ import xxhash
 
 # Largest |reward|. Squares of larger rewards overflow float32, and sums of much larger ones overflow float64.
 LARGEST_REWARD = 1e12
-# A sampler searches for every stop string behind every token.
+# A sampler searches for every stop string after every token.
 LONGEST_STOP_STRING, MOST_STOP_STRINGS = 200, 16
 LOGITS_AT_ONCE = 1 << 24
-"""Number of logits of a rank that exist at a time: 64 MiB in float32."""
+"""Number of logits that a rank holds at a time: 64 MiB in float32."""
 
 QUANTILES = (5, 25, 50, 75, 95)
 """Percentages for which a run logs quantiles, as members p05 to p95 of a family."""
@@ -29,14 +29,14 @@ class Prompt:
     """Holds one task instance.
 
     Attributes:
-        id: a name that no other prompt of the same set has.
-        text: what the sampler gets, as text; the row as JSON where an environment asks the sampler.
-        token_ids: what the sampler gets; the first tokens of that JSON.
+        id: unique within its prompt set.
+        text: the sampler's input as text; the row as JSON where an environment calls the sampler.
+        token_ids: the sampler's input; the first tokens of that JSON where an environment calls the sampler.
         columns: all columns of the prompt's row, as JSON values. The model never sees them; a reward function gets
             those that it names.
         messages: the chat that the text was rendered from, as a list of {"role": ..., "content": ..., ...}. None for a
             prompt of plain text.
-        level: a class of difficulty; pass rates are logged for each. None: the prompt has none.
+        level: difficulty class; pass rates are logged for each. None: the prompt has no level.
     """
 
     id: str
@@ -57,7 +57,7 @@ class Provenance(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Describes a run of at least one row that share the same weight version and provenance."""
+    """Describes one or more consecutive rows with the same weight version and provenance."""
 
     rows: int
     weight_version: int
@@ -66,20 +66,20 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Describes a run of at least one sampled token of a completion that weights of one version sampled."""
+    """Describes one or more consecutive tokens of a completion that weights of one version sampled."""
 
     tokens: int
     weight_version: int
 
 
 def sampled_by(weight_version: int, tokens: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of a completion whose tokens were all sampled by one version; none without a token."""
+    """Return the spans of a completion whose tokens were all sampled by one version; () without a token."""
     return (VersionSpan(tokens, weight_version),) if tokens else ()
 
 
 @dataclass(frozen=True, slots=True)
 class InsertedTokens:
-    """Holds tokens behind the first sampled one that the model was given and did not say, such as the result of a tool.
+    """Holds tokens after the first sampled token that the model was given and did not sample, such as a tool's result.
 
     Attributes:
         after: number of sampled tokens before them; at least 1.
@@ -92,12 +92,12 @@ class InsertedTokens:
 
 @dataclass(frozen=True, slots=True)
 class RewardedTurn:
-    """Holds a turn of an episode that has a reward of its own. Its tokens are a unit of the loss.
+    """Holds a turn of an episode with its own reward. Its tokens are a unit of the loss.
 
     Attributes:
-        number: in its session.
-        parent: number of the turn that it continues; None for one that begins the session's dialogue.
-        tokens: how many the model said in it, at least 1.
+        number: position in its session.
+        parent: number of the turn that it continues; None if it begins the session's dialogue.
+        tokens: number of tokens that the model sampled in it, at least 1.
     """
 
     number: int
@@ -112,8 +112,8 @@ class InsertedText:
 
     Attributes:
         after: as in InsertedTokens.
-        tokens: how many they are.
-        text: what they stand for.
+        tokens: number of inserted tokens.
+        text: their text.
     """
 
     after: int
@@ -122,7 +122,7 @@ class InsertedText:
 
 
 class _Dialogue:
-    """Places the tokens of a sequence in which the model said some, and was given the others."""
+    """Locates the tokens that the model sampled, and those that it was given, in a sequence."""
 
     __slots__ = ()
     prompt_token_ids: tuple[int, ...]
@@ -148,8 +148,8 @@ class _Dialogue:
 
     @property
     def forwarded(self) -> int:
-        """Return the number of tokens that the sampler forwarded, hence rows of routes: all tokens but the last sampled
-        one."""
+        """Return the number of tokens that the sampler forwarded, hence of route rows: all but the last sampled
+        token."""
         given = sum(len(one.token_ids) for one in self.inserted)
         return len(self.prompt_token_ids) + given + len(self.token_ids) - 1
 
@@ -168,10 +168,10 @@ class RouteRef:
     """Locates the routes of one sequence in the trace store. A completion carries this reference instead of its routes.
 
     Attributes:
-        rows: number of rows referenced, the first ones of the record, which may hold more. Without `start` this is the
+        rows: number of rows referenced, from the record's first; the record may hold more. Without `start` this is the
             number of forwarded tokens, prompt + completion - 1.
         parts: one part, or one per pipeline stage of the sampler, each with its own layers.
-        start: position of the first row. It is above 0 when the request asked for no earlier rows.
+        start: position of the first row. It is above 0 when the request asked only for later rows.
         source_sum: checksum of these rows as they left the sampler's engine, 16 hex digits, see trace.source_sum. ""
             means unknown; such a reference cannot be replayed.
     """
@@ -205,7 +205,7 @@ class GenerateRequest:
         stop: texts that end the completion as soon as the sampled text contains one. The sampler must read text.
         top_k, top_p, min_p: the values 0, 1 and 0 switch them off.
         record: whether to store the routes.
-        parent: record of the earlier turns that the prompt begins with, with all its rows; only later rows are stored.
+        parent: record with all rows of the earlier turns that the prompt begins with; only later rows are stored.
         record_from: without a parent, the first position whose row is stored.
     """
 
@@ -230,12 +230,11 @@ class GenerateRequest:
 
 
 def seal_of(key: str, token_ids: Iterable[int], logprobs: np.ndarray) -> str:
-    """Return the seal of what a sampler said, 16 hex digits: a digest of its key, its sampled tokens and their
-    log-probabilities.
+    """Return the seal of a completion, 16 hex digits: a digest of its key, sampled tokens and their log-probabilities.
 
-    It is made where a completion is made, and travels with it to the loss, which computes it again from what it has
-    used. The forwarded tokens of a sequence are bound to its routes too, by `trace.source_sum`; the last sampled token
-    is not forwarded.
+    The seal is computed when the completion is made, and travels with it to the loss, which computes it again from the
+    values it used. `trace.source_sum` also binds the forwarded tokens of a sequence to its routes; the last sampled
+    token is not forwarded.
     """
     digest = xxhash.xxh3_64(f"{key}\0".encode())
     digest.update(np.asarray(token_ids, "<i4").tobytes())
@@ -252,15 +251,14 @@ class Completion(_Dialogue):
         logprobs: natural log-probabilities [T] float32 of the sampled tokens under the distribution they were drawn
             from.
         finish_reason: "stop", "length" (truncated) or "abort" (partial).
-        versions: which weights sampled which tokens, in the order of the tokens; versions never fall. Empty without a
-            token.
+        versions: which weights sampled which tokens, in token order; versions never decrease. Empty without a token.
         routes: None when nothing was recorded.
         stop_token_id: the stop token that ended the completion, which is then its last token; otherwise None.
         stop_string: the stop string that ended the completion, which its last token completes; otherwise None.
-        inserted: what the model was given between its turns, in order. No token of it is in `token_ids`.
-        turns: the turns of the sampled tokens, in order, if turns have rewards of their own.
+        inserted: tokens that the model was given between its turns, in order. `token_ids` does not contain them.
+        turns: the turns of the sampled tokens, in order, if turns have their own rewards.
         drawing: how the tokens were drawn; None: not known.
-        seal: see `seal_of`. A completion that is made from nothing is sealed; one that is copied keeps its seal.
+        seal: see `seal_of`. A new completion is sealed; a copy keeps its seal.
     """
 
     key: str
@@ -283,18 +281,18 @@ class Completion(_Dialogue):
 
     @property
     def oldest_version(self) -> int:
-        """Return the version that sampled the first token. There must be one."""
+        """Return the version that sampled the first token. There must be a token."""
         return self.versions[0].weight_version
 
     @property
     def newest_version(self) -> int:
-        """Return the version that sampled the last token. There must be one."""
+        """Return the version that sampled the last token. There must be a token."""
         return self.versions[-1].weight_version
 
     @property
     def text_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens of the text: all but the final stop token. The tokens of a stop string are among them,
-        because the first one may begin before it."""
+        """Return the tokens of the text: all but the final stop token. The tokens of a stop string are included,
+        because the first of them may begin before the string."""
         return self.token_ids if self.stop_token_id is None else self.token_ids[:-1]
 
 
@@ -317,7 +315,7 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSupport:
-    """Lists the ids that each token of a completion could have been under top-k, top-p and min-p.
+    """Lists the ids that could have been drawn for each token of a completion under top-k, top-p and min-p.
 
     Attributes:
         counts: number of ids for each token [T], integers; 0 means the whole vocabulary.
@@ -374,7 +372,7 @@ class Sequence(_Dialogue):
         rollout_logprobs: [T] float32.
         reward: the verifiers' reward plus the configured length terms; a KL penalty is subtracted later.
         segment_of: key of the completion or episode that these tokens are a segment of; "" for a whole completion. The
-            segments have its reward. A token that one of them said is part of the prompt where others go on behind it.
+            segments have its reward. A token sampled in one segment is part of the prompt of segments that continue it.
         seal: as in Completion.
         verdict: a digest of seal, rewards and group, made where the verdict was joined to the completion, see
             `verdict_of`.
@@ -415,11 +413,11 @@ class Sequence(_Dialogue):
         )
 
     def judged(self, group: int) -> Sequence:
-        """Return this sequence as one of a group, with the digest that binds its reward and its group to it."""
+        """Return this sequence as a member of a group, with the digest that binds its reward and group to it."""
         return replace(self, verdict=self.verdict_of(group))
 
     def verdict_of(self, group: int) -> str:
-        """Return the digest, 16 hex digits, of what advantages are computed from, for a sequence of this group."""
+        """Return a digest, 16 hex digits, of the values that this sequence's advantage in a group is computed from."""
         rewards = (float(one).hex() for one in (self.reward, *(turn.reward for turn in self.turns)))
         told = f"{self.seal} {self.segment_of} {group} {' '.join(rewards)}"
         return xxhash.xxh3_64_hexdigest(told.encode())
@@ -441,7 +439,7 @@ class Sequence(_Dialogue):
 
 
 def by_completion(sequences: Iterable[Sequence]) -> list[list[int]]:
-    """Return the places of the sequences of each completion, completions in the order of their first one."""
+    """Return the indices of each completion's sequences. Completions are in the order of their first sequence."""
     found: dict[str, list[int]] = {}
     for place, sequence in enumerate(sequences):
         found.setdefault(sequence.completion, []).append(place)
@@ -449,7 +447,7 @@ def by_completion(sequences: Iterable[Sequence]) -> list[list[int]]:
 
 
 def unit_lengths(sequences: list[Sequence]) -> list[int]:
-    """Return the number of sampled tokens of each unit of the loss: of each turn if turns have rewards of their own,
+    """Return the number of sampled tokens of each unit of the loss: of each turn if turns have their own rewards,
     otherwise of each completion."""
     turns = [turn.tokens for sequence in sequences for turn in sequence.turns]
     return turns or [sum(len(sequences[i].token_ids) for i in places) for places in by_completion(sequences)]
