@@ -36,7 +36,7 @@ def decode[T](payload: bytes, kind: type[T]) -> T:
 def decoder(kind: Any) -> msgspec.msgpack.Decoder:
     """Return a decoder for `Channel`. `kind` is a union of Messages, which type annotations cannot express here.
 
-    Call this at import time, from one thread: msgspec crashes when two threads decode a type first at the same time.
+    Call this at import time, from one thread: msgspec crashes when two threads decode a new type at the same time.
     """
     return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
 

@@ -53,8 +53,8 @@ def faults(selection: Selection) -> list[str]:
     """Return everything wrong with the shards and, for a whole store, with its manifest; [] if nothing is.
 
     This covers every checksum, routes that no router produces (the validator's rules), shards that the manifest lists
-    but the folder lacks, and damaged lines of the manifest. The run may go on: a shard that it removes meanwhile has no
-    fault.
+    but the folder lacks, and damaged lines of the manifest. The run may still be running: a shard that it removes
+    meanwhile is no fault.
     """
     store, problems = selection.store, []
     before = store.manifest()
@@ -69,7 +69,7 @@ def faults(selection: Selection) -> list[str]:
         if found and not _removed(store, shard):
             problems += found
     if selection.whole:
-        # A writer's line is there before its shard, which may have come meanwhile.
+        # A writer adds its line before its shard, which may have appeared meanwhile.
         there = {*selection.shards, *store.shards()}
         gone = [name for name in before.published if name not in there and not _removed(store, name)]
         problems += [f"shard {name} was published and is not there" for name in gone]
@@ -77,7 +77,7 @@ def faults(selection: Selection) -> list[str]:
 
 
 def _removed(store: TraceStore, shard: str) -> bool:
-    """Tell whether a shard that was there or listed a moment ago was removed: it is neither any more."""
+    """Return whether a shard that was present or listed a moment ago has been removed: it is now neither."""
     if shard in store.shards():
         return False
     if shard in store.manifest().published:

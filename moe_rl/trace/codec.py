@@ -146,8 +146,8 @@ def decode_chunk(
         out: [T, L, K] uint8 when num_experts <= 256, else uint16, any strides; its content is undefined after an error.
 
     Raises:
-        TraceError: the data are not such a chunk: unknown codec, wrong size, damage, or an id that is out of range,
-            repeated, or out of order where sets are ascending. The caller adds which chunk it is.
+        TraceError: unknown codec, wrong size, damaged data, or an id that is out of range, repeated, or out of order
+            where sets are ascending. The caller adds which chunk it is.
     """
     dtype = _id_dtype(shape, num_experts)
     if out is not None and (out.dtype != dtype or out.shape != tuple(shape)):
@@ -175,7 +175,7 @@ def decode_chunk(
         width = enumerative.rank_bits(num_experts, top_k)
         if width is None:
             raise TraceError(
-                "the enumerative codec cannot encode so many sets",
+                "the enumerative codec cannot encode sets of this size",
                 got=f"{top_k} of {num_experts} experts",
                 fault="no code",
             )
@@ -292,7 +292,7 @@ def _compress(values_NK: np.ndarray) -> bytes:
 
 
 def _compress_blocks(parts: list[np.ndarray]) -> bytes:
-    """Compress each part of bytes in a zstd block of its own, with the Huffman code that suits the part."""
+    """Compress each part in its own zstd block, with its own Huffman code."""
     stream = _zstd.block_compressor.compressobj()
     written = []
     for part in parts[:-1]:

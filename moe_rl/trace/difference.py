@@ -49,8 +49,8 @@ def compare(here: Selection, there: Selection) -> Disagreement:
     """Compare records with equal keys, token by token until the tokens differ. Order within a set is ignored.
 
     Raises:
-        TraceError: no sequence is in both stores, or two records of a key have different numbers of experts or no layer
-            in common.
+        TraceError: no sequence is in both stores, or two records with the same key have different numbers of experts
+            or no layer in common.
     """
     ours, theirs = _by_key(here), _by_key(there)
     common = [key for key in ours if key in theirs]
@@ -71,7 +71,7 @@ def compare(here: Selection, there: Selection) -> Disagreement:
         shared = tuple(layer for layer in one.layers if layer in other.layers)
         layers = shared if layers is None else layers
         if one.spec.num_experts != other.spec.num_experts or one.spec.top_k != other.spec.top_k or shared != layers:
-            raise TraceError("records of one key are of different models or layers", where={"record": key}, got=shared)
+            raise TraceError("records with one key have different models or layers", where={"record": key}, got=shared)
         length = _same_tokens(one, other)
         shorter += length < min(len(one.routes), len(other.routes))
         a = np.sort(one.routes[:length, [one.layers.index(layer) for layer in shared]], axis=2)

@@ -106,8 +106,8 @@ def _pack(values: np.ndarray, width: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _words(bits: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each word of 64 bits of a stream the value whose end it begins with, and how many of the value's bits
-    the word before has. The values after it follow."""
+    """Return, for each 64-bit word of a stream, the index of the value that holds the word's first bit, and how many
+    bits of that value the previous word holds."""
     start = np.arange(-(-bits // 64), dtype=np.int64) * 64
     first = start // width
     used = (start - first * width).astype(_WORD)

@@ -55,7 +55,7 @@ class LocalFolder:
 
     def open(self, name: str) -> LocalFile:
         """Open a file. Raises OSError if it does not exist."""
-        # O_NONBLOCK: a pipe in the place of a file must not hang the reader.
+        # O_NONBLOCK: a pipe in place of a file must not hang the reader.
         return LocalFile(os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
@@ -139,11 +139,11 @@ class RemoteFile:
 
     def _read(self, runs: list[list[Range]]) -> Iterator[memoryview]:
         spans = [(run[0][0], max(end for _, end in run)) for run in runs]
-        asked = [span for span in spans if span[0] < span[1]]  # not every file system can be asked for nothing
+        asked = [span for span in spans if span[0] < span[1]]  # not every file system accepts an empty range
         starts, ends = [start for start, _ in asked], [end for _, end in asked]
         try:
             pieces = iter(self._fs.cat_ranges([self._path] * len(asked), starts, ends, on_error="raise"))
-        except Exception as error:  # every file system raises errors of its own
+        except Exception as error:  # every file system raises its own errors
             raise TraceError(f"{self._path} cannot be read ({error!r})") from error
         for run, (start, end) in zip(runs, spans, strict=True):
             data = next(pieces) if start < end else b""

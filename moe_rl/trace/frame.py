@@ -114,7 +114,7 @@ def build_frame(
     parent: Parent | None,
     aux: Mapping[str, np.ndarray],
 ) -> bytes:
-    """Build the frame. All arguments but `aux` have been checked before.
+    """Build the frame. The caller has checked all arguments but `aux`.
 
     Args:
         shard: header of the shard that the frame goes into.
@@ -182,7 +182,7 @@ def head_size(data: bytes | memoryview) -> int:
 
 
 def digest_of(data: bytes, head_bytes: int) -> bytes:
-    """Return the digest of the frame that starts with `data`, whose head has so many bytes."""
+    """Return the digest of the frame that starts with `data` and has a head of `head_bytes` bytes."""
     return data[head_bytes - _CHECKSUM : head_bytes]
 
 
@@ -286,7 +286,7 @@ def _digest(shard: ShardHeader, body: bytes | bytearray) -> bytes:
 
 
 def _few(cursor: Cursor, body: bytes, most: int) -> int:
-    """Read a count of items that take at least two bytes each; refuse over `most`, and what the body cannot hold."""
+    """Read a count of items of at least two bytes each. Refuse more than `most`, or more than the body can hold."""
     count = cursor.varint()
     if count > most or 2 * count > len(body):
         raise TraceError("a frame's header lists more than it holds")

@@ -66,7 +66,7 @@ class Library:
 
     @contextlib.contextmanager
     def manifest(self) -> Iterator[ManifestReader]:
-        """Lend the manifest as it is now; it is empty if the file does not exist. Raises TraceError."""
+        """Lend the current manifest; it is empty if the file does not exist. Raises TraceError."""
         with self._manifest_lock:
             try:
                 file = self.folder.open(MANIFEST)
@@ -160,7 +160,7 @@ class Reading:
             ) from error
 
     def find(self, parts: Iterable[tuple[RoutePart, About]]) -> None:
-        """Read the heads of these records and of all records that they continue. Each part comes with what needs it."""
+        """Read the heads of these records and of all records that they continue. `About` says what needs a part."""
         needed: list[tuple[RoutePart, About, Found | None]] = [(part, where, None) for part, where in parts]
         while needed:
             wanted: dict[str, dict[RoutePart, IndexEntry]] = defaultdict(dict)
@@ -224,7 +224,7 @@ class Reading:
             try:
                 frame = parse_head(index.header, data[: entry.head_bytes])
                 if frame.digest.hex() != part.digest:
-                    raise TraceError("another record lies where the index has this one")
+                    raise TraceError("another record is where the index has this one")
                 if frame.size != entry.size:
                     raise TraceError("its sections do not make up the frame")
             except TraceError as error:
@@ -289,7 +289,7 @@ def _entry(index: ShardIndex, part: RoutePart, where: About) -> IndexEntry:
 
 
 def parent_part(part: RoutePart, parent: Parent) -> RoutePart:
-    """Locate the record that the one at `part` continues."""
+    """Locate the record that the record at `part` continues."""
     return RoutePart(parent.shard or part.shard, parent.digest.hex())
 
 

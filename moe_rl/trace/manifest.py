@@ -7,8 +7,8 @@
 lock, appends its line, and only then makes the shard visible. So a shard without a line was not published here, and a
 shard whose digest differs from its line was replaced.
 
-The cost of a line does not grow with the lines before it. A reader goes on where it stopped. When most lines are those
-of removed shards, the file is replaced by one without them.
+The cost of a line does not grow with the lines before it. A reader continues where it stopped. When most lines are
+those of removed shards, the file is replaced by one without them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ import xxhash
 from moe_rl.trace.files import File, create_locked, sync_directory, write_all
 
 MANIFEST = "manifest.jsonl"
-# Lines of removed shards that a manifest may have beside as many lines as it needs.
+# A manifest is replaced when its lines exceed twice the lines it needs by more than this.
 _SPARE_LINES = 64
-# A writer holds the lock for the time of a few disk writes. One that hangs meanwhile must not hold up all others for
-# ever.
+# A writer holds the lock for a few disk writes. A writer that hangs must not block all others forever.
 _LOCK_SECONDS = 20.0
 _LOCK_POLL_SECONDS = 0.005
 
@@ -79,12 +78,12 @@ class ManifestFile:
             raise
 
     def undo(self) -> None:
-        """Remove the lines that were appended last."""
+        """Remove the last appended lines."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, self._end)
 
     def compact(self) -> None:
-        """Replace the file by one without the lines of removed shards, and hold that one. Damaged lines stay.
+        """Replace the file by one without the lines of removed shards, and hold the new file. Damaged lines stay.
 
         The new file is complete and on disk before it takes the name. Raises OSError; the old file is then unchanged.
         """
@@ -108,12 +107,12 @@ class ManifestFile:
         finally:
             os.close(fd)
             with contextlib.suppress(OSError):
-                os.unlink(path)  # it is there only if the replacement failed
+                os.unlink(path)  # exists only if the replacement failed
 
 
 @contextlib.contextmanager
 def locked_manifest(root: Path) -> Iterator[ManifestFile]:
-    """Open and lock the manifest. Raises OSError, also if another process holds the lock for too long."""
+    """Open and lock the manifest. Raises OSError, including when another process holds the lock for too long."""
     path = root / MANIFEST
     while True:
         new = not path.exists()
@@ -144,7 +143,7 @@ def _lock(fd: int) -> None:
 
 
 class ManifestReader:
-    """Holds what a manifest says, and reads on where it grew. Not thread-safe.
+    """Holds the content of a manifest, and reads only what was appended. Not thread-safe.
 
     Attributes:
         published: as in `Manifest`; later reads change it.
@@ -160,7 +159,7 @@ class ManifestReader:
         self._identity: tuple | None = None  # of the file as it was read
         self._damaged: list[int] = []
         self._last = b""  # the last whole line, which ends at `_end`
-        self._torn = False  # whether a part of a line follows
+        self._torn = False  # whether a partial line follows
 
     def manifest(self) -> Manifest:
         """Return a copy of what was read."""
@@ -175,8 +174,8 @@ class ManifestReader:
     def read(self, file: File | None) -> None:
         """Bring this up to date with an open manifest; None: there is none. Raises TraceError.
 
-        Where the file only grew, and the last line is where it was, the lines before it are not read again: each was
-        checked when it was read.
+        If the file only grew and its last known line is unchanged, earlier lines are not read again: each was checked
+        when it was read.
         """
         if file is None:
             self._begin()
@@ -194,7 +193,7 @@ class ManifestReader:
             self._identity, self._size = file.identity, size
 
     def _take(self, data: bytes) -> None:
-        """Parse what follows the last whole line. A part of a line at the end is parsed again when it has grown."""
+        """Parse what follows the last whole line. A partial line at the end is parsed again when it has grown."""
         self.lines -= self._torn
         whole = data.rfind(b"\n") + 1
         for line, shard, published in _parsed(data[:whole]):
@@ -220,8 +219,8 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _parsed(data: bytes) -> Iterator[tuple[bytes, str | None, Published | None]]:
-    """Yield every line with its end, the shard that it names, and what was published; None for a shard that was
-    removed, twice None for a damaged line."""
+    """Yield every line including its line end, the shard that it names, and what was published: None for a removed
+    shard. A damaged line yields None for both."""
     for line in data.splitlines(keepends=True):
         try:
             fields = json.loads(line)

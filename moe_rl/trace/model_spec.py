@@ -1,6 +1,4 @@
-"""Makes the spec of a trace from a checkpoint folder, of any family: traces are read and written also of models that
-are not trained here.
-"""
+"""Makes the spec of a trace from a checkpoint folder of any family, including models that are not trained here."""
 
 from __future__ import annotations
 
@@ -44,13 +42,14 @@ def checkpoint_spec(
     """Make the spec of the model in a checkpoint folder. Only its config.json is read.
 
     Args:
-        layer_map: as `read_layer_map` takes it. config.json says it for the families of `moe_rl.models` alone.
-        num_experts, top_k: for a config.json that does not say them.
+        layer_map: in the form that `read_layer_map` takes. config.json gives it only for the families of
+            `moe_rl.models`.
+        num_experts, top_k: for a config.json that lacks them.
         fingerprint: another name of the model in the trace.
 
     Raises:
-        ConfigError: there is no config.json, it is that of a dense model, or does not say what was not given.
-        TraceError: what is given contradicts it, or is impossible.
+        ConfigError: config.json is missing, is that of a dense model, or lacks a value that was not given.
+        TraceError: a given value contradicts config.json, or is impossible.
     """
     file, raw = Path(folder) / "config.json", read_config(folder)
     try:

@@ -1,6 +1,6 @@
 """Encodes the parts of the format: varints, lists of small numbers, and bytes (with zstd where that is smaller).
 
-Decoded sizes are bounded by what the caller expects, whatever the data claim.
+The size that the caller expects bounds the decoded size, whatever the data claim.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Popular experts get neighbouring numbers, so the first skips of a set are nearly always small and the last ones are not.
 Each position has its own distribution and is therefore coded separately. The bytes of a chunk before compression are
 
-    levels [L, E]       how unpopular an expert is in its layer; experts are numbered by rising level, equal levels by
-                        id. So any bytes define an order, and no table can be invalid.
+    levels [L, E]       how unpopular an expert is in its layer; experts are numbered by rising level, and by id within
+                        a level. So any bytes define an order, and no table can be invalid.
     planes [K, L, T]    for a set of numbers n_0 < n_1 < ...: n_0, then n_1 - n_0 - 1, ...; position by position.
 
 Decoding maps numbers to ids and sorts again. Sorting works on whole columns of many sets at once, ten times as fast as
@@ -42,9 +42,8 @@ def expected_bits(routes: np.ndarray, num_experts: int) -> float:
     """Estimate the bits of a set of routes [T, L, K], levels included, from every 13th token.
 
     The rate at which two choices in a layer are the same expert gives the collision entropy of its popularity.
-    Measured:
-    for each of a set's K choices, ranked chunks save half of the gap between log2 E and that entropy on Zipf
-    popularity, and 0.7 of it on log-normal. On even routes skips and Huffman codes cost 4%; levels and zstd's tables
+    Measured: for each of a set's K choices, ranked chunks save half of the gap between log2 E and that entropy on Zipf
+    popularity, and 0.7 of it on log-normal. On even routes, skips and Huffman codes cost 4%; levels and zstd's tables
     cost about 3 bits an expert.
     """
     tokens, layers, top_k = routes.shape
@@ -58,7 +57,7 @@ def expected_bits(routes: np.ndarray, num_experts: int) -> float:
 
 
 def encode(routes: np.ndarray, num_experts: int) -> list[np.ndarray]:
-    """Return what to compress, each part with its own Huffman code: levels [L, E], then K planes [L * T], all uint8.
+    """Return the parts to compress, each with its own Huffman code: levels [L, E], then K planes [L * T], all uint8.
 
     routes is uint8 [T, L, K] of valid sets, in any order.
     """
@@ -74,7 +73,7 @@ def encode(routes: np.ndarray, num_experts: int) -> list[np.ndarray]:
 
 
 def decode(plain: np.ndarray, shape: tuple[int, int, int], num_experts: int) -> np.ndarray:
-    """Return routes uint8 [T, L, K], sets ascending, from the concatenated bytes of encode: L * E + K * L * T of them.
+    """Return routes uint8 [T, L, K], sets ascending, from the L * E + K * L * T concatenated bytes of encode.
 
     Raises TraceError if a number is not below num_experts.
     """

@@ -1,7 +1,7 @@
 """Turns references into arrays.
 
-First the records that the references name are found, and their parts are compared with each other. Then the stored
-bytes that are needed are collected, fetched in file order, checked and decoded.
+First, the records that the references name are found, and their parts are compared with each other. Then the needed
+bytes are fetched in file order, checked and decoded.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -49,7 +49,7 @@ class Joined:
 def join(
     reading: Reading, refs: Sequence[RouteRef], layers: tuple[int, ...] | None, *, complete: bool = True
 ) -> list[Joined]:
-    """Find what the references name. Parts without a wanted layer are skipped.
+    """Find the records that the references name. Parts without a wanted layer are skipped.
 
     Args:
         reading: opens the shards.
@@ -58,8 +58,8 @@ def join(
         complete: whether all layers of the model must exist when `layers` is None.
 
     Raises:
-        TraceError: a record is missing or damaged, a layer is in no part or in two, or the parts are not of one
-            sequence.
+        TraceError: a record is missing or damaged, a layer is in no part or in two, or the parts are from different
+            sequences.
     """
     shares = [_parts_of(reading, ref, layers, complete) for ref in refs]
     reading.find((part, _where(ref, part)) for ref, (parts, _) in zip(refs, shares, strict=True) for part in parts)

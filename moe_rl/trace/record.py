@@ -37,7 +37,7 @@ class TraceSpec:
         num_experts: logical experts per MoE layer.
         top_k: experts per token.
         layer_map: one letter per decoder layer in order: d dense, m routed MoE, h hash-routed (not recorded), t
-            multi-token-prediction layer that is not recorded, r one that is recorded.
+            multi-token-prediction layer that is not recorded, r multi-token-prediction layer that is recorded.
 
     Raises:
         TraceError: a field is impossible.
@@ -86,8 +86,8 @@ class TraceSpec:
     ) -> TraceSpec:
         """Make the spec of a model that has only dense layers and routed MoE layers.
 
-        moe_layers [L] are the 0-based global numbers of the MoE layers. Raises TraceError if one is not below
-        num_layers.
+        moe_layers [L] are the 0-based global numbers of the MoE layers. Raises TraceError for a repeated number, or
+        for one that is not below num_layers.
         """
         moe = set(moe_layers)
         if len(moe) != len(moe_layers) or not moe <= set(range(num_layers)):
@@ -159,7 +159,7 @@ class RecordInfo:
 
     Attributes:
         rows: rows of the whole sequence.
-        held_rows: rows that the record holds, with those that it continues. A reference may name fewer.
+        held_rows: rows of this record and of the records that it continues. A reference may name fewer.
         own_rows: rows stored in this record; the earlier ones are in the records that it continues.
         parent: the record that this one continues; None without one, or if the parts continue different records.
         spans: cover all rows.

@@ -2,7 +2,7 @@
 
     u64 header length | JSON header, space padded | frames | index
 
-frames  U8 [bytes]  one frame per record (frame.py), one after the other without gaps
+frames  U8 [bytes]  one frame per record (frame.py), without gaps
 index   U8 [bytes]  the shards that records here continue, then length, aborted flag and digest of every frame
 
 The index has the digests of all frames, the header has the checksum of the index, and the header's checksum over itself

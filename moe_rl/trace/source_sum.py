@@ -6,9 +6,9 @@ The checksum is the sum over the sequence's rows and over the layers, modulo 2**
 
 The recorder computes it from the engine's own buffer, and it travels in the reference (`RouteRef.source_sum`). The
 trainer compares it with the experts that reach its dispatchers. No step in between computes it again. It therefore
-reveals a row of another position, token, weight version, request or layer, and a missing or wrong expert, wherever the
-error happened.
-Two errors cancel by chance about once in 2**63. Checksums of different layers, or different rows, of a sequence add up.
+reveals a row with a wrong position, token, weight version, request or layer, and a missing or wrong expert, wherever
+the error happened. Two errors cancel by chance about once in 2**63. Checksums of different layers, or different rows,
+of a sequence add up.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
 """
@@ -80,7 +80,7 @@ def rows_of(
     """Return `placed_rows`, uint64 [T], for routes that another program recorded.
 
     The sum protects the routes only from here on. routes [T, L, K] are expert ids of `layers`; `start` is the position
-    of the first row; `versions` are of the weights that routed the rows, [T] or one for all.
+    of the first row; `versions` are those of the weights that routed the rows, [T] or one for all.
     """
     experts = int(routes.max(initial=0)) + 1
     sums = np.zeros(len(routes), np.uint64)

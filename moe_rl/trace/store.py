@@ -63,7 +63,7 @@ class TraceStore:
     def read_each(
         self, items: Sequence[tuple[RouteRef, Rows | None]], *, layers: Sequence[int] | None = None
     ) -> list[RouteRecord]:
-        """Return a record for each item, as read() does. All are planned together, as read_batch() says."""
+        """Return a record for each item, as read() does. All reads are planned together, as in read_batch()."""
         wanted = None if layers is None else tuple(layers)
         spans = [_check_rows(ref, rows) for ref, rows in items]
         records = []
@@ -90,8 +90,8 @@ class TraceStore:
     ) -> None:
         """Fill out [sum T, L, K] with the rows of all items, one item after the other.
 
-        All reads are planned together: adjacent bytes are read together, and what items share is decoded once. Token
-        ids are not read, so check a microbatch against its tokens elsewhere.
+        All reads are planned together: adjacent bytes are read together, and rows that items share are decoded once.
+        Token ids are not read, so check a microbatch against its tokens elsewhere.
 
         Args:
             items: references, each with the wanted rows [first, last), or None for all.
@@ -155,7 +155,7 @@ class TraceStore:
         return counts
 
     def aux(self, ref: RouteRef, name: str) -> np.ndarray:
-        """Return an array stored with the record, read-only. Raises TraceError if there is none of that name."""
+        """Return an array stored with the record, read-only. Raises TraceError if the record has no array `name`."""
         with Reading(self._library) as reading:
             join(reading, [ref], None, complete=False)
             for part in ref.parts:
@@ -280,8 +280,8 @@ def _count(reading: Reading, segment: RowSegment) -> np.ndarray:
     """Count the experts [L, E] of a segment."""
     found, frame, header = segment.found, segment.found.frame, segment.found.shard.header
     shape = (len(header.layers), header.spec.num_experts)
-    # Stored counts cover all rows. What a segment omits is decoded and subtracted: of a whole record the last row, of a
-    # parent the completion. Where the segment itself is shorter, it is decoded instead.
+    # Stored counts cover all rows. The rows that a segment omits are decoded and subtracted: the last row of a whole
+    # record, the completion of a parent. If the segment is shorter than these rows, it is decoded instead.
     if frame.counts is None or segment.rows < frame.own_rows - segment.rows:
         return _decode_and_count(reading, found, 0, segment.rows)
     data = fetch_section(reading, found, frame.counts, "expert counts")

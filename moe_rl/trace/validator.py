@@ -38,7 +38,7 @@ def validate(
         spec: the model being trained.
         weight_version: the trainer's current version; no row may be newer, or more than `max_staleness` older.
         max_staleness: in versions.
-        ref: what the sampler sent; the record must be of this request and lie within its rows.
+        ref: what the sampler sent; the record must belong to this request and be within its rows.
         layers: global numbers of the layers that the record must have; None: all.
 
     Raises:

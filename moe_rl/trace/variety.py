@@ -1,4 +1,4 @@
-"""Refuses well-formed routes that no router produced: what a buffer holds when it was not written, or written wrongly.
+"""Refuses well-formed routes that no router produced: the content of a buffer not written, or written wrongly.
 
 The rules do not look at the model, so each is safe for any router, even a collapsed one. A router may send all tokens
 of a sequence to the same experts, so a layer that never varies is not a fault by itself. Two other checks tell whether
@@ -23,7 +23,7 @@ _ROWS = 8
 _CHANCE = 1e-6
 # A constant layer with the sets of an unwritten buffer is refused only if there are at least this many possible sets.
 _SETS = 1000
-# So many layers do not all collapse at once.
+# This many layers do not all collapse at once.
 _LAYERS = 4
 _LOOK = "look at the recorder: a buffer was handed over that was not written, or not for these tokens"
 
@@ -43,9 +43,9 @@ def check_variety(
       product of a! / E! over the classes of a experts that no set tells apart. The layers are refused if that
       probability, over all pairs, is below one in a million. For 4 of 32 experts this takes three different sets, so
       two layers that both collapsed to one set are not refused;
-    - a layer that sends 8 different tokens, and all others, to the K first or the K last experts, as a top-k of equal
-      numbers does. A router that collapsed to one set has one of these two in 2 of C(E, K) cases; with fewer than 1000
-      possible sets nothing is refused.
+    - a layer that sends all tokens, at least 8 of them different, to the first or the last K experts, as a top-k of
+      equal numbers does. A router that collapsed to one set has one of these two in 2 of C(E, K) cases; with fewer than
+      1000 possible sets nothing is refused.
     """
     rows, columns, top_k = routes.shape
     if rows < _ROWS or top_k == num_experts or not columns or (token_ids == token_ids[0]).all():

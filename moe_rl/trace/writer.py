@@ -123,8 +123,7 @@ class ShardWriter:
             aux: named arrays (a-z and _) stored with the record: bool, integers, float16/32 of 0 to 3 dimensions.
 
         Returns:
-            The reference, to parent.rows + T rows, with which TraceStore.read finds the sequence in the published
-            shard.
+            The reference to parent.rows + T rows. TraceStore.read takes it once the shard is published.
 
         Raises:
             RouteValidationError: the routes could not be trained on.

@@ -14,7 +14,7 @@ NeMo-RL  text "nrlre1:<int8|int16|int32>:<S>x<L>x<K>:<base64 of the ids, C order
          (0, 1, ..., K - 1). A set of -1 means that no route was captured.
 plain    a .npy file, or nested lists of integers, [T, layers, K].
 
-Payloads may be hostile. Before an array is allocated, the payload must prove to have its bytes. Nothing is unpickled.
+Payloads may be hostile. An array is allocated only if the payload has enough bytes for it. Nothing is unpickled.
 At most MAX_BYTES of a payload are read, and memory use stays within a few times the payload.
 
 Legend for shapes: T tokens, C layers as sent, L MoE layers, K top-k experts per token.
@@ -212,7 +212,7 @@ def moe_columns(columns: int, spec: TraceSpec) -> tuple[int, ...] | None:
 
 
 def decoder_layers(spec: TraceSpec) -> int:
-    """Return how many layers an engine sends that sends all of them. An MTP head that it does not record is
+    """Return the number of layers that an engine sends when it sends all. An MTP head that is not recorded is
     excluded."""
     return sum(letter != "t" for letter in spec.layer_map)
 

@@ -1,6 +1,6 @@
 """Imports files of other samplers' output into the store.
 
-Formats vllm, sglang, nemo and lists are JSON lines, one reply a line:
+Formats vllm, sglang, nemo and lists are JSON lines, one reply per line:
 
     {"key": "step7/p3", "prompt_token_ids": [...], "response": {...}, "start": 0, "parent": "...", "weight_version": 7}
 
@@ -12,7 +12,7 @@ start     position of the first row, if the request asked for no earlier rows. "
           line whose record has the earlier rows, with the same tokens.
 weight_version  version for all rows; needed if the reply does not give one as a number.
 
-Formats npy and megatron hold the routes of one sequence alone; a .npy file (--token-ids) has the forwarded tokens.
+Formats npy and megatron hold only the routes of one sequence; a .npy file (--token-ids) has the forwarded tokens.
 
 npy       one .npy file of routes [tokens, layers, k].
 megatron  megatron-core's router_trace_rankN.jsonl, a line for each layer of each forward pass.
@@ -65,7 +65,7 @@ class _Line(msgspec.Struct):
     weight_version: int | None = None
 
 
-# Created at import time, by one thread: msgspec crashes when two threads are the first to decode a type.
+# Created at import time, by one thread: msgspec crashes when two threads decode a new type at the same time.
 _DECODER = msgspec.json.Decoder(_Line)
 
 
@@ -125,8 +125,8 @@ def import_array(
 
 
 def lint_lines(path: Path, spec: TraceSpec, form: str) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield, for each sequence of a file, its place and everything wrong with it, whatever the import would refuse
-    included."""
+    """Yield the place of each sequence in a file and everything wrong with it, including what the import would
+    refuse."""
     tokens: dict[str, np.ndarray] = {}
     for place, item in _items(path, form):
         where = f"{path}, line {place['line']}, {item.key}"
@@ -152,8 +152,8 @@ def lint_array(
     key: str | None = None,
     weight_version: int | None = None,
 ) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield the place of a file of one sequence's routes and everything wrong with it. Without key or version, that
-    part of the import is not tried."""
+    """Yield the path of a file of one sequence's routes and everything wrong with it. A missing key or version is not
+    checked."""
     findings: list[Finding] = []
     try:
         ids = None if tokens is None else decode_npy(_read(tokens), where={"file": tokens})
@@ -166,7 +166,7 @@ def lint_array(
 
 
 def _unless_known(error: TraceError, findings: list[Finding]) -> list[Finding]:
-    """Return what stopped the import as a finding, unless the linter has told why."""
+    """Return the error that stopped the import as a finding, unless the linter has found the cause."""
     return [] if any(one.certain for one in findings) else [Finding("import", "sequence", str(error))]
 
 

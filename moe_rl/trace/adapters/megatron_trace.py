@@ -2,7 +2,7 @@
 
 A line is one layer of one forward pass: {"step", "stage", "block", "layer", "rank", "num_tokens", "topk",
 "top_indices": [num_tokens][topk]}. Read in megatron-core 0.19.2, `transformer/moe/router_trace.py`. The lines of a
-layer follow each other in the order of the passes, so their rows together are those of the sequence, if it ran alone.
+layer are in the order of the passes, so their rows together are those of the sequence, if it ran alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _DECODER = msgspec.json.Decoder(_LayerLine)
 def decode_megatron(path: Path, spec: TraceSpec) -> np.ndarray:
     """Return the routes of the decoder's MoE layers, int64 [T, L, K].
 
-    The file numbers layers either as the model does, or from 0 without gaps, as the tracer does by default where it is
-    handed recorded indices. Lines of a multi-token prediction block are left out if the layer map leaves it out.
+    The file numbers layers either as the model does, or from 0 without gaps, as the tracer does by default when it is
+    given recorded indices. Lines of a multi-token prediction block are left out if the layer map leaves it out.
 
     Raises:
         TraceError: A line has another form, layers are missing or are not the model's, they have different numbers of

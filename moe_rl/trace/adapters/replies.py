@@ -50,8 +50,8 @@ def from_vllm(
         spec: the model.
         key: key of the record.
         prompt_token_ids: the prompt.
-        start: the request's `routed_experts_prompt_start`; a payload that says its start must say the same, if this
-            is not 0.
+        start: the request's `routed_experts_prompt_start`. If it is not 0, a payload that gives its own start must
+            give the same.
         weight_version: version for all rows; None uses the reply's versions.
 
     The reply does not say which rows came from the prefix cache, so all prompt rows count as prefill.
@@ -156,7 +156,7 @@ def from_array(
 
 
 def first_row(payload: object, start: int, where: About) -> int:
-    """Return the position of a payload's first row: what it says itself, else `start`, what its line says."""
+    """Return the position of a payload's first row: the payload's own start, else `start` from its line."""
     said = payload.get("start") if isinstance(payload, Mapping) else None
     if said is None:
         return start
