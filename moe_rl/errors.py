@@ -67,7 +67,7 @@ Fact = Literal[
     "tensor",
     "metric",
     "lr",  # learning rate of the last update
-    "staleness",  # versions from the weights that routed the oldest row to the trainer's
+    "staleness",  # how many versions the weights that routed the oldest row lag the trainer's
     "power",  # of a test, 0 to 1
     "case",  # name of a proof's case
     "patch",

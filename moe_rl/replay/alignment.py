@@ -1,29 +1,29 @@
-"""Bets whether recorded routes belong to the rows that they are replayed for, and says how much it could see.
+"""Tests whether recorded routes belong to the rows that they are replayed for, and measures what the test can see.
 
 A record can be well formed and still belong to another token, layer or sequence. The test compares it with a witness:
 the scores of the trainer's routers in the replayed forward. These routers see the same tokens with the same weights, so
-the recorded experts must score better on their own row than on another, and no worse than noise explains. All is
-measured in regret (replay/regret.py) and judged by bets (replay/claims.py). Each claim is proven, weak or refused:
+the recorded experts must score better on their own row than on another, and no worse than noise explains. The measure
+is regret (replay/regret.py); bets (replay/claims.py) judge it. Each claim is proven, weak or refused:
 
-    layer        For a sample of rows: the record of a layer fits no other layer better, of tokens up to two places
+    layer        For a sample of rows: the record of a layer fits no other layer better, at tokens up to two places
                  earlier or later (replay/layer_claims.py).
-    shift        The same for the tokens around it in the layer itself.
+    shift        The same for nearby tokens in the layer itself.
     prompts, completions
-                 The rows fit better than those at the same place of another sequence, which is of the same prompt where
-                 there is one. Compared are places behind the first token in which the two sequences differ.
+                 The rows fit better than the rows at the same place of another sequence, of the same prompt if there is
+                 one. Only places after the first token in which the two sequences differ are compared.
     no rows      The record of a layer is not unrelated to its rows (replay/row_claims.py).
     last prompt row, first completion row, every 16th row
                  Rows at such places do not hold the row before.
-    stuck rows   Rows that are equal to the row before do not fit the first of them better.
-    pieces       A piece of at most 64 rows of a sequence has no other rows.
-    single ids   No row has one, two or three wrong ids throughout (replay/id_claims.py).
+    stuck rows   Rows in a run of equal records do not fit the first row of the run better than their own.
+    pieces       No piece of at most 64 rows of a sequence has rows from elsewhere.
+    single ids   The rows do not all have one, two or three wrong ids (replay/id_claims.py).
     some rows    No share of a layer's rows is wrong.
-    labels       No two experts of a layer are written for each other.
+    labels       No two experts of a layer are exchanged.
 
-Where a claim is weak, the fault would pass: equal rows cannot be told apart, and a few short sequences show little.
-Rows of older weights may have moved, so the claims about single ids are mostly weak for them.
+If a claim is weak, its fault would pass: equal rows cannot be told apart, and a few short sequences show little. Rows
+of older weights may have moved, so the claims about single ids are mostly weak for them.
 
-The bound of a false alarm, ALPHA for a pass of a rank, is argued and not measured: it holds if own rows fit at least as
+The bound on false alarms, ALPHA for a pass of a rank, is derived, not measured: it holds if own rows fit at least as
 well as others on average, whatever was seen. docs/internals/alignment.md has the measured rates, and what breaks this.
 """
 
@@ -56,7 +56,7 @@ class Alignment:
 
     @property
     def faults(self) -> list[str]:
-        """Return descriptions of all faults. What layers share is told once."""
+        """Return descriptions of all faults. Layers with the same fault share one."""
         return [text for claim in self.claims for text in _joined(claim.found)]
 
     @property
@@ -71,13 +71,13 @@ class Alignment:
 
 
 class AlignmentTest:
-    """Collects what passes on the same weights show on this rank, and judges it once all of them have run.
+    """Collects what passes on the same weights show on this rank, and judges it once all passes have run.
 
     Args:
         layers: [L], global layer numbers.
-        places: One per microbatch of the passes, which together have a number for each.
+        places: One per microbatch. Microbatches are numbered through all passes.
         groups: Number of groups of experts among which the routers choose first.
-        history: Evidence of earlier passes; None for a pass of its own.
+        history: Evidence of earlier passes; None to judge these passes alone.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class AlignmentTest:
             self._seen[microbatch, layer] = LayerSeen.of(routes, native, scores, self._rows[microbatch], self._groups)
 
     def compared(self, microbatch: int, names: Seq[str]) -> None:
-        """Note that a microbatch was observed in all layers. names: of its sequences."""
+        """Note that a microbatch was observed in all layers. names: its sequences."""
         self._names[microbatch] = names
 
     def verdict(self) -> Alignment | None:
-        """Judge the passes; None as long as some microbatch was not compared."""
+        """Judge the passes. Returns None until every microbatch was compared."""
         if len(self._names) < len(self._rows):
             return None
         if not self._layers or not len(self._watched.rows.row):
@@ -145,7 +145,7 @@ class AlignmentTest:
 
 
 def _joined(texts: Seq[str]) -> list[str]:
-    """Join texts of layers that say the same up to their numbers."""
+    """Join the texts of layers that differ only in their numbers."""
     together: dict[str, list[str]] = {}
     for text in texts:
         what = text.split(":")[0].partition(" has ")[2] if text.startswith("layer ") else ""

@@ -1,5 +1,4 @@
-"""Computes the trainer's side of the route checksums of `trace.source_sum`, computed in two ways that share no memory
-layout.
+"""Computes the trainer's route checksums, as `trace.source_sum` defines them, in two ways that share no memory layout.
 
 `expected` sums the routes as they were read, with the key and the tokens of their own sequence. `RowSalts.applied` sums
 the rows that were fed to the model, with the routing map that reached the dispatcher. If the two differ, the trainer
@@ -48,7 +47,7 @@ def expected(
         owners: Number of sequences.
     """
     table, (layer_count, top_k) = _salt_table(tuple(layers), experts, routes.device), routes.shape[1:]
-    # One type, and all inner axes at once: a CPU adds two types, or along a narrow axis, several times as slowly.
+    # Use one type and sum all inner axes at once: on a CPU, mixed types or a narrow axis are several times slower.
     first = experts * torch.arange(layer_count, dtype=torch.int32, device=routes.device)
     at = routes.int() + first[:, None].expand(layer_count, top_k).contiguous()
     sums = table.index_select(0, at.flatten()).view(at.shape).sum(-1)

@@ -1,7 +1,7 @@
-"""Holds the claims of the alignment test, and the statistics by which each is proven, weak or refused.
+"""Holds the claims of the alignment test, and the statistics that find each proven, weak or refused.
 
 A test has values x in [-1, 1], one for each cluster of rows. In a healthy pass their mean is at least 0, whatever was
-seen before. No size of the noise is assumed, and no independence. The e-value of a test is the mean over some bets b of
+seen before. Neither a noise level nor independence is assumed. The e-value of a test is the mean over some bets b of
 prod(1 - b x). It exceeds 1 / alpha with probability at most alpha (Ville's inequality), so a claim is refused when one
 of its tests does. ALPHA is shared by all claims, by the tests of each, and by the passes whose evidence is added up.
 
@@ -24,7 +24,7 @@ ALPHA = 1e-6
 """Upper bound on the probability that one pass of a rank is refused although its routes are right."""
 
 CORE = ("layer", "shift", "prompts", "completions", "no rows")
-"""Claims about where rows come from: the rows of another layer, token, prompt or completion, or of nothing at all."""
+"""Claims about the origin of rows: not another layer, token, prompt or completion, and not nothing at all."""
 
 FINE = (
     "last prompt row",
@@ -41,12 +41,12 @@ FINE = (
 CLAIMS = CORE + FINE
 
 PASSES = 4
-"""Evidence is added up over at most so many passes."""
+"""Largest number of passes over which evidence is added up."""
 
 _BETS = (0.3, 0.6, 0.9)
 RARE = 0.05
-"""Rows that fit a clearly different row twice as well as their own are at most so many of all. Measured: at most 0.027
-where a row has at least 16 recorded ids in all layers."""
+"""Largest share of rows that fit a clearly different row twice as well as their own. Measured: at most 0.027 where a
+row has at least 16 recorded ids in all layers."""
 
 _DEAD = 0.1  # differences of regret below this count nothing, so noise below it cannot raise an alarm
 _SURE = 1.25
@@ -57,12 +57,12 @@ Status = Literal["proven", "weak", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Holds what one pass shows of a claim.
+    """Holds the result of a claim in one pass.
 
     Attributes:
         status: See the module.
         power: Share of the planted faults that would be refused, from this pass alone.
-        evidence: Largest log e-value of a test in this pass minus what is needed, in nats.
+        evidence: Largest log e-value of a test in this pass minus the value that refuses the claim, in nats.
         found: One text for each refused test.
     """
 
@@ -97,22 +97,22 @@ class Bets:
 
     @classmethod
     def none(cls, name: str) -> Bets:
-        """Make tests of a claim about which a pass says nothing."""
+        """Make the empty tests of a claim that a pass cannot test."""
         return cls(name, torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64), lambda _: "", 1)
 
 
 @dataclass(slots=True)
 class History:
-    """Adds up the evidence of the last passes of a rank. A pass whose tests are others starts anew.
+    """Adds up the evidence of the last passes of a rank. A pass with another number of tests starts anew.
 
-    It is not part of a checkpoint, so only refusals depend on it, and nothing that is logged.
+    It is not part of a checkpoint, so only refusals depend on it, and no logged value.
     """
 
     _passes: dict[str, deque[Tensor]] = field(default_factory=dict)
 
     def largest(self, name: str, record: Tensor) -> Tensor:
-        """Return for each test the largest log e-value of this pass and of its sums with the passes before, and keep
-        it."""
+        """Return for each test the largest log e-value of this pass and of its sums with earlier passes. Keep this
+        pass."""
         passes = self._passes.setdefault(name, deque(maxlen=PASSES - 1))
         total = best = record
         for earlier in reversed(passes):
@@ -124,7 +124,7 @@ class History:
 
 
 def judge(tests: Bets, history: History) -> Claim:
-    """Judge a claim from the tests of a pass and of those before."""
+    """Judge a claim from the tests of this pass and of earlier passes."""
     record, planted = tests.record, tests.planted
     summed = history.largest(tests.name, record) if tests.lasting else record
     needed = math.log(len(CLAIMS) * PASSES * tests.count / ALPHA)
@@ -145,7 +145,7 @@ def log_e(x: Tensor, sign: float = -1.0) -> Tensor:
 
 
 def log_e_by(x: Tensor, of: Tensor, count: int, sign: float = -1.0) -> Tensor:
-    """Return the log e-values [count] of the values x [N], where `of` [N] tells the test of each."""
+    """Return the log e-values [count] of the values x [N]; `of` [N] is the test of each value."""
     empty = torch.zeros(count, dtype=torch.float64, device=x.device)
     logs = torch.stack([empty.index_add(0, of, torch.log1p(sign * bet * x.double())) for bet in _BETS])
     return torch.logsumexp(logs, 0) - math.log(len(_BETS))
@@ -160,7 +160,7 @@ def by_cluster(x: Tensor, cluster: Tensor, valid: Tensor | None = None) -> Tenso
 
 
 def no_noise(x: Tensor) -> Tensor:
-    """Return differences of regret, with those that noise may make set to 0."""
+    """Return differences of regret, clamped to [-1, 1]; those that noise may cause become 0."""
     x = x.clamp(-1, 1)
     return torch.where(x.abs() < _DEAD, torch.zeros_like(x), x)
 

@@ -1,7 +1,7 @@
-"""Has the checks that a replay session makes at its end, one function each.
+"""Defines the checks that a replay session makes at its end, one function each.
 
 Each takes what the session collected, and raises an error if it proves a fault. `where` names the pass and the rank.
-Flags are bool tensors on the device; the host waits for the device here, and in no layer.
+Flags are bool tensors on the device; the host waits for the device only here, not in the layers.
 """
 
 from __future__ import annotations

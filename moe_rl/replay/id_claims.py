@@ -1,7 +1,7 @@
-"""Bets single ids of the recorded rows: the claims "single ids", "some rows" and "labels" of the alignment test.
+"""Tests single ids of the recorded rows: the claims "single ids", "some rows" and "labels" of the alignment test.
 
 They look at some rows of the pass, `Watched.fine`. An id is wrong if the router would not choose it, and deeply wrong
-if its regret alone is large. A near tie makes ids wrong, but not deeply.
+if its own regret is large. A near tie makes ids wrong, but not deeply.
 
 Legend: F rows, L layers, E experts, K top-k, U clusters of rows.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_rl.replay.claims import Bets, by_cluster, log_e
 from moe_rl.replay.regret import RowsSeen
 
-_DEEP, _NEAR = 0.5, 0.1  # regret of a deeply wrong id, and of one beyond a near tie
+_DEEP, _NEAR = 0.5, 0.1  # regret of a deeply wrong id, and of an id beyond a near tie
 _APART, _RANDOM = 0.5, 0.75
 _MOST_WRONG = 3
 _LEAST_HITS = 5
@@ -26,13 +26,13 @@ _LEAST_HITS = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FineRows:
-    """Holds the rows whose ids are looked at.
+    """Holds the rows whose ids are tested.
 
     Attributes:
         wrong, depth, come, gone: [4, L, F], as in `LayerSeen`, with the variants as first axis. Rows whose groups of
             experts differ count as right.
         lag, token, cluster: int64 [F]; rows with the same token, or in the same cluster, have the same number.
-        load: float64 [L, E], in how many of the rows the router chooses each expert.
+        load: float64 [L, E], number of these rows for which the router chooses each expert.
         fresh: No row was routed by older weights.
     """
 
@@ -69,8 +69,8 @@ class FineRows:
         )
 
     def even(self, hit: Tensor, wrong: Tensor, come: Tensor, gone: Tensor) -> Tensor:
-        """Drop the hits bool [L, F] of tokens that have twice their share of a layer's, and of experts among hits with
-        one wrong id: these alone may have drifted."""
+        """Drop the hits bool [L, F] of tokens that have twice their share of a layer's hits, and of experts that have
+        twice their share of the hits with one wrong id: these alone may have drifted."""
         kept, one = hit, hit & (wrong == 1)
         rows = hit.shape[1]
         frequency = self.token.bincount().double().expand(len(hit), -1)
@@ -88,7 +88,7 @@ class FineRows:
 
 def single_ids(seen: RowsSeen, rows: FineRows) -> Bets:
     """Make the tests of the claim "single ids": are one, two or three ids of each row deeply wrong, in a layer or in
-    all? Noise of one size for all experts of a row makes such rows in less than half of all cases."""
+    all? Noise of equal size for all experts of a row makes less than half of the rows such."""
     if seen.top_k < 2:
         return Bets.none("single ids")
     layers = seen.layers
@@ -109,8 +109,8 @@ def single_ids(seen: RowsSeen, rows: FineRows) -> Bets:
     apart = seen.table("apart").mean(1, keepdim=True) >= _APART
 
     def always(variant: int) -> Tensor:
-        """Log e-values [L]: an expert is in every row, though the router would leave it out of three quarters, and by
-        much. No statistics."""
+        """Return log e-values [L], without statistics: inf if one expert is in every row, though the router would
+        clearly leave it out of three quarters of them."""
         one, come = (rows.wrong[variant] == 1).double(), rows.come[variant]
         hits = torch.zeros_like(rows.load).scatter_add_(1, come, one)
         depth = torch.zeros_like(rows.load).scatter_add_(1, come, one * rows.depth[variant])
@@ -126,7 +126,8 @@ def single_ids(seen: RowsSeen, rows: FineRows) -> Bets:
 
 def some_rows(seen: RowsSeen, rows: FineRows) -> Bets:
     """Make the tests of the claim "some rows": in rows that are sound in most other layers, are deep errors of a layer
-    more frequent than errors just beyond a near tie? Noise has no second hump. Planted are 10% of other rows."""
+    more frequent than errors just beyond a near tie? Noise has no second hump. The planted fault exchanges 10% of the
+    rows for other rows."""
     layers = len(seen.layers)
     if layers < 2:
         return Bets.none("some rows")
@@ -159,9 +160,9 @@ def some_rows(seen: RowsSeen, rows: FineRows) -> Bets:
 
 
 def labels(seen: RowsSeen, rows: FineRows) -> Bets:
-    """Make the tests of the claim "labels": are two experts of a layer written for each other? Looked at is the pair
-    that most single errors exchange. Both directions must be wrong in most rows, so that the drift of one expert is not
-    taken for it. Planted: the busiest expert and the median one."""
+    """Make the tests of the claim "labels": are two experts of a layer exchanged? Only the pair that most single errors
+    exchange is tested. Both directions must be wrong in most rows, so that the drift of one expert does not count. The
+    planted fault exchanges the busiest and the median expert."""
     experts, device = seen.experts, rows.load.device
     ids, choice = seen.table("ids"), seen.table("choice")
     record, planted, pairs = [], [], []

@@ -1,4 +1,4 @@
-"""Bets whether the record of each layer belongs to that layer and to its own tokens: the claims "layer" and "shift".
+"""Tests whether the record of each layer belongs to that layer and to its own tokens: the claims "layer" and "shift".
 
 Legend: S sampled rows, L layers, K top-k, E experts.
 """
@@ -17,19 +17,19 @@ from moe_rl.replay.claims import Bets, log_e, no_noise
 from moe_rl.replay.regret import Regret, RowsSeen
 
 _SHIFTS = (0, -2, -1, 1, 2)
-# A layer with such a mean regret is refused without statistics: its record is little better than random experts. At
-# lag 0 the largest that was seen in a healthy pass is 0.55.
+# A layer with this mean regret is refused without statistics: its record is little better than random experts. At
+# lag 0 the largest mean regret seen in a healthy pass is 0.55.
 _RANDOM = 0.75
 _LEAST_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSample:
-    """Holds rows in all layers. Rows that are neighbours in a sequence are neighbours here.
+    """Holds the sampled rows in all layers. Neighbours in a sequence are neighbours here.
 
     Attributes:
         ids: int64 [L, S, K], the recorded experts.
-        regret: [L, S, E], of each expert.
+        regret: [L, S, E], the regret of each expert.
         sequence, position, context: [S], in host memory; see `PassRows`.
     """
 
@@ -50,7 +50,7 @@ class LayerSample:
     def of_choice(
         cls, ids: np.ndarray, choice: np.ndarray, experts: int, sequence: np.ndarray, position: np.ndarray
     ) -> LayerSample:
-        """Make a sample where only the experts are known that the witness chose: all others score alike.
+        """Make a sample from the witness's choice alone: all other experts score alike.
 
         Args:
             ids, choice: int64 [L, S, K].
@@ -67,9 +67,9 @@ class LayerSample:
 def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[Bets, Bets]:
     """Make the tests of the claims "layer" and "shift".
 
-    For a row, the record of layer i is compared on layer j, some tokens earlier or later, with its own place. From each
-    regret that of an unrelated row of the same layer is taken away, so that the constant preference of a layer counts
-    nothing.
+    For each row, the regret of layer i's record on layer j, some tokens earlier or later, is compared with its regret
+    at its own place. From each, the regret on an unrelated row of the same layer is subtracted, so that a layer's
+    constant preference does not count.
 
     Args:
         layers: [L], global layer numbers.
@@ -106,7 +106,7 @@ def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[
     rest = ~torch.eye(count, dtype=torch.bool, device=device)
 
     # The record of layer j on layer i is refused without statistics where it is as bad as random experts.
-    # A single layer stands for the others: their records would be unrelated to its rows.
+    # With a single layer, unrelated rows stand for the records of other layers.
     foreign = own_mean.T if count > 1 else away.mean(0)
     blatant = torch.where((foreign >= _RANDOM) & limit, math.inf, -math.inf)
     places = rest if count > 1 else ~rest

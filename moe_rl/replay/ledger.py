@@ -1,4 +1,4 @@
-"""The ledger of a pass counts how often the routes of each (microbatch, layer) were taken or dispatched."""
+"""Counts how often a pass took or dispatched the routes of each (microbatch, layer)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ledger:
     counts: Counter = field(default_factory=Counter)
 
     def count(self, microbatch: int, layer: int) -> None:
-        """Count one use, with or without gradients as they are enabled now."""
+        """Count one use. Uses with and without gradients enabled are counted separately."""
         self.counts[microbatch, layer, torch.is_grad_enabled()] += 1
 
     def check(

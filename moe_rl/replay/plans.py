@@ -1,12 +1,12 @@
 """Dispatch plans of microbatches with known routes: made once, used by the dispatcher of every layer in every pass.
 
-A pass can start when the first microbatch is planned. The numbers of all microbatches are known before, because ranks
-exchange them. The orders of rows take most of the time and need no other rank, so a thread makes one microbatch's after
-the other while passes run. NumPy sorts without the interpreter's lock.
+A pass can start when the first microbatch is planned. The row counts of all microbatches are known by then, because
+ranks exchange them first. The orders of rows take most of the time and need no other rank, so a thread makes them,
+microbatch by microbatch, while passes run. NumPy releases the interpreter's lock while it sorts.
 
 Legend: M microbatches, C chunks of a microbatch, L layers, R rows of this rank in a microbatch, K top-k, E experts. For
 the groups of ranks of `planning.dispatch`: P expert-parallel ranks, T ranks that share an expert's matrices, G = P x T,
-n experts on a rank. Where experts are copied (`planning.expert_copies`), each rank has c slots for copies in addition.
+n experts on a rank. Where experts are copied (`planning.expert_copies`), each rank has c more slots for copies.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class LayerPlan:
     """Says how one microbatch passes through one layer's dispatcher: at once, or in chunks of rows one after the other.
 
     Attributes:
-        made: int32 [L, R * K] on the device, the entries of all layers of the microbatch, when they are made.
+        made: int32 [L, R * K] on the device, the entries of all layers of the microbatch, once they are made.
         at: Index of the layer in `made`.
         order: int64 [E], the expert that the plan expects in each slot.
-        fullest, rows: Rows of the fullest of the P ranks, and of all of them together; of every chunk, summed.
+        fullest, rows: Rows of the fullest of the P ranks, and of all P ranks, summed over chunks.
         overlapped: Whether the first rows are sent before the router has run, and the layer computes while rows are
             exchanged. Otherwise there is one chunk.
     """
@@ -90,8 +90,8 @@ def plan_dispatch(
     """Make the dispatch plans {layer: plan} of each microbatch.
 
     All ranks of a dispatch group call this together, with the same number of microbatches. The routes are copied to the
-    host once, and the plans back to the device once per microbatch. The entries are made after the return, those of the
-    first microbatch first.
+    host once, and the plans back to the device once per microbatch. The entries are made after this returns, in the
+    order of the microbatches.
 
     Args:
         tables: In the order in which passes run them.
@@ -101,7 +101,7 @@ def plan_dispatch(
         overlap_chunks: C, for an overlapped plan. 0 makes a plan that is not overlapped, with C = 1.
         copies: c, 0 for no copies of experts.
         least: The fewest rows of a chunk for which an expert is copied.
-        nodes: int64 [G], the node of each rank of the group. None: copies are chosen as if all were in one.
+        nodes: int64 [G], the node of each rank of the group. None: copies are chosen as if all ranks were on one node.
 
     Returns:
         One entry per microbatch. It is None if on any rank of the group a router must choose for rows without a route:
@@ -171,7 +171,7 @@ def _entries(
 
     Args:
         counts: int64 [G, C, L, E] by slot, of all ranks of the group.
-        rank: Of these ranks.
+        rank: Index of this rank in the group.
         chosen: The copies, [C, L, P, c].
     """
     firsts = np.cumsum([0, *(piece.shape[1] for piece in pieces[:-1])])

@@ -1,14 +1,14 @@
 """Measures, for the alignment test, how far recorded experts are from those that a router would choose.
 
-All is measured in regret: (mean score of the router's own top-k - mean score of the recorded experts) / (the same for
-random experts). It is 0 for the router's own choice and 1 for random experts. A near tie costs nothing, a wrong row
-about 1, one wrong expert of K about 1 / K.
+Regret is (mean score of the router's own top-k - mean score of the recorded experts) / (the same for random experts).
+It is 0 for the router's own choice and 1 for random experts. A near tie costs nothing, a wrong row about 1, one wrong
+expert of K about 1 / K.
 
 `LayerSeen` keeps a few numbers for each row of a (microbatch, layer), and the scores of some hundred rows. All stays on
-the device. The faults whose power is measured are planted here: with other rows of the same microbatch.
+the device. The faults that measure a claim's power are planted here, from other rows of the same microbatch.
 
-Legend: N recorded rows of a microbatch, S sampled rows, P rows that are paired with those of another sequence, Q rows
-at special places, F rows whose single ids are looked at, E experts, K top-k.
+Legend: N recorded rows of a microbatch, S sampled rows, P rows paired with rows of another sequence, Q rows at special
+places, F rows whose single ids are tested, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_rl.replay.row_places import SAMPLED_ROWS, PassRows, pairs
 
 FINE_ROWS = 2048
-"""How many rows of a pass are looked at for single wrong ids."""
+"""Number of rows of a pass that are tested for single wrong ids."""
 
 _VARIED = ("wrong", "depth", "come", "gone", "inside")
 
@@ -32,7 +32,7 @@ SPECIAL = ("last prompt row", "first completion row", "every 16th row")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Watched:
-    """Holds which rows of a pass are looked at, in host memory.
+    """Holds the rows of a pass that are tested, in host memory.
 
     Attributes:
         rows: All recorded rows.
@@ -95,20 +95,20 @@ class Watched:
 
 
 def _windows(sample: np.ndarray, rows: PassRows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sampled rows that follow another one, and the first row of the run of neighbours that each is in."""
+    """Return the sampled rows that follow another sampled row, and for each the first row of its run of neighbours."""
     starts = np.r_[True, (np.diff(sample) != 1) | (rows.before[sample[1:]] == sample[1:])][: len(sample)]
     first = sample[np.maximum.accumulate(np.where(starts, np.arange(len(sample)), 0))] if len(sample) else sample
     return sample[~starts], first[~starts]
 
 
 def _some(rows: np.ndarray) -> np.ndarray:
-    """Choose evenly at most four times SAMPLED_ROWS of the rows."""
+    """Choose rows evenly, fewer than eight times SAMPLED_ROWS."""
     return rows[:: max(1, len(rows) // (4 * SAMPLED_ROWS))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicrobatchRows:
-    """Holds what `Watched` has for one microbatch, on the device.
+    """Holds the rows of `Watched` in one microbatch, on the device.
 
     Attributes:
         recorded: [N], the recorded rows among the R rows of the microbatch.
@@ -131,7 +131,7 @@ class MicrobatchRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSeen:
-    """Holds what the tests need of one (microbatch, layer).
+    """Holds the measurements of one (microbatch, layer) that the tests need.
 
     Attributes:
         own: [N], regret of the recorded experts on their own row.
@@ -139,19 +139,19 @@ class LayerSeen:
         away: [N], regret of the recorded experts on the other row.
         stuck: bool [N], the recorded experts are those of the row before.
         run: [N], regret of the first row of the run of equal records that the row is in.
-        kept_groups: bool [N], the recorded experts are of groups that the router would choose. A near tie between two
-            groups replaces many experts at once.
-        run_apart: [N], how far the row and the first one of its run are apart, both ways, the nearer of the two.
-        repeated, first, first_apart, first_groups: [F'], for the sampled rows behind the first of a window: regret of
+        kept_groups: bool [N], the recorded experts belong to groups that the router would choose. A near tie between
+            two groups replaces many experts at once.
+        run_apart: [N], how far the row and the first row of its run are apart; the smaller of both directions.
+        repeated, first, first_apart, first_groups: [F'], for the sampled rows after the first of a window: regret of
             the first row's record, here and on its own row; how far the two rows are apart; and kept_groups of that
             record here.
         late: [Q], regret of the recorded experts on the row before.
         early: [Q], regret of the experts recorded for the row before.
-        step: [Q], how far the row and the one before are apart.
+        step: [Q], how far the row and the row before are apart.
         wrong, depth, come, gone: [4, F], of the record; of the record with one id replaced; of the other row's record;
-            and of the record with the same expert in every row. They hold how many ids the router would not choose, the
-            mean regret of such an id, the one that scores lowest, and the expert that the router misses most.
-        inside: bool [4, F], the same as kept_groups.
+            and of the record with the same expert in every row. They hold the number of ids that the router would not
+            choose, their mean regret, the lowest-scoring of them, and the expert that the router misses most.
+        inside: bool [4, F], kept_groups of these four.
         ids, choice: int64 [F, K].
         used: int64 [1, E], how often each expert is recorded.
         sample_ids, sample_scores: [S, K], [S, E]: recorded experts; regret of each expert alone.
@@ -260,17 +260,17 @@ class Regret:
         return ((self.best[rows] - mean) / self.spread[rows]).clamp(0, 1)
 
     def of_experts(self, rows: Tensor) -> Tensor:
-        """Return the regret of every single expert, [n, E]. Those of K experts have the mean of theirs."""
+        """Return the regret of every single expert, [n, E]. The regret of K experts is the mean of theirs."""
         return (self.best[rows, None] - self.scores.index_select(0, rows)) / self.spread[rows, None]
 
 
 def _salts(experts: int, device: torch.device) -> Tensor:
-    """Return a random number int64 for each expert. Sets of experts are equal where their sums are."""
+    """Return a random number int64 for each expert. Two sets of experts are equal if their sums are equal."""
     return torch.from_numpy(np.random.default_rng(7).integers(-(1 << 62), 1 << 62, experts)).to(device)
 
 
 def _single_ids(ids: Tensor, choice: Tensor, regret: Regret, rows: MicrobatchRows, groups: int) -> dict[str, Tensor]:
-    """Look at the ids of some rows one by one, as recorded and with three faults planted."""
+    """Measure the single ids of some rows, as recorded and with three faults planted."""
     fine, top_k, experts = rows.fine, ids.shape[1], regret.scores.shape[1]
     mine, own = ids[fine], choice[fine]
     new, slot = rows.drawn[0, fine, None] % experts, rows.drawn[1, fine, None] % top_k
@@ -296,7 +296,7 @@ def _single_ids(ids: Tensor, choice: Tensor, regret: Regret, rows: MicrobatchRow
 
 
 def _same_groups(ids: Tensor, choice: Tensor, groups: int, experts: int) -> Tensor:
-    """Return bool [n], whether all recorded ids [n, K] are of groups of experts that the choice [n, K] has too."""
+    """Return bool [n], whether all recorded ids [n, K] belong to groups of experts that the choice [n, K] has too."""
     if groups == 1:
         return torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     size = experts // groups
@@ -341,5 +341,5 @@ class RowsSeen:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.seen[0][0].own.device)
 
     def clusters(self, values: np.ndarray) -> Tensor:
-        """Number rows with equal values alike, from 0."""
+        """Number the rows from 0 by value: equal values get the same number."""
         return self.on_device(np.unique(values, return_inverse=True)[1])

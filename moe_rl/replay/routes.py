@@ -35,7 +35,7 @@ class RowPolicy:
     Attributes:
         missing: For tokens without a recorded route: "refuse", or "native" to let the router choose.
         stale: For rows routed by older weights than `weight_version`: "replay", or "native" to let the router choose.
-        max_staleness: How many versions older these weights may be. Rows of still older weights are refused.
+        max_staleness: How many versions these weights may lag. Rows that lag more are refused.
     """
 
     missing: Literal["refuse", "native"] = "refuse"
@@ -51,10 +51,10 @@ class SequenceRoutes:
         routes: integers [T, L, K].
         native: bool [T], rows for which the router chooses; their entries in `routes` are placeholders.
         recorded: bool [T], rows whose recorded route was read.
-        lags: int64 [T], how many versions older than the trainer's the weights are that routed each recorded row; 0 for
-            the others.
-        versions: int64 [T], of these weights; 0 for the others.
-        prompt: How many of the tokens belong to the prompt.
+        lags: int64 [T], how many versions the weights that routed each recorded row lag the trainer's; 0 for other
+            rows.
+        versions: int64 [T], the version of these weights; 0 for other rows.
+        prompt: Number of prompt tokens.
     """
 
     key: str
@@ -68,7 +68,7 @@ class SequenceRoutes:
 
     @classmethod
     def complete(cls, key: str, token_ids: np.ndarray, routes: np.ndarray) -> SequenceRoutes:
-        """Make the routes of a sequence whose rows are all recorded and replayed, of weights of version 0."""
+        """Make the routes of a sequence whose rows are all recorded and replayed, routed by weights of version 0."""
         nothing, zeros = np.zeros(len(routes), bool), np.zeros(len(routes), np.int64)
         return cls(key, token_ids, routes, native=nothing, recorded=~nothing, lags=zeros, versions=zeros)
 
@@ -114,8 +114,8 @@ def read_routes(
 ) -> list[SequenceRoutes]:
     """Read the routes of sequences in `layers`, and prove that they belong to the tokens that will be fed.
 
-    Other layers are not read; rows of other ranks are read only to bridge short gaps. What sequences share, such as the
-    prompt of a group, is read once.
+    Other layers are not read; rows of other ranks are read only to bridge short gaps. Rows that sequences share, such
+    as a group's prompt, are read once.
 
     Args:
         layers: [L], global layer numbers, increasing.
@@ -173,19 +173,19 @@ def read_routes(
 
 
 def _sampled_versions(sequence: Sequence) -> np.ndarray:
-    """Return the weight version int64 [T] that sampled the token after each forwarded token; -1 where that token is one
-    of the prompt, or an inserted one.
+    """Return the weight version int64 [T] that sampled the token after each forwarded token; -1 if that token is a
+    prompt token or an inserted token.
 
     Raises:
-        RouteValidationError: The versions are not those of the sequence's tokens, or tokens are inserted elsewhere than
-            between sampled ones.
+        RouteValidationError: The versions do not match the sequence's tokens, or tokens are not inserted between
+            sampled tokens.
     """
     ends = [0, *(one.after for one in sequence.inserted), len(sequence.token_ids)]
     if sequence.inserted and not all(one < other for one, other in pairwise(ends)):
         raise RouteValidationError(
-            "tokens are inserted elsewhere than between the sampled ones",
+            "tokens are not inserted between sampled tokens",
             where={"request": sequence.key},
-            got=f"behind {ends[1:-1]} sampled tokens",
+            got=f"after {ends[1:-1]} sampled tokens",
             expected=f"rising numbers from 1 to {len(sequence.token_ids) - 1}",
             do="keep every sequence together with its own inserted tokens",
             fault="inserted tokens",
@@ -193,7 +193,7 @@ def _sampled_versions(sequence: Sequence) -> np.ndarray:
     tokens = [span.tokens for span in sequence.versions]
     if sum(tokens) != len(sequence.token_ids) or min(tokens, default=1) < 1:
         raise RouteValidationError(
-            "the weight versions of a sequence are not those of its tokens",
+            "the weight versions of a sequence do not match its tokens",
             where={"request": sequence.key},
             got=f"{sum(tokens)} tokens in {len(tokens)} spans",
             expected=f"{len(sequence.token_ids)} sampled tokens, and at least 1 in each span",
@@ -254,12 +254,12 @@ def microbatch_routes(
 ) -> MicrobatchRoutes:
     """Lay the routes of packed sequences end to end, add padding routes, and cut out this rank's rows.
 
-    Tokens are numbered through the sequences. Padding rows are numbered after all of them, wherever they lie.
+    Tokens are numbered through the sequences. Padding rows are numbered after all tokens, wherever they are.
 
     Args:
         parts: Routes of the sequences, in packing order.
         layers: [L], global layer numbers.
-        names, fed: Keys and token ids of the sequences as they lie in the microbatch. The checksums of `parts` are
+        names, fed: Keys and token ids of the sequences as they are in the microbatch. The checksums of `parts` are
             checked against these.
         source: Checksums from `source_sum`; None if the routes do not come from a sampler.
         padded_tokens: P.
@@ -345,7 +345,7 @@ def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> S
 
 
 def _indices(routes: np.ndarray) -> np.ndarray:
-    """Return ids of a type that torch can index with: it cannot with uint16."""
+    """Return ids of a type that torch can index with; uint16 is not."""
     return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
 
 

@@ -1,5 +1,5 @@
-"""Bets whether rows of the record are those of other rows: all claims of the alignment test that look at whole rows,
-but those of replay/layer_claims.py.
+"""Tests whether recorded rows belong to other rows: all claims of the alignment test about whole rows, except those of
+replay/layer_claims.py.
 
 Legend: N recorded rows of a pass, L layers, M pairs of rows, K top-k.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 from moe_rl.replay.claims import RARE, Bets, by_cluster, log_e, log_e_by, no_noise, rarely
 from moe_rl.replay.regret import RowsSeen
 
-# Rows nearer than this, in regret, are not told from each other.
+# Rows nearer than this, in regret, cannot be told apart.
 _APART = 0.2
-# With so many recorded ids, in all layers, a row seldom fits another clearly better than its own.
+# A record with this many ids, in all layers, seldom fits another row clearly better than its own.
 _MANY_IDS = 16
 _RUN = 32
 # A record is related to its rows if chance explains that with a probability below one in a hundred.
@@ -47,8 +47,8 @@ def sequence_tests(seen: RowsSeen, *, fresh: bool) -> Iterator[Bets]:
             near, left = regret(choice[:, other], here), regret(ids[:, other], here)
             told = near >= _APART
             ratio = _of_unrelated(near, told, fresh)
-            # Planted is the record of the other row, which fits that row as well as it did. It stands for a known donor
-            # and, without the first value, for an unknown one.
+            # The planted fault is the record of the other row, which fits that row as well as before. It stands for a
+            # known donor and, without the first value, for an unknown donor.
             for values, mine, on_other in ((record, own, fit), (planted, left, theirs)):
                 gain = by_cluster(no_noise(on_other - mine) * told, unit)
                 lost = _unrelated(by_cluster(ratio(mine), unit), log_e(gain, 1.0))
@@ -72,7 +72,7 @@ def no_rows(seen: RowsSeen, *, fresh: bool) -> Bets:
     return Bets(
         "no rows",
         _unrelated(by_cluster(ratio(own).T, unit), related),
-        log_e(by_cluster(ratio(each).T, unit)),  # planted are the experts that the routers choose for other rows
+        log_e(by_cluster(ratio(each).T, unit)),  # planted: the experts that the routers choose for other rows
         lambda at: f"layer {seen.layers[at]} has rows that match nothing that was tried: regret {mean[at]:.2f}",
         len(seen.layers),
     )
@@ -89,7 +89,7 @@ def special_rows(seen: RowsSeen) -> Iterator[Bets]:
         unit, mine = seen.clusters(rows.prefix[at]), seen.on_device(at)
         behind, here = seen.on_device(rows.before[at]), seen.on_device(np.searchsorted(watched.placed, at))
         told = step[here] >= _APART
-        # Planted is the record of the row before, which fits its own row as well as it did there.
+        # The planted fault is the record of the row before, which fits its own row as well as before.
         values = [(own[mine], late[here]), (early[here], own[behind])]
         if len(seen.layers) * seen.top_k >= _MANY_IDS:
             record, plan = (rarely(fit, other, told, unit) for fit, other in values)
@@ -100,8 +100,8 @@ def special_rows(seen: RowsSeen) -> Iterator[Bets]:
 
 
 def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
-    """Make the tests of the claim "stuck rows", one for each sequence: do rows that are equal to the row before fit the
-    first of them better? name: of a sequence."""
+    """Make the tests of the claim "stuck rows", one for each sequence: do rows in a run of equal records fit the first
+    row of the run better than their own? name: returns the name of a sequence."""
     sequences, of = np.unique(seen.watched.rows.sequence, return_inverse=True)
     count = len(sequences)
     if len(seen.layers) * seen.top_k < _MANY_IDS:  # rows of so few ids are equal by chance
@@ -119,7 +119,7 @@ def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
 
     size = np.bincount(of)
     mine = value(told, own, run)
-    # Planted are runs of rows that are equal to the first of a few, as long as RUN where the sequence has so many.
+    # The planted faults are runs of rows that repeat their first row, of _RUN rows if the sequence is long enough.
     kept = seen.table("first_groups")
     repeated, first, near = ((seen.table(one) * kept).mean(0) for one in ("repeated", "first", "first_apart"))
     each = value(near >= _APART, repeated, first).mean()
@@ -135,7 +135,8 @@ def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
 
 
 def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
-    """Make the tests of the claim "pieces", one for each: are its rows others? name: of a piece."""
+    """Make the tests of the claim "pieces", one for each piece: are its rows from elsewhere? name: returns the name of
+    a piece."""
     numbers, of = np.unique(seen.watched.rows.piece, return_inverse=True)
     count, of = len(numbers), seen.on_device(of)
     own, apart, away = (seen.table(one).mean(0) for one in ("own", "apart", "away"))
@@ -146,21 +147,21 @@ def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
         return torch.zeros(count, dtype=torch.float64, device=x.device).index_add_(0, of, x.double())
 
     rows, strange = total(told), total((ratio(own) < -0.4) & told)
-    # Rows unrelated to their own are at most ten times as frequent in a piece as in the rest of the pass.
+    # Rows with an unrelated record are at most ten times as frequent in a piece as in the rest of the pass.
     share = 10 * (strange.sum() - strange + 1) / (rows.sum() - rows).clamp(min=1)
 
     def score(fit: Tensor) -> Tensor:
         x = ratio(fit)
         hits = total((x < -0.4) & told)
         lost = hits * torch.log(0.5 + 0.5 / share.clamp(0.002, 1)) + (rows - hits) * math.log(0.5)
-        return torch.logaddexp(log_e_by(x, of, count), lost) - math.log(2)  # a mean of e-values is one
+        return torch.logaddexp(log_e_by(x, of, count), lost) - math.log(2)  # a mean of e-values is an e-value
 
     unrelated = 3 * total((away - own) * told) < total(apart * told)
     mean, size = (total(own) / total(torch.ones_like(own))).tolist(), total(torch.ones_like(own))
     return Bets(
         "pieces",
         torch.where(unrelated, score(own), -math.inf),
-        score(apart),  # planted are the experts that the routers choose for other rows
+        score(apart),  # planted: the experts that the routers choose for other rows
         lambda at: f"{name(int(numbers[at]))}: regret {mean[at]:.2f}, {float(own.mean()):.2f} in the pass",
         count,
         weights=size,
@@ -169,8 +170,8 @@ def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
 
 
 def _of_unrelated(apart: Tensor, told: Tensor, fresh: bool) -> Callable[[Tensor], Tensor]:
-    """Return what makes test values of regrets: 1 for the own choice, below 0 above half of the distance `apart` of
-    unrelated rows. Rows of older weights may lie three quarters of it away."""
+    """Return the function from regrets to test values: 1 for the own choice, below 0 for a regret above half of the
+    distance `apart` of unrelated rows, or above three quarters of it for rows of older weights."""
     limit = 2.0 if fresh else 4 / 3
     return lambda regret: (1 - limit * regret / apart.clamp(min=_APART)).clamp(-1, 1) * told
 
@@ -187,6 +188,6 @@ def _unrelated(values: Tensor, related: Tensor) -> Tensor:
 
 def _stale_clusters(seen: RowsSeen) -> Tensor:
     """Number clusters of rows. Older weights may be wrong in the same way wherever a token is, so such rows count once
-    a token."""
+    per token."""
     rows = seen.watched.rows
     return seen.clusters(np.where(rows.lag > 0, rows.token.astype(np.uint64), rows.context))

@@ -10,9 +10,9 @@ import numpy as np
 import xxhash
 
 SAMPLED_ROWS = 256
-"""How many rows of a pass are compared with other layers, how many pairs of prompts, and how many of completions."""
+"""Number of rows of a pass that are compared with other layers, of pairs of prompts, and of pairs of completions."""
 
-_ALIKE = 4  # rows whose last tokens are equal, so many, count as one
+_ALIKE = 4  # rows with this many equal last tokens count as one
 _WINDOW = 8  # rows are sampled in runs of this length, so that each has its neighbours in the sample
 _PIECE = 64
 _BASE = np.uint64(6364136223846793005)
@@ -30,9 +30,9 @@ class RowPlaces:
         piece: int64 [R], the piece of a sequence that each row belongs to.
         pieces: For each piece (sequence, first position, last position).
         token: int64 [R], the token that is fed.
-        prefix: uint64 [R], equal for rows with the same tokens up to theirs.
+        prefix: uint64 [R], equal for rows with the same tokens up to and including their own.
         context: uint64 [R], equal for rows with the same last four tokens.
-        lag: int64 [R], how many versions older than the trainer's the weights are that routed the row.
+        lag: int64 [R], how many versions the weights that routed the row lag the trainer's.
     """
 
     sequence: np.ndarray
@@ -105,11 +105,11 @@ class PassRows:
     """Holds the recorded rows of all microbatches of a pass, end to end.
 
     Attributes:
-        places: [N] each: microbatch; index of the row among the microbatch's R rows; number of the sequence, which
-            microbatches do not share; position; prompt length; family; piece, which microbatches do not share; token;
-            prefix; context; lag. See `RowPlaces`.
+        places: [N] each: microbatch; index of the row among the microbatch's R rows; number of the sequence, unique
+            across microbatches; position; prompt length; family; piece, unique across microbatches; token; prefix;
+            context; lag. See `RowPlaces`.
         starts: Index of each microbatch's first row here.
-        before: [N], the row before in the same sequence; the row itself where that is not here.
+        before: [N], the row before in the same sequence; the row itself if that row is not here.
     """
 
     microbatch: np.ndarray
@@ -154,7 +154,7 @@ class PassRows:
         return cls(*whole, starts, np.where(follows, before, here))  # type: ignore[call-arg]
 
     def of_microbatch(self, number: int) -> slice:
-        """Return where the rows of a microbatch lie here."""
+        """Return the slice of a microbatch's rows."""
         return slice(int(self.starts[number]), int(self.starts[number + 1]))
 
     def windows(self, count: int) -> np.ndarray:
@@ -165,11 +165,11 @@ class PassRows:
 
 
 def pairs(rows: PassRows) -> dict[str, np.ndarray]:
-    """Choose rows at the same place of two sequences, behind the first token in which these differ.
+    """Choose rows at the same place of two sequences, after the first token in which these differ.
 
     Returns:
-        For "prompts" and "completions": int64 [2, M], indices into `rows`. Completions are of the same prompt where it
-        has several. At most SAMPLED_ROWS pairs each.
+        For "prompts" and "completions": int64 [2, M], indices into `rows`. Completions of the same prompt are paired if
+        there are any. At most SAMPLED_ROWS pairs each.
     """
     completion = rows.position >= rows.prompt
     index = np.where(completion, rows.position - rows.prompt, rows.position)
@@ -189,8 +189,8 @@ def pairs(rows: PassRows) -> dict[str, np.ndarray]:
 
 
 def _neighbours(chosen: np.ndarray, index: np.ndarray, ring: np.ndarray, rows: PassRows) -> np.ndarray:
-    """Pair each of the chosen rows with the one at the same index of the next sequence of its ring; int64 [2, M]. Rows
-    with the same prefix are no pair. index, ring: [N]."""
+    """Pair each of the chosen rows with the row at the same index of the next sequence in its ring; int64 [2, M]. Rows
+    with the same prefix are not paired. index, ring: [N]."""
     sequences, first, of = np.unique(rows.sequence[chosen], return_index=True, return_inverse=True)
     if len(sequences) < 2:
         return np.zeros((2, 0), np.int64)

@@ -70,20 +70,20 @@ class ReplaySession:
         sum_over_share: Adds int64 [n], modulo 2**64, over the ranks that hold other layers or other rows of the same
             sequences. Called at most once, at exit.
         agreed: Calls a function that compares, and raises on every rank if it raises on one. Called once, at exit.
-        lr: Learning rate of the update before this pass, for messages; None before the first.
+        lr: Learning rate of the update before this pass, for messages; None before the first update.
         compare_with: The record to compare the router's choice with, if it is not `microbatches`: the same microbatches
             with other routes.
         keep_router_logits: Keep the logits of every router in `router_logits`.
         plans: Dispatch plans from `plan_dispatch`, followed in replay mode. For a microbatch without a plan, Megatron's
             dispatcher asks the other ranks in every layer.
         tally: What the session counted.
-        compared: After the exit, with compare_native: one per microbatch, over `layers`.
+        compared: Set at exit, with compare_native: one per microbatch, over `layers`.
         router_logits: {(microbatch, layer): [R, E]}, before scores, bias and groups.
         alignment: Result of the alignment test.
 
     Raises:
-        ReplayError: Sessions are nested, or this one is used while it is not open. A router asks for an unknown key,
-            or for the key of other tokens. A check at exit fails.
+        ReplayError: Sessions are nested, or this session is used while it is not open. A router asks for an unknown
+            key, or for the key of other tokens. A check at exit fails.
     """
 
     microbatches: list[MicrobatchRoutes]
@@ -329,7 +329,7 @@ class ReplaySession:
             self.tally.native_token_mismatch = int(self.any_stage(differs.any(0)).sum())
 
     def _check(self, dispatched: list[int], read: list[int]) -> None:
-        """Make the checks and counts for which this rank needs no other."""
+        """Make the checks and counts that need no other rank."""
         tables, where = self.microbatches, self.place
         refuse_strangers(self._strangers, where)
         if self.mode != "observe":
@@ -355,7 +355,7 @@ class ReplaySession:
                     refuse_misaligned(self.alignment, {**where, **self._conditions(self.alignment)})
 
     def _conditions(self, alignment: Alignment) -> About:
-        """Return what a verdict on the routes depends on besides them."""
+        """Return the conditions, besides the routes, that a verdict on them depends on."""
         staleness = max((int(table.lags.max()) for table in self.microbatches if len(table.lags)), default=0)
         return {**after_lr(self.lr), "staleness": staleness, "power": f"{alignment.power:.3f}"}
 
@@ -386,7 +386,7 @@ class ReplaySession:
 
 
 def require_open(session: ReplaySession | None) -> None:
-    """Raise ReplayError unless `session` is the open one; with None, unless no session is open.
+    """Raise ReplayError unless `session` is open; with None, if any session is open.
 
     Every pass of the model calls this first. Outside its session nothing would be checked, and inside another session
     it would be a nested pass.

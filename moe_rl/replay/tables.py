@@ -1,7 +1,7 @@
 """Defines the inputs and results of a replay session: the routes of a microbatch, the counts of a pass, and the
 comparison of the routers' own choice with the record.
 
-Legend: R rows of a microbatch that this rank's routers see, N those of them that have a record, K top-k, E experts, L
+Legend: R rows of a microbatch that this rank's routers see, N of these rows that have a record, K top-k, E experts, L
 layers, S sequences of a microbatch with the padding as one more, layer: global decoder layer, 0-based.
 """
 
@@ -33,7 +33,7 @@ class MicrobatchRoutes:
             that share the sequences, checksums and unreplayed add up to these. None if the routes do not come from a
             sampler.
         recorded: int64 [N], indices of the rows whose record is compared with a router's own choice.
-        lags: int64 [N], how many versions older than the trainer's the weights are that routed these rows.
+        lags: int64 [N], how many versions the weights that routed these rows lag the trainer's.
         native: bool [R], rows without a route to replay, for which the router chooses; None if there are none.
         replayed_tokens, native_tokens: Number of replayed and of native rows, without padding.
         stale_tokens: Number of rows whose recorded routes were chosen by older weights.
@@ -131,7 +131,7 @@ class Compared:
 
 
 def totals(compared: Seq[Compared], lags: Seq[torch.Tensor], layers: Seq[int]) -> dict[str, Any]:
-    """Compute the native counts of a session's `Tally` over all its microbatches, but for native_token_mismatch.
+    """Compute the native counts of a session's `Tally` over all its microbatches, except native_token_mismatch.
 
     Args:
         lags: For each microbatch, int64 [N].
