@@ -35,10 +35,10 @@ Makes one native and one replayed forward pass of the trainer, with the same wei
 both with the same stored logprobs of the sampler. A second native pass and one with another packing measure the noise
 floor. R2 and planted faults follow. --run takes the newest step whose rollouts are kept together with the weights that
 sampled them, and also scores them with every later checkpoint. Works with plain python (one rank) and under torchrun.
-torchrun takes --run as an option of its own unless two dashes come first:
+torchrun takes --run as its own option unless two dashes come first:
 torchrun --nproc-per-node N -m -- moe_rl compare --run RUN
 
-While the paired difference of k3 is undecided, it samples on with the same weights, up to --budget-tokens.
+While the paired difference of k3 is undecided, it samples more with the same weights, up to --budget-tokens.
 
 Exit status: 0 if every replayed route was applied (mismatch 0), the interval of the paired difference of the policy KL
 k3, native less replay, lies above 0, and the self-test passes: every planted fault is refused where it must be, and
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_tokens,
         default=BUDGET_TOKENS,
         metavar="N",
-        help="sample on with the same weights until the verdict is decided, or until this many completion tokens are "
+        help="sample more with the same weights until the verdict is decided, or until this many completion tokens are "
         f"compared (default {BUDGET_TOKENS:,}; 0: sample no more)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
@@ -116,7 +116,7 @@ def _tokens(value: str) -> int:
 
 
 def _precision_or_override(value: str) -> str:
-    """Let an option with several values also take the overrides behind it; `_configure` separates them."""
+    """Let an option with several values also take the overrides after it; `_configure` separates them."""
     if value not in PRECISIONS and "=" not in value:
         raise argparse.ArgumentTypeError(f"got {value}, expected one of {', '.join(PRECISIONS)}")
     return value
@@ -169,8 +169,8 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
         if main_rank:
             print(text(result))
             _write(out, result, page(result, detail, config), options.json)
-        # torchrun ends all ranks as soon as one has a status other than 0, so only the rank that writes the result may
-        # have it.
+        # torchrun ends all ranks as soon as one has a status other than 0, so only the rank that writes the result
+        # returns it.
         return result["verdict"]["exit_code"] if main_rank else 0
     finally:
         world.stop()

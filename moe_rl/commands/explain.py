@@ -1,19 +1,19 @@
 """`moe-rl explain RUN`: say who was right when a check ended a run.
 
     moe-rl explain RUN                               the newest evidence
-    moe-rl explain RUN --evidence step000002-canary  this one; `moe-rl show RUN` lists them
+    moe-rl explain RUN --evidence step000002-canary  this evidence; `moe-rl show RUN` lists all
 
 When a check ends a run, the run keeps weights, tokens, and both engines' routes and scores in RUN/evidence. This
 command runs the tokens through a third engine, `transformers` in float32, and compares. The verdict is one of
 
-    recorder    the sampler computes what it should, and its record is wrong
-    weights     the sampler, or both engines, compute with other weights than those that were kept
-    trainer     the trainer computes something else than the two others, or was to replay another record
+    recorder    the sampler computes correctly, and its record is wrong
+    weights     the sampler, or both engines, compute with other weights than the kept ones
+    trainer     the trainer differs from the other two engines, or was given another record to replay
     check       both engines are right up to near ties: the check was wrong. Please report it
     training    the run has collapsed, and no engine is at fault
-    undecided   what would settle it is not kept
+    undecided   the run did not keep enough to decide
 
-It needs the memory for one copy of the model in float32, and another one if an engine is less precise.
+It needs memory for one copy of the model in float32, and for another copy if an engine is less precise.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def _folder(run: Path, name: str | None) -> Path:
 
 @contextmanager
 def _published(run: Path, folder: Path, evidence: Evidence) -> Iterator[tuple[dict[int, Path], Path | None]]:
-    """Give the weights of each version as Hugging Face folders, and those that the trainer had.
+    """Yield the weights of each version as Hugging Face folders, and the trainer's weights.
 
-    What is kept as a checkpoint of the run is converted for the time of the body.
+    Weights kept as a checkpoint of the run are converted, into folders that are removed after the body.
     """
     weights: dict[int, Path] = {}
     trained: Path | None = None
@@ -123,7 +123,7 @@ def _converted(run: Path, path: Path, one: KeptWeights, spare: Path) -> Path:
 
 
 def _about(folder: Path, evidence: Evidence) -> list[str]:
-    """Lay out what the check said and when."""
+    """Format the check's message and the state of the run."""
     lr = "before the first update" if evidence.lr is None else f"learning rate {evidence.lr:g}"
     power = "" if evidence.power is None else f", power {evidence.power:.3f}"
     return [
@@ -137,7 +137,7 @@ def _about(folder: Path, evidence: Evidence) -> list[str]:
 
 
 def _lines(found: Explanation) -> list[str]:
-    """Lay out the comparisons and the verdict."""
+    """Format the comparisons and the verdict."""
     sides = [("sampler", side) for side in found.sampler] + ([("trainer", found.trainer)] if found.trainer else [])
     header = "  engine   weights  choices  near ties  beyond  largest margin / near tie   nats / explained by rounding"
     lines = [header, *(_line(name, side) for name, side in sides)]
@@ -150,7 +150,7 @@ def _lines(found: Explanation) -> list[str]:
             )
     if found.moved is not None:
         lines.append(
-            f"  older weights made the record: {found.moved:.1%} of its choices are others under the trainer's weights"
+            f"  older weights made the record: {found.moved:.1%} of its choices differ under the trainer's weights"
         )
     return [*lines, f"verdict: {found.verdict}: {found.why}"]
 

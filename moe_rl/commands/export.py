@@ -22,9 +22,9 @@ from moe_rl.train import run_folder
 
 EPILOG = """
 One process can export any run; it then holds the whole model. Several processes, started with torchrun, divide the
-model in the layout of the run, or in another one such as parallel.expert=4. Each reads and writes its own part.
+model in the layout of the run, or in another layout such as parallel.expert=4. Each reads and writes its own part.
     torchrun --nproc-per-node N -m -- moe_rl export --run RUN --out FOLDER
-(Without the two dashes before moe_rl torchrun takes --run as an option of its own.)
+(Without the two dashes before moe_rl, torchrun takes --run as its own option.)
 --model: the ranks divide the tensors of a checkpoint in float8 (DeepSeek-V3) or 4 bits (gpt-oss), and write the numbers
 that these encode.
 --tokenizer: some checkpoints have a tokenizer that is Python code (auto_map in tokenizer_config.json, no
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--run", type=Path, metavar="RUN", help="folder of a run")
     source.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face checkpoint")
     source.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="a checkpoint whose tokenizer needs code of its own"
+        "--tokenizer", type=Path, metavar="FOLDER", help="a checkpoint whose tokenizer needs its own code"
     )
     parser.add_argument(
-        "--run-code", metavar="DIGEST", help="run this code of --tokenizer once, to make a tokenizer.json of it"
+        "--run-code", metavar="DIGEST", help="run this code of --tokenizer once, to make a tokenizer.json from it"
     )
     parser.add_argument(
         "--step",
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the run's checkpoint after this many steps, or the best one: best (default: the newest)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="is made")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to create")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="default: the dtype of the run, or bfloat16 with --model"
     )
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="a.b=c",
-        help="use another layout than the run (parallel.*), or say where its model is now (model.path)",
+        help="use another layout than the run (parallel.*), or give the new path of its model (model.path)",
     )
 
 

@@ -15,25 +15,25 @@ from pathlib import Path
 from moe_rl.train.last_words import statuses
 from moe_rl.train.peers import EXIT_CODE
 
-# Seconds from the end of a run's time to stop until its ranks are killed.
+# Seconds from the end of the ranks' grace period until they are killed.
 _SPARE_SECONDS = 10
 
 
 def start(ranks: int, program: Sequence[str], grace_seconds: float) -> int:
     """Start this many ranks of a program and wait until they end. Return the exit status of the first that failed.
 
-    The ranks print why they end. What torchrun would print below that is left out.
+    The ranks print why they end. torchrun's own report is left out.
 
     Args:
         program: Arguments of the Python interpreter.
-        grace_seconds: Time that the ranks need to end when they are asked to.
+        grace_seconds: Time that the ranks need to end on request.
     """
     # torch is imported only here, so that a mistake in the options shows at once.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-    logging.disable()  # the launcher's warnings are about what the ranks tell themselves
+    logging.disable()  # the ranks themselves report what the launcher would warn of
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: the ranks share the cores
     with tempfile.TemporaryDirectory(prefix="moe_rl_ranks_") as logs:
@@ -57,6 +57,6 @@ def start(ranks: int, program: Sequence[str], grace_seconds: float) -> int:
             print(f"moe_rl: rank {rank} (pid {failure.pid}) was ended by {failure.signal_name()}", file=sys.stderr)
             return EXIT_CODE
         except SignalException as error:
-            # The ranks have ended meanwhile, and said how. Those that had not begun are silent.
+            # The ranks have ended by now, and recorded their statuses. Ranks that had not begun recorded none.
             return next(iter(statuses(Path(logs))), 128 + signal.Signals(error.sigval).value)
     return 0

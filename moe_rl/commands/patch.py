@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do it, then print the state of vLLM. Return the exit status."""
+    """Run the action, then print the state of vLLM. Return the exit status."""
     status = 0
     try:
         options.action(options.vllm)

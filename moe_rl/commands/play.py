@@ -2,8 +2,8 @@
 
     moe-rl play --environment my_module.run --data FILE.jsonl --gateway URL --token-file FILE
 
-Each row gets a session of its own. The environment, an async function `run(session, row)`, plays it in a process of its
-own. An episode whose environment raises, crashes, hangs or returns no reward has failed: it has no reward.
+Each row gets its own session. The environment, an async function `run(session, row)`, plays it in its own process. An
+episode whose environment raises, crashes, hangs or returns no reward has failed: it has no reward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--turns", type=_count, metavar="N", help="most turns of a session (default: the gateway's)")
     parser.add_argument("--tokens", type=_count, metavar="N", help="most tokens of a session (default: the gateway's)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what came of each row, and the summary, there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write each row's result and the summary to this file"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,7 +95,7 @@ async def _play(options: argparse.Namespace) -> list[PlayedRow]:
 
 
 def read_data(file: str, most: int | None) -> list[Mapping[str, Any]]:
-    """Return the first rows of a file. Raises DataError for a row that cannot be read, and when there is none."""
+    """Return the first rows of a file. Raises DataError for a row that cannot be read, and if there are no rows."""
     at: About = {"option": "--data", "file": file}
     if Path(file).suffix not in (".jsonl", ".parquet"):
         raise DataError("this is no file of rows", where=at, expected="FILE.jsonl or FILE.parquet")
@@ -108,7 +110,7 @@ def read_data(file: str, most: int | None) -> list[Mapping[str, Any]]:
 
 
 def text(one: PlayedRow) -> str:
-    """Lay out what came of one row."""
+    """Format the result of one row."""
     undelivered = f" and {one.undelivered} that it never received" if one.undelivered else ""
     has = f"{one.turns} turns{undelivered}, {one.tokens} tokens ({one.sampled_tokens} sampled), {one.seconds:.1f} s"
     head = f"row {one.row}, session {one.session}: "

@@ -86,7 +86,7 @@ def _cases(overrides: list[str], ranks: list[int]) -> list[Case]:
     cases = [case for case in LAYOUTS + RECORDED if not ranks or case.ranks in ranks]
     if not cases:
         raise ConfigError(
-            "no case has so many ranks",
+            "no case has this many ranks",
             where={"option": "--ranks"},
             got=ranks,
             expected=f"of {sorted({c.ranks for c in LAYOUTS})}",

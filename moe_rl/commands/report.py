@@ -1,4 +1,4 @@
-"""Implements `moe-rl report`: writes the report of a run, also while it goes on, or a page that compares several runs.
+"""Implements `moe-rl report`: writes the report of a finished or unfinished run, or a page that compares several runs.
 
 moe-rl report RUN                      writes RUN/report.html
 moe-rl report RUN RUN --out FILE       writes a page with both runs
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a folder that is no run, for too many runs, and for --out with one run."""
+    """Raise ConfigError for a folder that is not a run, for too many runs, and for --out with one run."""
     for folder in options.runs:
         if not (folder / run_config.FILE).is_file() and not (folder / lines.FILE).is_file():
             raise ConfigError(

@@ -1,6 +1,6 @@
 """Starts vLLM's own API server with a recorder, behind a gate that requires the run's token, or a gateway for agents.
 
-    moe-rl serve --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
+    moe-rl serve --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- more vLLM arguments]
     moe-rl serve --model DIR --trace-root DIR ... [-- ...]
     moe-rl serve --gateway --config FILE [a.b=c ...] [--host ADDRESS] [--port N]
     moe-rl serve --gateway --resume DIR [a.b=c ...] [--host ADDRESS] [--port N]
@@ -8,9 +8,9 @@
 With --config the server follows the run (rollout.servers): its model, precision, lengths, capture and token, and any
 trace store below run.runs_dir. One server holds all weights, on as many GPUs as they need.
 
-With --gateway it speaks OpenAI's and Anthropic's APIs to agents, over the config's servers, or an engine of its own if
-there are none. It keeps sessions and routes in a new folder below run.runs_dir. With --resume it goes on in the folder
-of an earlier gateway, with the sessions that were open when that one was killed.
+With --gateway it speaks OpenAI's and Anthropic's APIs to agents, over the config's servers, or its own engine if there
+are none. It keeps sessions and routes in a new folder below run.runs_dir. With --resume it continues in the folder of
+an earlier gateway, with the sessions that were open when that gateway was killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_rl.vllm.arguments import sized
 # Options whose values follow from --config.
 _OF_THE_RUN = ("model", "trace_root", "capture", "model_fingerprint")
 _OF_A_SERVER = ("support", "router_logits_fraction", "head", "reads_text")
-# Keys that a gateway may change when it goes on in its folder. With others, its sessions would not go on as they were.
+# Keys that a resumed gateway may change. A change to any other key would change its sessions.
 _MAY_CHANGE = (
     "rollout.servers",
     "rollout.token_file",
@@ -44,14 +44,14 @@ _MAY_CHANGE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moe-rl serve`. Arguments behind "--" are passed to vLLM and not parsed here."""
+    """Add the options of `moe-rl serve`. Arguments after "--" are passed to vLLM and not parsed here."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="config of the run; everything except the address follows from it"
     )
     parser.add_argument("--gateway", action="store_true", help="serve agents (needs --config or --resume)")
     parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="folder of an earlier gateway to go on with (with --gateway)"
+        "--resume", type=Path, metavar="DIR", help="folder of an earlier gateway to continue (with --gateway)"
     )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
     parser.add_argument(
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Return 0 then, 2 if serving is impossible, and 3 if the gateway's sampler dies.
 
-    options: the parsed options, and `further`, the arguments behind "--".
+    options: the parsed options, and `further`, the arguments after "--".
     """
     if options.json is not None:
         options.json.unlink(missing_ok=True)  # may be left by an earlier server
@@ -119,7 +119,7 @@ def _run_gateway(options: argparse.Namespace) -> None:
 
     Raises:
         EngineError: an option that a gateway does not have.
-        ConfigError: the folder to go on in is none, is in use, or another key is changed.
+        ConfigError: the folder to resume is not a gateway's, is in use, or a key that must not change is changed.
     """
     others = [f"--{name.replace('_', '-')}" for name in (*_OF_THE_RUN, *_OF_A_SERVER) if getattr(options, name)]
     given = [name for name in ("config", "resume") if getattr(options, name) is not None]
@@ -128,9 +128,9 @@ def _run_gateway(options: argparse.Namespace) -> None:
             "everything about a gateway but its address is in the config",
             where={"option": "--gateway"},
             got=", ".join([*others, *options.further]) or " and ".join(f"--{one}" for one in given) or "no --config",
-            do="give --config FILE, or --resume DIR to go on, and change single values with a.b=c",
+            do="give --config FILE, or --resume DIR to continue, and change single values with a.b=c",
         )
-    # Imported late: a server of vLLM does without.
+    # Imported late: a vLLM server does not need these.
     from moe_rl.gateway.standalone import SESSIONS, GatewaySettings, run_gateway
     from moe_rl.train import run_folder
 
@@ -181,7 +181,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
     config = load_config(options.config, options.overrides)
     if config.rollout.capture == "native":
         raise EngineError(
-            "A server cannot record by vLLM's own capture", where={"key": "rollout.capture"}, got="native"
+            "A server cannot record with vLLM's own capture", where={"key": "rollout.capture"}, got="native"
         )
     return ServerSettings(
         model=config.model.path,

@@ -1,8 +1,8 @@
 """`moe-rl show RUN`: print sequences of a run, and the tokens where sampler and trainer differ most.
 
     moe-rl show RUN                     samples of the last step
-    moe-rl show RUN --step 3 --best     those of step 3, highest reward first
-    moe-rl show RUN --mismatch          those of all steps, largest difference of the engines first
+    moe-rl show RUN --step 3 --best     samples of step 3, highest reward first
+    moe-rl show RUN --mismatch          samples of all steps, largest difference of the engines first
     moe-rl show RUN --session NAME      the turns of an episode, such as step000003-p0-c1
     moe-rl show FILE.session            the turns of a session that a gateway has kept
 
@@ -34,18 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, or a session file")
     parser.add_argument("--session", metavar="NAME", help="an episode of the run")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="tokenizer for a session file that is of no run")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="tokenizer for a session file without a run")
     parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last one, or all with an order)")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", action="store_true", help="highest reward first")
     order.add_argument("--worst", action="store_true", help="lowest reward first")
     order.add_argument("--mismatch", action="store_true", help="largest difference of the engines first")
     parser.add_argument("--count", type=int, default=4, metavar="N", help="samples to print (default: 4)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the printed samples there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the printed samples to this file")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the samples. Returns the exit status: 2 where there are none."""
+    """Print the samples. Returns the exit status: 2 if there are none."""
     try:
         if not options.run.exists():
             do = "give the run folder that the run printed, or a session file"
@@ -95,7 +95,7 @@ def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[Sampl
 
 
 def text(sample: SampleLine) -> str:
-    """Lay out one sample: what was earned, the prompt, the completion, and the tokens that differ most."""
+    """Format one sample: its reward, the prompt, the completion, and the tokens that differ most."""
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.parts.items())
     advantage = sample.shown_advantages or "not trained on"
     mismatch = "not compared" if math.isnan(sample.mismatch) else f"mismatch {sample.mismatch:.4f} nats/token"
@@ -110,7 +110,7 @@ def text(sample: SampleLine) -> str:
 
 
 def _turns(sample: SampleLine) -> Iterable[str]:
-    """Yield what the model said and what it was given, in turn."""
+    """Yield the texts that the model sampled and those that it was given, in turn."""
     done = 0
     for one in sample.inserted:
         yield indented("said", "".join(sample.pieces[done : one.after]))

@@ -1,4 +1,4 @@
-"""Lays out the turns of one session: what the model was given, what it said, and what it earned."""
+"""Formats the turns of one session: the model's input, its output, and the reward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def session_lines(path: Path, name: str | None, model: Path | None) -> Iterator[
         model: folder with the tokenizer; None: that of the run.
 
     Raises:
-        DataError: the file is missing or damaged, or nothing says which tokenizer it is of.
+        DataError: the file is missing or damaged, or its tokenizer is not known.
         SessionError: a turn is not what it was.
     """
     file = path if name is None else path / "rollouts" / f"{name}{SESSION_SUFFIX}"
@@ -50,7 +50,7 @@ def session_lines(path: Path, name: str | None, model: Path | None) -> Iterator[
 
 
 def indented(name: str, value: str) -> str:
-    """Return a text behind its name, line by line."""
+    """Return a text after its name, its lines aligned."""
     first, *rest = value.splitlines() or [""]
     return "\n".join([f"  {name:<11}{first}", *(" " * 13 + line for line in rest)])
 
@@ -66,7 +66,7 @@ def _tokenizer(run: Path) -> Path:
     config = run / "config.yaml"
     if not config.is_file():
         raise DataError(
-            "nothing says which model the session is of",
+            "the model of the session is not known",
             where={"file": config},
             got="no such file",
             expected="a session of a run",
@@ -76,7 +76,7 @@ def _tokenizer(run: Path) -> Path:
 
 
 def _earned(run: Path, name: str) -> Iterator[str]:
-    """Yield what is known of a session from the training of its run, if it is of one."""
+    """Yield a session's reward and samples from the training of its run; nothing if it has no run."""
     if (step := shard_step(name)) is None:
         return
     try:

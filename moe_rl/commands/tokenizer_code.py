@@ -1,4 +1,4 @@
-"""Makes a tokenizer.json of a tokenizer that is Python code around a tiktoken vocabulary, as Moonlight's is.
+"""Makes a tokenizer.json from a tokenizer that is Python code around a tiktoken vocabulary, such as Moonlight's.
 
 The code runs here once, and only if the caller names the digest of its files. Nothing else in moe_rl runs it.
 """
@@ -35,11 +35,11 @@ def convert_tokenizer(source: Path, out: Path, digest: str | None) -> str:
     """Write the tokenizer of the checkpoint folder `source` into a new folder, without code. Return what was done.
 
     Args:
-        digest: of the files of its code; the error of a call without it tells the value and names the files.
+        digest: of the files of its code. Without it, the error gives the value and names the files.
 
     Raises:
         ConfigError: `digest` is not that of the files, or `out` exists, or there is no code.
-        DataError: the code is not about a tiktoken vocabulary, or tokenizer.json would give other ids.
+        DataError: the code has no tiktoken vocabulary, or tokenizer.json would give other ids.
     """
     where: About = {"folder": source}
     settings_file = source / "tokenizer_config.json"
@@ -49,7 +49,7 @@ def convert_tokenizer(source: Path, out: Path, digest: str | None) -> str:
         raise ConfigError("this tokenizer has no code", where=where, do="use the folder as it is")
     if "--" in named:
         raise ConfigError(
-            "the code of this tokenizer lies in another repository",
+            "the code of this tokenizer is in another repository",
             where=where,
             got=named,
             do="copy its files into the folder, and name them in auto_map of tokenizer_config.json",
@@ -57,7 +57,7 @@ def convert_tokenizer(source: Path, out: Path, digest: str | None) -> str:
     if out.exists():
         raise ConfigError("the tokenizer must be written into a new folder", where={"folder": out})
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary) / "tokenizer"  # the files that are digested are those that run
+        copy = Path(temporary) / "tokenizer"  # so that the digested files are those that run
         copy.mkdir()
         for file in source.iterdir():
             if file.is_file() and _WEIGHTS not in file.name:

@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, does, text: str) -> argparse.ArgumentParser:
-        # argparse uses % for its own formatting.
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(trace_command=does)
         added.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file")
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=int, default=10, metavar="N", help="largest number of records; 0: all (default: 10)"
     )
     added.add_argument("--layers", type=_numbers, metavar="0-11,13", help="global numbers of MoE layers")
-    added.add_argument("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, without the last")
+    added.add_argument("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, LAST not included")
     added = command("import", _import, "import replies or arrays of other samplers into a new shard")
     added.formatter_class = argparse.RawDescriptionHelpFormatter
     added.epilog = importing.__doc__
@@ -70,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="checkpoint that was served; its config.json gives the values of the next four options, but only for "
-        "families that are trained here the layer map",
+        help="checkpoint that was served; its config.json gives the values of the next four options, the layer map "
+        "only for families that are trained here",
     )
     added.add_argument("--experts", type=int, help="routed experts per layer")
     added.add_argument("--top-k", type=int, help="experts per token")
@@ -255,7 +254,7 @@ def _add_key(parser: argparse.ArgumentParser) -> None:
 
 
 def _spec(options: argparse.Namespace) -> TraceSpec:
-    """Return the layer map, from the served checkpoint or from the options."""
+    """Return the spec of the model, from the served checkpoint or from the options."""
     if options.model:
         return checkpoint_spec(
             options.model,
@@ -272,7 +271,7 @@ def _spec(options: argparse.Namespace) -> TraceSpec:
 
 
 def _numbers(text: str) -> set[int]:
-    """ "0-11,13" """
+    """Parse numbers and ranges, such as 0-11,13."""
     numbers: set[int] = set()
     for piece in text.split(","):
         first, _, last = piece.partition("-")

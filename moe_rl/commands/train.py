@@ -69,7 +69,7 @@ SAMPLER_GONE, COLLAPSED = 3, 4
 _EPILOG = """
 Exit status of a rank: 0 done; 1 an unexpected error; 2 an error with an explanation; 3 another rank, torchrun or the
 sampler is gone; 4 the run has collapsed (see guards.*) and was ended with a checkpoint and a report; 5 it was asked to
-stop (SIGTERM) or run.max_hours was used, and it ended behind a step: continue it with --resume. --ranks exits with the
+stop (SIGTERM) or run.max_hours was used, and it ended after a step: continue it with --resume. --ranks exits with the
 status of the rank that ended first. torchrun reports it as exitcode, and itself exits with 1.
 """
 
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_rest(parser, "with --plan: ")
     _add_ranks(
         parser,
-        "start this many ranks on this machine (default: torchrun has started them); with --plan: plan for so many",
+        "start this many ranks on this machine (default: torchrun has started them); with --plan: plan for this many",
     )
 
 
@@ -108,7 +108,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a plan, which is a run with --plan."""
     parser.description = (
         "Print every derived number of a run and every problem. No rank and no sampler is started. The prompts are "
-        "read, and the rewards are tried on some of them in a process of their own."
+        "read, and the rewards are tried on some of them in a separate process."
     )
     parser.epilog = "Exit status: 0 if there is no problem, else 2."
     _add_source(parser)
@@ -136,7 +136,7 @@ def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
         default=[],
         metavar="INPUT",
         help=(
-            "with --resume or --replay: go on although this input of the run has changed, such as model or train/NAME; "
+            "with --resume or --replay: continue although this input has changed, such as model or train/NAME; "
             "may be repeated"
         ),
     )
@@ -230,7 +230,7 @@ def _leave(status: int) -> NoReturn:
     """End the process at once.
 
     Collectives leave threads behind that can crash the interpreter while it exits. With gloo this showed as a
-    segmentation fault after an aborted collective, and as an abort after a run that was done.
+    segmentation fault after an aborted collective, and as an abort after a completed run.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -242,7 +242,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
     for option, value in (("--trace", options.trace), ("--speeds", options.speeds)):
         if value and not options.plan:
             raise ConfigError(
-                "is of --plan alone", where={"option": option}, got=value, do="leave it out, or add --plan"
+                "only works with --plan", where={"option": option}, got=value, do="leave it out, or add --plan"
             )
     if options.step is not None and not options.resume:
         raise ConfigError(
@@ -342,11 +342,11 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
 def _model_to_plan(
     config: Config, world_size: int, *, begins: bool, first: bool
 ) -> tuple[ModelFacts | None, list[Problem], list[Problem]]:
-    """Return the model (None if it cannot be read), what is wrong, and what this machine lacks to start the run.
+    """Return the model (None if it cannot be read), the problems, and what this machine lacks to start the run.
 
-    The last list is not empty only where a run is planned without its checkpoint. `begins`: the run makes its first
-    step, and needs the weights that it starts from. `first`: this is a plan or rank 0, which reads config.json once
-    more through transformers.
+    The last list is empty unless a run is planned without its checkpoint. `begins`: the run makes its first step, and
+    needs the weights that it starts from. `first`: this is a plan or rank 0, which reads config.json once more through
+    transformers.
     """
     installed = installation_problems(config)
     if begins:
@@ -371,7 +371,7 @@ def _model_to_plan(
 def _problems(
     config: Config, folder: RunFolder | None, world_size: int, *, first: bool, again: bool
 ) -> tuple[list[Problem], TaskPrompts | None]:
-    """Return everything that speaks against starting here, and on rank 0 the prompts.
+    """Return every problem with starting here, and on rank 0 the prompts.
 
     first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
     """
@@ -393,9 +393,9 @@ def _problems(
 def _read_inputs(
     config: Config, folder: RunFolder | None, task: TaskPrompts | None, accepted: Sequence[str]
 ) -> tuple[list[RunInput], list[Problem]]:
-    """Return what the run reads, and which of it has changed since the run began that is resumed or replayed.
+    """Return the run's inputs, and a problem for each one that has changed since the resumed or replayed run began.
 
-    Nothing is compared where the prompts could not be read, or on other ranks than the first.
+    Nothing is compared if the prompts could not be read, or on ranks other than the first.
     """
     if task is None:
         return [], []
@@ -404,10 +404,9 @@ def _read_inputs(
 
 
 def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple[TaskPrompts | None, list[Problem]]:
-    """Read the prompts, and try the rewards unless nothing will be scored. Return the prompts, and what is wrong and
-    was not found before.
+    """Read the prompts, and try the rewards unless nothing will be scored. Return the prompts and the new problems.
 
-    Nothing is read if a problem of the task or the model was found: it would only be told again.
+    Nothing is read if a problem of the task or the model was found: it would only be reported again.
     """
     if any(str(problem.about.get("key", "")).startswith(("task.", "model.")) for problem in found):
         return None, []
@@ -431,8 +430,8 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
 
 
 def _try_rewards(config: Config, task: TaskPrompts) -> tuple[TaskPrompts, list[Problem]]:
-    """Import the reward functions as the run will, and try them. Return the task with what is to be told about them,
-    and what is wrong with them."""
+    """Import the reward functions as the run will, and try them. Return the task with notes on them, and the
+    problems."""
     limit = config.task.max_failed_fraction
     try:
         with VerifierPool.of(config.task, workers=1) as verifiers:
@@ -447,7 +446,7 @@ def _try_rewards(config: Config, task: TaskPrompts) -> tuple[TaskPrompts, list[P
 
 
 def _try_environment(config: Config, environment: EnvironmentConfig) -> list[Problem]:
-    """Import the environment as the run will, and try what renders its chats. Return what is wrong with them."""
+    """Import the environment as the run will, and try the renderer of its chats. Return the problems."""
     if found := renderer_problems(config):
         return found
     try:
@@ -458,7 +457,7 @@ def _try_environment(config: Config, environment: EnvironmentConfig) -> list[Pro
 
 
 def _checkpoint_problems(config: Config, folder: RunFolder | None, step: int | Literal["best"] | None) -> list[Problem]:
-    """Return what --resume needs and does not find, and which lines that it goes on with are damaged."""
+    """Return the problems of --resume: a missing checkpoint, or damaged lines that the run would continue."""
     if folder is None:
         return []
     try:

@@ -103,7 +103,7 @@ class Bets:
 
 @dataclass(slots=True)
 class History:
-    """Adds up the evidence of the last passes of a rank. A pass with another number of tests starts anew.
+    """Adds up the evidence of the last passes of a rank. Passes with another number of tests are left out.
 
     It is not part of a checkpoint, so only refusals depend on it, and no logged value.
     """

@@ -64,7 +64,7 @@ def test_a_layout_of_ones_own_is_proven(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "3"], "no case has so many ranks: got [3], expected of [1, 2, 4]"),
+        (["--ranks", "3"], "no case has this many ranks: got [3], expected of [1, 2, 4]"),
         (["parallel.tensor=2"], "a layout of your own has one world size: got []. Add --ranks N"),
     ],
 )
