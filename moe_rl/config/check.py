@@ -1,7 +1,7 @@
 """Finds everything that is wrong with a config, its files and the number of ranks, before any work starts.
 
 Rules about one field or one section are part of the section classes. This file has the rules that need two sections or
-the model. `check_layout` has those that need the number of ranks, `check_cluster` those for several machines, and
+the model. `check_layout` has the rules that need the number of ranks, `check_cluster` those for several machines, and
 `check_files` those for this machine. Only headers and small files are read, and no user code is imported, so the checks
 are quick and have no side effects.
 """
@@ -39,7 +39,7 @@ def refuse(found: list[Problem]) -> None:
 
 
 def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -> list[Problem]:
-    """Return the problems that are the same on every machine. facts: of the model, None if they are not known."""
+    """Return the problems that are the same on every machine. facts: the model's, None if they are not known."""
     return [
         *(_model_problems(config, facts) if facts is not None else ()),
         *config.model.problems(),
@@ -122,7 +122,7 @@ def _pipeline_problems(config: Config) -> Iterator[Problem]:
     mode, level = config.pipeline.mode, config.rollout.sleep_level
     if mode != "sync" and level:
         yield describe(
-            "a sampler that works while the trainer does cannot give its memory back",
+            "a sampler that works at the same time as the trainer cannot give its memory back",
             where={"key": "rollout.sleep_level", "given": f"pipeline.mode is {mode}"},
             got=level,
             expected=0,
@@ -139,11 +139,11 @@ def _pipeline_problems(config: Config) -> Iterator[Problem]:
             "goes through a GPU that trainer and sampler share, and they work at the same time",
             where={"key": "rollout.weight_transfer", "given": f"pipeline.mode is {mode}"},
             got="cuda_ipc",
-            expected="another way, and a sampler on GPUs of its own",
+            expected="another way, and a sampler on its own GPUs",
         )
     if config.pipeline.kv == "recompute" and config.rollout.stop:
         yield describe(
-            "every update would begin unfinished completions anew, because a text that ends one may lie across the cut",
+            "every update would restart unfinished completions, because a stop string may lie across the cut",
             where={"key": "pipeline.kv", "given": f"rollout.stop is {list(config.rollout.stop)}"},
             got="recompute",
             expected="keep",
@@ -151,14 +151,14 @@ def _pipeline_problems(config: Config) -> Iterator[Problem]:
 
 
 def _segment_problems(config: Config) -> Iterator[Problem]:
-    """Yield what is wrong where completions are aborted at each update, and continued as segments."""
+    """Yield the problems of completions that are aborted at each update and continued as segments."""
     pipeline, rollout = config.pipeline, config.rollout
     continued = pipeline.by_group and pipeline.kv == "recompute" and not rollout.stop
     anew = {"rollout.stop": bool(rollout.stop), "task.environment": config.task.environment is not None}
     for key, given in anew.items() if pipeline.by_group and pipeline.segments == "first" else ():
         if given:
             yield describe(
-                "what was aborted is never continued, but begins anew",
+                "aborted completions are never continued, but restarted",
                 where={"key": "pipeline.segments", "given": f"{key} is set"},
                 got="first",
                 do=f"remove pipeline.segments, or {key}",
@@ -210,7 +210,7 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
     falls = optimizer.schedule != "constant" and optimizer.min_lr == 0
     if falls and optimizer.decay_steps is not None and optimizer.decay_steps < updates:
         yield describe(
-            "the run goes on with a learning rate of 0",
+            "the run continues with a learning rate of 0",
             where={"key": "train.optimizer.min_lr"},
             got=optimizer.min_lr,
             expected=f"above 0: the run makes {updates} updates, and train.optimizer.decay_steps is "
@@ -243,7 +243,7 @@ def _replay_problems(config: Config) -> Iterator[Problem]:
         )
     if replay.overlap_chunks and config.parallel.expert == 1:
         yield describe(
-            "no rows travel that anything could be computed under",
+            "no rows travel, so there is nothing to overlap with computation",
             where={"key": "parallel.expert", **given},
             got=1,
             expected="at least 2",
@@ -251,7 +251,7 @@ def _replay_problems(config: Config) -> Iterator[Problem]:
         )
     if replay.overlap_chunks and config.train.overlap_expert_parallel_comm:
         yield describe(
-            "combined 1F1B runs layers in parts of its own, while rows travel",
+            "combined 1F1B runs layers in its own parts while rows travel",
             where={"key": "train.overlap_expert_parallel_comm", **given},
             got=True,
             expected="false",
@@ -283,7 +283,7 @@ def _share_problems(config: Config, world_size: int) -> Iterator[Problem]:
         for key in ("least_copied_rows", "node_ranks"):
             if (got := getattr(config.placement, key)) is not None:
                 yield describe(
-                    "it has no effect where no expert is copied",
+                    "it has no effect if no expert is copied",
                     where={"key": f"placement.{key}", "given": "placement.copies is 0"},
                     got=got,
                     expected="null",
@@ -305,7 +305,7 @@ def _copies_problems(config: Config) -> Iterator[Problem]:
             (config.placement.node_ranks or 0) % config.parallel.expert_tensor != 0,
             config.placement.node_ranks,
             f"a multiple of parallel.expert_tensor, {config.parallel.expert_tensor}",
-            "ranks that share an expert's matrices would be in several nodes",
+            "ranks that share an expert's matrices would be on several nodes",
         ),
         ("replay.mode", config.replay.mode == "off", "off", "r3 or r2", "only known routes say which experts to copy"),
         ("replay.plan", config.replay.plan is False, False, "true or null", "copies are part of dispatch plans"),

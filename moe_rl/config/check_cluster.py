@@ -13,17 +13,17 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def server_problems(config: Config) -> Iterator[Problem]:
-    """Say what is wrong with `rollout.servers` as they are written, one message each."""
+    """Yield the problems of `rollout.servers` that the config alone shows, one message each."""
     yield from config.rollout.server_problems()
     yield from engine_problems(config)
 
 
 def engine_problems(config: Config) -> Iterator[Problem]:
-    """Say where the servers of a run are not those of the cluster that it is planned for."""
+    """Yield a problem if the number of servers differs from that of the cluster that the run is planned for."""
     cluster, count = config.cluster, len(config.rollout.servers)
     if count and cluster is not None and cluster.engines != count:
         yield describe(
-            "not the servers that there are",
+            "not the number of servers",
             where={"key": "cluster.engines"},
             got=cluster.engines,
             expected=f"{count}, as in rollout.servers",
@@ -31,7 +31,7 @@ def engine_problems(config: Config) -> Iterator[Problem]:
 
 
 def has_servers(config: Config) -> bool:
-    """Tell whether a run samples from servers, named or planned. Without servers rank 0 starts one engine on one
+    """Return whether a run samples from servers, named or planned. Without servers rank 0 starts one engine on one
     GPU.
     """
     cluster = config.cluster
@@ -44,7 +44,7 @@ def start_problems(config: Config) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster is not None and has_servers(config) and not config.rollout.servers:
         yield describe(
-            "the cluster's engines are servers, and none is named",
+            "the cluster's engines are servers, and no server is named",
             where={
                 "key": "rollout.servers",
                 "given": f"cluster.engines is {cluster.engines}, cluster.gpus_per_engine is {cluster.gpus_per_engine}",
@@ -56,16 +56,16 @@ def start_problems(config: Config) -> Iterator[Problem]:
 
 
 def several_nodes(environment: Mapping[str, str]) -> bool:
-    """Tell whether torchrun started ranks on other nodes too."""
+    """Return whether torchrun started ranks on other nodes too."""
     ranks = environment.get("WORLD_SIZE", "1")
     return int(ranks) > int(environment.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def node_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Say why gloo, which connects the ranks on CPUs and writes checkpoints everywhere, would not find its way.
+    """Yield why gloo, which connects ranks on CPUs and is used for checkpoints everywhere, would not reach other nodes.
 
     Without an interface gloo uses the address of the host's name. On many systems this is loopback, and the ranks then
-    wait for each other without end.
+    wait for each other forever.
     """
     if not several_nodes(environment):
         return
@@ -86,7 +86,7 @@ def node_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
         return
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
         yield describe(
-            "not set, and the host's name leads to loopback, where no other node is",
+            "not set, and the host's name resolves to loopback, which other nodes cannot reach",
             where={"key": INTERFACE, "host": host},
             got=", ".join(sorted(found)),
             do=do,

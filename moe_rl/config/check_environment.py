@@ -1,4 +1,4 @@
-"""Finds what is wrong with a config whose prompts are the rows of an environment."""
+"""Finds the problems of a config whose prompts are the rows of an environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_REWARDS = ("rewards", "pass_reward", "chat", "overlong", "verifier_timeout_s
 
 
 def environment_problems(config: Config) -> Iterator[Problem]:
-    """Yield what cannot go together with task.environment; nothing without one."""
+    """Yield the settings that cannot be combined with task.environment; nothing without one."""
     if config.task.environment is None:
         return
     given: About = {"given": "task.environment plays the prompts"}
@@ -21,14 +21,14 @@ def environment_problems(config: Config) -> Iterator[Problem]:
         value, unused = getattr(config.task, key), TaskConfig.model_fields[key].default
         if value != unused:
             yield describe(
-                "not used where an environment writes the messages and gives the rewards",
+                "not used when an environment writes the messages and gives the rewards",
                 where={"key": f"task.{key}", **given},
                 got=_told(value),
                 do=f"remove task.{key}, or task.environment",
             )
     if config.rollout.stop:
         yield describe(
-            "an environment says itself what ends a turn",
+            "an environment itself says what ends a turn",
             where={"key": "rollout.stop", **given},
             got=list(config.rollout.stop),
             expected="none",
@@ -36,14 +36,14 @@ def environment_problems(config: Config) -> Iterator[Problem]:
         )
     if config.task.environment.credit == "turn" and config.objective.kl_coef > 0 and config.objective.kl_in == "reward":
         yield describe(
-            "a KL penalty in the reward is one of a whole completion, and turns have rewards of their own",
+            "a KL penalty in the reward is for a whole completion, and turns have their own rewards",
             where={"key": "objective.kl_in", "given": "task.environment.credit: turn"},
             got="reward",
             expected="loss",
         )
     if config.pipeline.kv == "recompute":
         yield describe(
-            "an episode whose turns were aborted cannot go on",
+            "an episode whose turns were aborted cannot continue",
             where={"key": "pipeline.kv", **given},
             got="recompute",
             expected="keep",
@@ -58,7 +58,7 @@ def environment_problems(config: Config) -> Iterator[Problem]:
 
 
 def _told(value: object) -> object:
-    """Return the value of a key as a user wrote it: the names of a section's members, or what is not as usual."""
+    """Return a key's value as the user wrote it: a dict's names, a section's non-default values, or the plain value."""
     if isinstance(value, Section):
         return value.model_dump(mode="json", exclude_defaults=True)
     return ", ".join(value) if isinstance(value, dict) else value

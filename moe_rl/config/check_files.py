@@ -24,7 +24,7 @@ NOT_COMPARED = ("fingerprint", "dtype", "eos_token_ids")
 
 
 def file_problems(config: Config, facts: ModelFacts | None) -> list[Problem]:
-    """Return one message for each problem. facts: of the checkpoint, None if they could not be read."""
+    """Return one message for each problem. facts: the checkpoint's, None if they could not be read."""
     return [
         *(_checkpoint_problems(config, facts) if facts is not None else ()),
         *absent_problems(config),
@@ -69,7 +69,7 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]
     except ConfigError as error:
         yield from error.problems
     try:
-        if (path / "tokenizer.json").is_file():  # the ids of another tokenizer are counted when it is loaded
+        if (path / "tokenizer.json").is_file():  # the ids of other tokenizers are counted when they are loaded
             yield from vocabulary_problems(config, facts, tokenizer_vocabulary(path))
     except ConfigError as error:
         yield from error.problems
@@ -81,7 +81,7 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]
 
 
 def vocabulary_problems(config: Config, facts: ModelFacts, vocabulary: int) -> Iterator[Problem]:
-    """Return what is wrong with the number of ids that the tokenizer can give."""
+    """Yield a problem if the tokenizer gives more ids than the model has."""
     if vocabulary > facts.vocab:
         yield describe(
             "the tokenizer gives ids the model has no embedding for",
@@ -98,18 +98,18 @@ def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> It
     if differ:
         ours, theirs = (", ".join(f"{name} {getattr(one, name)}" for name in differ) for one in (facts, published))
         yield describe(
-            "not the model that model.published has the figures of",
+            "not the model that model.published describes",
             where={"key": "model.path", "folder": config.model.path, "field": ", ".join(differ)},
             got=ours,
             expected=f"{theirs} as in {config.model.published}",
-            do="give that model's checkpoint; or set model.published=null for another one, such as a base model: then "
-            "nothing says that this is the model which the layout was planned for, and a plan needs the checkpoint "
-            "itself",
+            do="give that model's checkpoint; or set model.published=null for another model, such as a base model: "
+            "then nothing checks that this is the model that the layout was planned for, and a plan needs the "
+            "checkpoint itself",
         )
 
 
 def prompt_problems(config: Config) -> Iterator[Problem]:
-    """Return what is wrong with the prompt files that can be read."""
+    """Yield the problems of the prompt files that can be read."""
     task = config.task
     train, heldout = count_prompts(task.train), count_prompts(task.heldout)
     for key, sources, counts in (("train", task.train, train), ("heldout", task.heldout, heldout)):
@@ -128,14 +128,14 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
 
 
 def number_problems(config: Config, train: int | None, heldout: Sequence[int | None]) -> Iterator[Problem]:
-    """Return what is wrong with the number of prompts of all training sources, and of each held-out source.
+    """Yield the problems with the number of prompts of all training sources, and of each held-out source.
 
     None: not known, or endless. 0 prompts are another problem.
     """
     task = config.task
     if train and task.train_prompts not in (None, train):
         yield describe(
-            "the sources of task.train have another number",
+            "the sources of task.train have another number of prompts",
             where={"key": "task.train_prompts"},
             got=f"{train} prompts",
             expected=task.train_prompts,
@@ -179,7 +179,7 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
             yield describe(wrong, where={"key": "task.environment.run"}, got=environment.run)
         if importlib.util.find_spec("uvicorn") is None:
             yield describe(
-                "the library uvicorn, through which environments ask the model, is not installed",
+                "the library uvicorn, through which environments call the model, is not installed",
                 where={"key": "task.environment"},
                 got=environment.run,
                 do=with_extra("gateway"),
@@ -229,8 +229,8 @@ def jsonl_lines(file: str) -> Iterator[tuple[int, bytes]]:
 
 
 def count_prompts(sources: Sequence[PromptSourceConfig]) -> list[int | None]:
-    """Count the lines of each source that are not blank; None for one that cannot be read, drops rows or is no JSONL
-    file."""
+    """Count the lines of each source that are not blank; None for a source that cannot be read, drops rows or is not a
+    JSONL file."""
     return [None if source.kind != "jsonl" or source.drop else _count_lines(source.data) for source in sources]
 
 
@@ -248,7 +248,7 @@ def _count_lines(file: str) -> int | None:
 
 
 def dotted_path_problem(dotted: str) -> str | None:
-    """Return why `package.module.function` is no function, or None. Finds and reads the module without importing it."""
+    """Return why `package.module.function` is not a function, or None. Reads the module without importing it."""
     reason, module = _read_module(dotted)
     names = None if module is None else _top_level_names(module)
     _, _, name = dotted.rpartition(".")
@@ -259,7 +259,7 @@ def dotted_path_problem(dotted: str) -> str | None:
 
 
 def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:
-    """Return why there is no such module, and its source (None if there is none to read)."""
+    """Return why there is no such module, and its source (None if it cannot be read)."""
     parts = dotted.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return "not a dotted path such as package.module.function", None

@@ -14,8 +14,8 @@ from moe_rl.models.facts import ModelFacts
 def layout_problems(
     parallel: ParallelConfig, train: TrainConfig, facts: ModelFacts | None, world_size: int
 ) -> Iterator[Problem]:
-    """Return every reason why the model cannot be laid out and scheduled so on `world_size` ranks. facts None: not
-    known."""
+    """Return every reason why the model cannot be laid out and scheduled this way on `world_size` ranks. facts None:
+    not known."""
     yield from parallel.problems()
     yield from train.problems()
     yield from _rank_problems(parallel, facts, world_size)
@@ -95,7 +95,7 @@ def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: Mode
         held = min(map(len, itertools.chain(*chunk_layers(facts, parallel)))) if facts is not None else None
         if held and train.recompute_layers > held:
             yield describe(
-                "more than the layers of the shortest run of adjacent ones",
+                "more than the layers of the shortest run of adjacent layers",
                 where={"key": "train.recompute_layers"},
                 got=train.recompute_layers,
                 expected=f"at most {held}",
@@ -132,7 +132,7 @@ def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: Mode
 
 
 def _divided_sizes(facts: ModelFacts) -> Iterator[tuple[str, str, int]]:
-    """Yield (a dimension of `parallel`, a name for what it must divide, its number in the model)."""
+    """Yield (a dimension of `parallel`, the name of a model size that it must divide, that size)."""
     yield "expert", "experts (num_experts)", facts.num_experts
     yield "expert_tensor", "experts' width (moe_intermediate_size)", facts.moe_intermediate_size
     yield "tensor", "key-value heads (num_key_value_heads)", facts.kv_heads

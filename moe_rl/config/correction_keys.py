@@ -26,14 +26,14 @@ class CorrectionConfig(Section):
     """Ratio of the trainer's old policy to the sampler that the rule uses. token: the ratio of the token. sequence: the
     product of the ratios of all tokens of the sequence. geometric: their geometric mean."""
     rule: Literal["truncate", "mask", "reject", "veto"]
-    """Weight that follows from the ratio. truncate: the ratio, but at most `high`. mask: the ratio inside the bounds,
-    and 0 outside. reject: 1 inside the bounds, and 0 outside. veto: 0 for the whole sequence if the ratio of any of its
+    """Weight computed from the ratio. truncate: the ratio, but at most `high`. mask: the ratio inside the bounds, and 0
+    outside. reject: 1 inside the bounds, and 0 outside. veto: 0 for the whole sequence if the ratio of any of its
     tokens is below `low`."""
     low: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Lower bound of the ratio. mask and reject may have it, and veto needs it. A ratio of 1 is always inside the
+    """Lower bound of the ratio. Optional for mask and reject, required for veto. A ratio of 1 is always inside the
     bounds."""
     high: Annotated[float, Field(ge=1.0)] | None = None
-    """Upper bound of the ratio. truncate and mask need it, and reject may have it."""
+    """Upper bound of the ratio. Required for truncate and mask, optional for reject."""
 
     @property
     def weighs(self) -> bool:
@@ -41,7 +41,7 @@ class CorrectionConfig(Section):
         return self.rule in ("truncate", "mask")
 
     def bound_problems(self, key: str) -> Iterator[Problem]:
-        """Yield what is wrong with the bounds and the level. key: of this correction, for messages."""
+        """Yield the problems of the bounds and the level. key: this correction's, for messages."""
         rule = self.rule
         needed, allowed = _BOUNDS[rule]
         given = {bound for bound in ("low", "high") if getattr(self, bound) is not None}

@@ -9,29 +9,29 @@ from moe_rl.config.section import Count, Few, Location, Reward, Seconds, Section
 
 class EnvironmentConfig(Section):
     """Names the environment whose episodes a run trains on, and limits them. docs/howto/environments.md says how to
-    write one. It gives the rewards, so task.rewards and task.pass_reward are left out."""
+    write an environment. It gives the rewards, so task.rewards and task.pass_reward are left out."""
 
     run: str
     """Dotted path of the environment, an async function run(session, row). Each row of the prompt sources is the `row`
     of the episodes of one group."""
     python: Location | None = None
-    """Interpreter for the episodes, from 3.12 on, with packages of its own, such as .environments/bin/python. It needs
-    msgspec, and moe_rl where that is installed rather than a checkout. null: the run's own."""
+    """Interpreter for the episodes, Python 3.12 or newer, with its own packages, such as .environments/bin/python. It
+    needs msgspec, and also moe_rl if that is installed rather than a checkout. null: the run's interpreter."""
     concurrent: Few = 16
-    """Number of episodes that are played at once. Each has a process of its own."""
+    """Number of episodes that are played at once. Each has its own process."""
     seconds: Seconds = 300.0
-    """Time limit of an episode, without the import of the environment. A slower one has failed."""
+    """Time limit of an episode, without the import of the environment. A slower episode fails."""
     memory_limit_mib: Count = 4096
     """Address space that each process of an episode may map."""
     turns: Count = 32
-    """Most turns of an episode. Each completion is a turn, of at most rollout.max_completion_tokens. A dialogue has at
-    most rollout.max_prompt_tokens + rollout.max_completion_tokens tokens in all."""
+    """Largest number of turns of an episode. Each completion is a turn, of at most rollout.max_completion_tokens. A
+    dialogue has at most rollout.max_prompt_tokens + rollout.max_completion_tokens tokens in all."""
     tokens: Count = 32768
-    """Most tokens of an episode: those of its prompts that are new to it, and those of its completions."""
+    """Largest number of tokens of an episode: the tokens of its prompts that are new to it, and of its completions."""
     credit: Literal["trajectory", "turn"] = "trajectory"
-    """What gets an advantage. trajectory: all that the model said in an episode has the advantage of the episode. Where
-    the environment returns a reward for each turn, the reward of the episode is their sum. turn: each turn has an
-    advantage of its own, from its reward and those of the turns that continue it, and counts in the loss as a
-    completion does. The environment must return a reward for each turn."""
+    """Unit that gets an advantage. trajectory: all tokens sampled in an episode have the advantage of the episode. If
+    the environment returns a reward for each turn, the reward of the episode is their sum. turn: each turn has its own
+    advantage, from its reward and those of the turns that continue it, and counts in the loss as a completion does. The
+    environment must return a reward for each turn."""
     pass_threshold: Reward = 1.0
     """Smallest reward with which an episode passes, for the pass rates."""

@@ -1,4 +1,4 @@
-"""Defines the section `gateway`: how agents reach the model, `moe-rl serve --gateway`."""
+"""Defines the section `gateway`: how agents reach the model through `moe-rl serve --gateway`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class GatewayConfig(Section):
     renderer: dict[str, Any] = {"name": "default"}
     """Turns messages into tokens and completions into messages: a renderer of the package `renderers` by its name, such
     as qwen3, and its settings, such as enable_thinking. default: the model's own chat template, with the settings
-    tool_parser and reasoning_parser. It renders a whole dialogue anew for each turn, so a turn continues the one before
-    only where the template writes what the model said with the same tokens."""
+    tool_parser and reasoning_parser. It renders a whole dialogue anew for each turn, so a turn continues the turn
+    before only if the template writes the model's earlier output with the same tokens."""
     differs_in: tuple[DialogueKind, ...] = ()
-    """Kinds of dialogue in which the renderer may write other tokens than the model's chat template. It is refused for
-    a difference in any other. The history of a session that is of such a kind is not compared with the template."""
+    """Kinds of dialogue in which the renderer may write other tokens than the model's chat template. A difference in
+    any other kind is refused. The history of a session of such a kind is not compared with the template."""
     max_sessions: Few = 1024
-    """Most sessions that are open at once."""
+    """Largest number of sessions that are open at once."""
     session_tokens: Count = 131072
-    """Most tokens of a session: those of its prompts that are new to it, and those of its completions."""
+    """Largest number of tokens of a session: the tokens of its prompts that are new to it, and of its completions."""
     session_turns: Count = 256
-    """Most turns of a session. Each completion is a turn."""
+    """Largest number of turns of a session. Each completion is a turn."""
     session_seconds: Seconds = 3600.0
-    """Seconds after its beginning at which a session takes no more turns."""
+    """Age in seconds from which a session takes no more turns."""
     max_body_mib: Few = 16
     """Largest body of a request in MiB."""

@@ -37,7 +37,7 @@ class Layout:
 
 
 def make_layout(parallel: ParallelConfig, facts: ModelFacts, world_size: int) -> Layout:
-    """Compute the layout. It rounds what does not divide, which `check_layout` refuses, and never fails."""
+    """Compute the layout. Never fails: sizes that do not divide, which `check_layout` refuses, are rounded."""
     stage_size = world_size // parallel.pipeline
     return Layout(
         world_size=world_size,
@@ -54,7 +54,7 @@ def make_layout(parallel: ParallelConfig, facts: ModelFacts, world_size: int) ->
 
 
 def on_one_rank(config: Config) -> Config:
-    """Return the config for a single rank: without what only a layout can have, such as overlap and placement."""
+    """Return the config for a single rank, without the settings that need several, such as overlap and placement."""
     changes: dict[str, dict[str, object]] = {
         "train": {"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False, "packing": "length"},
         "replay": {"overlap_chunks": 0},

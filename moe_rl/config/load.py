@@ -30,7 +30,7 @@ from moe_rl.shipped import shipped
 SHIPPED = shipped("configs")
 
 Sources = dict[strict_yaml.Path, About]
-"""Who says it: for each key, the file and line or the override."""
+"""Source of each key: the file and line, or the override."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -70,9 +70,9 @@ def config_of(data: dict[str, Any], sources: Sources) -> Config:
 
 
 def find_config(name: str | Path, beside: Path = Path(), where: About = MappingProxyType({})) -> Path:
-    """Find a config file by its path, taken from the folder `beside`, or by the name of a shipped one.
+    """Find a config file by its path, relative to the folder `beside`, or by the name of a shipped one.
 
-    where: names the source of the request in the message. Raises ConfigError if there is no such file.
+    where: names the source of the request in messages. Raises ConfigError if there is no such file.
     """
     name, path = Path(name), beside / name
     by_name = [SHIPPED / name, SHIPPED / f"{name}.yaml"] if name.parent == Path() else []
@@ -91,7 +91,7 @@ def find_config(name: str | Path, beside: Path = Path(), where: About = MappingP
 
 
 def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Sources]:
-    """Return the merged content of a file and those that it extends, and the source of each key.
+    """Return the merged content of a file and of the files that it extends, and the source of each key.
 
     extending: the files that lead to this one.
     """
@@ -155,7 +155,7 @@ def dump_config(config: Config) -> str:
 
 
 def _override(data: dict[str, Any], text: str, sources: Sources) -> Problem | None:
-    """Apply one override in place, note its keys in `sources`; the problem with it, or None."""
+    """Apply one override in place, and note its keys in `sources`. Return the problem with it, or None."""
     key, equals, raw = text.partition("=")
     keys: strict_yaml.Path = tuple(key.split("."))
     if not equals or not all(part and part == part.strip() for part in key.split(".")):
@@ -186,7 +186,7 @@ def _override(data: dict[str, Any], text: str, sources: Sources) -> Problem | No
             sources[keys[: depth + 1]] = origin
         if not isinstance(node[part], dict | list):
             return describe(
-                "an override goes through a key that is no section",
+                "an override goes through a key that is not a section",
                 where={"key": ".".join(map(str, keys[: depth + 1])), **origin},
                 got=node[part],
             )
@@ -244,8 +244,8 @@ def _shown(value: Any, limit: int = 80) -> str:
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], Any]:
-    """Return the key of a pydantic error, and its class. Behind a union, pydantic's place names the member: leave that
-    out.
+    """Return the key of a pydantic error, and its class. After a union, pydantic's place names the member, which is
+    left out.
     """
     holder: Any = Config
     known: dict[str, type[BaseModel]] = {}

@@ -21,8 +21,8 @@ WeightCap = Annotated[float, Field(ge=1.0, description="Largest weight. Larger o
 DualClip = Annotated[
     Annotated[float, Field(gt=1.0)] | None,
     Field(
-        description="Largest ratio of a token with a negative advantage (dual clip, arXiv 1912.09729). A larger one is "
-        "held there, so that no token adds more than this factor times its advantage. null: no limit."
+        description="Largest ratio of a token with a negative advantage (dual clip, arXiv 1912.09729). A larger ratio "
+        "is clipped to it, so that no token adds more than this factor times its advantage. null: no limit."
     ),
 ]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -34,7 +34,7 @@ class ObjectiveConfig(Section):
     weighs_by_sampler: ClassVar[bool] = False
     """Whether the loss itself contains the ratio to the sampler."""
     centers: ClassVar[bool] = False
-    """Whether the loss weights a token by its ratio to the sampler alone, so that its score can be centered."""
+    """Whether the loss weights a token only by its ratio to the sampler, so that its score can be centered."""
     counted_by_token: ClassVar[str] = ""
     """For a loss with one term per sequence: the similar loss that accepts weights of single tokens."""
 
@@ -47,9 +47,9 @@ class ObjectiveConfig(Section):
     the standard deviation of the batch. reinforce_pp: mean and standard deviation are taken over all tokens of the
     batch."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Source of the old log-probabilities, the denominator of the ratio. trainer: the weights of the step's beginning.
-    The first update's own forward gives those of its sequences; those of later updates take a pass before it. sampler:
-    the values that came with the completions."""
+    """Source of the old log-probabilities, the denominator of the ratio. trainer: the weights at the step's beginning.
+    The first update's own forward gives those of its sequences; an extra pass before it computes those of later
+    updates. sampler: the values that came with the completions."""
     corrections: tuple[CorrectionConfig, ...] = ()
     """Weights of tokens and sequences that correct the mismatch of sampler and trainer. They are multiplied. Tokens of
     weight 0 stay in the denominator."""
@@ -63,7 +63,7 @@ class ObjectiveConfig(Section):
     the largest square is masked. null: no token is masked."""
     score_centering: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of the sampler's likeliest tokens that are recorded at every token, to center the score of cispo or
-    dppo_tv (arXiv 2609.20807). Costs 8 bytes of trace each before compression. null: not centered."""
+    dppo_tv (arXiv 2609.20807). Each costs 8 bytes of trace before compression. null: not centered."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL to the frozen initial policy, which routes natively. With every loss it is the mean over the
     tokens of a sequence, then over sequences. 0: no reference model is built."""
@@ -130,7 +130,7 @@ class ObjectiveConfig(Section):
         where: About = {"given": f"objective.name is {self.name}"}
         if self.old_logprobs == "sampler":
             yield describe(
-                "the old policy is the sampler, so that every ratio it looks at is 1",
+                "the old policy is the sampler, so every ratio that it uses is 1",
                 where={"key": key, "given": "objective.old_logprobs is sampler"},
                 got=f"{correction.level} {rule}",
                 expected="objective.old_logprobs trainer, or no correction; objective.off_policy_delta works with both",
@@ -138,7 +138,7 @@ class ObjectiveConfig(Section):
             return
         if self.weighs_by_sampler and correction.weighs:
             yield describe(
-                "the loss has the ratio to the sampler in it already, and it would count twice",
+                "the loss already contains the ratio to the sampler, which would count twice",
                 where={"key": f"{key}.rule", **where},
                 got=rule,
                 expected="reject or veto",
@@ -146,7 +146,7 @@ class ObjectiveConfig(Section):
             )
         if self.counted_by_token and correction.level == "token" and rule != "veto":
             yield describe(
-                "the loss has one term per sequence, and this gives each token a weight of its own",
+                "the loss has one term per sequence, and this gives each token its own weight",
                 where={"key": f"{key}.level", **where},
                 got=f"token {rule}",
                 expected="level sequence or geometric, or a veto",
@@ -156,7 +156,7 @@ class ObjectiveConfig(Section):
     def _second_moment_problems(self) -> Iterator[Problem]:
         if self.old_logprobs == "sampler":
             yield describe(
-                "the old policy is the sampler, so that every log-ratio it looks at is 0",
+                "the old policy is the sampler, so every log-ratio that it uses is 0",
                 where={"key": "objective.second_moment_limit", "given": "objective.old_logprobs is sampler"},
                 got=self.second_moment_limit,
                 expected="objective.old_logprobs trainer, or null",
@@ -195,21 +195,21 @@ class ObjectiveConfig(Section):
         elif self.kl_in == "reward":
             if self.old_logprobs != "trainer":
                 yield describe(
-                    "a KL in the reward is of the trainer's policy before the step's first update",
+                    "a KL in the reward is that of the trainer's policy before the step's first update",
                     where={"key": "objective.old_logprobs", "given": "objective.kl_in is reward"},
                     got=self.old_logprobs,
                     expected="trainer",
                 )
             if self.kl_unbiased:
                 yield describe(
-                    "concerns a gradient, and a KL in the reward has none",
+                    "it changes the gradient of the KL, and a KL in the reward has no gradient",
                     where={"key": "objective.kl_unbiased", "given": "objective.kl_in is reward"},
                     got="true",
                     expected="false",
                 )
         elif self.kl_estimator == "k1" and not self.kl_unbiased:
             yield describe(
-                "the gradient of k1 in a loss is 0 on average, so that nothing holds the policy",
+                "the gradient of k1 in a loss is 0 on average, so nothing holds the policy",
                 where={"key": "objective.kl_estimator"},
                 got="k1",
                 expected="k2 or k3, or objective.kl_unbiased, whose ratio gives k1 the gradient of the KL",
@@ -233,7 +233,7 @@ class GspoConfig(ObjectiveConfig):
 
 
 class GspoTokenConfig(ObjectiveConfig):
-    """Works like gspo, but gives each token a term of its own, with the ratio of its sequence."""
+    """Works like gspo, but gives each token its own term, with the ratio of its sequence."""
 
     name: Literal["gspo_token"]
     clip_low: ClipLow = 3e-4
@@ -302,9 +302,9 @@ class DppoTvConfig(ObjectiveConfig):
     centers = True
     name: Literal["dppo_tv"]
     delta_low: Probability = Field(examples=[0.2])
-    """Largest loss of probability with which a token keeps its gradient."""
+    """Largest drop in probability with which a token keeps its gradient."""
     delta_high: Probability = Field(examples=[0.2])
-    """Largest gain of probability with which a token keeps its gradient."""
+    """Largest rise in probability with which a token keeps its gradient."""
     weight_cap: WeightCap = Field(examples=[20.0])
     old_logprobs: Literal["sampler"] = "sampler"
     """Fixed by the method: its ratio is to the sampler's policy."""
@@ -365,7 +365,7 @@ LOSS_PARAMETERS: dict[str, dict[str, float]] = {
 
 
 def without_nulls(objective: Any) -> Any:
-    """Return the section without loss parameters that are null. With null an override removes a parameter."""
+    """Return the section without loss parameters that are null: an override to null removes a parameter."""
     if not isinstance(objective, dict):
         return objective
     parameters = {key for keys in LOSS_PARAMETERS.values() for key in keys}

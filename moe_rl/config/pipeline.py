@@ -16,30 +16,30 @@ class PipelineConfig(Section):
     """sync: a step samples its completions with the newest weights, then trains on them. one_step_off: the next step is
     sampled while a step trains, with the weights from before that step. async: groups of completions are sampled
     without a break, new weights go in while requests are in flight, and a step trains on the groups that are ready.
-    Both others than sync need a sampler that shares no GPU with the trainer."""
+    one_step_off and async need a sampler that shares no GPU with the trainer."""
     max_staleness: Whole | None = None
-    """Largest number of versions by which the weights that began a group may be older than those that train on it, in
-    mode async. It holds when a step takes the group, the time in the queue included. 0: as sync, bit for bit. null: 1
-    in mode async."""
+    """Largest number of versions that the weights that began a group may lag those that train on it, in mode async. The
+    limit applies when a step takes the group, after its time in the queue. 0: as sync, bit for bit. null: 1 in mode
+    async."""
     kv: Literal["keep", "recompute"] = "keep"
-    """What becomes of the KV cache of requests that are in flight when new weights arrive, in mode async. keep: they go
-    on with it. recompute: they are aborted, and continued with a new prefill under the new weights."""
+    """What happens to the KV cache of requests that are in flight when new weights arrive, in mode async. keep: they
+    continue with it. recompute: they are aborted, and continued with a new prefill under the new weights."""
     segments: Literal["exact", "first"] = "exact"
-    """How a completion is trained on that was aborted and continued, in mode async: at an update with kv recompute, and
-    with either kv where a run ends in the middle of it and is resumed. exact: each part is a segment of its own behind
-    the earlier ones, with routes for all its tokens from the weights that sampled it. All segments of a completion are
-    in one microbatch and one term of the loss; a part that leaves no room for another in train.microbatch_tokens is
+    """How an aborted and continued completion is trained on, in mode async: aborted at an update with kv recompute, or
+    with either kv when the run ended in the middle of it and was resumed. exact: each part is its own segment after the
+    earlier parts, with routes for all its tokens from the weights that sampled it. All segments of a completion are in
+    one microbatch and one term of the loss; a part that leaves no room for another in train.microbatch_tokens is
     sampled again. first: one sequence, in which every token keeps the first routes that were recorded for it."""
     late: Literal["wait", "drop"] = "wait"
-    """What a step does, in mode async, about groups that would be too old for the next step and are not ready. wait: it
+    """What a step does, in mode async, about groups that are not ready and would be too old for the next step. wait: it
     waits for them. drop: they are dropped and their prompts count as used."""
     oversample: NotNegative = 0.0
     """Groups that may be sampled beyond those that steps need, as a fraction of rollout.prompts_per_step (mode async).
-    Steps do not wait for the slowest of that many groups, which are then dropped."""
+    Steps do not wait for this many of the slowest groups, which are then dropped."""
 
     @property
     def lag(self) -> int:
-        """Return by how many versions the weights that sampled a completion may be older than the trainer's."""
+        """Return how many versions the weights that sampled a completion may lag the trainer's."""
         if self.mode == "async":
             return 1 if self.max_staleness is None else self.max_staleness
         return int(self.mode == "one_step_off")
@@ -62,7 +62,7 @@ class PipelineConfig(Section):
         for key in keys if not self.by_group else ():
             if (value := getattr(self, key)) != type(self).model_fields[key].default:
                 yield describe(
-                    "only groups that are sampled without a break have this",
+                    "only used when groups are sampled without a break",
                     where={"key": f"pipeline.{key}", "given": given},
                     got=value,
                     do=f"{do}, or remove pipeline.{key}",

@@ -28,7 +28,7 @@ def _location(text: str) -> str:
 
 
 class PromptSourceConfig(Section):
-    """Names one set of prompts and says which columns of its rows are what. A reward function may name any column.
+    """Names one set of prompts and the meaning of its columns. A reward function may name any column.
 
     A column's name may have dots: it then leads into an object, a list (by a number from 0) or JSON text.
     """
@@ -36,20 +36,20 @@ class PromptSourceConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Names the source in ids, messages and metrics: letters, digits, dots, dashes and underscores."""
     data: Annotated[str, AfterValidator(_location)]
-    """FILE.jsonl, with one JSON object a line; FILE.parquet; a folder or the hub name of a data set that the library
+    """FILE.jsonl, with one JSON object per line; FILE.parquet; a folder or the hub name of a data set that the library
     `datasets` loads; or `reasoning_gym:TASK`, a generator of endless tasks."""
     prompt: str = "prompt"
     """Column with the prompt: a text, or a list of chat messages {role, content}, which may be stored as JSON text."""
     tools: str | None = "tools"
-    """Column with the tools that the template shows beside the prompt of its row: a list of JSON schemas, which may be
-    stored as JSON text. A row without them has those of task.chat. null: none."""
+    """Column with the tools that the template shows with the row's prompt: a list of JSON schemas, which may be stored
+    as JSON text. A row without tools uses those of task.chat. null: none."""
     id: str | None = None
     """Column with a name that no other row of the source has. null: the number of the row, from 0."""
     answer: str | None = None
     """Column with the right answer, such as reward_model.ground_truth: rewards get its value as the argument `answer`.
     null: the column `answer`."""
     level: str | None = None
-    """Column with a class of difficulty; the evaluation logs pass rates for each. null: none."""
+    """Column with a difficulty class; the evaluation logs pass rates for each class. null: none."""
     drop: tuple[Literal["too_long", "empty", "duplicate", "missing"], ...] = ()
     """Rows to leave out and count, instead of refusing the source. too_long: the prompt has more than
     rollout.max_prompt_tokens. empty: the prompt has no text. duplicate: an earlier row has the same id. missing: a
@@ -73,7 +73,7 @@ class PromptSourceConfig(Section):
 
     @property
     def may_be_on_the_hub(self) -> bool:
-        """Return whether `data` is no folder here, but could be the name of a data set."""
+        """Return whether `data` is not a folder here, but could be the name of a data set."""
         return self.kind == "dataset" and not Path(self.data).is_dir() and bool(_HUB_NAME.fullmatch(self.data))
 
 
@@ -114,7 +114,7 @@ class ChatConfig(Section):
 
 
 def source_problems(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator[Problem]:
-    """Yield what is wrong between the keys of the sources of `task.train` or `task.heldout`, called `key`."""
+    """Yield the problems between the keys of the sources of `task.train` or `task.heldout`, called `key`."""
     if not sources:
         yield describe("there is no source of prompts", where={"key": key}, do="give at least one")
     names = [source.name for source in sources]
@@ -135,7 +135,7 @@ def source_problems(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator
 
 
 def heldout_problems(sources: Sequence[HeldoutSourceConfig]) -> Iterator[Problem]:
-    """Yield what is wrong with the way in which the sources of `task.heldout` are evaluated."""
+    """Yield the problems of how the sources of `task.heldout` are evaluated."""
     for at, source in enumerate(sources):
         key = f"task.heldout.{at}"
         if source.temperature is not None and 0 < source.temperature < 0.01:

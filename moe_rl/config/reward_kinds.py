@@ -12,14 +12,14 @@ from pydantic_core import PydanticCustomError
 
 from moe_rl.config.section import NotNegative, Reward, Seconds, Section, chosen_by, members
 
-# Seconds before the second and the last attempts at a remote verifier. Each wait is twice the one before.
+# First and longest wait in seconds between attempts at a remote verifier. Each wait is twice the wait before.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
-# Time that a machine under load may need to send and receive, beside the limits of the attempts themselves.
+# Time that a machine under load may need to send and receive, besides the limits of the attempts themselves.
 _SLACK_SECONDS = 5.0
 
 
 def _post_address(url: str) -> str:
-    """Refuse a text that is no URL to post to, and one with a password, which the run folder would show."""
+    """Refuse a text that is not a URL to post to, and a URL with a password, which the run folder would show."""
     try:
         parts = urlsplit(url)
         plain = bool(parts.hostname) and parts.port != 0 and parts.username is None and not parts.fragment
@@ -44,12 +44,12 @@ class RewardConfig(Section):
     library: ClassVar[tuple[str, str] | None] = None
     """Module that the kind needs, and the extra of moe_rl that installs it."""
     argument_advice: ClassVar[tuple[str, ...]] = ()
-    """What a user can do who named an argument that the rows do not have. (): the arguments of the kind are fixed."""
+    """Advice for an argument that the rows do not have. (): the arguments of the kind are fixed."""
     reads_answer: ClassVar[bool] = False
     """Whether it fails for an `answer` that it cannot read, whatever the completion is."""
 
     kind: str = "function"
-    """Kind of the reward. Each has keys of its own, in the tables below."""
+    """Kind of the reward. Each kind has its own keys, in the tables below."""
     weight: Reward = 1.0
     """Weight in the reward of a completion, which is the weighted sum of all rewards."""
 
@@ -60,7 +60,7 @@ class RewardConfig(Section):
 
     @property
     def batch(self) -> int | None:
-        """Return how many completions one call gets at most, as lists; None: one, and no list."""
+        """Return the largest number of completions in one call, as lists; None: one completion, no lists."""
         return None
 
     @property
@@ -79,9 +79,9 @@ class FunctionReward(RewardConfig):
     function: str
     """Dotted path of a function, plain or async, that returns a number. It gets the arguments that it names."""
     batch_size: Annotated[int, Field(ge=1, le=2**16)] | None = None
-    """Number of completions that one call gets at most. Each argument is then a list with one item per completion, and
-    the function returns a list of numbers. An exception object in that list fails only its own completion; an exception
-    that is raised fails all of them. null: one completion a call, and no lists."""
+    """Largest number of completions in one call. Each argument is then a list with one item per completion, and the
+    function returns a list of numbers. An exception object in that list fails only its own completion; an exception
+    that is raised fails all of them. null: one completion per call, and no lists."""
 
     @property
     def batch(self) -> int | None:
@@ -119,7 +119,7 @@ class NumericReward(AnswerReward):
     tolerance: NotNegative = 0.0
     """Largest difference to the right number that still counts as equal."""
     relative_tolerance: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """The same as a fraction of the right number. The larger one of both limits counts."""
+    """The same as a fraction of the right number. The larger of the two limits counts."""
 
 
 class MathVerifyReward(RewardConfig):
@@ -135,7 +135,7 @@ class MathVerifyReward(RewardConfig):
 
 
 class ReasoningGymReward(AnswerReward):
-    """Gives what the scorer of reasoning-gym gives, for prompts of its generators. 1 is right; many scorers give a
+    """Gives the score of reasoning-gym's own scorer, for prompts of its generators. 1 is right; many scorers give a
     little for an answer that is almost right."""
 
     factory = "moe_rl.tasks.gym_reward.reasoning_gym"
@@ -146,8 +146,8 @@ class ReasoningGymReward(AnswerReward):
 
 
 class RemoteReward(RewardConfig):
-    """Asks a server for each completion. A server that cannot be asked fails the verification; that is no reward
-    of 0. docs/howto/own_task.md gives the protocol."""
+    """Asks a server to score each completion. If the server cannot be reached, the verification fails, which is not a
+    reward of 0. docs/howto/own_task.md gives the protocol."""
 
     factory = "moe_rl.tasks.remote_reward.remote"
     argument_advice = ("correct the name in `arguments`",)
@@ -161,14 +161,14 @@ class RemoteReward(RewardConfig):
     timeout_seconds: Seconds = 10.0
     """Time limit of one attempt."""
     attempts: Annotated[int, Field(ge=1, le=10)] = 3
-    """Number of attempts. Another one follows a time limit, a lost connection, and the statuses 408, 429 and 5xx, after
-    a wait of 0.5 seconds that doubles each time, up to 8."""
+    """Number of attempts. Another attempt follows a timeout, a lost connection, and the statuses 408, 429 and 5xx,
+    after a wait of 0.5 seconds that doubles each time, up to 8."""
     concurrent_requests: Annotated[int, Field(ge=1, le=1024)] = 32
     """Number of requests that one verifier process sends at a time."""
 
     @property
     def waits(self) -> list[float]:
-        """Return the seconds before each attempt but the first."""
+        """Return the seconds to wait before each attempt but the first."""
         return [min(_FIRST_WAIT * 2**number, _LONGEST_WAIT) for number in range(self.attempts - 1)]
 
     @property

@@ -32,11 +32,11 @@ class RolloutConfig(Section):
     max_completion_tokens: Count
     """Longest completion. Longer ones are truncated."""
     stop_token_ids: tuple[Whole, ...] = ()
-    """Tokens that end a completion, beside the end-of-sequence tokens of the model. Such a token is sampled and trained
-    on like any other; the text that rewards see goes up to it."""
+    """Tokens that end a completion, besides the model's end-of-sequence tokens. Such a token is sampled and trained on
+    like any other; the text that rewards see ends before it."""
     stop: Annotated[tuple[StopString, ...], Field(max_length=MOST_STOP_STRINGS)] = ()
-    """Texts that end a completion as soon as what was sampled contains one, also across tokens. Its tokens are trained
-    on like any others; the text that rewards see goes up to it. The sampler then loads the tokenizer."""
+    """Texts that end a completion as soon as the sampled text contains one, also across tokens. Its tokens are trained
+    on like any others; the text that rewards see ends before it. The sampler then loads the tokenizer."""
     temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
     """Sampling temperature. The trainer divides its logits by it too. vLLM would use 0.01 for a lower temperature, and
     refuses one above 2."""
@@ -61,12 +61,12 @@ class RolloutConfig(Section):
     trainer and sampler share. broadcast: from several trainer ranks, over NCCL, or over gloo without GPUs. disk:
     through the run folder, which both see. auto: the way that --plan shows."""
     weight_bucket_mib: Annotated[float, Field(gt=0.0, le=2**20)] = 256.0
-    """Largest amount of weights that a rank holds at a time on their way to the sampler. A larger tensor travels
+    """Largest amount of weights that a rank holds at a time on their way to the sampler. A larger tensor is sent
     alone."""
     weight_senders: Count = 4
-    """Largest number of trainer ranks that broadcast weights. Ranks beyond it hand theirs over to one of these. Every
-    sender has a connection of its own to all workers of the samplers, which takes memory of their GPUs. For other ways
-    than broadcast it does not matter."""
+    """Largest number of trainer ranks that broadcast weights. Further ranks pass theirs to one of these. Every sender
+    has its own connection to all workers of the samplers, which takes memory of their GPUs. Only used with
+    broadcast."""
     sleep_level: Annotated[Literal[0, 1, 2], Number] = 0
     """GPU memory that a sampler on the trainer's GPUs gives back while the trainer works. 0: none. 1: it drops the KV
     cache and moves its weights to the host. 2: it drops both, and gets weights with the next update. No effect on a
@@ -100,11 +100,11 @@ class RolloutConfig(Section):
 
     def _stop_problems(self) -> Iterator[Problem]:
         for at, text in enumerate(self.stop):
-            # of two that end at the same character, the first one counts
+            # if two end at the same character, the first in the list counts
             sooner = [one for n, one in enumerate(self.stop) if one in text[:-1] or (n < at and one in text)]
             if sooner:
                 yield describe(
-                    "can never end a completion, because another stop string ends it before",
+                    "can never end a completion, because another stop string ends it earlier",
                     where={"key": f"rollout.stop.{at}"},
                     got=repr(text),
                     expected=f"no text that contains {sooner[0]!r}",
@@ -116,8 +116,8 @@ class RolloutConfig(Section):
         asked = ", ".join(f"rollout.{name} {getattr(self, name)}" for name, removes in removing.items() if removes)
         if asked and not self.keep_sampling_mask:
             yield describe(
-                "the sampler would normalize over the tokens that were left to draw from, and the trainer over all "
-                "tokens, so every ratio between them would be wrong",
+                "the sampler would normalize over the tokens that remain, and the trainer over all tokens, so every "
+                "ratio between them would be wrong",
                 where={"key": "rollout.keep_sampling_mask", "given": asked},
                 got="false",
                 expected="true",
@@ -147,7 +147,7 @@ class RolloutConfig(Section):
             )
 
     def server_problems(self) -> Iterator[Problem]:
-        """Say what is wrong with `servers` as they are written; whether they answer is asked in rollout/attach.py."""
+        """Yield the problems of `servers` that the config alone shows; rollout/attach.py checks whether they answer."""
         count = len(self.servers)
         for key, value in (("token_file", self.token_file), ("max_lost_servers", self.max_lost_servers)):
             if value and not count:
@@ -190,7 +190,7 @@ class RolloutConfig(Section):
             )
         if self.sleep_level:
             yield describe(
-                "servers have GPUs of their own and do not sleep",
+                "servers have their own GPUs and do not sleep",
                 where={"key": "rollout.sleep_level"},
                 got=self.sleep_level,
                 expected=0,
@@ -214,14 +214,14 @@ class ReplayConfig(Section):
     """Number of steps between measurements of how far the routers disagree in each layer. Under r3 such a step has one
     extra pass that routes natively, to measure what replay removes. 0: never."""
     keep_shards: Count = 4
-    """Number of last steps whose rollouts and trace shards stay on disk. Those that follow a kept checkpoint
+    """Number of most recent steps whose rollouts and trace shards stay on disk. Those that follow a kept checkpoint
     (checkpoint.keep) or the initial model stay too. All others are removed."""
     missing: Literal["refuse", "drop", "native"] = "refuse"
     """What happens when tokens of a sequence have no recorded route. refuse: the run ends. drop: the sequence is not
     trained on. native: the router chooses for these tokens. Damaged or wrong routes always end the run."""
     stale: Literal["replay", "native"] = "replay"
-    """What happens to routes that older weights than the trainer's have chosen, as `pipeline` allows. replay: they are
-    taken. native: the router chooses for these tokens. Routes of still older weights always end the run."""
+    """What happens to routes chosen by weights older than the trainer's, as far as `pipeline` allows them. replay: they
+    are taken. native: the router chooses for these tokens. Routes of still older weights always end the run."""
     plan: bool | None = None
     """Whether dispatch plans are computed from the routes once a step. With a plan no MoE layer exchanges counts with
     other ranks or waits for them. The results are the same bit for bit. null: yes where routes are replayed (mode r3
@@ -233,8 +233,8 @@ class ReplayConfig(Section):
     and experts compute one chunk while another travels; the experts' gradients are then sums over chunks."""
     max_rows: Count | None = None
     """Largest number of rows that the experts of a rank may get in one layer of a microbatch. A row is a (token,
-    expert) pair; padding counts. A step whose routes would exceed it ends the run before its first pass. null: any
-    number."""
+    expert) pair; padding counts. A step whose routes would exceed it ends the run before the step's first pass. null:
+    any number."""
     max_fallback_fraction: Fraction = 0.0
     """Largest fraction of a step's (token, layer) positions that may be routed natively, and of its sequences that may
     be dropped. Above it the run ends."""
@@ -283,7 +283,7 @@ class ReplayConfig(Section):
 
 
 def _no_address(url: str) -> str:
-    """Say why this is not the address of a server; return "" if it is one."""
+    """Return why this is not the address of a server; "" if it is."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

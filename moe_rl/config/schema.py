@@ -56,8 +56,8 @@ class RunConfig(Section):
     steps: Count
     """Number of steps. Each samples one rollout batch and trains on it."""
     max_hours: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
-    """Hours after its start at which the run ends, as if it were asked to stop: behind a step, with a checkpoint. It
-    ends earlier if another step as long as the longest so far would end later. A resumed run gets them again. null: no
+    """Hours after its start at which the run ends, as if asked to stop: after a step, with a checkpoint. It ends
+    earlier if another step as long as the longest so far would exceed them. A resumed run gets them again. null: no
     limit."""
     peer_timeout_seconds: Annotated[float, Field(ge=1.0, le=2e6)] = 30.0
     """Seconds without a sign of life from a rank or a sampler after which the run ends. Ranks give two signs a
@@ -75,14 +75,14 @@ class ModelConfig(Section):
     docs/reference/models.md lists the model families."""
     published: Location | None = None
     """File with the figures of the published config.json, such as those in configs/models. --plan reads the model from
-    it where `path` is not on this machine. Where `path` is there, both must describe the same model. null for another
-    one, such as the base model: docs/howto/plan.md says what that gives up."""
+    it if `path` is not on this machine. If `path` exists, both must describe the same model. null for another model,
+    such as the base model: docs/howto/plan.md says what that gives up."""
     from_run: Location | None = None
     """Folder of another run of the same model, whose trained weights this run starts from. The layouts may differ. The
     reference policy of a KL stays the model in `path`."""
     from_step: Count | Literal["best"] | None = None
-    """Number of steps after which the checkpoint in `from_run` was written. best: the best one of a run with eval.best.
-    null: the newest one. The number of either goes into config.yaml of the run folder."""
+    """Number of steps after which the checkpoint in `from_run` was written. best: the best checkpoint of a run with
+    eval.best. null: the newest checkpoint. The number of either goes into config.yaml of the run folder."""
     from_optimizer: bool = False
     """Whether the run also starts with the optimizer state of that checkpoint: float32 weights and Adam's moments. The
     schedule of the learning rate begins anew."""
@@ -116,11 +116,11 @@ class TaskConfig(Section):
     heldout: tuple[HeldoutSourceConfig, ...]
     """Sources of evaluation prompts. They are never trained on."""
     train_prompts: Count | None = None
-    """Number of prompts that the sources of `train` must have together. --plan uses it where the files are not on this
+    """Number of prompts that the sources of `train` must have together. --plan uses it if the files are not on this
     machine. null: any number."""
     chat: ChatConfig | None = None
-    """Settings of the model's chat template. With this section, a prompt of plain text becomes the message of a user.
-    null: a prompt of plain text is given to the model as it is, and messages go through the template as they are."""
+    """Settings of the model's chat template. With this section, a prompt of plain text becomes a user message. null: a
+    prompt of plain text is given to the model as it is, and messages go through the template as they are."""
     rewards: dict[str, AnyReward] = {}
     """Rewards by name: at least one, unless there is an environment."""
     pass_reward: str | None = None
@@ -129,7 +129,7 @@ class TaskConfig(Section):
     environment: EnvironmentConfig | None = None
     """Environment whose episodes are trained on instead of single completions. null: none."""
     verifier_timeout_seconds: Seconds = 5.0
-    """Time limit of a verification. A slower one is killed and counts as failed."""
+    """Time limit of a verification. A slower verification is killed and counts as failed."""
     verifier_workers: Few = 1
     """Number of verifier processes."""
     max_failed_fraction: Fraction = 0.1
@@ -190,7 +190,7 @@ class TaskConfig(Section):
             )
 
     def _scorer_problems(self) -> Iterator[Problem]:
-        """A generator's scorer works with the generator's options, and a row does not say which they were."""
+        """Yield sources of one generator with different options: a row does not say which options its scorer needs."""
         scorer = next((name for name, reward in self.rewards.items() if reward.kind == "reasoning_gym"), None)
         if scorer is None:
             return
@@ -204,12 +204,12 @@ class TaskConfig(Section):
                         where={"key": f"task.{key}.{at}.options", "given": f"task.rewards.{scorer} scores them"},
                         got=source.options,
                         expected=kept,
-                        do="give both the same options, or use a reward function of your own",
+                        do="give both the same options, or use your own reward function",
                     )
 
 
 class GuardsConfig(Section):
-    """Sets the limits at which a run that goes wrong is ended."""
+    """Sets the limits at which a failing run is ended."""
 
     max_skipped_updates: Count = 3
     """Number of skipped updates in a row after which the run ends. An update is skipped when a loss or gradient is not
@@ -232,11 +232,11 @@ class GuardsConfig(Section):
     ends when the difference is far above that of its own last syncs: see docs/internals/weight_sync.md."""
     same_version: bool = True
     """Whether a run that samples ahead of training ends when tokens of lag 0, which the trainer's own version sampled,
-    disagree with the trainer as tokens of other weights do. That is a fault and no drift: see docs/howto/guards.md."""
+    disagree with the trainer as tokens of other weights do. That is a fault, not drift: see docs/howto/guards.md."""
     evidence_mib: Whole = 4096
-    """Largest size in MiB of what a run keeps, when a check ends it, for `moe-rl explain` to say who was right: the
-    trainer's weights, some sequences, and both engines' routes. Weights that do not fit are left out; then `explain`
-    needs a checkpoint. 0: nothing is kept."""
+    """Largest size in MiB of the evidence that a run keeps for `moe-rl explain` when a check ends it: the trainer's
+    weights, some sequences, and both engines' routes. Weights that do not fit are left out; then `explain` needs a
+    checkpoint. 0: nothing is kept."""
 
 
 class ClusterConfig(Section):
@@ -253,7 +253,7 @@ class ClusterConfig(Section):
     """GPU memory that the planner leaves free for the CUDA context, NCCL buffers, kernel workspaces and
     fragmentation."""
     engines: Count = 1
-    """Number of sampling engines. They run on GPUs of their own, with as much memory."""
+    """Number of sampling engines. They run on their own GPUs, with as much memory."""
     gpus_per_engine: Count = 1
     """Number of GPUs of one engine (tensor parallelism)."""
     links_gb_per_second: dict[str, Positive] = {"network": 50.0}
@@ -268,11 +268,11 @@ class CheckpointConfig(Section):
     keep: Count = 2
     """Number of checkpoints that are kept."""
     asynchronous: bool = True
-    """Whether a checkpoint is copied to host memory and written while the run goes on. false: the run waits."""
+    """Whether a checkpoint is copied to host memory and written while the run continues. false: the run waits."""
     grace_seconds: Seconds = 25.0
-    """Longest time between a request to stop (SIGTERM) and the end of the run. In it the run abandons its sampling or
-    finishes its training step, and saves. Set it below the limits of the scheduler and of torchrun (--shutdown-timeout,
-    30 seconds)."""
+    """Longest time between a request to stop (SIGTERM) and the end of the run. Within it the run abandons its sampling
+    or finishes its training step, and saves. Set it below the limits of the scheduler and of torchrun
+    (--shutdown-timeout, 30 seconds)."""
 
 
 class ExportConfig(Section):
@@ -300,12 +300,12 @@ class EvalConfig(Section):
     every_steps: Count = 10
     """Number of steps between evaluations. The run also evaluates before the first step and after the last."""
     prompts: Count = 256
-    """Number of held-out prompts of each source that names none of its own. Each evaluation uses the same ones."""
+    """Number of held-out prompts of each source without its own number. Each evaluation uses the same prompts."""
     best: str | None = None
-    """Metric that says which evaluated policy is the best, such as eval/pass_rate or eval/pass_at/NAME/4. The
-    checkpoint of the best one is kept besides the newest `checkpoint.keep`, and --step best names it. null: none."""
+    """Metric that says which evaluated policy is the best, such as eval/pass_rate or eval/pass_at/NAME/4. The best
+    policy's checkpoint is kept besides the newest `checkpoint.keep`, and --step best names it. null: none."""
     patience: Count | None = None
-    """Number of evaluations in a row without a gain after which the run ends. null: it never ends early."""
+    """Number of evaluations in a row without a gain after which the run ends. null: the run never ends early."""
     min_gain: BelowOne = 0.0
     """Amount by which `best` must rise above its value at the last gain to count as a gain. 0: any rise counts."""
 
@@ -320,7 +320,7 @@ class EvalConfig(Section):
             )
         if self.patience is None and self.min_gain:
             yield describe(
-                "without effect where nothing waits for a gain",
+                "has no effect if nothing waits for a gain",
                 where={"key": "eval.min_gain"},
                 got=self.min_gain,
                 expected="eval.patience",
@@ -345,7 +345,7 @@ class ReportConfig(Section):
     """Project in Weights & Biases, and experiment in MLflow, that the run belongs to."""
     tracker_seconds: Seconds = 30.0
     """Longest time that a call to a tracker may take, and longest time that the end of a run waits for all trackers. A
-    tracker that needs more counts as failed. A failure never ends the run."""
+    slower tracker counts as failed. A failure never ends the run."""
 
     def problems(self) -> Iterator[Problem]:
         if len(set(self.trackers)) < len(self.trackers):
@@ -380,5 +380,5 @@ class Config(Section):
 
     @property
     def reads_text(self) -> bool:
-        """Return whether the sampler must find texts that end a completion. An environment may send some."""
+        """Return whether the sampler must find stop strings. An environment may send some."""
         return bool(self.rollout.stop) or self.task.environment is not None

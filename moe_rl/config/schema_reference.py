@@ -23,8 +23,8 @@ _HEAD = """\
 
 A config is a YAML file with the sections below. Unknown keys are errors. On the command line `section.key=value`
 replaces a value. A file may say `extends: FILE`, with a path relative to itself, and then holds only the differences:
-sections are merged key by key, and lists are replaced. All other paths are relative to the working directory; those
-`configs/...` and `assets/...` that are not there are the ones that ship with moe_rl. Unless the table says otherwise,
+sections are merged key by key, and lists are replaced. All other paths are relative to the working directory; a path
+`configs/...` or `assets/...` that is not there means the file that ships with moe_rl. Unless the table says otherwise,
 whole numbers are below 2^31 and other numbers at most 1e30.
 """
 _WORDS = {
@@ -53,7 +53,7 @@ def reference() -> str:
 
 
 def _section(path: str, field: FieldInfo, like: str = "", known: Iterable[str] = ()) -> Iterator[str]:
-    """Return the table of a section, then those of the sections in it.
+    """Yield the table of a section, then the tables of the sections in it.
 
     like, known: a section above it on the page, and the keys that both have.
     """
@@ -87,7 +87,7 @@ unless it is null. docs/concepts/objectives.md gives formulas and denominators.
     yield from _section("objective.corrections", corrections)
     yield "### Losses\n"
     rows = ["| name | loss | its keys |", "|---|---|---|"]
-    meanings: dict[str, None] = {}  # each once, in their order
+    meanings: dict[str, None] = {}  # each once, in order
     for name, loss in LOSSES.items():
         own = {key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"}
         rows.append(

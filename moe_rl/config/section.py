@@ -53,7 +53,7 @@ Seconds = Annotated[float, Field(ge=0.01, le=2e6)]
 Few = Annotated[int, Field(ge=1, le=2**16)]
 Location = Annotated[Path, AfterValidator(possible), AfterValidator(find)]
 Number = BeforeValidator(_no_boolean)
-"""Added to a Literal of numbers, which would accept true as 1 without it."""
+"""Added to a Literal of numbers, which would otherwise accept true as 1."""
 Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
@@ -83,7 +83,7 @@ class Section(BaseModel):
 
 
 def chosen_by(key: str, usual: str) -> Discriminator:
-    """Return what chooses the member of a union of tagged sections: the value of `key`, or `usual` without one."""
+    """Return the discriminator of a union of tagged sections: the value of `key`, or `usual` without one."""
     return Discriminator(lambda given: given.get(key, usual) if isinstance(given, dict) else getattr(given, key, None))
 
 

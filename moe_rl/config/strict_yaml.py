@@ -61,7 +61,7 @@ for _tag, (_pattern, _) in _SCALARS.items():
 
 
 class _Refused(Exception):
-    """Says what is wrong at a place of the document; `parse` adds the document's name."""
+    """Describes a problem at a place in the document; `parse` adds the document's name."""
 
     def __init__(self, mark: yaml.Mark, what: str, key: str = "", do: str = ""):
         super().__init__(what)
@@ -71,12 +71,12 @@ class _Refused(Exception):
 def parse(text: str, where: About) -> tuple[Any, dict[Path, int]]:
     """Read one YAML document.
 
-    text: the document. where: its file, or what else messages call it.
-    Returns its value and, for each key and list item, the 1-based line it stands on. Raises ConfigError.
+    text: the document. where: its file, or another name for messages.
+    Returns its value and, for each key and list item, its 1-based line. Raises ConfigError.
     """
     if len(text) > MAX_BYTES:
         got, expected = f"{len(text)} characters", f"at most {MAX_BYTES}"
-        raise ConfigError("this is no config file", where=where, got=got, expected=expected)
+        raise ConfigError("this is not a config file", where=where, got=got, expected=expected)
     loader = None
     try:
         loader = _Loader(text)
@@ -139,7 +139,7 @@ def _key(node: yaml.Node) -> str:
 
 
 def _refuse_half_characters(node: yaml.Node) -> None:
-    """Refuse a lone surrogate, which YAML can escape, but which no file name and no JSON can hold."""
+    """Refuse a lone surrogate, which YAML can escape, but file names and JSON cannot hold."""
     if isinstance(node, yaml.ScalarNode) and any("\ud800" <= character <= "\udfff" for character in node.value):
         raise _Refused(node.start_mark, f"{node.value[:40]!a} holds half a character", do="write the whole character")
 

@@ -65,24 +65,24 @@ class ParallelConfig(Section):
 class PlacementConfig(Section):
     """Says which rank of `parallel.expert` holds which experts.
 
-    Placement changes only where an expert lies. Its number in routes and its name in weights and checkpoints stay.
+    Placement changes only where an expert is. Its number in routes and its name in weights and checkpoints stay.
     """
 
     experts: Literal["natural", "traced"] = "natural"
-    """natural: experts lie in the order of their numbers. traced: experts are placed so that the recorded routes of the
-    last steps load all ranks alike. They move at the start of a step, together with their optimizer state."""
+    """natural: experts are in the order of their numbers. traced: experts are placed so that the recorded routes of the
+    last steps load all ranks evenly. They move at the start of a step, together with their optimizer state."""
     every_steps: Count = 5
     """Number of steps between placement plans. The first step makes one."""
     window_steps: Count = 4
     """Number of steps whose routes a plan uses: the step that starts, and those before it."""
     min_gain: BelowOne = 0.01
-    """Smallest gain for which experts are moved: the fraction by which the load of the fullest ranks, summed over
-    layers, falls."""
+    """Smallest gain for which experts are moved: the fraction by which the load of the fullest ranks falls, summed over
+    layers."""
     max_moved: Share = 1.0
     """Largest share of a layer's experts that one plan may move to other ranks."""
     copies: Annotated[int, Field(ge=0, le=2**10)] = 0
-    """Number of other ranks' experts that a rank may compute in addition, in each layer of a microbatch. An expert with
-    more rows than a rank's share is copied to ranks with fewer rows, just for this layer and microbatch. Across hosts
+    """Number of other ranks' experts that a rank may also compute, in each layer of a microbatch. An expert with more
+    rows than a rank's share is copied to ranks with fewer rows, just for this layer and microbatch. Across hosts
     (`node_ranks`), copies also keep rows within a host. Gradients of copies are added to those of the expert. Needs
     dispatch plans, and experts without TransformerEngine. 0: none."""
     least_copied_rows: Count | None = None
@@ -100,8 +100,8 @@ class OptimizerConfig(Section):
     """Peak learning rate. Adam moves each weight by up to about this much in an update. Most weights of a model are
     smaller than 0.1, so a higher rate would replace the model and is refused."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up. linear and cosine: it falls to `min_lr`. The fall begins with
-    the update behind the warm-up. So without a warm-up no update has `lr`: the first of n on a line has
+    """How the learning rate continues after the warm-up. linear and cosine: it falls to `min_lr`. The fall begins with
+    the first update after the warm-up. So without a warm-up no update has `lr`: with linear, the first of n updates has
     lr x (1 - 1/n)."""
     warmup_steps: Whole = 0
     """Number of updates over which the learning rate rises linearly from 0 to `lr`."""
@@ -158,18 +158,18 @@ class TrainConfig(Section):
     """Largest number of tokens packed into one microbatch, before padding to a multiple of 8 rows for each rank of
     `parallel.context`."""
     packing: Literal["length", "load"] = "length"
-    """How sequences are distributed over microbatches. length: all ranks get about as many tokens. load: the recorded
-    routes also load all ranks of `parallel.expert` alike; a microbatch may then have up to 5% more tokens."""
+    """How sequences are distributed over microbatches. length: all ranks get about the same number of tokens. load: the
+    recorded routes also load all ranks of `parallel.expert` evenly; a microbatch may then have up to 5% more tokens."""
     recompute: Literal["none", "uniform", "block", "moe"] = "none"
     """Which activations the backward pass computes again instead of keeping them. uniform: those of all layers; only
     the input of every `recompute_layers` layers is kept. block: those of the first `recompute_layers` layers of each
     run of adjacent layers in a stage. moe: those of every layer's router and experts, but not of its attention."""
     recompute_layers: Count = 1
-    """Number of layers that `recompute` uniform or block counts with."""
+    """Number of layers for `recompute` uniform or block."""
     overlap_expert_parallel_comm: bool = False
     """Whether the forward pass of one microbatch and the backward pass of another alternate layer by layer (combined
-    1F1B). Tokens of one then travel between the ranks of `parallel.expert` while the other is computed. It needs memory
-    for the activations of both."""
+    1F1B). Tokens of one microbatch then travel between the ranks of `parallel.expert` while the other is computed. It
+    needs memory for the activations of both."""
     delay_wgrad_compute: bool = False
     """Whether combined 1F1B computes the gradients of weight matrices later, while the gradients of activations travel.
     Needs the linear layers of TransformerEngine."""
@@ -188,7 +188,7 @@ class TrainConfig(Section):
     def problems(self) -> Iterator[Problem]:
         if self.recompute_layers > 1 and self.recompute not in ("uniform", "block"):
             yield describe(
-                f"without effect where train.recompute is {self.recompute}",
+                f"has no effect if train.recompute is {self.recompute}",
                 where={"key": "train.recompute_layers"},
                 got=self.recompute_layers,
                 expected="train.recompute uniform or block",
@@ -196,7 +196,7 @@ class TrainConfig(Section):
             )
         if self.delay_wgrad_compute and not self.overlap_expert_parallel_comm:
             yield describe(
-                "there is no communication that delayed work would go under",
+                "there is no communication to overlap with delayed work",
                 where={"key": "train.delay_wgrad_compute", "given": "train.overlap_expert_parallel_comm is off"},
                 got=True,
                 expected="false",
