@@ -1,1 +1,1 @@
-"""Reports what is installed, what that enables, and what a config needs in addition: `moe-rl doctor`."""
+"""Reports what is installed, what that enables, and what else a config needs: `moe-rl doctor`."""

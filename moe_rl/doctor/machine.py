@@ -98,7 +98,7 @@ class Machine:
 
 
 def look(parts: tuple[Requirement, ...]) -> Machine:
-    """Return what this machine has of `parts`."""
+    """Return the versions of `parts` on this machine, its GPUs, and the state of vLLM."""
     state, patched = _vllm()
     return Machine({part.name: found_version(part) for part in parts}, apex_kind(), gpus(), state, patched)
 
@@ -130,8 +130,8 @@ def cuda_of_torch() -> str:
 def apex_kind() -> ApexKind:
     """Return which package called apex Python would import.
 
-    Its files tell: NVIDIA's apex has `multi_tensor_apply`, and `amp_C` if built with CUDA. The package is not imported,
-    because the other apex, made for a web framework, would fail or run unrelated code.
+    Decided by its files: NVIDIA's apex has `multi_tensor_apply`, and `amp_C` if built with CUDA. The package is not
+    imported, because the other apex, made for a web framework, would fail or run unrelated code.
     """
     spec = importlib.util.find_spec("apex")
     if spec is None:

@@ -31,7 +31,7 @@ class LatentAttentionSizes:
 @dataclass(frozen=True, slots=True)
 class Yarn:
     """Describes YaRN (arXiv 2309.00071), which divides the angles of slow dimensions by `factor` and keeps those of
-    fast ones.
+    fast dimensions.
 
     Attributes:
         positions: the number of positions of the model before YaRN.
@@ -67,7 +67,7 @@ class ModelFacts:
             1: tokens choose from all experts.
         shared_intermediate_size: width of the shared expert that processes every token; 0 if there is none.
         rotary_fraction: fraction of a head's dimensions that are rotated.
-        mtp_layers: number of multi-token-prediction layers behind the decoder. They are not trained.
+        mtp_layers: number of multi-token-prediction layers after the decoder. They are not trained.
         latent: multi-head latent attention. kv_heads then equals heads, and head_dim is that of queries and keys.
         yarn: None if rotary angles are not scaled.
         window, windowed_layers: in these layers a token attends to the last `window` tokens, itself included.
@@ -142,9 +142,9 @@ FOREIGN = (
 class Fields:
     """Looks up typed values in config.json, and collects all problems instead of stopping at the first.
 
-    vLLM reads the same file through the config classes of transformers. Each value here is the one that these classes
-    take, and the file is refused where we do not know it. So a key that is null is not an absent key, and two spellings
-    of one key may not contradict each other. tests/models/test_config_json.py compares the two for every key.
+    vLLM reads the same file through the config classes of transformers. Each value here is the value that these classes
+    use; if we do not know it, the file is refused. So a null key is not an absent key, and two spellings of a key must
+    not contradict each other. tests/models/test_config_json.py compares the two for every key.
     """
 
     def __init__(self, raw: dict[str, Any], where: About):
@@ -159,7 +159,7 @@ class Fields:
         )
 
     def get(self, *keys: str, default: Any = None) -> tuple[str, Any]:
-        """Return the key that the file has, of several spellings, and its value; the first one and `default` if it has
+        """Return the spelling of a key that the file has, and its value; the first spelling and `default` if it has
         none."""
         given = {key: self.raw[key] for key in keys if key in self.raw}
         if len({repr(value) for value in given.values()}) > 1:
@@ -180,7 +180,7 @@ class Fields:
         return float(value)
 
     def fraction(self, key: str, default: float | None = None) -> float:
-        """Return a number that must have a decimal point: transformers refuses another."""
+        """Return a number that must have a decimal point: transformers refuses one without."""
         value = self.raw.get(key, default)
         if type(value) is not float:
             self.wrong(key, value, "a number with a decimal point")
@@ -207,7 +207,7 @@ class Rope:
     Attributes:
         key: where the file says it: rope_parameters, or rope_scaling in older files.
         given: the values there. `rope_type` is always among them.
-        theta, fraction: with the values beside it, `rope_theta` and `partial_rotary_factor`.
+        theta, fraction: `rope_theta` and `partial_rotary_factor`, from there or from the top level.
     """
 
     key: str
@@ -217,7 +217,7 @@ class Rope:
 
     @classmethod
     def of(cls, read: Fields, *, theta: float, fraction: float) -> Rope:
-        """Read both keys. theta, fraction: where the file says nothing. Problems are collected in `read`."""
+        """Read both keys. theta, fraction: defaults. Problems are collected in `read`."""
         base = {
             "rope_theta": read.raw.get("rope_theta", theta),
             "partial_rotary_factor": read.raw.get("partial_rotary_factor", fraction),
@@ -302,7 +302,7 @@ def yarn(read: Fields, rope: Rope) -> Yarn | None:
 
 @dataclass(frozen=True, slots=True)
 class SigmoidDefaults:
-    """Holds what the config classes of transformers take for keys that config.json lacks."""
+    """Holds the defaults of transformers' config classes for keys that config.json lacks."""
 
     first_k_dense_replace: int
     n_group: int

@@ -23,7 +23,7 @@ from moe_rl.models.weight_table import Shape, Weight, ends
 FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe, deepseek_v3, gpt_oss)}
 DTYPES = ["float32", "bfloat16", "float16"]
 MAX_JSON_BYTES = 256 << 20
-# What holds the vocabulary of a tokenizer. Files other than tokenizer.json are read through transformers.
+# Files that hold a tokenizer's vocabulary. Those other than tokenizer.json are read through transformers.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json")
 
 
@@ -81,7 +81,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Read the config.json of a checkpoint folder, of any family.
 
     Raises:
-        ConfigError: there is none, or it is no JSON object.
+        ConfigError: the file is missing, or is not a JSON object.
     """
     return read_json(_existing(folder) / "config.json")
 
@@ -109,7 +109,7 @@ def _facts(file: Path) -> ModelFacts:
 
 
 def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
-    """Read what a config.json says. file: where it is; a generation_config.json is looked for beside it.
+    """Read the facts in a config.json. file: its path; a generation_config.json in the same folder is read too.
 
     Raises:
         ConfigError: with every problem of the file.
@@ -121,7 +121,7 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
     if architecture is None:
         experts = find_experts(raw)
         raise ConfigError(
-            "a dense model has no experts to route to" if experts is None else "no model of this family is trained",
+            "a dense model has no experts to route to" if experts is None else "this family of models is not trained",
             where={"key": "model.path", **where},
             got=family_name(raw) if experts is None else f"{family_name(raw)}, with {experts}",
             expected=" or ".join(FAMILIES),
@@ -242,7 +242,7 @@ def expected_tensors(facts: ModelFacts) -> dict[str, Shape]:
 
 
 def is_mtp_tensor(facts: ModelFacts, name: str) -> bool:
-    """Tell whether `name` belongs to a multi-token-prediction layer. Checkpoints number these layers after the
+    """Return whether `name` belongs to a multi-token-prediction layer. Checkpoints number these layers after the
     decoder's.
     """
     match = re.match(r"model\.layers\.(\d+)\.", name)
@@ -257,7 +257,7 @@ def parameter_count(facts: ModelFacts) -> ParameterCount:
 def stage_parameter_counts(facts: ModelFacts, stages: Sequence[Sequence[int]]) -> list[ParameterCount]:
     """Count the parameters of each pipeline stage, given its layers.
 
-    The first stage also has the embedding, the last one the output matrix, or a copy of a tied embedding.
+    The first stage also has the embedding, and the last stage the output matrix, or a copy of a tied embedding.
     """
     last = len(stages) - 1
     return [

@@ -1,8 +1,8 @@
-"""Knows how published checkpoints store tensors with fewer bits, and says which of them can be unpacked.
+"""Recognises how published checkpoints store tensors with fewer bits, and which of them can be unpacked.
 
 Two of these formats are unpacked:
 fp8    X in float8 e4m3, X_scale_inv one float32 or bfloat16 for each 128 x 128 block (DeepSeek-V3, Qwen3-MoE)
-mxfp4  X_blocks [..., rows, groups, 16] two 4-bit floats a byte, X_scales [..., rows, groups] one 8-bit exponent for
+mxfp4  X_blocks [..., rows, groups, 16] two 4-bit floats per byte, X_scales [..., rows, groups] one 8-bit exponent for
        each 32 of them (gpt-oss); X itself is [..., columns, rows]
 """
 
@@ -19,8 +19,8 @@ from moe_rl.models.safetensors_header import Tensor
 FP8_BLOCK = 128
 FP4_GROUP = 32
 
-# Formats by the names of tensors that only they have, the first that fits. Beside them stand the values of quant_method
-# that name the format in config.json.
+# For each format: a pattern for tensor names that only it has, and the values of quant_method that name it in
+# config.json. The first format that matches counts.
 _FORMATS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("bitsandbytes", r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB|weight_format)$", ("bitsandbytes",)),
     ("compressed-tensors", r"\.weight_(packed|shape|global_scale)$", ("compressed-tensors",)),
@@ -63,11 +63,11 @@ def unpacked(found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 def packing_problems(
     packed: Mapping[str, str], left: Collection[str], settings: Mapping[str, Any], folder: Path
 ) -> list[Problem]:
-    """Say why the tensors of a checkpoint cannot be read, or are not what config.json says.
+    """Return why the tensors of a checkpoint cannot be read, or do not match config.json.
 
     Args:
         packed: the packed tensors, see `unpacked`.
-        left: names of the tensors that are neither unpacked nor those of the model.
+        left: names of the tensors that are neither unpacked nor part of the model.
         settings: `quantization_config` of the model; empty without one.
     """
     where: About = {"key": "model.path", "field": "quantization_config", "folder": folder}
@@ -88,10 +88,10 @@ def packing_problems(
     if settings and not packed:
         return [
             describe(
-                "config.json says that the checkpoint is quantised, and its tensors are not: vLLM would quantise them",
+                "config.json says that the checkpoint is quantised, but its tensors are not: vLLM would quantise them",
                 where=where,
                 got=said or dict(settings),
-                expected="no such key beside these tensors",
+                expected="no such key with these tensors",
                 do=f"remove the key from config.json, and hf_quant_config.json if there is one; or {do}",
             )
         ]

@@ -13,7 +13,7 @@ ROPE_THETA, ROTARY_FRACTION = 10000.0, 1.0  # where config.json has no such key
 
 
 def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any]:
-    """Read the fields of ModelFacts that are special to this family. Problems are collected in `read`."""
+    """Read the fields of ModelFacts that are specific to this family. Problems are collected in `read`."""
     step, mlp_only = read.count("decoder_sparse_step", default=1), read.raw.get("mlp_only_layers")
     mlp_only = [] if mlp_only is None else mlp_only
     if not (isinstance(mlp_only, list) and all(type(n) is int and 0 <= n < layers for n in mlp_only)):

@@ -1,7 +1,7 @@
-"""Reads what routes need from the config.json of any mixture of experts, of a family that is trained here or not.
+"""Reads the numbers of experts and layers from the config.json of any mixture of experts, trained here or not.
 
-Families that are not trained here spell the keys otherwise, or have them in a nested config beside those of a vision
-tower. Which layers have experts differs too much to be read from all of them: it is asked for.
+Families that are not trained here spell the keys differently, or have them in a nested config next to that of a vision
+tower. They differ too much in how they say which layers have experts, so the user must give these layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOP_K = (
     "moe_num_active_primary_experts",
 )
 _LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
-# Parts of a model that do not write its text.
+# Parts of a model other than the text decoder.
 _BESIDE = ("vision", "visual", "audio", "talker", "code2wav", "draft")
 
 
@@ -43,8 +43,8 @@ class Experts:
 
     Attributes:
         where: names of the nested configs that have the keys, joined by dots; "" for the file itself.
-        top_k: experts per token; None if it does not say.
-        layers: decoder layers; None if it does not say.
+        top_k: experts per token; None if not given.
+        layers: decoder layers; None if not given.
     """
 
     where: str
@@ -75,8 +75,8 @@ def family_name(raw: dict[str, Any]) -> str:
 
 
 def _sections(raw: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], list[dict[str, Any]]]]:
-    """Yield (names, [section, the one that it is in, ..., the file]) of the file and its nested configs, outer ones
-    first, without those of other parts than the decoder of text."""
+    """Yield (names, [section, its parent, ..., the file]) for the file and its nested configs, outer first, without
+    those of parts other than the text decoder."""
     level: list[tuple[tuple[str, ...], list[dict[str, Any]]]] = [((), [raw])]
     while level:
         yield from level
@@ -89,7 +89,8 @@ def _sections(raw: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], list[dict[
 
 
 def _number(sections: Sequence[dict[str, Any]], keys: Sequence[str]) -> int | None:
-    """Return the first whole number under one of the keys. A list has one for each layer or modality: the same ones."""
+    """Return the first whole number under one of the keys. A list, one number per layer or modality, counts if all its
+    numbers are equal."""
     for section in sections:
         for key in keys:
             value = section.get(key)

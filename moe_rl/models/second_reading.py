@@ -1,11 +1,11 @@
 """Reads config.json a second time, through transformers, and says where the two readings differ.
 
-vLLM builds its model from the config classes of transformers. They fill in what a file lacks, and choose between two
-spellings of one key. What they make of a file is read once more by our reader: written out in full, it has no key left
-to fill in. A later version of transformers may read a file differently, so a run compares the two before it starts.
+vLLM builds its model from the config classes of transformers. They fill in missing keys, and choose between two
+spellings of one key. Our reader then reads their output, which is written out in full, with no key left to fill in. A
+later version of transformers may read a file differently, so a run compares the two before it starts.
 
-Run as a program, this file prints what transformers makes of a config.json. It does so without torch, which a plan does
-not wait for.
+Run as a program, this file prints a config.json as transformers reads it. It does not load torch, so that a plan need
+not wait for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import FAMILIES, facts_of
 
 _SECONDS = 300
-# Fields of ModelFacts that config.json calls otherwise.
+# Fields of ModelFacts that have another name in config.json.
 _KEYS = {
     "vocab": "vocab_size",
     "layers": "num_hidden_layers",
@@ -45,7 +45,7 @@ _KEYS = {
 def reading_problems(file: Path, facts: ModelFacts) -> list[Problem]:
     """Return one message for each number of a model that transformers reads differently from this config.json.
 
-    facts: what `read_model` made of the file.
+    facts: the result of `read_model` for the file.
     """
 
     def differs(field: str, got: object, expected: object) -> Problem:
@@ -65,7 +65,7 @@ def reading_problems(file: Path, facts: ModelFacts) -> list[Problem]:
         theirs = facts_of(told | {"architectures": [facts.architecture]}, file)
     except ConfigError as error:
         return [differs(str(one.about.get("field")), one.got, one.expected) for one in error.problems]
-    # The fingerprint is that of the file, and where it ends a completion is told to the sampler.
+    # The fingerprint is that of the file, and the trainer tells the sampler which tokens end a completion.
     names = [
         field.name for field in dataclasses.fields(ModelFacts) if field.name not in ("fingerprint", "eos_token_ids")
     ]
@@ -75,8 +75,7 @@ def reading_problems(file: Path, facts: ModelFacts) -> list[Problem]:
 
 @lru_cache(maxsize=16)
 def as_transformers(text: str, model_type: str) -> dict[str, Any] | str:
-    """Return what transformers makes of a config.json, with every key that its config class has, or why it cannot read
-    it."""
+    """Return a config.json as transformers reads it, with every key of its config class, or why it cannot be read."""
     command = [sys.executable, "-P", "-m", __name__, model_type]
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -88,7 +87,7 @@ def as_transformers(text: str, model_type: str) -> dict[str, Any] | str:
 
 
 def _main() -> None:
-    # A module that is None cannot be imported: transformers then goes without torch, which takes seconds to import.
+    # A module that is None cannot be imported: transformers then works without torch, which takes seconds to import.
     sys.modules["torch"] = None  # type: ignore[assignment]
     from transformers import CONFIG_MAPPING
 

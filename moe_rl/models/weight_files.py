@@ -23,7 +23,7 @@ from moe_rl.models.safetensors_header import Tensor, read_header, stored_bytes
 from moe_rl.models.weight_table import EMBEDDING, HEAD
 
 FLOAT_DTYPES = ("F32", "BF16", "F16")
-# Buffers that older versions of models saved, and that transformers and vLLM skip.
+# Buffers that older model versions saved, and that transformers and vLLM skip.
 _DERIVED = re.compile(
     r"(^|\.)(rotary_(pos_)?emb\.((original_)?inv_freq|cos_cached|sin_cached|cos_sin_cache)"
     r"|(self_attn|attn|attention)\.(bias|masked_bias))$"
@@ -54,7 +54,7 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
     outside = [file for file in files if os.path.basename(file) != file or not file.endswith(".safetensors")]
     if outside:
         raise ConfigError(
-            "the index names a file that is no *.safetensors of this folder",
+            "the index names a file that is not a *.safetensors file of this folder",
             where={"key": "model.path", "file": index},
             got=repr(outside[0]),
         )
@@ -63,7 +63,7 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
         for name, entry in read_header(folder / file).items():
             if weight_map.get(name) != file:
                 raise ConfigError(
-                    "a tensor lies in another file than the index says",
+                    "a tensor is in another file than the index says",
                     where={"key": "model.path", "file": index, "tensor": name},
                     got=f"in {file}",
                     expected=f"in {weight_map.get(name, 'no file')} as the index says",
@@ -85,7 +85,7 @@ class WeightFiles:
 
     Attributes:
         stored: all tensors as they are in the files.
-        tensors: those that are trained and those of multi-token prediction, unpacked.
+        tensors: the trained tensors and those of multi-token prediction, unpacked.
         packing: how a packed tensor is packed, see `quantised.unpacked`.
     """
 
@@ -98,7 +98,8 @@ def read_checkpoint(path: str | Path, facts: ModelFacts) -> WeightFiles:
     """Read the headers of a checkpoint folder, and compare them with config.json.
 
     Raises:
-        ConfigError: with every problem. A checkpoint that cannot be unpacked has one, which names the format.
+        ConfigError: with every problem. A checkpoint that cannot be unpacked has a single problem, which names the
+            format.
     """
     folder = Path(path)
     stored = checkpoint_tensors(folder)
@@ -112,7 +113,7 @@ def read_checkpoint(path: str | Path, facts: ModelFacts) -> WeightFiles:
         if not np.array_equal(first, second):
             problems.append(
                 describe(
-                    f"config.json says that {HEAD} is {EMBEDDING}, and their values differ",
+                    f"config.json says that {HEAD} is {EMBEDDING}, but their values differ",
                     where={"key": "model.path", "field": "tie_word_embeddings", "folder": folder},
                     got=True,
                     expected="false for these files",
@@ -125,7 +126,7 @@ def read_checkpoint(path: str | Path, facts: ModelFacts) -> WeightFiles:
 
 
 def _quantisation(folder: Path) -> dict[str, Any]:
-    """Return what vLLM would read of how the tensors are quantised; empty without anything."""
+    """Return the quantisation settings that vLLM would read; empty if there are none."""
     found = read_json(folder / "config.json").get("quantization_config")
     apart = folder / "hf_quant_config.json"
     if found is None and apart.is_file():
@@ -134,17 +135,17 @@ def _quantisation(folder: Path) -> dict[str, Any]:
 
 
 def is_left_out(facts: ModelFacts, name: str) -> bool:
-    """Tell whether a tensor of a checkpoint is not used: a derived buffer, or the copy of a tied embedding."""
+    """Return whether a tensor of a checkpoint is not used: a derived buffer, or the copy of a tied embedding."""
     return is_derived(name) or (facts.tie_word_embeddings and name == HEAD)
 
 
 def is_derived(name: str) -> bool:
-    """Tell whether `name` is a buffer that software computes anew from config.json: rotary angles, causal masks."""
+    """Return whether `name` is a buffer that software recomputes from config.json: rotary angles, causal masks."""
     return _DERIVED.search(name) is not None
 
 
 def notes(path: str | Path, facts: ModelFacts) -> list[str]:
-    """Say which tensors of the checkpoint folder `path` are not trained."""
+    """Return notes on the tensors of the checkpoint folder `path` that are not trained."""
     left = [name for name in checkpoint_tensors(path) if is_left_out(facts, name)]
     kinds = Counter(name.removeprefix("model.").rpartition("self_attn.")[2] for name in left)
     out = [f"{count} tensors of the checkpoint are not used: {kind}" for kind, count in kinds.items()]

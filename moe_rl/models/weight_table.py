@@ -38,7 +38,7 @@ class Weight:
     experts: "each": {expert} in the names stands for the number of an expert. The parameter's name counts the experts
         of the rank, the tensors' names count all experts. "stacked": only the parameter's name has {expert}; the
         tensors have a leading axis of experts.
-    copied: the first pipeline stage has a parameter with the same tensors, and speaks for both.
+    copied: the first pipeline stage has a parameter with the same tensors, whose values count for both.
     """
 
     parameter: str
@@ -51,12 +51,12 @@ class Weight:
 
 
 def ends(facts: ModelFacts, *, first: bool, last: bool) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Return the weights in front of and behind the layers of a pipeline stage.
+    """Return the weights before and after the layers of a pipeline stage.
 
     A tied embedding is also the output matrix. If the last stage is not the first, it has a copy.
 
     Args:
-        first, last: whether the stage begins, and whether it ends the model.
+        first, last: whether the stage is the first, and whether it is the last.
     """
     matrix = (facts.vocab, facts.hidden_size)
     embedding = Weight("embedding.word_embeddings.weight", {EMBEDDING: matrix}, axis=0)
@@ -164,7 +164,7 @@ def routed_mlp(facts: ModelFacts, router: str) -> tuple[Weight, ...]:
 
 
 def separate_experts(facts: ModelFacts) -> tuple[Weight, ...]:
-    """Return the weights of experts that have tensors of their own."""
+    """Return the weights of experts that have their own tensors."""
     hidden, width = facts.hidden_size, facts.moe_intermediate_size
     ours, theirs = "mlp.experts.local_experts.{expert}", "mlp.experts.{expert}"
     fused = ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.linear_fc2.weight{expert}")
