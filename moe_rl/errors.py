@@ -95,7 +95,7 @@ class Problem(str):
 
 
 class Parts(TypedDict, total=False):
-    """The parts of a message besides what is wrong.
+    """The parts of a message besides its problem.
 
     Attributes:
         where: Named facts.
@@ -183,7 +183,7 @@ class MoeRLError(Exception):
     everywhere = False
 
     def __init__(self, what: str = "", **parts: Unpack[Parts]):
-        """what: a whole message, or what is wrong if there are parts: see `describe`."""
+        """what: a whole message, or the problem if there are parts: see `describe`."""
         super().__init__(describe(what, **parts) if parts else what)
 
     @property
@@ -273,7 +273,7 @@ class PatchError(_Problems):
 
 
 class RewardError(MoeRLError):
-    """Too many verifications failed (raised, hung or died) to go on."""
+    """Too many verifications failed (raised, hung or died) to continue."""
 
 
 class NonFiniteError(MoeRLError):

@@ -24,7 +24,7 @@ _HEADER = (
 
 
 _EPILOG = """
-    --ranks 4 parallel.tensor=2 parallel.expert=4 train.recompute=moe     proves one layout of your own
+    --ranks 4 parallel.tensor=2 parallel.expert=4 train.recompute=moe     proves your own layout
 
 A small random model takes forced random routes on 1, 2 and 4 ranks. Its gradients are compared with those of an
 independent single-process `transformers` model that takes the same routes. Every routing map and every count of rows
@@ -77,7 +77,7 @@ def _cases(overrides: list[str], ranks: list[int]) -> list[Case]:
     if overrides:
         if len(ranks) != 1:
             raise ConfigError(
-                "a layout of your own has one world size",
+                "your own layout has one world size",
                 where={"option": "--ranks"},
                 got=ranks,
                 do="add --ranks N",

@@ -41,7 +41,7 @@ def session_lines(path: Path, name: str | None, model: Path | None) -> Iterator[
     )
     yield from _earned(run, session.name)
     for turn in session.turns:
-        behind = "" if turn.parent is None else f", behind turn {turn.parent}"
+        behind = "" if turn.parent is None else f", after turn {turn.parent}"
         ended = f"ended by {turn.finish_reason}, weights of version {_weights(turn)}"
         lost = "" if turn.received else ", never received, so it is not trained on"
         yield f"turn {turn.number}, {turn.kind}{behind}: {ended}{lost}"

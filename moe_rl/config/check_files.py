@@ -98,7 +98,7 @@ def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> It
     if differ:
         ours, theirs = (", ".join(f"{name} {getattr(one, name)}" for name in differ) for one in (facts, published))
         yield describe(
-            "not the model that model.published describes",
+            "not the model whose figures model.published has",
             where={"key": "model.path", "folder": config.model.path, "field": ", ".join(differ)},
             got=ours,
             expected=f"{theirs} as in {config.model.published}",

@@ -207,7 +207,7 @@ class Rope:
     Attributes:
         key: where the file says it: rope_parameters, or rope_scaling in older files.
         given: the values there. `rope_type` is always among them.
-        theta, fraction: `rope_theta` and `partial_rotary_factor`, from there or from the top level.
+        theta, fraction: `rope_theta` and `partial_rotary_factor`, given there or at the top level.
     """
 
     key: str

@@ -25,7 +25,7 @@ class MicrobatchRoutes:
     Attributes:
         names: [S], keys of the requests, and "padding".
         fed: Tokens and salts of the rows as they are fed to the model.
-        places: Where these rows lie in their sequences.
+        places: Places of these rows in their sequences.
         routes: {layer: integers [R, K]}; padding rows have placeholder routes.
         checksums: {layer: int64 [S]}, of the rows to replay, computed from the routes as read.
         unreplayed: int64 [S], the same over all layers for the rows that have a record but are not replayed.

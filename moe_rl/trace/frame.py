@@ -187,7 +187,7 @@ def digest_of(data: bytes, head_bytes: int) -> bytes:
 
 
 def parse_head(shard: ShardHeader, data: bytes | memoryview) -> Frame:
-    """Parse exactly one head. Raises TraceError with what is wrong; the caller adds where."""
+    """Parse exactly one head. Raises TraceError with the fault; the caller adds the place."""
     size = head_size(data)
     if size != len(data):
         raise TraceError(f"a frame has a header of {size} bytes where {len(data)} are expected")

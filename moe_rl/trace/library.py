@@ -241,7 +241,7 @@ class Reading:
 
 
 def read_index(file: File, shard: str) -> ShardIndex:
-    """Read the header and index of a sealed shard. Raises TraceError with what is wrong; the caller adds where."""
+    """Read the header and index of a sealed shard. Raises TraceError with the fault; the caller adds the place."""
     header, digest, start = read_header(file)
     if not header.sealed:
         raise TraceError("it was never sealed; recover() saves its complete records")
@@ -258,7 +258,7 @@ def read_index(file: File, shard: str) -> ShardIndex:
 
 
 def read_header(file: File) -> tuple[ShardHeader, str, int]:
-    """Read the header, its digest and the offset of the first frame. Raises TraceError with what is wrong."""
+    """Read the header, its digest and the offset of the first frame. Raises TraceError with the fault."""
     size = file.size
     if size < 0:
         raise TraceError("it is not a regular file", fault="no regular file")

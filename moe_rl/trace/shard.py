@@ -184,7 +184,7 @@ def _header_text(header: ShardHeader, digest: str) -> str:
 
 
 def parse_header(raw: bytes) -> tuple[ShardHeader, str]:
-    """Parse a header; the inverse of header_bytes. Raises TraceError with what is wrong; the caller adds where."""
+    """Parse a header; the inverse of header_bytes. Raises TraceError with the fault; the caller adds the place."""
     try:
         parsed = json.loads(raw[8:].decode("ascii"))
         meta = parsed["__metadata__"]

@@ -65,7 +65,7 @@ def test_a_layout_of_ones_own_is_proven(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--ranks", "3"], "no case has this many ranks: got [3], expected of [1, 2, 4]"),
-        (["parallel.tensor=2"], "a layout of your own has one world size: got []. Add --ranks N"),
+        (["parallel.tensor=2"], "your own layout has one world size: got []. Add --ranks N"),
     ],
 )
 def test_a_world_size_that_says_nothing_is_named(arguments, message, capsys):

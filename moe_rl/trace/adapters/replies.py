@@ -139,7 +139,7 @@ def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: in
 def from_array(
     array: np.ndarray, spec: TraceSpec, *, key: str, token_ids: Sequence[int] | np.ndarray, weight_version: int
 ) -> RouteRecord:
-    """Make a record from routes alone, as .npy files and nested lists hold them.
+    """Make a record from bare routes, as .npy files and nested lists hold them.
 
     Args:
         array: [T, layers, K].
