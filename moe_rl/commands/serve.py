@@ -155,7 +155,9 @@ def _run_gateway(options: argparse.Namespace) -> None:
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
     if options.resume is not None:
-        raise EngineError("is for a gateway", where={"option": "--resume"}, got="no --gateway", do="add --gateway")
+        raise EngineError(
+            "only works for a gateway", where={"option": "--resume"}, got="no --gateway", do="add --gateway"
+        )
     address = {"host": options.host, "port": options.port, "ready_file": options.json, "further": options.further}
     if options.config is None:
         if options.overrides or options.model is None or options.trace_root is None:

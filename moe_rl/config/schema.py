@@ -57,8 +57,8 @@ class RunConfig(Section):
     """Number of steps. Each samples one rollout batch and trains on it."""
     max_hours: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Hours after its start at which the run ends, as if asked to stop: after a step, with a checkpoint. It ends
-    earlier if another step as long as the longest so far would exceed them. A resumed run gets them again. null: no
-    limit."""
+    earlier if another step as long as the longest so far would exceed them. A resumed run gets all of them again.
+    null: no limit."""
     peer_timeout_seconds: Annotated[float, Field(ge=1.0, le=2e6)] = 30.0
     """Seconds without a sign of life from a rank or a sampler after which the run ends. Ranks give two signs a
     second."""

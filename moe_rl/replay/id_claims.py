@@ -88,7 +88,7 @@ class FineRows:
 
 def single_ids(seen: RowsSeen, rows: FineRows) -> Bets:
     """Make the tests of the claim "single ids": are one, two or three ids of each row deeply wrong, in a layer or in
-    all? Noise of equal size for all experts of a row makes less than half of the rows such."""
+    all? Noise of equal size for all experts of a row does this to less than half of the rows."""
     if seen.top_k < 2:
         return Bets.none("single ids")
     layers = seen.layers

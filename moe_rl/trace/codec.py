@@ -216,7 +216,7 @@ def _id_dtype(shape: tuple[int, ...], num_experts: int) -> np.dtype:
     """Return the dtype of ids, after checking that the shape is possible for a chunk."""
     if len(shape) != 3 or min(shape) < 0 or not 1 <= num_experts <= 65536 or not 1 <= shape[2] <= num_experts:
         raise TraceError(
-            "impossible shape of a chunk",
+            "chunk has an impossible shape",
             got=f"{tuple(shape)} with {num_experts} experts",
             expected="[T, L, K] with 1 <= K <= experts <= 65536",
             fault="shape",

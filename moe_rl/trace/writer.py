@@ -157,7 +157,7 @@ class ShardWriter:
         if parent is not None and not parent.shard:
             stored = self._frames.get(parent.digest)
             if stored is None or stored.depth + 1 != parent.depth or stored.rows < parent.rows:
-                raise TraceError("it continues a record that is not there")
+                raise TraceError("it continues a missing record")
         stored = _Stored(len(data), frame.head_bytes, frame.rows, frame.depth)
         return self._append(frame.key, frame.digest, stored, parent.shard if parent else "", data)
 

@@ -82,7 +82,7 @@ class _Item:
 def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) -> list[RouteRef]:
     """Publish the sequences of a file as shard `name` of the store, all or none. `form` is one of FORMATS.
 
-    Raises TraceError with the line and what is wrong with it.
+    Raises TraceError with the line and its fault.
     """
     refs: dict[str, RouteRef] = {}
     tokens: dict[str, np.ndarray] = {}
