@@ -1,12 +1,13 @@
-"""Accounts for what an update learns from: each of its sequences exactly once, and what was sampled and judged.
+"""Checks that an update learns from each of its sequences exactly once, and from what was sampled and judged.
 
     sampler --seal--> completion --verdict--> batch --> credit --> microbatches --> loss --> optimizer
                |                    |                     |                          |
                `--------------------+----- compared ------+--------- compared -------'
 
-A seal is made where a completion is made, a verdict's digest where its reward and group are joined to it (`types.py`).
-`check_batch` compares both before anything is computed. `check_update` makes the seals anew from the tensors that the
-loss has used, once the gradient is there and before the optimizer moves a weight. All digests are made on the host.
+A completion is sealed when it is made, and a verdict's digest is made when its reward and group are joined to it
+(`types.py`). `check_batch` compares both before anything is computed. `check_update` recomputes the seals from the
+tensors that the loss used, after the gradient is computed and before the optimizer moves a weight. All digests are made
+on the host.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _REPORT = "weights are as they were before this update. Look for what changes, e
 
 
 def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collection[str]) -> None:
-    """Check that a batch has no sequence twice, and each with the reward and the group of its own verdict.
+    """Check that a batch has no sequence twice, and that each sequence has the reward and group of its own verdict.
 
     Args:
         group_ids: For each sequence, the number of its prompt.
         before: Keys of sequences that earlier steps have trained on.
 
     Raises:
-        ReplayError: A sequence came twice, or with the reward or group of another. The message names it.
+        ReplayError: A sequence came twice, or with the reward or group of another sequence. The message names it.
     """
     counts = Counter(one.key for one in sequences)
     counts.update(key for key in before if key in counts)
@@ -42,7 +43,7 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
         raise ReplayError(
             "a sequence was delivered more than once",
             where={"request": twice[0]},
-            got=f"{len(twice)} sequences too often: {first_of(twice)}",
+            got=f"{len(twice)} repeated sequences: {first_of(twice)}",
             expected="each sequence in one step, once",
             do="look for a group that the feed gave twice, or rollouts of another step",
             fault="delivered twice",
@@ -50,7 +51,7 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
     wrong = [one.key for one, group in zip(sequences, group_ids, strict=True) if one.verdict != one.verdict_of(group)]
     if wrong:
         raise ReplayError(
-            "a sequence has not the reward and the group that it was judged with",
+            "a sequence does not have the reward and the group that it was judged with",
             where={"request": wrong[0]},
             got=f"{len(wrong)} of {len(sequences)} sequences: {first_of(wrong)}",
             expected="the digest of completion, rewards and group that was made with the verdict",
@@ -60,15 +61,15 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
 
 
 def check_update(share: UpdateShare, calls: Mapping[int, int]) -> None:
-    """Check what an update has learned from. All ranks call this together, before the optimizer moves a weight.
+    """Check what an update learned from. All ranks call this together, before the optimizer moves a weight.
 
     Args:
         share: This rank's part of the update.
         calls: How often the loss of each microbatch was computed on this rank.
 
     Raises:
-        ReplayError: A sequence entered the loss never or twice, or with other tokens, log-probabilities, places or
-            advantages than its own. Raised on all ranks, with its name.
+        ReplayError: A sequence did not enter the loss exactly once, or entered it with tokens, log-probabilities,
+            places or advantages that are not its own. Raised on all ranks, naming the sequence.
     """
     place = {one.key: at for at, one in enumerate(share.all)}
     counts, wrong = (np.zeros(len(share.all)) for _ in range(2))
@@ -97,7 +98,7 @@ def check_update(share: UpdateShare, calls: Mapping[int, int]) -> None:
         )
     if other := [share.all[at].key for at in np.flatnonzero(reduced[1])]:
         raise ReplayError(
-            "an update learned from something else than what was sampled and judged",
+            "an update learned from something other than what was sampled and judged",
             where={"request": other[0]},
             got=f"{len(other)} of {len(share.all)} sequences: {first_of(other)}",
             expected="the sampled tokens with their log-probabilities, each predicted by the row before it, and "

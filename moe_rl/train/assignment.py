@@ -1,5 +1,5 @@
-"""Plans from the recorded routes which sequences share a microbatch and a rank, and where experts are; measures how
-even the experts' load is. All ranks make the same decisions."""
+"""Plans from recorded routes which sequences share a microbatch and a rank, and where each expert is placed. Measures
+how even the expert load is. All ranks make the same decisions."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from moe_rl.types import RouteRef, Sequence, by_completion
 def agreed[Result](read: Callable[[], Result], what: str = "recorded routes of its sequences") -> Result:
     """Return what `read` returns, once it has returned on every rank. If it raises on one rank, all ranks raise.
 
-    The errors of all ranks give the reason: torchrun ends the others as soon as the first of them ends. They have
+    Every rank's error gives the reason, because torchrun ends all ranks as soon as one ends. The errors have
     `everywhere` set.
 
     Args:
         read: Must not wait for other ranks.
-        what: What it reads, for the errors of the other ranks.
+        what: What `read` reads, for the errors of the other ranks.
     """
     refused: MoeRLError | None = None
     try:
@@ -48,7 +48,7 @@ def agreed[Result](read: Callable[[], Result], what: str = "recorded routes of i
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Holds what a rank tells the others of its error."""
+    """Holds what a rank tells the others about its error."""
 
     text: str
     fault: str
@@ -59,7 +59,7 @@ class _Refusal:
         return cls(str(error), error.message.fault, dict(error.about))
 
     def error(self, what: str, rank: int) -> ReplayError:
-        """Return the error that the others raise. It is about the same."""
+        """Return the error that the other ranks raise, with the same `about`."""
         message = describe(f"another rank refused the {what}", got=f"rank {rank}: {self.text}", fault=self.fault)
         message.about = self.about
         return ReplayError(message)
@@ -72,11 +72,10 @@ def assign(
 
     All segments of a completion are in one microbatch, because the loss needs the whole completion.
 
-    For the load, each rank counts the experts of its part of the sequences, because reading routes takes most of the
-    time and runs in parallel. Each update is planned by one rank, another one for each, at the same time. That rank
-    sends its plan, so that ranks whose arithmetic rounds differently use the same plan. A token without a recorded
-    route has no load. For interleaved stages, a plan is filled up to whole rounds with empty microbatches, which
-    contain only padding.
+    To find the load, each rank counts the experts of its part of the sequences: reading routes takes most of the time,
+    so it runs in parallel. Different ranks plan different updates at the same time. Each planning rank sends its plan,
+    so that ranks whose arithmetic rounds differently use the same plan. A token without a recorded route has no load.
+    For interleaved stages, a plan is filled up to whole rounds with empty microbatches, which contain only padding.
 
     Args:
         updates: The sequences of each update.
@@ -137,7 +136,7 @@ def assign(
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Holds the places of each completion's sequences in an update, and its forwarded tokens."""
+    """Holds, for each completion, the places of its sequences in the update and its number of forwarded tokens."""
 
     completions: list[list[int]]
     lengths: list[int]
@@ -149,7 +148,7 @@ class _Sizes:
 
 
 def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parallel: int) -> float:
-    """Return how much fuller the fullest expert-parallel rank is than the mean, minus 1, over microbatches and layers.
+    """Return how far the fullest expert-parallel rank is above the mean load, over microbatches and layers.
 
     It is the sum of the fullest rank's (token, expert) pairs divided by the sum of the mean, minus 1; equal on all
     ranks. Rows without a recorded route, such as padding, do not count. It is 0 if no row has a route.

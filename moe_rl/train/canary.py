@@ -1,4 +1,4 @@
-"""Lets trainer and samplers score the same fixed runs of tokens after every update, and compares what they did.
+"""Lets trainer and samplers score the same fixed runs of tokens after every update, and compares the results.
 
 Every sampler scores the runs and publishes the routes that it took, recorded like those of any request. The trainer
 scores the runs with routers that choose for themselves. Their choice is the witness against the recorded routes.
@@ -32,12 +32,12 @@ from moe_rl.types import ScoredTokens, Sequence, sampled_by
 _SHARD = "canary"
 _NATIVE = RowPolicy(missing="native")
 # Two experts count as exchanged when, in more than this share of the rows that chose one of them, the record has the
-# other one instead.
+# other instead.
 _CONFUSED = 0.1
 
 
 Native = tuple[np.ndarray, np.ndarray]
-"""What the trainer makes of the runs: log-probabilities [S], and the experts that its routers choose, [L, S, K]."""
+"""The trainer's results for the runs: log-probabilities [S], and the experts that its routers choose, [L, S, K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,17 @@ class Heard:
 
     difference: mean |log-probability difference| in nats, with both sides routing natively.
     settled: the same mean over fewer tokens. In each run it leaves out the first token that the two sides routed
-    differently and all tokens behind it: in float32 a near tie of two experts falls otherwise now and then, and the
-    rest of the run then differs. If fewer than half of the tokens remain, it is the mean over all of them.
+    differently and all tokens after it: even in float32 the two sides sometimes decide a near tie of two experts
+    differently, and then the rest of the run differs. If fewer than half of the tokens remain, it is the mean over
+    all of them.
     by: the sampler.
     mismatch: share of (token, layer) positions where the two sides chose different experts.
-    power: share of the layers in which unrelated routes would have been noticed. Both are None where the sampler does
-    not record.
+    power: share of the layers in which unrelated routes would have been noticed. `mismatch` and `power` are None if the
+    sampler does not record.
     suspects: what the differing tokens have in common, in words for a message.
     recorded: share of the samplers that recorded the routes they took.
-    change: mean |change of a log-probability| since the version before, in nats: of the trainer, of the sampler with
-    the least, and that sampler. None if none of them scored another version before.
+    change: mean |change of a log-probability| since the version before, in nats: the trainer's, the smallest of any
+    sampler's, and the name of that sampler. None if no sampler scored another version before.
     """
 
     difference: float
@@ -89,7 +90,7 @@ class Canary:
         self._fed = [np.array(run[:-1], np.int64) for run in self.runs]
         self._microbatches: list[Microbatch] = []
         self._tables: list[MicrobatchRoutes] = []
-        # What the samplers made of the runs: their scores, and by their names the records that they published.
+        # The samplers' scores of the runs, and the records that each sampler published, by its name.
         self.scored: list[ScoredTokens] = []
         self.records: dict[str, list[RouteRecord]] = {}
         self._lr: float | None = None  # of the update before the version that was scored
@@ -100,8 +101,8 @@ class Canary:
         """Let the sampler score the runs, and compare. The result is the same on all ranks.
 
         own: what `natively` returned for this version. sampler: given on rank 0 only. version: of the weights that both
-        sides hold. exact: tokens that differ by more than this many nats are compared, to name the experts that they
-        have in common; 0 skips that.
+        sides hold. exact: the message names the experts common to all tokens that differ by more than this many nats; 0
+        skips that.
         Raises WeightSyncError naming sampler and layer when a layer's routes are not those of the trainer's layer. The
         trace then keeps these routes. Raises TraceError or RouteValidationError for damaged or malformed routes.
         """
@@ -131,7 +132,7 @@ class Canary:
         return replace(worst, recorded=recorded, change=self._change(version, ours, scores))
 
     def _change(self, version: int, ours: np.ndarray, scores: dict[str, np.ndarray]) -> tuple[float, float, str] | None:
-        """Return how far trainer and samplers are from the version before, as in Heard, and remember this one."""
+        """Return the change since the version before, as in Heard, and remember this version."""
         last, self._last = self._last, (version, ours, scores)
         if last is None or last[0] == version or not (known := scores.keys() & last[2].keys()):
             return None
@@ -227,7 +228,7 @@ class Canary:
                 where={"version": version, "sampler": scored.by, **after_lr(self._lr)},
                 got="; ".join(found),
                 expected="in each layer the experts that the trainer's routers choose",
-                do="look at the export of these layers, the first of them first: its router, and all before it; "
+                do="look at the export of these layers, starting with the first: its router and all before it; "
                 f"then at the recorder. The trace keeps the routes in shard {scored.routes[0].parts[0].shard}",
             )
         differs = (np.sort(routes, -1) != np.sort(witness, -1)).any(-1)
@@ -274,11 +275,12 @@ def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], 
     """Name the pairs of experts that took each other's tokens.
 
     routes, witness: int64 [L, S, K]. layers [L]: global numbers. experts: in each layer.
-    For each pair the test looks at the rows where the witness chose exactly one of the two. If the two were exchanged,
-    the record has the other one in these rows, in both directions. With sound routers that happens in fewer than one
-    row of ten: they differ only where the last choice is nearly a tie, and then with many experts, not always with the
-    same one. The probability that chance alone names any pair is at most ALPHA by Chernoff's bound for a
-    mean of values in [0, 1] (Hoeffding 1963, theorem 1).
+    For each pair the test looks
+    at the rows where the witness chose exactly one of the two. If the two were exchanged, the record has the other in
+    these rows, in both directions. With sound routers that happens in fewer than one row in ten: they differ only where
+    the last choice is nearly a tie, and then with many experts, not always the same one. The probability that chance
+    alone names any pair is at most ALPHA by Chernoff's bound for a mean of values in [0, 1] (Hoeffding 1963, theorem
+    1).
     """
     needed = math.log(len(layers) * experts * (experts - 1) / 2 / ALPHA)
     found = []
@@ -299,7 +301,7 @@ def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], 
 
 
 def divergence(mean: float, expected: float) -> float:
-    """Return the Kullback-Leibler divergence of two Bernoulli means, in nats. `n` times it is -log of the Chernoff
+    """Return the Kullback-Leibler divergence of two Bernoulli means, in nats. Times `n`, it is -log of the Chernoff
     bound."""
     parts = ((mean, expected), (1 - mean, 1 - expected))
     return sum(p * math.log(p / q) if q > 0 else math.inf for p, q in parts if p > 0)
@@ -331,6 +333,6 @@ def _sequence(key: str, run: tuple[int, ...]) -> Sequence:
 
 
 def _microbatches(sequences: list[Sequence]) -> list[Microbatch]:
-    """Pack all sequences into one microbatch. Interleaved stages get empty microbatches behind it."""
+    """Pack all sequences into one microbatch. Interleaved stages get empty microbatches after it."""
     (plan,) = fill_rounds([[list(range(len(sequences)))]], world.microbatches_in_a_round())
     return [pack(sequences, one, world.device(), world.context_parallel()) for one in plan]

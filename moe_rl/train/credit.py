@@ -31,7 +31,7 @@ def give_credit(
     statistic. A KL that is not finite makes every advantage NaN, so that the guards skip the step's updates.
 
     The segments of a completion count as one: they have one reward, their lengths and KLs add up, and all get the
-    advantage of the completion. Turns with rewards of their own have advantages of their own: see `_by_turn`.
+    advantage of the completion. Turns with their own rewards have their own advantages: see `_by_turn`.
 
     Args:
         sequences, group_ids: The whole batch.
@@ -56,10 +56,10 @@ def _by_turn(
     objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return the advantages of the turns of each sequence, and metrics. This is GRPO with process supervision (arXiv
-    2402.03300, section 4.1.3), with any estimator in the place of its division by the group's std.
+    2402.03300, section 4.1.3), with any estimator instead of its division by the group's std.
 
-    The reward of each turn is compared with those of all turns of its group. The advantage of a turn is the sum of what
-    this gives for it and for all turns that continue it.
+    The reward of each turn is compared with those of all turns of its group. The advantage of a turn is the sum of
+    these values over the turn and all turns that continue it.
     """
     turns = [(number, turn) for number, sequence in enumerate(sequences) for turn in sequence.turns]
     values = advantages(
@@ -102,7 +102,7 @@ def _by_completion(
             for reward, value in zip(before, kl, strict=True)
         ]
     if all(reward is None or math.isfinite(reward) for reward in rewards):
-        if objective.kl_in == "reward":  # of the rewards that are compared, in the place of those that were sampled
+        if objective.kl_in == "reward":  # of the rewards that are compared, instead of those that were sampled
             metrics |= _of_spread(rewards, groups)
         values = advantages(objective.advantage, rewards, groups, lengths, before)
     else:

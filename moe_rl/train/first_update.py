@@ -1,6 +1,6 @@
-"""Checks what the first update of a run shows and no later one: sampler, trainer and reference have the same weights.
+"""Checks what only the first update of a run can show: sampler, trainer and reference have the same weights.
 
-Both checks compare values that the run's own passes give, so a setting that is right and has no effect is noticed too.
+Both checks compare values from the run's own passes, so a correct setting that has no effect is noticed too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moe_rl.train import scoring
 from moe_rl.train.assignment import agreed
 from moe_rl.train.shares import MicrobatchWork
 
-# Two temperatures can be told apart where the log-probabilities at both are this many times farther from each other
-# than those in question are from the nearer one. Otherwise nothing is said: rounding is larger than their difference.
+# Two temperatures can be told apart if their log-probabilities are this many times farther from each other than the
+# checked ones are from the nearer temperature's. Otherwise the check passes: rounding exceeds the difference.
 _CLEAR = 4.0
 # Log-probabilities of 0 do not depend on the temperature.
 _UNCERTAIN = -1e-3
@@ -50,9 +50,9 @@ def check_reference(policy: Policy, reference: ReferencePolicy) -> None:
 
 
 class TemperatureProbe:
-    """Scores some of the first update's tokens at two temperatures: the config's, and 1 or, in its place, 2.
+    """Scores some of the first update's tokens at two temperatures: the config's, and 1, or 2 if the config's is 1.
 
-    The passes take the same routes as the update. All ranks make it together, and call `check` together.
+    The passes take the same routes as the update. All ranks create it together, and call `check` together.
     """
 
     def __init__(self, policy: Policy, work: list[MicrobatchWork], mode: Mode, temperature: float):
@@ -71,7 +71,7 @@ class TemperatureProbe:
             seen: For each microbatch, first the logprobs that its loss got; empty where no loss is computed.
 
         Raises:
-            ReplayError: One side has another temperature than the config's. Raised on all ranks.
+            ReplayError: One side has a temperature other than the config's. Raised on all ranks.
         """
         sums = torch.zeros(6, dtype=torch.float64, device=world.device())
         for number, work in enumerate(self._work if world.speaks_for_its_sequences() else ()):
@@ -93,7 +93,7 @@ class TemperatureProbe:
         return ReplayError(
             what,
             where={"key": "rollout.temperature", "update": 0},
-            got=f"other ones at temperature {self.temperature:g} than in the update",
+            got=f"other values at temperature {self.temperature:g} than in the update",
             expected=f"{self.temperature:g} on both sides",
             do="look for a pass that does not divide its logits by the temperature",
             fault="temperature",

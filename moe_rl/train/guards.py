@@ -31,16 +31,16 @@ _EXACT, _ROUNDED = 1e-4, 1.0
 # The test against the run's own history needs 5 syncs and looks at the last 32. A difference is too large when it is 8
 # times their median, or 5 standard deviations above it if that is more. Differences below 1e-6 count as 1e-6.
 _SYNCS, _KEPT, _FACTOR, _DEVIATIONS, _FLOOR = 5, 32, 8.0, 5.0, 1e-6
-# A sampler did not take an update when the canary's log-probabilities changed by less than this share of the change on
-# the trainer's side. The latter must be at least this share of the usual difference of the two sides, so that it is no
-# rounding. A sampler that took the update has a share near 1, one that did not has 0.
+# A sampler did not take an update when its canary log-probabilities changed by less than _FOLLOWS times the trainer's
+# change. The trainer's change must exceed _VISIBLE times the usual difference of the two sides, so that it is not
+# rounding. A sampler that took the update has a share near 1, a sampler that did not has 0.
 _FOLLOWS, _VISIBLE = 0.1, 0.5
-# Tokens of lag 0 are judged when there are this many, over as many steps as it takes. Their policy KL is that of a
-# fault when it is this many times the median of up to 32 before, three times in a row. With fewer than 5 before, it
-# must be more times the median. docs/measurements/routing_kl.md says what healthy runs and faults have.
+# Tokens of lag 0 are judged once this many have come in, over any number of steps. Their policy KL shows a fault when
+# it exceeds this multiple of the median of up to 32 earlier values, three times in a row. With fewer than 5 earlier
+# values the multiple is larger. docs/measurements/routing_kl.md gives the values of healthy runs and of faults.
 _TOKENS, _APART, _APART_AT_FIRST, _IN_A_ROW, _LEAST_KL = 256, 16.0, 32.0, 3, 1e-6
 _NEVER_AGREED = (
-    "The two have not agreed in this run. Look at what is no tensor: the numbers that each reads from config.json, "
+    "The two have not agreed in this run. Look at what is not a tensor: the numbers that each reads from config.json, "
     "such as those of rotary position, and what each computes with them. Then look for a tensor that is exported "
     "under another's name or in another layout"
 )
@@ -66,7 +66,7 @@ class Guards:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON values. canary: weight version and difference of the last syncs.
-        same_version: policy KL of lag 0, what is not judged yet, and how often in a row it was that of a fault.
+        same_version: policy KL of lag 0, what is not judged yet, and how many times in a row it showed a fault.
         """
         return {
             "skipped": self.skipped,
@@ -76,14 +76,14 @@ class Guards:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned. Raises CheckpointError for what another version returned."""
+        """Continue from what `state` returned. Raises CheckpointError if another version of moe_rl returned it."""
         if state.keys() != self.state().keys():
             raise CheckpointError(
                 "a checkpoint was written by another version of moe_rl",
                 where={"field": "guards"},
                 got=", ".join(sorted(state)),
                 expected=", ".join(sorted(self.state())),
-                do="go on with the version that wrote it, or begin a new run",
+                do="continue with the version that wrote it, or start a new run",
             )
         self.skipped, self.lost = state["skipped"], state["lost"]
         self.canary = [(int(version), float(value)) for version, value in state["canary"]]
@@ -101,7 +101,7 @@ class Guards:
             raise NonFiniteError(
                 f"{self.skipped} updates in a row were skipped",
                 where={"step": step, "update": update},
-                got=f"what is not finite: {result.nonfinite}",
+                got=f"not finite: {result.nonfinite}",
                 expected=f"fewer than guards.max_skipped_updates = {self.settings.max_skipped_updates}",
                 do="lower train.optimizer.lr or set train.dtype=float32, and start from an earlier checkpoint. "
                 "Weights, optimizer and random generators are as they were before these updates",
@@ -111,16 +111,16 @@ class Guards:
         """Raise WeightSyncError when the canary says that the sampler holds other weights than the trainer, or that it
         still has those from before the update.
 
-        heard: what the canary showed after the sync of `version`. A limit in the config is the only limit. Without one
-        the difference must keep two limits: the one for these precisions, and the one from the run's own history.
+        heard: what the canary showed after the sync of `version`. A limit in the config replaces all others. Without it
+        the difference must keep within two limits: the default for these precisions, and that of the run's own history.
 
-        The history counts after 5 syncs. Its limit is 8 times the median of the last 32 differences. It is higher where
-        these scatter much: 5 standard deviations of their logarithm above the median, estimated by the median absolute
-        deviation. Suppose that the logarithm is normal. With a standard deviation of at most 0.4, 8 times the median is
-        at least 5.2 of them: a false alarm comes once in ten million syncs. With a larger one, 5 of them are allowed: a
-        false alarm comes once in three million syncs. A standard deviation of 0.5 allows 12 times the median.
+        The history counts after 5 syncs. Its limit is 8 times the median of the last 32 differences or, if that is
+        more, 5 standard deviations of their logarithm above the median, estimated from the median absolute deviation.
+        Suppose that the logarithm is normal. With a standard deviation of at most 0.4, 8 times the median is at least
+        5.2 standard deviations: one false alarm in ten million syncs. With a larger deviation the limit is 5 standard
+        deviations: one false alarm in three million syncs. A standard deviation of 0.5 allows 12 times the median.
         """
-        # A resumed run scores once more the last version of the run before it.
+        # A resumed run scores the last version of the run before it again.
         before = [(known, value) for known, value in self.canary if known != version]
         self._check_change(version, heard, [value for _, value in before])
         difference = heard.settled
@@ -150,8 +150,8 @@ class Guards:
                 where={"version": version, "sampler": by, **after_lr(self.lr)},
                 got=f"a canary that changed by {theirs:.3g} nats",
                 expected=f"about {ours:.3g}, as on the trainer's side",
-                do="the digest of what arrived was right, so look at what happens to it behind that: a copy of the "
-                "weights that the sampler computes with and does not load into, or an export of old tensors",
+                do="the digest of what arrived was right, so look at what happens after that: a copy of the weights "
+                "that the sampler computes with and does not load into, or an export of old tensors",
             )
 
     def _canary_limit(self, before: list[float]) -> tuple[float, str]:
@@ -181,13 +181,13 @@ class Guards:
             where={"step": step, **after_lr(self.lr)},
             got=f"since step {step - self.lost + 1}: {'; '.join(reasons)}",
             expected=f"fewer than guards.collapse_steps = {limit} such steps in a row",
-            do="go back to a checkpoint from before, and lower train.optimizer.lr or train.updates_per_step, or "
+            do="go back to an earlier checkpoint, and lower train.optimizer.lr or train.updates_per_step, or "
             "raise objective.kl_coef; if sampler and trainer drift apart, look at replay.mode and the precisions. "
             "A checkpoint and the report of this state are in the run folder",
         )
 
     def _judge_same_version(self, step: int, tokens: float, kl: float) -> None:
-        """Take in the policy KL of a step's tokens of lag 0. Raises PipelineError when it is that of a fault.
+        """Add the policy KL of a step's tokens of lag 0. Raises PipelineError when it shows a fault.
 
         Drift grows with the lag and is 0 at lag 0, where only rounding is left, as in a synchronous run.
         """
@@ -205,19 +205,19 @@ class Guards:
             raise PipelineError(
                 "tokens that the trainer's own version sampled look as if other weights had",
                 where={"step": step, "metric": f"policy_kl/k3_lag/{LAGS[0]}", **after_lr(self.lr)},
-                got=f"{value:.3g} nats a token, and too much {self.apart} times in a row",
+                got=f"{value:.3g} nats a token, above the limit {self.apart} times in a row",
                 expected=f"at most {limit:.3g}, as in a synchronous run: the median so far is {usual:.3g}",
-                do="this is a fault and no drift, which is 0 at lag 0. Look for prefix blocks that a sampler kept "
+                do="this is a fault, not drift, which is 0 at lag 0. Look for prefix blocks that a sampler kept "
                 "over an update, for an update that a sampler counted and did not load, and for tokens that are "
                 "noted under another version; the other lags of policy_kl/k3_lag show how far each is off. "
-                "guards.same_version: false goes on",
+                "guards.same_version: false turns this check off",
             )
 
     def _reasons(self, metrics: dict[str, float]) -> list[str]:
-        """List each sign of a lost run that shows, with its values."""
+        """List each sign of a lost run that the metrics show, with its values."""
         limits = {"policy_kl/k3": self.settings.max_policy_kl,
                   "policy/extreme_fraction": self.settings.max_extreme_fraction}  # fmt: skip
-        # A value that is not finite is no value within the limit.
+        # A value that is not finite is never within the limit.
         found = [
             f"{key} = {metrics[key]:.3g}, above {limit:g}"
             for key, limit in limits.items()

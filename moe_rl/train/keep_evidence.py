@@ -1,7 +1,8 @@
 """Keeps what settles who was right when a check ends a run: weights, tokens, and both engines' routes and scores.
 
 A check raises its error on all ranks. They then run the sequences concerned once more through the trainer, with routers
-that choose for themselves, write the trainer's weights, and end with the error. What fails here is noted on it.
+that choose for themselves, write the trainer's weights, and end with the error. A failure here is added to the error as
+a note.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.shares import MicrobatchWork
 from moe_rl.types import RouteRef, Sequence, VersionSpan
 
-# What is kept of the rows: enough to tell a wrong layer, place or sequence from near ties.
+# Limits of the rows that are kept: enough to tell a wrong layer, place or sequence from near ties.
 _SEQUENCES, _ROWS = 32, 4096
-# Words for faults, and for types of errors without one.
+# Names for faults, and for error types without a fault.
 _NAMES = {
     **dict.fromkeys(("read", "dispatched", "misapplied"), "checksum"),
     "CollapseError": "collapse",
@@ -77,7 +78,7 @@ class Concerned:
 
 
 def of_canary(canary: Canary, version: int, by: str = "") -> list[Concerned]:
-    """Take the runs of the canary with what a sampler made of them. by: its name; "" means the one compared last."""
+    """Take the canary's runs with one sampler's results. by: its name; "" means the sampler compared last."""
     by = by or next(reversed(canary.records), canary.scored[0].by)
     scored = next(one for one in canary.scored if one.by == by)
     read = canary.records.get(by)
@@ -120,9 +121,9 @@ class EvidenceKeeper:
         Args:
             step: of the run.
             version: of the trainer's weights at the beginning of the body.
-            sequences: gives on rank 0 what the body is about.
-            work: gives this rank's microbatches with the routes that they were to take.
-            alike: whether the body does the same on all ranks. Otherwise the error must say that it is everywhere.
+            sequences: returns on rank 0 the sequences that the body is about.
+            work: returns this rank's microbatches with the routes that they should take.
+            alike: whether the body does the same on all ranks. Otherwise the error must have `everywhere` set.
         """
         made = self.policy.updates
         try:
@@ -141,7 +142,8 @@ class EvidenceKeeper:
         sequences: Callable[[], Seq[Concerned]],
         work: Callable[[], Seq[MicrobatchWork]] = lambda: (),
     ) -> None:
-        """Keep evidence of an error that all ranks have, and note on it where. updates: made since the version."""
+        """Keep evidence of an error that all ranks raise, and note on it where. updates: number made since
+        `version`."""
         if not self._limit:
             return
         try:
@@ -219,14 +221,14 @@ class _Keeping:
 
     @contextmanager
     def _failing(self, begun: _Agreed) -> Iterator[None]:
-        """Keep an error of the body, for the other ranks."""
+        """Store an error of the body for the other ranks."""
         try:
             yield
         except Exception as error:
             begun.failure = f"{type(error).__name__}: {error}"
 
     def _told(self, begun: _Agreed) -> _Agreed:
-        """Return what rank 0 has. Raises MoeRLError if it failed."""
+        """Return rank 0's object. Raises MoeRLError if rank 0 failed."""
         begun = world.broadcast(begun, _Agreed)
         if begun.failure:
             raise MoeRLError(begun.failure)
@@ -249,7 +251,7 @@ class _Keeping:
         return chosen
 
     def _follow(self, runs: list[tuple[int, ...]]) -> list[dict[str, np.ndarray]]:
-        """Return what the trainer makes of each run of tokens."""
+        """Return the trainer's log-probabilities, choices and router logits for each run of tokens."""
         if not runs:
             return []
         logprobs, chosen, logits = Canary(runs, self.store, self.spec).followed(
@@ -265,7 +267,7 @@ class _Keeping:
         return [dict(zip(names, one, strict=True)) for one in zip(*parts, strict=True)]
 
     def _applied(self, rows: dict[str, int]) -> dict[str, np.ndarray]:
-        """Return the routes that the passes of the step were to take, of the sequences with these numbers of rows."""
+        """Return the routes that the step's passes should replay. rows: number of rows of each sequence."""
         mine = []
         for work in self.work:
             table = work.table
@@ -337,7 +339,7 @@ class _Keeping:
         staleness = evidence.version - min(made, default=evidence.version)
         used = sum(array.nbytes for array in arrays.values())
         if evidence_folder.size_of(hidden) + used > self.limit:
-            # Tokenizer and layers that are not trained lie beside the weights.
+            # The tokenizer and untrained layers are stored beside the weights.
             shutil.rmtree(hidden / evidence_folder.WEIGHTS)
             self._too_large()
             weights = []
@@ -348,7 +350,7 @@ class _Keeping:
         evidence_folder.write(hidden, evidence, arrays)
 
     def _record(self, one: Concerned, rows: int) -> tuple[KeptRows, dict[str, np.ndarray]]:
-        """Read what the sampler recorded of the first rows of a sequence, by its names in ARRAYS."""
+        """Read what the sampler recorded for the first rows of a sequence, by the names in ARRAYS."""
         spans, ref = tuple((span.weight_version, span.tokens) for span in one.versions), one.ref
         if one.record is not None:
             return KeptRows(one.key, _cut(spans, rows)), {"record": one.record[:rows].astype(np.uint16)}
@@ -371,7 +373,7 @@ class _Keeping:
             row_versions = versions_of_rows(read.spans)
             again = signed(ref, read.routes, self.spec.moe_layers, read.token_ids, versions=row_versions)
             intact = again.source_sum == ref.source_sum
-        with suppress(TraceError):  # it has none
+        with suppress(TraceError):  # no logits were recorded
             at = self.store.aux(ref, "router_logits_rows").astype(np.int64)
             logits = np.full((*shape, self.spec.num_experts), np.nan, np.float32)
             logits[at[at < rows]] = self.store.aux(ref, "router_logits")[at < rows]
@@ -379,9 +381,10 @@ class _Keeping:
         return KeptRows(one.key, _cut(made, rows), intact), found
 
     def _older(self, hidden: Path, used: int, versions: set[int]) -> list[KeptWeights]:
-        """Say where the weights of these versions lie. What lies in the run is linked, so that it survives there.
+        """Return where the weights of these versions are. Those in the run folder are linked if they fit, so that they
+        survive.
 
-        used: bytes of what is still to be written.
+        used: bytes that are still to be written.
         """
         found = []
         exported, saved = (dict(checkpoints.complete(path)) for path in (self.folder.exports, self.folder.checkpoints))
@@ -413,7 +416,8 @@ class _Agreed:
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """Holds what one rank was to replay of a sequence. routes: the bytes of uint16 [layers, positions, K]."""
+    """Holds the routes that one rank should replay for a sequence. routes: the bytes of uint16 [layers, positions,
+    K]."""
 
     key: str
     layers: list[int]
@@ -439,7 +443,7 @@ def _cut(spans: tuple[tuple[int, int], ...], rows: int, *, ahead: bool = False) 
 
 
 def _link(source: str, target: str) -> None:
-    """Give a file a second name; copy it where the disk cannot."""
+    """Hard-link a file; copy it if the file system cannot link."""
     try:
         os.link(source, target)
     except OSError:

@@ -32,6 +32,6 @@ def tell(text: str, status: int, *, aloud: bool = True) -> None:
 
 
 def statuses(folder: Path) -> list[int]:
-    """Return the exit statuses in the error files of a folder of logs of torch's launcher, in the order of ranks."""
+    """Return the exit statuses in the error files of a log folder of torch's launcher, in rank order."""
     files = sorted(folder.glob("*/attempt_0/*/error.json"), key=lambda file: int(file.parent.name))
     return [json.loads(file.read_text(encoding="utf-8"))["message"]["errorCode"] for file in files]

@@ -63,7 +63,7 @@ def train(
         config: Checked by `config.check.problems` before, so errors raised here are not mistakes in the config file.
         folder: The run to resume; None starts a new run.
         task: The prompts of the config, whose rewards were tried; on rank 0 only.
-        inputs: What the run reads; on rank 0 only. What has changed of it since the run began is accepted.
+        inputs: What the run reads; on rank 0 only. Changes since the run began are already accepted.
         begin_after: Step of the checkpoint to resume from. None means the newest one, "best" the best one, 0 means the
             beginning.
 
@@ -97,7 +97,7 @@ def train(
         if done or other or config.rollout.servers:
             trainer.sync(version=done)  # a new engine holds the base model's weights, and a server may hold any weights
         early = trainer.evaluate(done, last=done == config.run.steps)
-        trainer.export(done, last=done == config.run.steps or early != "")  # cut off with the earlier process
+        trainer.export(done, last=done == config.run.steps or early != "")  # the earlier process may have been cut off
         collapse, native_every = None, config.replay.native_every
         stack.callback(gc.unfreeze)
         gc.collect()

@@ -83,7 +83,7 @@ class _Wire(threading.Thread):
         super().__init__(name="peers' wire", daemon=True)
         self._folder, self._rank, self._others, self._state = folder, rank, others, state
         self._news, self._hurry, self._begun, self._ended = threading.Event(), False, 0, 0
-        self.asked, self.why = False, ""  # what this rank has to tell the others; later what they were told
+        self.asked, self.why = False, ""  # what this rank tells the others; later what the store says
         self.heard: tuple[float, dict[int, dict[str, Any]]] = 0.0, {}  # when the store last answered, and its answer
         self.broken = False
 
@@ -327,8 +327,8 @@ class Peers:
                 self._seen.pop(rank, None)
                 continue
             if state["phase"] == "failed":
-                # The failed rank is about to report its error. If this rank ended first, torchrun would kill the other
-                # before it reports.
+                # The failed rank is about to report its error. If this rank ended first, torchrun would kill the failed
+                # rank before it reports.
                 since = self._failed_since.setdefault(rank, time.monotonic())
                 if rank in dead or time.monotonic() - since > self.timeout:
                     return ""

@@ -1,4 +1,4 @@
-"""Remembers the evaluations of a run, and tells from them which policy is the best and whether the run goes on.
+"""Remembers the evaluations of a run, and decides from them which policy is the best and whether the run continues.
 
 Every rank remembers the same numbers, so that all ranks decide alike. They are part of a checkpoint: a resumed run
 decides as it would have without the interruption.
@@ -31,13 +31,13 @@ class Progress:
         return [[step, rates] for step, rates in self.evaluations.items()]
 
     def restore(self, state: Sequence[Any]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from what `state` returned."""
         self.evaluations = {step: dict(rates) for step, rates in state}
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The step of the best evaluation, the first of equal ones, and its value of eval.best; None if there is
-        none."""
+        """The step of the best evaluation and its value of eval.best; ties go to the earliest. None if there is no
+        evaluation."""
         found = self._values()
         return max(found, key=lambda one: (one[1], -one[0])) if found else None
 
@@ -65,7 +65,7 @@ class Progress:
         )
 
     def _values(self) -> list[tuple[int, float]]:
-        """Return steps and values of eval.best, in order, of the evaluations that have it."""
+        """Return step and eval.best of each evaluation that has a value, in order."""
         key = self.settings.best
         return [
             (step, self.evaluations[step][key]) for step in sorted(self.evaluations) if key in self.evaluations[step]

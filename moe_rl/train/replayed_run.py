@@ -23,7 +23,7 @@ MAY_DIFFER = (
     "run.runs_dir",
     "run.max_hours",
     "run.peer_timeout_seconds",
-    "model.path",  # its content may not: see `run_inputs`
+    "model.path",  # its content may not differ: see `run_inputs`
     "parallel.",
     "placement.",
     "train.microbatch_tokens",
@@ -39,12 +39,12 @@ def last_step(run_dir: Path) -> int:
 
 
 def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
-    """Say why a run cannot train again on what the run in run.replays has kept. Changes nothing of that run.
+    """Say why a run cannot train again on what the run in run.replays kept. Changes nothing in that run.
 
     Every kept file is read. Routes are not: they are checked in the step that uses them.
 
     Args:
-        task: the prompts; None if they could not be read, then the kept files are not checked.
+        task: the prompts; None if they could not be read: then the kept files are not checked.
     """
     if config.run.replays is None:
         return []
@@ -59,7 +59,7 @@ def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
     if (by_hand := edited(theirs, where)) is not None:
         found.append(by_hand)
     if goes_on(theirs):
-        found.append(describe("that run still goes on", where=where, do="wait until it ends", fault="goes on"))
+        found.append(describe("that run is still going", where=where, do="wait until it ends", fault="goes on"))
     if (wrong := change_problem(own, config, MAY_DIFFER, where)) is not None:
         found.append(wrong)
     stretched = own.train.optimizer.schedule != "constant" and own.train.optimizer.decay_steps is None
@@ -74,7 +74,7 @@ def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
     if steered:
         found.append(
             describe(
-                "that run changed its learning rate on the way, so it has no one config to train with again",
+                "that run changed its learning rate on the way, so no single config can train it again",
                 where=where,
                 got=f"changes of {', '.join(steered)}",
                 expected="none of them in history.jsonl",
@@ -89,7 +89,7 @@ def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
 
 
 def _kept_problems(theirs: RunFolder, own: Config, task: TaskPrompts, last: int, where: About) -> list[Problem]:
-    """Say which steps from 1 to `last` are not kept, or not as they were."""
+    """Say which steps from 1 to `last` are not kept, or were changed."""
     store = TraceStore(theirs.trace)
     kept, shards = KeptRollouts(theirs.rollouts, store), set(store.shards())
     ledger, source = PromptLedger.of_run(theirs.path, own.pipeline), PromptSource(task.train, own.run.seed)

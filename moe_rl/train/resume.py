@@ -3,9 +3,8 @@
 Rollouts of the step after the checkpoint were sampled with the checkpoint's weights, or with older ones where sampling
 runs ahead. If they are complete, the step trains on them instead of sampling again: where sampling is not
 deterministic, or its weights are gone, this is the only way to repeat the step as the first process would have made it.
-Where only their completions are there, these are judged again. Rollouts that cannot be proven complete are sampled
-again, with the checkpoint's weights. Rollouts of later steps are deleted, because the weights that sampled them may be
-lost.
+If only the completions are there, they are judged again. Rollouts that cannot be proven complete are sampled again,
+with the checkpoint's weights. Rollouts of later steps are deleted, because the weights that sampled them may be lost.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def open_folder(
                 done = checkpoints.step_of(checkpoints.find(folder.checkpoints, step))
             now = config if resumed else load_config(folder.config)
             changed = run_folder.changes(load_config(folder.config), now) | inputs_changed
-            # Before the config is written: a process that dies between the two leaves one that the history knows.
+            # Before the config is written: a process that dies in between leaves a config that the history knows.
             history.record(
                 folder.path,
                 after=done,
@@ -166,7 +165,7 @@ def restore(trainer: Trainer, done: int) -> None:
             main.log.note(
                 f"the parallel layout changed: {', '.join(changed)}; random generators are seeded again from run.seed"
             )
-    if path is not None:  # last of all: nothing may have changed the optimizer since it was loaded
+    if path is not None:  # last, because nothing may have changed the optimizer since it was loaded
         checkpoint.check_optimizer(path, trainer.policy, state["optimizer"])
 
 
@@ -211,7 +210,7 @@ def _take_left_behind(
 ) -> RolloutBatch | SampledStep | None:
     """Return the rollouts of the next step if they are complete, or its completions if these are, else None.
 
-    Later lines are cut from the prompt ledger. What is judged again gets its line anew.
+    Later lines are cut from the prompt ledger. Completions that are judged again get a new line.
     """
     step = done + 1
     begun = f"resumed after step {done}" if done else "restarted from the beginning"
@@ -258,7 +257,7 @@ def left_behind(
     """Read and check the rollouts of `step`, the step after the checkpoint that the run continues from.
 
     Args:
-        lag: By how many versions the weights that sampled them may be older than the checkpoint's.
+        lag: How many versions older than the checkpoint's weights the sampling weights may be.
         support: Vocabulary size, if sampling supports are needed; else None.
         head: Vocabulary size and number of tokens, if sampler heads are needed; else None.
 

@@ -6,14 +6,14 @@ rollouts/       what steps trained on     engine.log      the sampler's output
 samples.jsonl   some sequences a step     history.jsonl   each start of the run export/         step-<n>
 timeline.jsonl  who worked when           groups/         groups that no step has taken yet
 pool.log        the output of the pool that samples while the ranks train
-trackers/       what each tracker has got, and its log
+trackers/       what each tracker has received, and its log
 inputs.jsonl    digests of what the run reads
 evidence/       what a check that ended the run was about, for `moe-rl explain`
 summary.json, report.html                 run.lock        locked by every rank while it runs; says where rank 0 is
 
-A step's trace shards and its rollout file are kept or deleted together. Kept are those of the last `replay.keep_shards`
-steps, of the step after each kept checkpoint (it was sampled with that checkpoint's weights), and of step 1 (sampled
-with the initial model). So there are always weights whose own rollouts can be scored again.
+A step's trace shards and its rollout file are kept or deleted together. The run keeps those of the last
+`replay.keep_shards` steps, of the step after each kept checkpoint (sampled with that checkpoint's weights), and of step
+1 (sampled with the initial model). So there are always weights whose own rollouts can be scored again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moe_rl.report import history, run_config, summary
 
 # Keys that a resumed run may change. A name with a dot at its end stands for all keys of the section.
 MAY_CHANGE = (
-    "model.path",  # its content may not: see `run_inputs`
+    "model.path",  # its content may not change: see `run_inputs`
     "parallel.",
     "rollout.servers",
     "rollout.token_file",
@@ -123,7 +123,8 @@ def create(config: Config) -> RunFolder:
 
 
 def existing(path: Path, option: str) -> RunFolder:
-    """Return the folder of a run that exists. option: names who asks for it. Raises ConfigError if it is none."""
+    """Return the folder of an existing run. option: the option that named it. Raises ConfigError if it is no run
+    folder."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(
@@ -142,7 +143,7 @@ def reopen(
 
     Args:
         overrides: Config overrides.
-        may_change: Keys that these may change, and sections, which end with a dot.
+        may_change: Keys that the overrides may change, and sections, which end with a dot.
 
     Raises:
         ConfigError: `path` is not a run folder, or another key is changed: that would be a different run.
@@ -158,7 +159,7 @@ def reopen(
 
 
 def edited(folder: RunFolder, where: About) -> Problem | None:
-    """Say which keys of a run's config.yaml are not as a start of the run had them: somebody has changed the file."""
+    """Say which keys of a run's config.yaml differ from every recorded start of the run: somebody edited the file."""
     known = [run_config.flat(start.config) for start in history.read_history(folder.path) if start.config]
     now = run_config.flat(load_config(folder.config).model_dump(mode="json"))
     if not known or now in known:
@@ -169,13 +170,14 @@ def edited(folder: RunFolder, where: About) -> Problem | None:
         where={**where, "file": folder.config},
         got=", ".join(f"{key} = {new}" for key, (_, new) in others),
         expected=", ".join(f"{key} = {old}" for key, (old, _) in others) + ", as the run had it",
-        do="put these values back; give what is to change as overrides, key=value",
+        do="put these values back; make changes with overrides, key=value",
         fault="edited",
     )
 
 
 def _with_start(config: Config) -> Config:
-    """Write into model.from_step the number of the checkpoint of model.from_run that is the best or the newest now."""
+    """Set model.from_step to the step of the checkpoint of model.from_run that it selects now: the best or the
+    newest."""
     model = config.model
     if model.from_run is None:
         return config
@@ -184,7 +186,8 @@ def _with_start(config: Config) -> Config:
 
 
 def start_problems(config: Config) -> list[Problem]:
-    """Say what is wrong with the run that model.from_run names: it is none, lacks the checkpoint, or does not fit."""
+    """Say what is wrong with the folder that model.from_run names: it is no run, lacks the checkpoint, or does not
+    fit."""
     start = config.model
     if start.from_run is None:
         return []
@@ -195,7 +198,7 @@ def start_problems(config: Config) -> list[Problem]:
     except MoeRLError as error:
         return [describe(str(error), where=where, expected="a run folder with this checkpoint")]
     found = []
-    with suppress(ConfigError):  # a model that is not here any more: then the checkpoint itself tells what differs
+    with suppress(ConfigError):  # a model that is gone: then loading the checkpoint shows what differs
         tensors, ours = (expected_tensors(read_model(one.model.path)) for one in (theirs, config))
         if wrong := [name for name in {**tensors, **ours} if tensors.get(name) != ours.get(name)]:
             found.append(
@@ -228,7 +231,7 @@ def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def change_problem(old: Config, new: Config, may_change: Sequence[str], where: About) -> Problem | None:
-    """Say which keys differ that may not. may_change: keys, and sections, which end with a dot."""
+    """Say which keys differ although they may not. may_change: keys, and sections, which end with a dot."""
     others = {
         key: values
         for key, values in changes(old, new).items()
@@ -238,16 +241,16 @@ def change_problem(old: Config, new: Config, may_change: Sequence[str], where: A
         return None
     listed = ", ".join(f"{key}*" if key.endswith(".") else key for key in may_change)
     return describe(
-        "a run that exists cannot change this part of its config",
+        "an existing run cannot change this part of its config",
         where=where,
         got=", ".join(f"{key} = {new} (was {old})" for key, (old, new) in others.items()),
-        expected=f"changes of {listed} alone",
+        expected=f"changes of only {listed}",
         do="start a new run to change the rest",
     )
 
 
 def _only_moved(*sources: Sequence[dict[str, Any]]) -> bool:
-    """Tell whether lists of prompt sources differ only in their places. What is there is compared by `run_inputs`."""
+    """Return whether lists of prompt sources differ only in their paths. `run_inputs` compares the content."""
     before, after = ([{**one, "data": ""} for one in several] for several in sources)
     return before == after
 
@@ -288,14 +291,14 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
 
 
 def goes_on(folder: RunFolder) -> bool:
-    """Tell whether a rank of the run still lives. Needs the right to write its run.lock, and changes nothing."""
+    """Return whether a rank of the run is still alive. Needs write permission for run.lock, and changes nothing."""
     with suppress(FileNotFoundError, PermissionError), folder.lock.open("r+") as file:
         return not _locked(file)
     return False
 
 
 def _locked(file: TextIO) -> bool:
-    """Lock a file for this process alone; return whether that was possible."""
+    """Lock a file exclusively; return whether that was possible."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,16 +1,17 @@
-"""Knows by digest what a run reads besides its config, so that a resumed run goes on with the same.
+"""Records digests of what a run reads besides its config, so that a resumed run continues with the same inputs.
 
 `inputs.jsonl` in the run folder has a line for each input:
 
     model/FILE        weights, config.json, tokenizer, chat template and generation config in model.path
     train/SOURCE      the prompts of a source as the run made them, each row with the answer and all other columns
-    heldout/SOURCE    the same of held-out prompts; of an endless source, its first items
+    heldout/SOURCE    the same for held-out prompts; for an endless source, its first items
     reward/NAME/MODULE, environment/MODULE
                       source files of your functions and of the modules that these import: see `tasks.code_files`
     package/NAME      versions of installed packages that give rewards or prompts
 
-Digests are of contents, so a copy in another folder is the same. For a file above 64 MiB the digest covers the size and
-4 KiB of each MiB: another training or merge changes all of it, and to read a large checkpoint whole takes minutes.
+Digests cover content only, so a copy in another folder has the same digest. For a file above 64 MiB the digest covers
+the size and 4 KiB of each MiB: further training or a merge changes every part, and reading a large checkpoint whole
+takes minutes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RunInput:
 
     Attributes:
         digest: of its content; the version of a package.
-        rows: of a source of prompts, the digest of each by its id, in their order.
+        rows: for a source of prompts, the digest of each prompt by its id, in order.
     """
 
     name: str
@@ -72,16 +73,16 @@ def write_inputs(folder: RunFolder, inputs: Sequence[RunInput]) -> None:
 
 
 def changed_inputs(folder: RunFolder | None, config: Config, inputs: Sequence[RunInput]) -> dict[str, tuple[Any, Any]]:
-    """Return old and new digest of each input that is not as the run had it that is resumed or replayed.
+    """Return old and new digest of each input that differs from that of the resumed or replayed run.
 
-    A run that replays another one needs its model and its prompts alone. Held-out prompts are not compared where the
-    config of a resumed run names others.
+    A run that replays another needs only that run's model and prompts. Held-out prompts are not compared if the config
+    of a resumed run names different ones.
 
     Args:
-        folder: of the run that is resumed; None for a new one.
+        folder: of the resumed run; None for a new run.
 
     Returns:
-        By name. None stands for an input that there was not, or is not.
+        By name. None stands for an input that did not exist then, or does not exist now.
 
     Raises:
         MoeRLError: the inputs of that run cannot be read.
@@ -110,10 +111,10 @@ def _compared(
 def input_problems(
     folder: RunFolder | None, config: Config, inputs: Sequence[RunInput], accepted: Sequence[str]
 ) -> list[Problem]:
-    """Say which inputs differ from those of the run that is resumed or replayed, and were not accepted as changed.
+    """Say which inputs differ from those of the resumed or replayed run, and were not accepted as changed.
 
     Args:
-        folder: of the run that is resumed; None for a new one.
+        folder: of the resumed run; None for a new run.
         accepted: names of inputs, or of groups of them, such as model or train/sums.
     """
     if (earlier := _earlier(folder, config)) is None:
@@ -130,7 +131,7 @@ def input_problems(
             "there is no such input of the run",
             where={"option": "--accept"},
             got=name,
-            expected=f"one of {', '.join(sorted({one.partition('/')[0] for one in known}))}, or a name behind it",
+            expected=f"one of {', '.join(sorted({one.partition('/')[0] for one in known}))}, or a name under it",
             do=did_you_mean(name, known),
         )
         for name in accepted
@@ -148,7 +149,7 @@ def input_problems(
                 where=where,
                 got=first_of(told),
                 expected="all of it as it was",
-                do="put it back, or start a new run. To go on with the change: "
+                do="put it back, or start a new run. To continue with the change: "
                 + " ".join(f"--accept {group}" for group in groups),
                 fault="inputs",
             )
@@ -164,10 +165,10 @@ def _earlier(folder: RunFolder | None, config: Config) -> RunFolder | None:
 def _read(folder: RunFolder) -> dict[str, RunInput]:
     if not (folder.path / FILE).exists():
         raise ConfigError(
-            "the run has not written down what it reads",
+            "the run has no record of what it reads",
             where={"file": folder.path / FILE},
             got="no such file",
-            do="start a new run, with model.from_run to go on with its weights",
+            do="start a new run, with model.from_run to continue with its weights",
             fault="absent",
         )
     return {one.name: one for one in read_lines(folder.path / FILE, RunInput)}
@@ -204,7 +205,7 @@ def _of_row(prompt: Prompt) -> str:
 
 def _of_model(folder: Path) -> Iterator[RunInput]:
     files = sorted(path for path in folder.rglob("*") if path.suffix in _OF_MODEL and path.is_file())
-    # Other folders of a checkpoint hold the same weights in other formats, except for more templates.
+    # Subfolders of a checkpoint hold the same weights in other formats; only their templates are new.
     files = [path for path in files if path.parent == folder or path.suffix == ".jinja"]
     with ThreadPoolExecutor(_READERS) as pool:
         for path, digest in zip(files, pool.map(_of_file, files), strict=True):

@@ -28,7 +28,7 @@ class View:
 
     Attributes:
         logprobs: the trainer's log-probabilities [T]; empty on ranks that do not speak for the sequence.
-        advantages: those of the sequence's units of the loss; empty on these ranks.
+        advantages: those of the sequence's units of the loss; empty on the same ranks.
         positions: forwarded tokens that this rank's routers saw.
         differing: for each of them, the number of this rank's layers whose router would choose other experts.
     """
@@ -42,7 +42,7 @@ class View:
 
 @dataclass(slots=True)
 class PassSeen:
-    """Keeps what a pass on the weights of the step's beginning gave on this rank, until the advantages are known.
+    """Keeps this rank's results of a pass on the step's starting weights, until the advantages are known.
 
     Attributes:
         logprobs, entropies: [N] for each microbatch; none on ranks without the last pipeline stage.
@@ -102,7 +102,7 @@ def _views(keys: frozenset[str], seen: PassSeen) -> list[View]:
 def lines(
     step: int, samples: Seq[KeptSample], sequences: Seq[Sequence], views: dict[str, list[View]]
 ) -> list[SampleLine]:
-    """Put together what rank 0 knows of the samples and what the ranks saw of them."""
+    """Combine what rank 0 knows about the samples with what the ranks saw of them."""
     by_key = {sequence.key: sequence for sequence in sequences}
     return [_line(step, sample, by_key[sample.key], views.get(sample.key, [])) for sample in samples]
 

@@ -1,4 +1,4 @@
-"""Reads what was recorded of the sampler's distributions from the trace store, and checks it before any pass.
+"""Reads the recorded parts of the sampler's distributions from the trace store, and checks them before any pass.
 
 A sampling support is the set of token ids that top-k, top-p and min-p left to sample from. A wrong support silently
 gives wrong logprobs: no other check would detect it. A head is the sampler's likeliest tokens, with their logprobs.
@@ -29,7 +29,7 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
     if counts.sum() != len(ids):
         raise _refused(
             sequence,
-            "sampling support has another number of ids than its counts say",
+            "the number of ids of a sampling support differs from its counts",
             fault="counts",
             got=f"{len(ids)} ids",
             expected=int(counts.sum()),
@@ -83,8 +83,8 @@ def read_head(store: TraceStore, sequence: Sequence, vocabulary: int, size: int)
 
     Raises:
         SupportError: The head was not recorded, belongs to other tokens, has another size, has ids out of range or
-            twice, has logprobs that are no probabilities, or gives the sampled token another logprob than came with the
-            completion. The message names request and token.
+            twice, has logprobs that form no distribution, or gives the sampled token a logprob that differs from the
+            completion's. The message names request and token.
     """
     ids, logprobs = (one[: len(sequence.token_ids)] for one in _drawn(store, sequence, "head_ids", "head_logprobs"))
     wanted = (len(sequence.token_ids), min(size, vocabulary))
@@ -123,12 +123,12 @@ def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tu
             one, other, info = store.aux(ref, first), store.aux(ref, second), store.info(ref)
         except TraceError as error:
             raise _refused(sequence, f"{first} cannot be read", fault="unreadable", got=error) from error
-        # A record that continues another has entries for its own tokens. Those before are in the other, unless they are
-        # of the prompt.
+        # A record that continues another has entries only for its own tokens. Those of earlier tokens are in the
+        # parent, unless the tokens belong to the prompt.
         before = 0
         if info.parent is not None and not (
-            # A record may share just the prompt of another completion, all of it: then nothing was drawn before. Where
-            # the other has one token of ours, an entry fewer is here.
+            # A record may share only the prompt of another completion, all of it: then nothing was drawn before. If the
+            # parent has one of our tokens, this record has one entry fewer.
             end > 0 and positions[0] == info.parent.rows and len(one) == info.held_rows + ref.start + 1 - positions[0]
         ):
             before = int(np.searchsorted(positions[:end], info.parent.rows + 1))
@@ -144,7 +144,7 @@ def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tu
                 fault="tokens",
                 expected=max(drawn, own),
             )
-        if ones:  # what was drawn late behind an earlier turn
+        if ones:  # drop what was drawn late, after an earlier turn
             ids = int(one[:own].sum()) if first == "support_counts" else own
             one, other = one[:own], other[:ids]
         ones.insert(0, one)

@@ -1,4 +1,4 @@
-"""Does what a step does before its updates, one function each: make dispatch plans, and run the passes without
+"""Does a step's work before its updates, one function each: makes dispatch plans, and runs the passes without
 gradients.
 
 All ranks call these functions together. Each puts its results into the microbatches' work and into `Shown`.
@@ -95,8 +95,8 @@ def score_old(
     align: AlignmentTest | None,
     align_from: int,
 ) -> None:
-    """Compute the logprobs of the policy at the start of the step for the updates whose forward runs on later weights.
-    Under r2, the routers' choice becomes the routes.
+    """Compute logprobs on the step's starting weights, for the updates whose forward pass runs on later weights. Under
+    r2, the routers' choices become the routes.
 
     Args:
         align, align_from: As in `ReplaySession`.
@@ -116,7 +116,7 @@ def score_old(
 
 
 def score_natively(policy: Policy, work: list[MicrobatchWork], step: int, shown: Shown) -> None:
-    """Score the same tokens with native routing, which shows the mismatch that there would be without replay."""
+    """Score the same tokens with native routing, to measure the mismatch without replay."""
     with session(policy, work, "observe", f"step {step} native logprobs") as opened:
         scored = policy.logprobs([one.microbatch for one in work], opened)
     shown.native = mismatch_of(zip(work, scored, strict=True)), opened.tally

@@ -34,8 +34,8 @@ class MicrobatchWork:
         plan: How these routes are dispatched, if that is planned.
         old_logprobs: float32 [N], the denominators of the ratios; at first the sampler's logprobs.
         ref_logprobs: float32 [N], from the reference policy, if there is one.
-        lags: int64 [N], how many versions older than the trainer's the weights are that sampled each token, or an
-            earlier one of its sequence whose keys the sampler kept.
+        lags: int64 [N], each token's lag: by how many versions the weights that sampled it, or sampled an earlier token
+            of its sequence whose keys the sampler kept, are older than the trainer's.
         trusted: bool [N], which tokens the second-moment limit keeps, if there is one.
     """
 
@@ -54,8 +54,8 @@ class UpdateShare:
 
     Attributes:
         denominator, sequences, tokens: Divisors of the policy loss, the KL penalty and the entropy bonus, for the whole
-            update on all ranks. The segments of a completion count as one sequence, and each turn with a reward of its
-            own as one.
+            update on all ranks. The segments of a completion count as one sequence, and each turn with its own reward
+            as one.
         all: All sequences of the update on all ranks. The microbatches' indices refer to these.
         credit: Advantages of the units of each sequence, by its key, once they are known.
     """
@@ -134,7 +134,8 @@ class Shares:
     def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
         """Return the sequences to train on, their groups, and how many were dropped because routes are missing.
 
-        With a segment goes its whole completion. Every rank makes the same decision, from the route references alone.
+        Dropping a segment drops its whole completion. Every rank makes the same decision, from the route references
+        alone.
         """
         if self.config.replay.missing == "native":
             return sequences, group_ids, 0

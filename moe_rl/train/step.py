@@ -74,8 +74,8 @@ class TrainStep:
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
         self.work, shown = [], Shown()
         check_batch(sequences, group_ids, [key for at, keys in self._trained.items() if at != step for key in keys])
-        # The first update's forward runs on the weights of the step's beginning. So it is the pass for old logprobs of
-        # its own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
+        # The first update's forward pass runs on the step's starting weights. So it also gives the old logprobs of its
+        # own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
         own = objective.old_logprobs == "trainer" and replay != "r2" and not objective.needs_old_first
         first, probe = policy.updates == 0, None
         if first and self.reference is not None and policy.moves == 0:
@@ -139,7 +139,7 @@ class TrainStep:
                     seen = [loss.seen[i] for i in range(len(share.work))] if world.is_last_stage() else []
                     shown.passes.insert(0, PassSeen.of(share.work, seen, session))
                 self.guards.after_update(result, step=step, update=number)
-        # Sequences of still earlier steps have weights that are too old, which the validator refuses.
+        # Sequences of still earlier steps were sampled by weights that are too old: the validator refuses them.
         keys, oldest = {step: [one.key for one in sequences]}, step - self.config.pipeline.lag
         self._trained = {at: of_step for at, of_step in (self._trained | keys).items() if at > oldest}
         self.views = gather_views(samples, shown.passes)
@@ -150,7 +150,7 @@ class TrainStep:
 
 
 def _check_learned(share: UpdateShare, loss: UpdateLoss, probe: TemperatureProbe | None) -> None:
-    """Make the last checks of an update, when its gradient is there and no weight has moved."""
+    """Make the last checks of an update, after its gradient is computed and before a weight moves."""
     check_update(share, loss.calls)
     if probe is not None:
         probe.check(loss.seen)

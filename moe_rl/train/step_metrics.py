@@ -54,7 +54,7 @@ class Shown:
     """Holds what the passes of a step measured on this rank.
 
     Attributes:
-        passes: Those that ran on the weights of the step's beginning: the first update first.
+        passes: Those that ran on the step's starting weights, the first update's first.
         native: Measured in the pass with native routing, if there was one.
         tallies: One for each pass in which the routers' own choice is compared with the record.
         results: One per optimizer update.
@@ -217,7 +217,7 @@ def _by_layer(tallies: list[Tally], layers: Seq[int]) -> dict[int, float]:
 def _by_lag(tallies: list[Tally], name: str, mismatch: MismatchSums, *, ahead: bool) -> dict[str, float]:
     """Return the policy KL, its tokens and the routing mismatch of each lag that occurs.
 
-    Nothing if the only lag is 0, unless the run samples `ahead` of training, so that there may be others.
+    Return nothing if the only lag is 0 and the run does not sample `ahead` of training.
     """
     flat = world.all_reduce(
         [sum(t.native_by_lag[n][which] for t in tallies) for n in range(len(LAGS)) for which in (0, 1)]

@@ -84,7 +84,7 @@ class Trainer:
 
     Attributes:
         replay_ends: the last step of the run that this one replays; None if it samples.
-        sessions: the folder with those of the episodes that are trained on.
+        sessions: the folder with the sessions of the trained episodes.
     """
 
     def __init__(self, config: Config, folder: RunFolder, task: TaskPrompts | None, peers: Peers, stack: ExitStack):
@@ -162,7 +162,7 @@ class Trainer:
 
     def _start_rollouts(self, task: TaskPrompts, stack: ExitStack) -> Rollouts | PooledRollouts | ReplayedRollouts:
         """Start the sampler and the verifiers, in a pool beside this process if they work while the ranks train. A run
-        that is replayed needs none."""
+        that replays another needs neither."""
         config, run_dir = self.config, self.folder.path
         if config.run.replays is not None:
             return ReplayedRollouts(config, task, run_dir, config.run.replays, self.store)
@@ -190,7 +190,7 @@ class Trainer:
     def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
         """Take the batch of a step on rank 0, and send its tokens to all ranks. Routes stay in the trace store.
 
-        It is sampled and verified now, or was so beside the last step, or by an earlier process of this run.
+        The batch is sampled and verified now, or was so during the last step, or by an earlier process of this run.
 
         Returns:
             The batch, or None if the run was asked to stop meanwhile.
@@ -236,8 +236,8 @@ class Trainer:
         """Log a finished step.
 
         Args:
-            metrics: Metrics of training and sync; those of the rollout and the timings are added. Where training has
-                a metric of the rollout too, it counts.
+            metrics: Metrics of training and sync; those of the rollout and the timings are added. If both have a
+                metric, that of training counts.
 
         Returns:
             The error to end the run with if it has collapsed, else None.
@@ -269,7 +269,7 @@ class Trainer:
         return collapse
 
     def judging(self, step: int, batch: RolloutBatch) -> AbstractContextManager[None]:
-        """Keep evidence if the body, the training of a step, is ended by a check."""
+        """Keep evidence if a check ends the body, which trains a step."""
         return self.evidence.of(step, step - 1, lambda: _concerned(batch), lambda: self.train_step.work)
 
     def check_start(self) -> None:
@@ -282,7 +282,7 @@ class Trainer:
             self.main.log.note(f"version 0: {tensors} exported tensors are equal to the checkpoint's ({took:.1f} s)")
 
     def take_start(self) -> None:
-        """Take the weights that model.from_run names, and the optimizer if asked, before the first step."""
+        """Take the weights that model.from_run names, and the optimizer if requested, before the first step."""
         start = self.config.model
         if start.from_run is None:
             return
@@ -293,7 +293,7 @@ class Trainer:
             self.main.log.note(f"version 0: the {what} of {path}")
 
     def settle(self, step: int, clock: Clock) -> None:
-        """Wait until the sampler needs its present weights no more."""
+        """Wait until the sampler no longer needs its current weights."""
         if self.main is not None:
             with self.peers.phase("wait for rollout", step):
                 self.main.rollouts.settle(clock)
@@ -328,9 +328,9 @@ class Trainer:
         A run that is asked to stop during an evaluation repeats it after it is resumed.
 
         Returns:
-            Why the run ends behind this step before its last one, "" if it goes on. The same on all ranks.
+            Why the run ends early, after this step; "" if it continues. The same on all ranks.
         """
-        if self.replay_ends is not None:  # there is nobody to evaluate
+        if self.replay_ends is not None:  # there is no sampler to evaluate with
             ended = not last and step >= self.replay_ends
             return f"{self.config.run.replays} has trained no further step" if ended else ""
         with self.peers.phase("evaluate", step):
@@ -345,7 +345,7 @@ class Trainer:
         return "" if last else self.progress.why_end()
 
     def _evaluated(self, main: RankZero, step: int) -> Mapping[str, float | None] | None:
-        """Return the metrics of an evaluation that the log has, or make it; None if the run was asked to stop."""
+        """Return the logged metrics of this step's evaluation, or evaluate now; None if the run was asked to stop."""
         if (logged := main.log.evaluation(step)) is not None:
             return logged
         clock, metrics = Clock(self.peers.part, self.timed), None
@@ -380,7 +380,7 @@ class Trainer:
                 self._retain_rollouts(self.main, step)
 
     def export(self, step: int, *, last: bool) -> None:
-        """Start to write the weights after this step as a Hugging Face checkpoint, if that is due and was not done."""
+        """Start to write the weights after this step as a Hugging Face checkpoint, if that is due and not yet done."""
         every = self.config.export.every_steps
         if every is not None and step and (last or step % every == 0):
             with self.peers.phase("export", step), self.saving("export"):
@@ -389,10 +389,10 @@ class Trainer:
     def _exported(self, seconds: float) -> None:
         if self.main is not None:
             path = self.folder.exports / checkpoint_folder.name_of(self.exports.last)
-            self.main.log.note(f"exported: {path} ({seconds:.1f} s, behind the run)")
+            self.main.log.note(f"exported: {path} ({seconds:.1f} s, in the background)")
 
     def reason_to_stop(self, *, last: bool) -> str:
-        """Return why the run ends behind this step with `Stopped`: a rank was asked to stop, or another step would not
+        """Return why the run ends after this step with `Stopped`: a rank was asked to stop, or another step would not
         fit into run.max_hours; else "".
 
         All ranks call this together, once a step, and get the same answer. `last`: no other step follows.
@@ -439,7 +439,7 @@ class Trainer:
                 path = write_report(self.folder.path)
                 if self.config.report.trackers:
                     self.main.trackers.finish()
-                    write_report(self.folder.path)  # once more, with what became of the trackers
+                    write_report(self.folder.path)  # again, now with the trackers' results
                 checkpoint_folder.name_best(self.folder.checkpoints, self.progress.best_step)
                 if early:
                     self.main.log.note(f"ended after step {done}: {early}")

@@ -158,7 +158,7 @@ ROUTES = (
 _BATCH, _ACCOUNT = "trainer: the batch, at the step's beginning", "the step's account of its sequences"
 _TWICE, _OTHER_VERDICT = (
     "a sequence was delivered more than once",
-    "has not the reward and the group that it was judged",
+    "does not have the reward and the group that it was judged",
 )
 BATCH = (
     _in_lab(
@@ -170,7 +170,7 @@ BATCH = (
     ),
     _in_lab(
         "trainer: the last sampled token altered", "P16", _BATCH, _ACCOUNT, "ReplayError",
-        "learned from something else than what was sampled and judged", names_harmed=True,
+        "learned from something other than what was sampled and judged", names_harmed=True,
     ),
     _in_lab("trainer: rewards rotated", "P16", _BATCH, _ACCOUNT, "ReplayError", _OTHER_VERDICT, names_harmed=True),
     _in_lab("trainer: groups rotated", "P16", _BATCH, _ACCOUNT, "ReplayError", _OTHER_VERDICT, names_harmed=True),

@@ -34,4 +34,4 @@ def test_each_is_shown_where_it_is_nothing_moves_and_the_run_ends(tmp_path):
     assert gradient["optim/skipped"] == 1 and gradient["nonfinite"] == ["optim/grad_norm"]
     (told,) = [line for line in run.stderr.splitlines() if "NonFiniteError" in line]
     assert "step 4, update 0" in told
-    assert "what is not finite: loss on rank 0, gradient on rank 0, gradient norm nan, weight on rank 0" in told
+    assert "not finite: loss on rank 0, gradient on rank 0, gradient norm nan, weight on rank 0" in told
