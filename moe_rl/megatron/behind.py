@@ -1,4 +1,4 @@
-"""Writes folders of all ranks' files behind the run: checkpoints, and exported weights.
+"""Writes folders of all ranks' files in the background: checkpoints, and exported weights.
 
     start     each rank has copied its part to host memory                            during the step
     writer    a thread per rank writes its part, and hands in                         while the run continues
@@ -47,8 +47,8 @@ class StepFolders:
         published: Callable[[float], None] = lambda seconds: None,
         resume_from: Path | None = None,
     ):
-        """Args: `resume_from` is the folder of the run's checkpoints, from which errors say how to go on; None:
-        `folder` itself."""
+        """Args: `resume_from` is the folder of the checkpoints that errors suggest to resume from; None means
+        `folder`."""
         self.folder, self.keep, self.published, self.last = folder, keep, published, 0
         self._resume_from = resume_from or folder
         self._pending: _Pending | None = None
@@ -124,7 +124,7 @@ class StepFolders:
         """Start to write into the folder that `_begin` made.
 
         Args:
-            write: Writes and syncs this rank's files, and returns what rank 0 needs to know of them.
+            write: Writes and syncs this rank's files, and returns what rank 0 needs to know about them.
             complete: Adds on rank 0 what is still missing, given what the ranks returned, in rank order.
             began: When the preparation began, by time.perf_counter.
             best: Step of the best folder, which is kept besides the newest ones.

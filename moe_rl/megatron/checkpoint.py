@@ -66,7 +66,7 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int, fie
     step.
 
     Args:
-        fields: Those of the `state` given to `save` that the caller reads.
+        fields: Fields of the `state` given to `save` that the caller reads.
 
     Returns:
         The `state` given to `save`, with `step`, `updates`, the `layout` that wrote the checkpoint, and `optimizer`,
@@ -92,8 +92,8 @@ def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
     Random generators, the count of updates and the learning rate stay those of a new run.
 
     Args:
-        optimizer: Also take float32 weights and Adam's moments, and the count of updates that corrects these. Without
-            it, the optimizer starts from the weights that the forward passes used.
+        optimizer: Also take float32 weights, Adam's moments, and the count of updates for their bias correction.
+            Otherwise the optimizer starts from the weights that the forward passes used.
 
     Raises:
         CheckpointError: As `load`.
@@ -153,7 +153,7 @@ def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """Tells the other ranks what rank 0 knows of a checkpoint: its state, or what is wrong."""
+    """Tells the other ranks what rank 0 knows about a checkpoint: its state, or what is wrong."""
 
     error: str = ""
     state: dict = field(default_factory=dict)
@@ -183,7 +183,7 @@ def sealed(state: dict) -> str:
 
 
 def _read_state(path: Path, fields: Sequence[str]) -> dict:
-    """Read state.json, and check it and the names of the folder and its files. fields: what it has beside _FIELDS."""
+    """Read state.json, and check it and the names of the folder and its files. fields: required besides _FIELDS."""
     try:
         text = (path / STATE).read_text()
         state = json.loads(text)
@@ -203,7 +203,7 @@ def _read_state(path: Path, fields: Sequence[str]) -> dict:
             "a checkpoint was written by another version of moe_rl",
             where={"file": path / STATE, "field": ", ".join(absent)},
             got="no such field",
-            do="go on with the version that wrote it, or begin a new run",
+            do="continue with the version that wrote it, or start a new run",
         )
     if path.name != name_of(state["step"]):
         raise CheckpointError(
@@ -227,7 +227,7 @@ def _damage(file: Path, expected: str) -> str:
     """Return what is wrong with a file; "" if its digest agrees."""
     try:
         got = digest(file)
-    except OSError as error:  # missing, or on a disk that cannot read it any more
+    except OSError as error:  # missing, or on a disk that can no longer read it
         got = str(error)
     if got == expected:
         return ""
@@ -351,10 +351,10 @@ def check_optimizer(path: Path, policy: Policy, saved: Mapping[str, Sequence[int
     """Check that the optimizer has the state that a checkpoint was written from. All ranks call this together.
 
     Args:
-        saved: What `totals` gave when the checkpoint at `path` was written.
+        saved: What `totals` returned when the checkpoint at `path` was written.
 
     Raises:
-        CheckpointError: It has other state. Raised on all ranks; the message names the ranks that have only zeros.
+        CheckpointError: The state differs. Raised on all ranks; the message names the ranks that have only zeros.
     """
     sums = optimizer_sums(policy)
     now = totals(sums)

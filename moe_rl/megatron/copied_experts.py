@@ -5,7 +5,7 @@ owner sends its weights there; in the backward pass the gradients of the copies 
 its own. So an update sees one gradient of the expert, and a copy is neither a parameter nor in a checkpoint: it lives
 from the forward pass of its microbatch and layer to the backward pass.
 
-All ranks of a group exchange copies at the same place between the exchanges of rows, also those that send and receive
+All ranks of a group exchange copies at the same place between the exchanges of rows, even those that send and receive
 none. Rows pass through the exchange's node, so autograd runs its backward on every rank.
 """
 
@@ -22,14 +22,14 @@ def receive_copies(
     """Send the matrices of copied experts to their copies. All ranks of the group call this together.
 
     Args:
-        rows: Those that the experts compute.
+        rows: Rows that the experts compute.
         copies: int64 [P, c], see `ChunkPlan`.
         matrices: For each matrix of an expert, those of this rank's n experts.
         group: The P ranks.
 
     Returns:
-        The rows, which the experts must take from here, and for each matrix those of the copies on this rank, in the
-        order of their slots.
+        The rows, which the experts must use instead of the given ones, and for each matrix those of the copies on this
+        rank, in the order of their slots.
     """
     exchange = _CopyExchange(copies, len(matrices[0]), group)
     by_expert = (matrix for of_expert in zip(*matrices, strict=True) for matrix in of_expert)
@@ -54,7 +54,7 @@ class _CopyExchange:
         self._to = (owner == rank).sum(1).tolist()
         here = owner[rank]
         self._from = [int((here == other).sum()) for other in range(len(copies))]
-        # Copies arrive by their owner. Place of each of my copies, in the order of my slots, among those that arrive.
+        # Copies arrive ordered by owner. For each of my copies, in the order of my slots: its place among the arrivals.
         self.arrival = np.argsort(np.argsort(here[here >= 0], kind="stable"), kind="stable").tolist()
 
     def there(self, weights: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class _CopyExchange:
         return self._all_to_all(weights, self._from, self._to)
 
     def back(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Send gradients the way back."""
+        """Send gradients back to the owners."""
         return self._all_to_all(gradients, self._to, self._from)
 
     def _all_to_all(self, rows: torch.Tensor, got: list[int], sent: list[int]) -> torch.Tensor:

@@ -78,9 +78,9 @@ class HostDevice(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def see(self, here: bool) -> bool:
-        """See the torch calls of this thread from now on, or no more. Return whether it saw them before.
+        """Start or stop intercepting the torch calls of this thread. Return whether it intercepted them before.
 
-        A mode that came later must be gone.
+        Modes entered later must have ended.
         """
         before, self.here = self.here, here
         if here and not before:
@@ -95,7 +95,7 @@ _mode: HostDevice | None = None  # once it is installed
 
 @contextmanager
 def mode_left_behind() -> Iterator[Callable[[], object]]:
-    """Yield a function that takes `HostDevice` away until the context ends; without the mode it does nothing.
+    """Yield a function that removes `HostDevice` until the context ends; without the mode it does nothing.
 
     Python runs the mode in every torch call. Megatron's schedules need it only before their first microbatch: no pass
     through the model names a device.
@@ -112,7 +112,7 @@ def mode_left_behind() -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def without_mode() -> Iterator[None]:
-    """Take `HostDevice` away, except from the beginning of a pass through the model."""
+    """Remove `HostDevice` until the context ends, except at the beginning of a pass through the model."""
     with mode_left_behind() as leave:
         leave()
         yield

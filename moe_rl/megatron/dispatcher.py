@@ -59,7 +59,7 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         """Set which expert is in each slot.
 
         Args:
-            order: int64 [E], the expert in each slot. Rank r of R ranks holds the slots from r * E / R on.
+            order: int64 [E], the expert in each slot. Rank r of R ranks holds E / R slots, the first of them r * E / R.
         """
         self.order = order
         natural = (order == np.arange(len(order))).all()

@@ -4,11 +4,10 @@ Outside the dispatcher, an expert always has its logical number: in routes, rout
 checkpoints. A dispatcher's `order` says which expert is in which slot, and the weights in a slot must be those of its
 expert. The functions here change both together.
 
-Moving an expert moves everything that training has of it, bit for bit: its weights, the float32 copy that the optimizer
-updates, and Adam's two moments. If the distributed optimizer splits these over ranks with the same experts, the ranks
-first gather the parts of the experts that leave. Then ranks exchange them. One matrix of one layer is moved at a time.
-So beside its own weights, a rank never holds more than one matrix of each of a layer's experts that it gives or
-receives.
+Moving an expert moves all its training state, bit for bit: its weights, the float32 copy that the optimizer updates,
+and Adam's two moments. If the distributed optimizer splits these over ranks with the same experts, the ranks first
+gather the parts of the experts that leave. Then ranks exchange them. One matrix of one layer is moved at a time. So
+besides its own weights, a rank holds at most one matrix of each expert that it sends or receives.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def _state(weights: list[torch.Tensor], like: torch.Tensor, optimizers: list[Meg
 
 def _held(weight: torch.Tensor, optimizers: list[MegatronOptimizer]) -> tuple[list[torch.Tensor], slice]:
     """Return this rank's optimizer state of a weight, in the order of `_KEPT`, and the range of elements that it
-    covers. Both are empty if this rank's optimizer has nothing of the weight."""
+    covers. Both are empty if this rank's optimizer holds no part of the weight."""
     optimizer = _of(weight, optimizers)
     if not isinstance(optimizer, DistributedOptimizer):
         main = getattr(weight, "main_param", weight)

@@ -1,4 +1,4 @@
-"""Writes the weights of a run as Hugging Face checkpoints, behind the run.
+"""Writes the weights of a run as Hugging Face checkpoints, in the background.
 
 During the step, the ranks that share a tensor gather it, one weight at a time, and the first of them copies it to host
 memory. The threads of `behind.py` then write the copies.
@@ -50,8 +50,8 @@ class Exports(StepFolders):
         self.facts, self.model, self.dtype = facts, model, dtype
 
     def save(self, step: int, policy: Policy) -> None:
-        """Begin to write the weights after `step` steps, once the previous ones are published. Weights that are there
-        already are not written again.
+        """Begin to write the weights after `step` steps, once the previous ones are published. Weights that already
+        exist are not written again.
 
         Raises:
             CheckpointError: The previous weights could not be written, or these not begun. Raised on all ranks.
@@ -81,6 +81,6 @@ class Exports(StepFolders):
 
 
 def _taken(host: deque[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, and keep none that was yielded."""
+    """Yield the tensors, and drop each from the queue."""
     while host:
         yield host.popleft()

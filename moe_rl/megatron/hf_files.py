@@ -35,7 +35,7 @@ class CheckpointReader:
     Opening a folder reads only the headers.
 
     Attributes:
-        bytes_read: Stored bytes read so far. Files are mapped, so apart from whole pages no other bytes are touched.
+        bytes_read: Stored bytes read so far. Files are memory-mapped, so only the pages of these bytes are touched.
 
     Raises:
         ConfigError: Tensors are missing, extra, quantised, or have a wrong shape. The message names them.
@@ -132,7 +132,7 @@ def write_checkpoint(
         raise ConfigError(
             "a checkpoint must be written into a new folder",
             got=folder,
-            do="name a folder that does not exist, in one that does",
+            do="name a new folder inside an existing one",
         )
     dist.barrier()
     if rank == 0:
@@ -156,7 +156,8 @@ def write_checkpoint(
 
 
 def on_host(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies of the tensors as they are stored. They share no memory: safetensors would store such as one."""
+    """Yield copies of the tensors as they are stored. They share no memory: safetensors would store tensors that do as
+    one."""
     for name, tensor in tensors:
         yield name, tensor.to("cpu", stored_dtype(name, dtype), copy=True).contiguous()
 
@@ -165,7 +166,7 @@ def write_part(
     hidden: Path, rank: int, tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write and sync the files of a rank into the folder of a checkpoint that is not complete yet. `tensors`: as
-    `on_host` gives them."""
+    `on_host` yields them."""
     _write_shards(hidden, f"rank{rank:05d}", tensors, shard_bytes)
 
 

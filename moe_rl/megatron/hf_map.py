@@ -151,7 +151,7 @@ def load(model: torch.nn.Module, facts: ModelFacts, reader: CheckpointReader) ->
     """Fill a GPTModel from a Hugging Face checkpoint. Reads only what this rank holds.
 
     Raises:
-        ConfigError: A parameter has another shape than its tensors give. The message names it.
+        ConfigError: A parameter's shape differs from that of its tensors. The message names the tensors.
     """
     for entry in entries(model, facts):
         part, parts = (0, 1) if entry.axis is None else (entry.group.rank(), entry.group.size())
@@ -190,13 +190,13 @@ def export(
     """Yield whole tensors under Hugging Face names, each on the first of the ranks that share it.
 
     The ranks that share tensors gather them together, one weight at a time. So all of them must exhaust the iterator,
-    also those that yield nothing.
+    even those that yield nothing.
 
     Args:
         chunks: The (unwrapped) GPTModels that this rank holds.
         dense, experts: Which weights to export, so that replicas do not repeat each other. Must be equal on all ranks
             that share tensors.
-        get: What to export of a parameter instead of its data. Expert biases are then left out, as they have only data.
+        get: Returns what to export instead of a parameter's data. Expert biases are then left out: they have only data.
     """
     return export_entries(_exported(chunks, facts), facts, dense=dense, experts=experts, get=get)
 

@@ -72,8 +72,8 @@ class ExpertOutput(RowParallelLinear):
 class GroupedExperts(SequentialMLP):
     """Computes all experts of a rank at once, except for their matrix products. The experts have no biases.
 
-    Megatron runs one expert after the other. Its host then works longer for an expert than the product of a few rows
-    takes. All values are the same bit for bit: each product has the same rows, and all else is computed element by
+    Megatron runs one expert after the other. The host then takes longer for an expert than the product of a few rows
+    does. All values are the same bit for bit: each product has the same rows, and all else is computed element by
     element or row by row.
 
     Attributes:
@@ -102,7 +102,7 @@ class GroupedExperts(SequentialMLP):
 
 
 class _ExpertProducts(torch.nn.Module):
-    """Stands for the linear layers of all experts, whose parameters stay theirs."""
+    """Stands for the linear layers of all experts, which keep their parameters."""
 
     def __init__(self, counts: list[int], matrices: list[torch.Tensor]):
         super().__init__()
@@ -156,7 +156,7 @@ class PackedSelfAttention(SelfAttention):
         return self._rotated(query), self._rotated(key), *rest
 
     def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rotate [T, 1, heads, d]. Without borders of sequences, row n gets angle n."""
+        """Rotate [T, 1, heads, d]. Without sequence boundaries, row n gets angle n."""
         scale, context = self._yarn_concentration_factor, self.pg_collection.cp
         return apply_rotary_pos_emb(rows, self._angles, config=self.config, mscale=scale, cp_group=context)
 
@@ -211,7 +211,7 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("PackedAttention needs packed sequences: pass PackedSeqParams(qkv_format='thd')")
         # Causal attention never looks at later tokens. So sequences that are padded at their end to a rectangle attend
         # as if alone, in one call. The cost is the memory of the rectangle; TransformerEngine's kernels read the packed
-        # run itself.
+        # run directly.
         lengths = packed_seq_params.lengths
         ranks, longest = self.context.size(), max(lengths)
         slots, key_slots, positions = _slots(lengths, self.context.rank(), ranks, query.device)

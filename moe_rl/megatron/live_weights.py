@@ -1,4 +1,4 @@
-"""Sums up what the trainer holds of each part of the model, directly from Megatron's parameters.
+"""Sums up each part of the model as the trainer holds it, directly from Megatron's parameters.
 
 `moe_rl/weights/conservation.py` compares these sums with those of the exported tensors. This module shares no code with
 `hf_map.py`, so that a mistake in one of them is detected. It has its own table of parameter names, and only cuts pieces
@@ -33,12 +33,12 @@ from moe_rl.weights.conservation import Content, PartSums, place
 type Cut = Callable[[Tensor], Sequence[Tensor]]
 
 _GROUP = 1 << 18
-"""Parameters that have at most so many elements together are compared in one call."""
+"""Parameters that together have at most this many elements are compared in one call."""
 _CHUNK = 1 << 22
-"""Elements of a parameter that are compared at a time, which bounds the memory that this takes."""
+"""Elements of a parameter that are compared at a time, to bound memory."""
 
 # Maps parameters of torch's and TransformerEngine's layers to the tensors in them. Gate rows are above up rows; each
-# key-value group has its queries, its key and its value. Between names separated by "|", the model has one.
+# key-value group has its queries, its key and its value. The model has one of the names separated by "|".
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _ENDS = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -84,7 +84,7 @@ class _Owned:
     Attributes:
         parts: Names of the parts.
         cut: Returns the elements of each part, in the order of `parts`.
-        counts: Whether its elements are a part, and not the last pipeline stage's copy of a tied embedding.
+        counts: Whether its elements count: not those of the last pipeline stage's copy of a tied embedding.
     """
 
     tensor: Tensor
@@ -94,7 +94,7 @@ class _Owned:
 
 
 class LiveWeights:
-    """Sums up the parameters of this rank's share of a model, and remembers which parts lie in which parameter."""
+    """Sums up the parameters of this rank's share of a model, and remembers which parameter holds which parts."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], facts: ModelFacts, parts: Mapping[str, int]):
         """Remember the model; nothing is summed yet.
@@ -113,7 +113,7 @@ class LiveWeights:
         """Sum up what all ranks hold of each part, cast to `dtype`. All ranks call this together.
 
         Args:
-            updated: Whether the optimizers have written since the last call. The parameters must then be what they
+            updated: Whether the optimizers have written since the last call. The parameters must then equal what they
                 wrote.
 
         Raises:
@@ -150,7 +150,7 @@ class LiveWeights:
         return Content(self._parts, summed[:2])
 
     def _look(self) -> None:
-        """Find out which parts lie in which parameter, unless all is as it was at the last call."""
+        """Find out which parameter holds which parts, unless nothing has changed since the last call."""
         layout = _layout(self._chunks)
         (values, objects), (old_values, old_objects) = layout, self._layout
         if values == old_values and len(objects) == len(old_objects) and all(map(operator.is_, objects, old_objects)):
@@ -161,7 +161,7 @@ class LiveWeights:
 
 
 def _layout(chunks: Iterable[torch.nn.Module]) -> tuple[list[object], list[object]]:
-    """List everything that decides which parts lie in which parameter.
+    """List everything that decides which parameter holds which parts.
 
     The first list has names, numbers of layers, and the experts in the slots: things to compare by value. The second
     has the modules, parameters and buffers of those names: things to compare by identity.
@@ -279,9 +279,9 @@ def _first_of_copies(of_expert: bool) -> bool:
 def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[str]:
     """Name the parts in parameters that are not what this rank's optimizers wrote last.
 
-    An optimizer writes float32 values, and the parameter is their rounding. A parameter in float32 is itself what the
-    optimizer writes, and is not looked at. The host waits for the device once, and for each parameter of a group that
-    differs.
+    An optimizer writes float32 values, and the parameter is their rounding. The optimizer writes a float32 parameter
+    directly, so such parameters are skipped. The host waits for the device once, and then once for each parameter of a
+    group that differs.
     """
     owners = {p: one for one in optimizers if isinstance(one, DistributedOptimizer) for p in one.model_param_gbuf_map}
     groups: list[list[_Written]] = []

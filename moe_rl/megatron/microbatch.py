@@ -1,7 +1,7 @@
 """Defines a microbatch: sequences packed end to end, as tensors on this rank's device.
 
 Legend: T rows of this context-parallel rank, with padding; N completion tokens, n of them predicted on this rank; B
-units of the loss: sequences, or turns if these have rewards of their own.
+units of the loss: sequences, or turns if these have their own rewards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Microbatch:
         units: Units of the loss of each packed sequence, B in all.
         rollout_logprobs: float32 [N].
         versions: int64 [N], of the weights that sampled these tokens.
-        head_logprobs: float32 [K, N], the sampler's, of the head ids of all N tokens; None without them.
+        head_logprobs: float32 [K, N], the sampler's logprobs of the head ids of all N tokens; None without head ids.
         advantages: float32 [B]; NaN until they are set.
         indices: Which sequences of the batch are packed.
         real_tokens: Rows without padding, over all context-parallel ranks.
@@ -73,7 +73,7 @@ class Microbatch:
     padding: torch.Tensor
 
     def begin_forward(self, session: ReplaySession | None, number: int) -> ReplaySeqParams:
-        """Tell the session that the forward of this microbatch, its number `number`, begins now.
+        """Tell the session that the forward pass of this microbatch, number `number`, begins now.
 
         Returns:
             The packed sequence parameters for Megatron. Without a session, the pass routes natively and nothing is
@@ -112,10 +112,10 @@ class Microbatch:
         return np.split(self.advantages.cpu().numpy(), np.cumsum(self.units)[:-1]) if self.units else []
 
     def seals(self, sequences: Seq[Sequence]) -> list[str]:
-        """Return the seal of each packed sequence, see `types.seal_of`, made from what the loss gets of it.
+        """Return the seal of each packed sequence, see `types.seal_of`, made from what the loss gets.
 
-        It is "" for a sequence of which a token is predicted elsewhere than in the row before it. The row that predicts
-        a token is followed by the row to which that token is fed, but for the last one.
+        It is "" for a sequence with a token that is not predicted by the row before its own. The row after the one that
+        predicts a token must be the row that the token is fed to; the last token is not fed.
 
         Args:
             sequences: The packed sequences, in packing order. Tokens in rows of other ranks are taken from these.
@@ -265,8 +265,7 @@ def pack(
         predicts[completion] = start + sequence.positions - 1
         done = completion.stop
 
-    # From here on, keep the rows of this rank only. A token may be predicted on another rank than the one that it is
-    # fed to.
+    # From here on, keep the rows of this rank only. A token may be predicted on one rank and fed to another.
     own = rows_of(lengths, *context)
     numbers = np.empty(len(tokens), np.int64)
     numbers[np.concatenate([np.flatnonzero(is_real), np.flatnonzero(~is_real)])] = np.arange(len(tokens))

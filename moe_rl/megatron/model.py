@@ -108,7 +108,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         **_latent_attention(facts),
     )
     if facts.yarn is not None and facts.latent is None:
-        # Megatron reads these from its config, although they are not fields of it.
+        # Megatron reads these from its config, although the config has no such fields.
         for name, value in _yarn(facts.yarn).items():
             setattr(config, f"yarn_{name}", value)
     return config
@@ -246,8 +246,8 @@ def replay_session(
 
 
 def _sum_gradients(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-    """Sum gradients over ranks, after noting on each chunk whether this rank's own part is finite, and what it gives to
-    the routers. After the sum, a value that is not finite on one rank is so on all ranks."""
+    """Sum gradients over ranks, after noting on each chunk whether this rank's own part is finite, and its part of the
+    routers' gradients. After the sum, a value that is not finite on one rank is so on all ranks."""
     for chunk in chunks:
         buffers = chunk.buffers + chunk.expert_parallel_buffers
         extremes = torch.stack([end for buffer in buffers for end in torch.aminmax(buffer.grad_data)])

@@ -1,7 +1,7 @@
 """Describes a rank's slice of the distributed optimizer's state, so that it is saved and loaded without other ranks.
 
-The distributed optimizer cuts flat buffers into one slice per data-parallel rank. So a slice begins and ends anywhere
-in a tensor. Successive elements of a tensor are a few boxes: the rest of a row, whole rows, the beginning of a row.
+The distributed optimizer cuts flat buffers into one slice per data-parallel rank. So a slice may begin and end anywhere
+in a tensor. Successive elements of a tensor form a few boxes: the rest of a row, whole rows, the beginning of a row.
 torch's format stores a tensor as boxes of any size. So each rank writes and reads only its own boxes of whole tensors,
 which have the same names and shapes in every layout.
 
@@ -9,7 +9,7 @@ The main parameter of a float32 parameter is a slice of the parameter itself, in
 part of the weights. Main parameters of other precisions are stored as "param".
 
 Megatron's own formats do one of two things: they gather all data-parallel slices on a rank (`fully_reshardable`, whose
-names these are), or they can be loaded only by the layout that wrote them, apart from its data-parallel size
+names are used here), or they can be loaded only by the layout that wrote them, apart from its data-parallel size
 (`dp_reshardable`).
 """
 
@@ -37,7 +37,7 @@ def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: boo
     Args:
         model: The sharded state dict of the model, with the parameters themselves. It says where each is stored.
         loading: Leave the boxes without data, to be filled in. Otherwise they share memory with the optimizer's state.
-        there: Names of the tensors in the checkpoint that is loaded. Older ones have "param" of every parameter.
+        there: Names of the tensors in the checkpoint that is loaded. Older checkpoints have "param" of every parameter.
     """
     kinds = ShardedTensor | ShardedTensorFactory
     stored = {entry.data: entry for entry in nested_values(model) if isinstance(entry, kinds)}
@@ -68,7 +68,7 @@ def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: boo
 def set_slices(optimizer: DistributedOptimizer, loaded: dict) -> None:
     """Copy into the optimizer what was loaded for `sharded_slices`: the same dict, with tensors as boxes.
 
-    Load the weights before: they bring the main parameters for which nothing was loaded.
+    Load the weights first: they set the main parameters for which nothing was loaded.
     """
     for number, parameter in enumerate(optimizer.model_param_gbuf_map):
         state = {kind: torch.cat([box.flatten() for box in boxes]) for kind, boxes in loaded[number].items()}
@@ -124,7 +124,7 @@ def _stored_tensors(
 ) -> list[tuple[ShardedTensor, int]]:
     """Return (stored tensor, its first element in the parameter), in the order of the elements.
 
-    A factory stores a parameter as several tensors. For each must be a run of the parameter's elements.
+    A factory stores a parameter as several tensors. Each must be a run of the parameter's elements.
     """
     tensors = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     begin, storage = parameter.data_ptr(), parameter.untyped_storage().data_ptr()

@@ -86,7 +86,7 @@ def _refuse(moe: MoELayer) -> None:
 
 
 class _Chunk:
-    """Takes some rows [R, H] of a microbatch on their way to the experts, through them, and back."""
+    """Sends some rows [R, H] of a microbatch to the experts, through them, and back."""
 
     def __init__(self, moe: MoELayer, plan: ChunkPlan, rows: torch.Tensor, order: torch.Tensor):
         """Args: `order`, int64 [R * K], gives the rows in sending order."""

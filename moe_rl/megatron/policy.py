@@ -212,14 +212,14 @@ class Policy:
         Args:
             loss: Called on the last pipeline stage only.
             entropy: Also pass entropies to the loss.
-            learned: Called when the gradient is there, before anything is changed. It may refuse the update, on all
+            learned: Called after the gradient is computed, before anything changes. It may refuse the update, on all
                 ranks.
         """
         generators = rng.state()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # Megatron updates the biases as soon as all gradients are there, before anyone checks that these are finite.
+        # Megatron updates the biases as soon as all gradients are computed, before it is checked that these are finite.
         biases = [(r.expert_bias, r.expert_bias.clone()) for r in self._routers() if r.expert_bias is not None]
         self._start_aux_loss(microbatches)
         with mode_left_behind() as begun:
@@ -422,8 +422,8 @@ class Policy:
 
 
 class ReferencePolicy:
-    """Holds the frozen initial policy. It always routes natively, because its own expert choice is part of what it
-    refers to."""
+    """Holds the frozen initial policy. It always routes natively, because its own expert choice is part of the
+    reference."""
 
     def __init__(
         self, facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig, checkpoint, *, temperature: float

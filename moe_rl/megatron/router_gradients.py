@@ -1,8 +1,9 @@
-"""Checks that the routers' gradients are those of all ranks: none has lost its own, and the sum over ranks lost none.
+"""Checks that the routers' gradients come from all ranks: no rank lost its own part, and the sum over ranks has all
+parts.
 
-A router is small, and whole on every rank of a pipeline stage. If one rank's part of its gradient is lost, the run goes
-on, with a router that learns from the other ranks alone. The ranks that work on the same sequences count as one here:
-the last router may have no gradient on a rank that has only tokens of prompts.
+A router is small, and whole on every rank of a pipeline stage. If one rank's part of its gradient is lost, the run
+continues, with a router that learns only from the other ranks. The ranks that work on the same sequences count as one
+here: the last router may have no gradient on a rank that has only tokens of prompts.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rl.errors import ReplayError, first_of
 from moe_rl.megatron import world
 
-# Rounding of sums over ranks, in parts of the gradients' norms. A lost part has the size of its norm.
+# Rounding of sums over ranks, relative to the gradients' norms. A lost part is as large as its norm.
 _ROUNDING = 1e-3
 
 
 @lru_cache(maxsize=4)
 def _direction(size: int, device: torch.device) -> torch.Tensor:
-    """Return a fixed random direction [size]: gradients of a router add up to 0 over its experts."""
+    """Return a fixed direction [size], random because the gradients of a router add up to 0 over its experts."""
     return torch.randn(size, generator=torch.Generator().manual_seed(size)).to(device)
 
 
 def own_parts(layers: Iterable[TransformerLayer]) -> torch.Tensor:
-    """Return what `check` needs of a rank's own gradients, float64 [L, 3], once its backward passes have run and before
-    the sum over ranks: the component along a direction, the norm, and the norm of the gradient of the norm before the
-    router.
+    """Return what `check` needs of a rank's own gradients, float64 [L, 3]: the component along a direction, the norm,
+    and the norm of the gradient of the layer norm before the router. Call it after the backward passes and before the
+    sum over ranks.
 
     Args:
         layers: The L MoE layers of a chunk.
@@ -63,12 +64,12 @@ def check(
 
     Args:
         all_layers: Global numbers of all MoE layers of the model.
-        routers: Weights of those of this rank, by global number.
-        own: What `own_parts` gave for these, before the sum.
+        routers: Weights of this rank's routers, by the global number of their layer.
+        own: What `own_parts` returned for these, before the sum.
 
     Raises:
         ReplayError: A router has no gradient on ranks whose experts have one, or the sum lacks a part. Raised on all
-            ranks, with the layers.
+            ranks, naming the layers.
     """
     count, (share, shares) = len(all_layers), world.data_parallel()
     mine, norms, summed = (np.zeros(count) for _ in range(3))
@@ -88,16 +89,16 @@ def check(
     copies = 1 if _distributed(optimizers) else parallel_state.get_data_parallel_world_size(True)
     if sequence_parallel:
         copies *= parallel_state.get_tensor_model_parallel_world_size()
-    finite = np.isfinite(norms) & np.isfinite(summed)  # what is not is told as such, by who skips the update
+    finite = np.isfinite(norms) & np.isfinite(summed)  # other values are reported when the update is skipped
     wrong = np.flatnonzero(finite & ~(np.abs(summed - copies * mine) <= _ROUNDING * copies * norms))
     if len(wrong):
-        told = [f"layer {all_layers[at]}: {summed[at]:.4g} for {copies * mine[at]:.4g}" for at in wrong]
+        told = [f"layer {all_layers[at]}: {summed[at]:.4g} instead of {copies * mine[at]:.4g}" for at in wrong]
         raise _lost(all_layers[int(wrong[0])], first_of(told), "the sum of what the ranks computed")
 
 
 def _along(router: torch.nn.Parameter, optimizers: Seq[MegatronOptimizer]) -> torch.Tensor:
-    """Return the component of a router's gradient along a fixed direction; with optimizers that are distributed, of
-    the slice that this rank updates."""
+    """Return the component of a router's gradient along a fixed direction; with a distributed optimizer, of the slice
+    that this rank updates."""
     gradient = router.main_grad.flatten()
     direction = _direction(len(gradient), gradient.device)
     for optimizer in optimizers:

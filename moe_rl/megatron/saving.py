@@ -1,4 +1,4 @@
-"""Writes checkpoints: planned and copied during the step, then written to disk and published behind the run.
+"""Writes checkpoints: planned and copied during the step, then written to disk and published in the background.
 
 All ranks plan who writes what, and copy their parts to host memory. The threads of `behind.py` then write, sync and
 digest the copies; rank 0's adds metadata, digests and the name.
@@ -93,7 +93,7 @@ class Checkpoints(StepFolders):
         request = dist_checkpointing.save(
             sharded,
             str(hidden),
-            FullyParallelSaveStrategyWrapper(strategy),  # replicas share the writing of what they all hold
+            FullyParallelSaveStrategyWrapper(strategy),  # replicas divide among them what they all hold
             content_metadata=dict(checkpoint.CONTENT),
             async_sharded_save=True,
             async_strategy="mcore",
@@ -122,7 +122,7 @@ class Checkpoints(StepFolders):
 
 @dataclass(frozen=True, slots=True)
 class _Lying:
-    """Says where a tensor, or a piece of one, is stored: Megatron's WriteResult in plain values."""
+    """Says where a tensor or a piece of it is stored: Megatron's WriteResult in plain values."""
 
     name: str
     offset: tuple[int, ...] | None
@@ -154,8 +154,7 @@ class _HandedIn:
 
 
 class _Planning(TorchDistSaveShardedStrategy):
-    """Extends Megatron's save strategy by access to the arguments of its last step, which would need all ranks at
-    once."""
+    """Extends Megatron's save strategy: it keeps the arguments of the last step, which would need all ranks at once."""
 
     writer: FileSystemWriterAsync
     metadata: Metadata | None  # on rank 0

@@ -2,8 +2,8 @@
 interleaved 1F1B. A training pass can also use combined 1F1B, which alternates the forward of one microbatch and the
 backward of another, layer by layer.
 
-The handle to its routes travels with each microbatch, so no order of the schedule is assumed. Microbatches of padding
-alone, which fill up the rounds of an interleaved schedule, have a handle too.
+The handle to its routes travels with each microbatch, so no order of the schedule is assumed. Microbatches of only
+padding, which fill up the rounds of an interleaved schedule, have a handle too.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _arguments(chunks, microbatches, session, score, after_forward, begun) -> di
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """Holds what Megatron's output layer makes logits from: hidden states [T, H] and the matrix [V / TP, H]."""
+    """Holds what Megatron's output layer computes logits from: hidden states [T, H] and the matrix [V / TP, H]."""
 
     hidden: torch.Tensor
     matrix: torch.Tensor

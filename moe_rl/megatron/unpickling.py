@@ -71,7 +71,7 @@ def restricted(path: Path) -> Iterator[None]:
     def load(file: IO[bytes]) -> Any:
         try:
             return _Metadata(file).load()
-        except Exception as error:  # torch would replace this error by another one
+        except Exception as error:  # torch would replace this error with another
             refused.append(error if isinstance(error, CheckpointError) else _refused(Path(file.name), error))
             raise
 

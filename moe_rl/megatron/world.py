@@ -28,8 +28,8 @@ def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> Non
 
 
 def join(*, timeout_seconds: float) -> None:
-    """Join the process group that torchrun describes in the environment; without torchrun, a group of this process
-    alone.
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of only this
+    process.
 
     Chooses the device backend once: CUDA with NCCL if there is a GPU, otherwise the host with gloo.
     """
@@ -221,8 +221,8 @@ def dispatch_nodes(node_ranks: int | None) -> np.ndarray:
 def dispatching_shares() -> int:
     """Return how many neighbouring shares of the sequences are dispatched to the same copies of the experts.
 
-    It is also 1 if the ranks of one share are more than those that hold a copy of the experts, so that a share is not
-    dispatched as a whole.
+    It is also 1 if one share has more ranks than hold one copy of the experts, so that a share is not dispatched as a
+    whole.
     """
     dispatching = parallel_state.get_expert_tensor_and_model_parallel_world_size()
     of_one_share = (
