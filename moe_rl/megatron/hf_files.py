@@ -156,8 +156,8 @@ def write_checkpoint(
 
 
 def on_host(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies of the tensors as they are stored. They share no memory: safetensors would store tensors that do as
-    one."""
+    """Yield copies of the tensors as they are stored. They share no memory: safetensors stores tensors that share
+    memory as one."""
     for name, tensor in tensors:
         yield name, tensor.to("cpu", stored_dtype(name, dtype), copy=True).contiguous()
 

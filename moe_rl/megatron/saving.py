@@ -93,7 +93,7 @@ class Checkpoints(StepFolders):
         request = dist_checkpointing.save(
             sharded,
             str(hidden),
-            FullyParallelSaveStrategyWrapper(strategy),  # replicas divide among them what they all hold
+            FullyParallelSaveStrategyWrapper(strategy),  # each replica writes a share of what all hold
             content_metadata=dict(checkpoint.CONTENT),
             async_sharded_save=True,
             async_strategy="mcore",

@@ -17,9 +17,9 @@ reinforce_pp this means a batch whose tokens all have the same reward. For the o
 than two scored members or with equal rewards. A group in which every verification failed has no advantages and does
 not change those of other groups.
 
-A penalty that was taken off the rewards (`objective.kl_in: reward`) has a size of its own, which kl_coef says. Where
-the rewards without it are equal, the penalty alone makes the spread, and nothing divides it: a std would make
-advantages of size 1 from any penalty, however small.
+The size of a penalty that was subtracted from the rewards (`objective.kl_in: reward`) is set by kl_coef. Where the
+rewards are equal without it, the spread comes only from the penalty and is not divided: a std would make advantages of
+size 1 from any penalty, however small.
 
 Other frameworks differ in these points. verl, slime and NeMo-RL add the same 1e-6 to the std, TRL and Megatron-LM 1e-4.
 They compare rewards exactly, so rounding errors in a group of equal rewards become small advantages. Megatron-LM's std
@@ -42,7 +42,7 @@ from moe_rl.types import LARGEST_REWARD
 # Rewards are sums of parts, which reward functions often compute in float32. Equal outcomes may then differ by a few
 # roundings: this is four units in the last place of float32.
 RESOLUTION = 2.0**-21
-# Added to a std that divides. Where a spread is hardly more than rounding, it would become advantages of size 1.
+# Added to a std that divides. Otherwise a spread hardly larger than rounding would become advantages of size 1.
 EPSILON = 1e-6
 
 Rewards = Sequence[float | None]
@@ -50,13 +50,13 @@ Rewards = Sequence[float | None]
 
 
 def equal(reward: float, other: float) -> bool:
-    """Tell whether two rewards differ by rounding at most: by RESOLUTION times the larger one in size, or times 1 if
-    both are smaller. Parts of size 1 may cancel to any smaller sum, and their rounding does not."""
+    """Return whether two rewards differ at most by rounding: by RESOLUTION times the larger size, or times 1 if both
+    are smaller. Parts of size 1 may cancel to any smaller sum, but their rounding does not cancel."""
     return abs(reward - other) <= RESOLUTION * max(1.0, abs(reward), abs(other))
 
 
 def has_spread(rewards: Rewards) -> bool:
-    """Tell whether two scored rewards differ, see `equal`. A group without such a difference teaches nothing.
+    """Return whether two scored rewards differ, see `equal`. A group without such a difference teaches nothing.
 
     Raises:
         RewardError: a reward is not finite or is too large.
@@ -151,7 +151,7 @@ def advantages(
             still count in the denominator of the loss.
         group_ids: the prompt of each reward, as any integers in any order.
         lengths: the number of completion tokens of each completion.
-        before: the rewards before a penalty was taken off them, None in the same places; by default the rewards.
+        before: the rewards before a penalty was subtracted, None in the same places; by default `rewards`.
 
     Returns:
         One advantage per reward, in the same order.
@@ -223,7 +223,7 @@ def _scored(rewards: Rewards) -> list[float]:
 
 
 def _divisor(scored: list[float], before: list[float]) -> float:
-    """Return std + EPSILON of rewards; 1 where a penalty alone makes their spread."""
+    """Return std + EPSILON of rewards; 1 where their spread comes only from a penalty."""
     return _unbiased_std(scored) + EPSILON if _differ(before) else 1.0
 
 

@@ -40,7 +40,7 @@ class Head:
 def centering(head: Head, cap: float, masked: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
     """Return [T] float64: sum_v sg(c_v) log p_v over the head. Times A_i it is added to a loss -A_i w_t log p_t.
 
-    It is NaN for a token with a logprob in its head that is not finite, but for those -inf of the sampler.
+    It is NaN for a token whose head has a logprob that is not finite, except for -inf of the sampler.
 
     Args:
         cap: f(r) = min(r, cap).

@@ -6,8 +6,8 @@ They differ in the weight of a token. A clip event is a token whose clipped bran
 no gradient.
 
 This c_t has no bound where A_i < 0 and r_t is large: one token can outweigh all others. With dual_clip (arXiv
-1912.09729, equation 5) such a token has c_t = max(c_t, dual_clip A_i). Where the second argument is the larger one the
-token has no gradient, and is a clip event too.
+1912.09729, equation 5) such a token has c_t = max(c_t, dual_clip A_i). Where the second argument is larger, the token
+has no gradient and is a clip event too.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The rule gives each token a weight, through which no gradient flows:
 
     truncate    min(ratio, high)                                        (TIS)
     mask        ratio where low <= ratio <= high, else 0; low may be left out    (at token level IcePop; MIS)
-    reject      1 where low <= ratio <= high, else 0; one of them may be left out
+    reject      1 where low <= ratio <= high, else 0; low or high may be left out
     veto        0 for the whole sequence when the ratio of any of its tokens is below low, else 1
 
 The off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556) compares the sampler with the CURRENT policy. It
@@ -26,8 +26,8 @@ Several corrections are multiplied, as sums of logarithms: the ratio of a long s
 multiplied by inf. A token with a logprob or an advantage that is not finite gets the weight NaN, even if a rule rejects
 the token, and the step then refuses the loss.
 
-Every sequence lies whole in one microbatch (see `losses.py`), so no weight depends on how the batch was divided.
-Rejected tokens stay in the denominator of the loss: the step becomes smaller, and the weight of the other tokens stays.
+Every sequence is whole in one microbatch (see `losses.py`), so no weight depends on how the batch was divided. Rejected
+tokens stay in the denominator of the loss: the step becomes smaller, and the weight of the other tokens stays.
 
 Legend: B sequences, T completion tokens, n_i tokens of sequence i.
 """

@@ -27,7 +27,7 @@ def with_keys(lags: Tensor, sequence_ids: Tensor) -> Tensor:
     """Return for each token the largest lag of itself and of the tokens before it in its sequence, int64 [N].
 
     A sampler that keeps keys and values over an update lets new weights attend to keys that older ones made, so such a
-    token is no sample of the new weights alone. lags, sequence_ids: int64 [N], a sequence's tokens in turn.
+    token is not sampled from the new weights alone. lags, sequence_ids: int64 [N], one sequence after the other.
     """
     if not len(lags):
         return lags

@@ -1,7 +1,7 @@
 """Computes logprobs of given tokens, and entropies, from full logits or one rank's part of the vocabulary, or from the
 hidden states before the output matrix.
 
-No float32 copy of all logits is made. From hidden states not even the logits are.
+No float32 copy of all logits is made. From hidden states, even the logits are made only in chunks.
 
 Legend: T tokens, V vocabulary of this rank: all of it, or a part under tensor parallelism, R rows of hidden states, H
 their width.
@@ -43,8 +43,8 @@ def token_logprobs(
     Args:
         logits: [T, V], any floating dtype. Gradients have the same dtype.
         targets: [T] int64, ids of the whole vocabulary.
-        support: the ids over which each token's softmax is taken; other logits get no gradient. One of them that is
-            NaN or inf makes the token's values NaN all the same. None: the whole vocabulary.
+        support: the ids over which each token's softmax is taken; other logits get no gradient. If one of these is NaN
+            or inf, it still makes the token's values NaN. None: the whole vocabulary.
         group: the ranks that share the vocabulary. Rank r holds the ids r V .. r V + V - 1, and all ranks pass the same
             targets and support. All get the same result. Each gets the gradient of its part, provided that all compute
             the same loss. None: this rank holds the whole vocabulary.
@@ -85,7 +85,7 @@ def token_scores(
     support: Support | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute `token_logprobs`, and what else is asked for, in one pass over the logits.
+    """Compute `token_logprobs`, and what else is requested, in one pass over the logits.
 
     Args:
         entropy: also compute `token_logprobs_and_entropies`.
@@ -93,7 +93,7 @@ def token_scores(
             logprob -inf, whose gradient must be 0.
 
     Returns:
-        [1 + K + entropy, T]: the logprobs of the targets, those of the others, the entropies if asked for.
+        [1 + K + entropy, T]: the logprobs of the targets, those of the others, the entropies if requested.
     """
     _check(logits, targets, temperature, support, others)
     return _TokenScores.apply(logits, None, None, targets, temperature, support, _several(group), entropy, others)
@@ -257,9 +257,7 @@ def _shifted(scaled: Tensor, shift: Tensor) -> Tensor:
 
 
 def _own(targets: Tensor, size: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Return which targets lie in this rank's part of the vocabulary, and their index in it (arbitrary for the
-    others).
-    """
+    """Return which targets are in this rank's part of the vocabulary, and their index in it (arbitrary for others)."""
     if group is None:
         return torch.ones_like(targets, dtype=torch.bool), targets
     local = targets - size * _rank(group)
@@ -318,7 +316,7 @@ def _check(
         if of_tokens is not None and len(of_tokens) != len(targets):
             raise ValueError(
                 describe(
-                    "not of these tokens",
+                    "does not belong to these tokens",
                     where={"argument": name},
                     got=f"that of {len(of_tokens)} tokens",
                     expected=len(targets),

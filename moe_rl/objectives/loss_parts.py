@@ -23,7 +23,7 @@ class PolicyLoss:
         loss: sum over this microbatch / denominator, in the dtype of the logprobs. It carries the gradient, also when T
             is 0.
         clip_events: number of units whose gradient the loss removed or reduced. Each loss defines its event. A ratio
-            outside the range is no event where the sign of the advantage keeps the gradient, or where advantage or
+            outside the range is not an event where the sign of the advantage keeps the gradient, or where advantage or
             weight is 0.
         clip_units: number of units that clip_events is a part of: non-empty sequences (gspo) or tokens (all other
             losses).
@@ -63,7 +63,7 @@ def token_advantages(advantages: Tensor, sequence_ids: Tensor, weights: Tensor |
     """Return [T] float64 without gradient: the advantage of each token's sequence times the token's weight.
 
     The weight may be folded into the advantage because every term of a loss is proportional to |A| and otherwise
-    depends on the sign of A alone. A token of weight 0 then has advantage 0, so an overflow of its ratio cannot reach
+    depends only on the sign of A. A token of weight 0 then has advantage 0, so an overflow of its ratio cannot reach
     the loss.
     """
     of_token = advantages.detach().double()[sequence_ids]
@@ -220,7 +220,7 @@ def check_loss(
     if weights is not None and (weights.dtype != torch.float64 or weights.shape != logprobs.shape):
         raise ValueError(
             describe(
-                "not of these tokens",
+                "does not belong to these tokens",
                 where={"argument": "weights"},
                 got=f"{tuple(weights.shape)} {weights.dtype}",
                 expected=f"{tuple(logprobs.shape)} torch.float64",
@@ -235,7 +235,7 @@ def check_loss(
                     where={"argument": name},
                     got=value,
                     expected="above 0",
-                    do=f"mend objective.{name}",
+                    do=f"correct objective.{name}",
                 )
             )
     given = (logprobs, old_logprobs, advantages, weights, rollout_logprobs)

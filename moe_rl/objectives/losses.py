@@ -2,7 +2,7 @@
 
 Layout: a microbatch is a packed run of B sequences. Per-token tensors are flat [T], over the COMPLETION tokens of all
 its sequences. `sequence_ids` [T] int64 in 0..B-1 gives the sequence of each token. A sequence may have no token. Every
-sequence lies whole in one microbatch, so under context parallelism gather its logprobs (differentiably) first. A
+sequence is whole in one microbatch, so under context parallelism gather its logprobs (differentiably) first. A
 completion that was sampled in several segments is one sequence here: all of its tokens have one id.
 
 Denominator: every function returns the microbatch's SUM divided by `denominator`, a number of the whole optimizer

@@ -76,10 +76,10 @@ class MismatchSums:
             logprobs: [T] float32 or float64, natural logarithm, the trainer's, of completion tokens at the sampling
                 temperature.
             rollout_logprobs: [T], likewise, the sampler's.
-            sequence_ids: [T] int64 in 0..sequences-1, the sequence of each token. A sequence lies whole in one
+            sequence_ids: [T] int64 in 0..sequences-1, the sequence of each token. A sequence is whole in one
                 microbatch. A sequence without a token is not counted.
-            lags: [T] int64, how many versions older the weights are that sampled each token. None: not known, and
-                `by_lag` leaves these tokens out.
+            lags: [T] int64, how many versions older than the trainer's the weights are that sampled each token. None:
+                unknown, and `by_lag` leaves these tokens out.
 
         Raises:
             TypeError: a dtype is wrong.
@@ -231,9 +231,7 @@ class MismatchSums:
         }
 
     def by_lag(self) -> dict[str, tuple[float, int]]:
-        """Return the k3 and the number of the tokens of each lag that occurs, by the names of LAGS. Reads the device
-        once.
-        """
+        """Return {lag: (mean k3, number of tokens)} for each lag of LAGS that occurs. Reads the device once."""
         sums = dict(zip(_SUMS, self.values.tolist(), strict=False))
         counts = {lag: int(sums[f"tokens_lag_{lag}"]) for lag in LAGS}
         return {lag: (sums[f"k3_lag_{lag}"] / count, count) for lag, count in counts.items() if count}

@@ -5,8 +5,8 @@ batch. These are the tokens that the loss pushes further away from the sampler: 
 r_t < 1. While the mean is above the limit, the token with the largest square is masked. The paper uses the limit 0.04.
 
 Here log r_t = l_old_t - l_rollout_t, of the trainer's old policy, as in AReaL: the mask is then known before an update
-begins. The batch is the whole update over all ranks, so that the mask depends on no cut. Tokens with equal squares are
-masked or kept together, for the same reason.
+begins. The batch is the whole update over all ranks, so that the mask does not depend on how it is divided. Tokens with
+equal squares are masked or kept together, for the same reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def squares(
 ) -> tuple[Tensor, Tensor]:
     """Return the squares of the log-ratios [T] float64, and bool [T]: which tokens are in the trust region.
 
-    advantages: [B]; the others are [T]. Where one of these is not finite, the square is NaN and in the trust region, so
-    that the mean over the region shows it. No such token is kept, and the loss is NaN then.
+    advantages: [B]; the others are [T]. If one of these is not finite, the square is NaN and in the trust region, so
+    that the mean over the region shows it. No such token is kept, and the loss is then NaN.
     """
     log_ratio = old_logprobs.detach().double() - rollout_logprobs.detach().double()
     pushed = log_ratio * advantages.detach().double()[sequence_ids]
@@ -40,5 +40,5 @@ def largest_kept(in_region: np.ndarray, limit: float) -> float:
     ordered = np.sort(in_region)
     kept = int(np.count_nonzero(np.cumsum(ordered) <= limit * np.arange(1, len(ordered) + 1)))
     if kept < len(ordered):
-        kept = int(np.searchsorted(ordered, ordered[kept]))  # those equal to the first masked one are masked too
+        kept = int(np.searchsorted(ordered, ordered[kept]))  # squares equal to the first masked square are masked too
     return float(ordered[kept - 1]) if kept else -np.inf

@@ -123,7 +123,7 @@ def create(config: Config) -> RunFolder:
 
 
 def existing(path: Path, option: str) -> RunFolder:
-    """Return the folder of an existing run. option: the option that named it. Raises ConfigError if it is no run
+    """Return the folder of an existing run. option: the option that named it. Raises ConfigError if `path` is not a run
     folder."""
     folder = RunFolder(path)
     if not folder.config.is_file():
@@ -186,7 +186,7 @@ def _with_start(config: Config) -> Config:
 
 
 def start_problems(config: Config) -> list[Problem]:
-    """Say what is wrong with the folder that model.from_run names: it is no run, lacks the checkpoint, or does not
+    """Say what is wrong with the folder that model.from_run names: it is not a run, lacks the checkpoint, or does not
     fit."""
     start = config.model
     if start.from_run is None:
@@ -244,7 +244,7 @@ def change_problem(old: Config, new: Config, may_change: Sequence[str], where: A
         "an existing run cannot change this part of its config",
         where=where,
         got=", ".join(f"{key} = {new} (was {old})" for key, (old, new) in others.items()),
-        expected=f"changes of only {listed}",
+        expected=f"only changes of {listed}",
         do="start a new run to change the rest",
     )
 
