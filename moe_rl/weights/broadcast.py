@@ -44,7 +44,7 @@ class Communicator(Protocol):
         ...
 
     def destroy(self) -> None:
-        """Leave the group, also in the middle of a broadcast. The others get an error, or wait for ever (NCCL)."""
+        """Leave the group, even in the middle of a broadcast. The others get an error, or wait forever (NCCL)."""
         ...
 
 
@@ -81,8 +81,8 @@ class Sender:
             False if `stopped` was set before all workers were ready.
 
         Raises:
-            WeightSyncError: a tensor differs from its announcement, by which the workers cut the bytes, and its bucket
-                is not sent; or the sender has left its group.
+            WeightSyncError: a tensor differs from its announcement, by which the workers cut the bytes: its bucket is
+                then not sent. Or the sender has left its group.
             ConnectionError: a worker is gone.
         """
         if self._closed:
@@ -105,7 +105,7 @@ class Sender:
             octets = packed(infos, (tensor for _, tensor in islice(checked, len(infos))), self._device)
             _lost(self._under_way.end)
             _lost(self._under_way.begin, self._group, octets)
-        # Ranks that share tensors end their last round together, and workers may wait for another of them first.
+        # Ranks that share tensors end their last round together, and workers may wait for another sender first.
         for _ in checked:
             pass
         _lost(self._under_way.end)
@@ -130,7 +130,7 @@ class Receiver:
         self._received = 0
 
     def reaches(self, source: Broadcast) -> bool:
-        """Return whether an update from there can come over these connections."""
+        """Return whether an update from `source` can come over these connections."""
         return self._way == _way(source)
 
     def receive(
@@ -139,8 +139,8 @@ class Receiver:
         """Receive the tensors in this order and pass each bucket to `take`, while the next one arrives.
 
         Raises:
-            WeightSyncError: the bytes of a sender stop coming, or the buckets are not those of `infos`, or not those
-                that a sender has. In the latter cases nothing is sent.
+            WeightSyncError: the bytes of a sender stop coming, or the buckets differ from `infos` or from a sender's
+                plan. In the last two cases nothing is sent.
         """
         buckets, number = list(_buckets(source, infos)), self._received
         links = list(zip(self._senders, self._stores, strict=True))
@@ -220,7 +220,7 @@ def _plan(number: int) -> str:
 
 
 def _plan_digest(buckets: Sequence[Sequence[TensorInfo]]) -> bytes:
-    """Return a digest of what each bucket holds. Gloo ends the process where two ends expect other sizes."""
+    """Return a digest of what each bucket holds. Gloo ends the process if the two ends expect different sizes."""
     told = [[(info.name, info.dtype, info.shape) for info in run] for run in buckets]
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(told)).encode()
 
@@ -234,12 +234,12 @@ def _store_of(sender: SenderAt) -> dist.Store:
         store = dist.TCPStore(sender.address, sender.port, timeout=_REACHED, wait_for_workers=False)
         found = store.get(_RANK).decode()
     except RuntimeError as error:
-        do = "let the samplers' hosts reach this rank's host, or send from rank 0 alone: rollout.weight_senders=1"
+        do = "let the samplers' hosts reach this rank's host, or send from rank 0 only: rollout.weight_senders=1"
         message = describe("The trainer cannot be reached", where=_where(sender), got=error, do=do)
         raise WeightSyncError(message) from error
     if found != str(sender.rank):
         raise WeightSyncError(
-            "Another rank of the trainer sends from there", where=_where(sender), got=found, expected=sender.rank
+            "Another rank of the trainer sends from this address", where=_where(sender), got=found, expected=sender.rank
         )
     store.set_timeout(_TIMEOUT)
     return store
@@ -258,7 +258,7 @@ def _lost[T](act: Callable[..., T], *arguments: object) -> T:
 
 
 def _told[T](sender: SenderAt, act: Callable[..., T], *arguments: object) -> T:
-    """Return `act(*arguments)`. An error of the connection names the sender."""
+    """Return `act(*arguments)`. A connection error names the sender."""
     try:
         return act(*arguments)
     except (RuntimeError, OSError) as error:
@@ -280,7 +280,7 @@ class GlooGroup:
     """Broadcasts over gloo, in a group separate from torch.distributed's default group."""
 
     def __init__(self, store: dist.Store, address: str, rank: int, size: int):
-        """Join the group. `address` is the one by which the other members reach this host."""
+        """Join the group. `address` is that by which the other members reach this host."""
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = _TIMEOUT
@@ -297,15 +297,15 @@ class GlooGroup:
     def destroy(self) -> None:
         if self._group is not None:
             self._group.abort()  # otherwise the group would wait for a broadcast that is under way
-        self._group = None  # its connections close now, also while an error's traceback refers to this object
+        self._group = None  # its connections close now, even while an error's traceback refers to this object
 
 
 class NcclGroup:
-    """Broadcasts over vLLM's NCCL communicator, on a CUDA stream of its own. Never run.
+    """Broadcasts over vLLM's NCCL communicator, on its own CUDA stream. Never run.
 
-    The bytes are allocated, packed, read and freed in the order of the caller's stream. A broadcast begins behind what
-    that stream was given before, and `wait` makes the stream wait for it. So the allocator, which knows the caller's
-    stream alone, never reuses bytes that a broadcast still needs.
+    The bytes are allocated, packed, read and freed in the order of the caller's stream. A broadcast begins after the
+    work already queued on that stream, and `wait` makes the stream wait for it. So the allocator, which knows only the
+    caller's stream, never reuses bytes that a broadcast still needs.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device):
@@ -328,7 +328,7 @@ class NcclGroup:
 
 
 def packed(infos: Sequence[TensorInfo], tensors: Iterable[Tensor], device: torch.device, *, after: int = 0) -> Tensor:
-    """Copy tensors, which must be as announced by `infos`, into uint8 [their bytes + after], one behind the other.
+    """Copy tensors, which must be as announced by `infos`, into uint8 [their bytes + after], one after the other.
 
     They are taken one at a time. The last `after` bytes are left for the caller.
     """
@@ -361,7 +361,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def reached_by_all(others: Iterable[tuple[str, int]]) -> str:
-    """Return an address of this host that all of several (host, port) can reach.
+    """Return an address of this host that all of the given (host, port) can reach.
 
     Some of them may be this host itself. The address is a loopback address only if all are. Raises OSError as
     `own_address` does.
@@ -371,5 +371,5 @@ def reached_by_all(others: Iterable[tuple[str, int]]) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is reached from its own host alone."""
+    """Return whether an address is reached only from its own host."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -9,7 +9,7 @@ becomes final only after the two sums of every part were equal. The sum of a par
 
     sum over elements w of  w * (A w + B)  modulo 2**32, as signed numbers, where w is the element's bits
 
-It does not depend on the order of the elements, so that no layout has to be undone to compute it. The function is a
+It does not depend on the order of the elements, so it is computed without undoing any layout. The function is a
 permutation of the 32-bit numbers (Rivest, Permutation polynomials modulo 2^w, 2001): every change of one element
 changes the sum. When a part has elements of another part, the sum shows it except in about one case in 2**40. The sum
 cannot see the order of the elements within a tensor. `start.py` compares that, bit for bit, when a run starts.
@@ -31,7 +31,7 @@ from moe_rl.weights.stream import Round
 _CHUNK = 1 << 18
 """Elements that are summed at a time. The buffers for them take at most 6 MiB."""
 _SMALL = 1 << 16
-"""Parts of at most so many elements are summed together with others."""
+"""Parts of at most this many elements are summed together with others."""
 _A, _B = 0x5BD1E994, 0x27D4EB2F
 """Coefficients of the polynomial: an even and an odd number below 2**31, with no pattern in their bits."""
 BITS = {2: torch.int16, 4: torch.int32}
@@ -64,7 +64,7 @@ class Content:
 
 
 class PartSums:
-    """Adds up elements by part, on the device where they lie.
+    """Adds up elements by part, on the device where they are.
 
     Small parts are copied into one buffer and summed together, since each call of torch costs as much as thousands of
     elements.
@@ -78,7 +78,7 @@ class PartSums:
         self._words, self._terms = (torch.empty(_CHUNK, dtype=torch.int32, device=device) for _ in range(2))
         self._running = torch.empty(_CHUNK, dtype=torch.int64, device=device)
         self._given: dict[torch.dtype, Tensor] = {}  # a buffer for the elements of each precision
-        self._dtype = torch.float32  # the precision of the elements that wait
+        self._dtype = torch.float32  # the precision of the waiting elements
         self._waiting: list[tuple[int, int]] = []  # (part, where its elements end in the buffer)
 
     def add(self, part: str, values: Tensor, dtype: torch.dtype) -> None:
@@ -110,14 +110,14 @@ class PartSums:
         return self._waiting[-1][1] if self._waiting else 0
 
     def _put(self, values: Tensor) -> None:
-        """Copy elements behind those that wait."""
+        """Copy elements into the buffer, after the waiting ones."""
         if self._dtype not in self._given:
             self._given[self._dtype] = torch.empty(_CHUNK, dtype=self._dtype, device=self._sums.device)
         start = self._filled
         self._given[self._dtype][start : start + values.numel()].view(values.shape).copy_(values)
 
     def _mix(self) -> None:
-        """Add the elements that wait to the sums of their parts."""
+        """Add the waiting elements to the sums of their parts."""
         if self._filled:
             parts, ends = torch.tensor(self._waiting, device=self._sums.device).T
             running = torch.cumsum(self._mixed(self._filled), 0, dtype=torch.int64, out=self._running[: self._filled])
@@ -190,8 +190,8 @@ class Conservation:
     def settle(self, device: torch.device) -> None:
         """Compare the sums, once all rounds have been taken. All ranks call this together.
 
-        device: where tensors lie that the ranks exchange. Raises WeightSyncError on all ranks when a part was exported
-        otherwise than the trainer holds it.
+        device: that of the tensors that the ranks exchange. Raises WeightSyncError on all ranks when a part was not
+        exported as the trainer holds it.
         """
         assert self._now is not None
         version, held = self._now
@@ -212,7 +212,7 @@ class Conservation:
 def difference(exported: Content, held: Content, before: tuple[int, Content] | None, version: int) -> str:
     """Say which parts were exported wrongly, and what was exported in their place. Return "" when all are right.
 
-    before: an earlier version, and what was held then.
+    before: an earlier version, and what the trainer held then.
     """
     wrong = (exported.table != held.table).any(0).nonzero().flatten().tolist()
     if not wrong:
@@ -237,7 +237,7 @@ def difference(exported: Content, held: Content, before: tuple[int, Content] | N
             what = "only zeros" if _all_zeros(total, elements) else known.get(got[at], "other values")
         found.append(f"{place(names[at])}: {what}")
     return describe(
-        "what is exported is not what the trainer holds",
+        "the exported weights are not what the trainer holds",
         where={"version": version},
         got=f"{len(wrong)} of {len(names)} parts of the model wrong: {first_of(found)}",
         expected="every part as the trainer holds it",
@@ -247,8 +247,8 @@ def difference(exported: Content, held: Content, before: tuple[int, Content] | N
 
 
 def _all_zeros(total: int, elements: int) -> bool:
-    """Tell whether a sum is that of so many zeros, of any signs. Other values have such a sum in one case of a billion
-    at most."""
+    """Return whether a sum is that of this many zeros, of either sign. Other values have such a sum in at most one case
+    in a billion."""
     return any(total % one == 0 and 0 <= total // one <= elements for one in _NEGATIVE_ZEROS)
 
 

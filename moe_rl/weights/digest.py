@@ -30,7 +30,7 @@ _WORDS = 1 << 20
 
 
 class TensorDigests:
-    """Takes digests of tensors. A device is waited for once for all of them, when they are read."""
+    """Takes digests of tensors. The host waits for a device only once, when they are read."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
@@ -70,7 +70,7 @@ def info_of(name: str, tensor: Tensor) -> TensorInfo:
 
 
 def as_announced(infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors after comparing each with its announcement; the sampler cuts the byte stream by it alone.
+    """Yield the tensors after comparing each with its announcement; the sampler cuts the byte stream only by it.
 
     Raises:
         WeightSyncError: a tensor differs from its announcement, is missing, or was not announced.
@@ -86,7 +86,7 @@ def as_announced(infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tenso
 
 
 def dtype_name(dtype: torch.dtype) -> DTypeName:
-    """Return a dtype's name in `TensorInfo`. The name of a dtype that cannot be sent is refused by every reader."""
+    """Return a dtype's name in `TensorInfo`. Every reader refuses the name of a dtype that cannot be sent."""
     return cast(DTypeName, str(dtype).removeprefix("torch."))
 
 

@@ -1,8 +1,8 @@
 """Collects the tensors of a layer's experts while new weights come to vLLM.
 
-vLLM loads a layer anew when its last tensor has come. To know which is the last, it passes each tensor through its
-loader once more, on the meta device, in a mode that counts copied elements. A layer has hundreds of experts' tensors,
-and the model says which. So each is kept here until the last of them has come, without a count.
+vLLM reloads a layer when its last tensor has come. To know which is the last, it passes each tensor through its loader
+once more, on the meta device, in a mode that counts copied elements. A layer has hundreds of experts' tensors, and the
+model says which. So they are kept here until all have come, without counting elements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WEIGHTS = {"w13_weight", "w2_weight"}
 def collect_experts(model: torch.nn.Module) -> None:
     """Let the layers of experts of a model that is open for loading collect their tensors.
 
-    vLLM goes on to count in layers that also have biases or scales, and in those that hold experts twice.
+    vLLM still counts elements in layers that also have biases or scales, and in those that hold experts twice.
     """
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
@@ -36,7 +36,7 @@ def collect_experts(model: torch.nn.Module) -> None:
 
 
 def experts_of(layer: RoutedExperts, parameter: str) -> set[tuple[str, int]]:
-    """Return what comes for a parameter: (part, expert). The parts of "w13_..." are w1 and, where there is a gate,
+    """Return each (part, expert) that comes for a parameter. The parts of "w13_..." are w1 and, where there is a gate,
     w3."""
     gated = layer.moe_config.is_act_and_mul
     parts = ("w2",) if not parameter.startswith("w13") else ("w1", "w3") if gated else ("w1",)
@@ -44,7 +44,7 @@ def experts_of(layer: RoutedExperts, parameter: str) -> set[tuple[str, int]]:
 
 
 def _collect(layer: RoutedExperts) -> None:
-    """Put wrappers around the loaders of a layer's weights that keep what comes, until all is there."""
+    """Wrap the loaders of a layer's weights, to keep the tensors until all have come."""
     info = get_layerwise_info(layer)
     missing = {(name, *one) for name in _WEIGHTS for one in experts_of(layer, name)}
     # Asked once for each expert, and not for each of its tensors: on a GPU the host waits for the answer.
@@ -56,7 +56,7 @@ def _collect(layer: RoutedExperts) -> None:
         signature = inspect.signature(loader)
 
         @wraps(loader, assigned=())
-        def online_process_loader(*args: object, **kwargs: object) -> bool:  # vLLM takes off what has this name
+        def online_process_loader(*args: object, **kwargs: object) -> bool:  # vLLM unwraps this name
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             part, expert = bound.arguments["shard_id"], bound.arguments["expert_id"]

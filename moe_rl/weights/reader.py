@@ -49,8 +49,8 @@ class Reader:
         """Read, confirm and load one part.
 
         Raises:
-            WeightSyncError: the part is refused. Nothing of it has been loaded then, unless it is a broadcast: that is
-                loaded bucket by bucket, and confirmed by the part after it.
+            WeightSyncError: the part is refused. Nothing of it has been loaded, unless it is a broadcast, which is
+                loaded bucket by bucket and confirmed by the part after it.
         """
         self._intake.admit(update)
         if isinstance(update.source, Broadcast):

@@ -173,7 +173,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
             initialize_layerwise_reload(self.model)
             collect_experts(self.model)
         if self._tied and EMBEDDING in tensors:
-            # While it is loaded, the output matrix is a parameter of its own, and vLLM waits for it and packs it anew.
+            # During loading the output matrix is a separate parameter: vLLM waits for it and packs it again.
             tensors = tensors | {HEAD: tensors[EMBEDDING]}
         with disable_mtp_completeness_check():
             self.model.load_weights(self._counted(tensors))

@@ -111,15 +111,14 @@ class WeightSender:
         A sleeping sampler is woken: first for its weights, and for its KV cache when it has the weights.
 
         Args:
-            beside: what all ranks do while the sampler loads the last part, or behind it where ranks send while it
-                loads.
+            beside: called on all ranks while the sampler loads the last part, or after it if ranks send while it loads.
 
         Returns:
             The bytes that the sampler received; 0 on other ranks.
 
         Raises:
-            WeightSyncError: on rank 0, the sampler received something else than was sent; on all ranks, before the
-                sampler may use the weights, the exported weights differ from those that the ranks hold.
+            WeightSyncError: on rank 0, the sampler did not receive what was sent; on all ranks, before the sampler may
+                use the weights, the exported weights differ from those that the ranks hold.
         """
         changed = self._policy.moves > self._moves
         held = self._policy.content(self._dtype, updated=changed)
@@ -200,12 +199,12 @@ class WeightSender:
         return broadcast(stream, self._sender, senders, sampler, self._ranks, part, settle)
 
     def _listen(self, workers: _Workers, stream: WeightStream) -> None:
-        """Have an end of the broadcast for these workers, if this rank sends, and else none."""
+        """Keep a broadcast sender for these workers if this rank sends, else none."""
         if self._sender is not None and (not stream.sends or self._sender.workers != workers.count):
             self._sender.close()
             self._sender = None
         if self._sender is None and stream.sends:
-            # Another host has another address. It is the one on the route to rank 0's, in the samplers' network.
+            # Another host sends from its own address on the route to rank 0's, in the samplers' network.
             try:
                 address = own_address(workers.address, _ANY_PORT) if stream.rank else workers.address
                 self._sender = Sender(stream.rank, address, workers.count, self._ranks.device())
@@ -214,7 +213,7 @@ class WeightSender:
                     "A rank cannot listen for the workers of the samplers",
                     where={"rank": stream.rank, "host": workers.address},
                     got=error,
-                    do="look at this host's network, or send from rank 0 alone: rollout.weight_senders=1",
+                    do="look at this host's network, or send from rank 0 only: rollout.weight_senders=1",
                 ) from error
 
     def _rounds(self, *, host: bool) -> list[Round]:
@@ -228,7 +227,7 @@ class WeightSender:
 
 
 def _one_host(ranks: int) -> bool:
-    """Return whether all of so many trainer ranks are on one host."""
+    """Return whether all of this many trainer ranks are on one host."""
     return ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 

@@ -1,6 +1,6 @@
 """Sends an update through a shared disk, in safetensors files that appear complete or not at all.
 
-A rank holds one bucket of its own and one tensor at a time; the sampler maps the files.
+A rank holds one of its buckets and one tensor at a time; the sampler maps the files.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def read_parts(parts: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield every (name, tensor) of the files; tensors are mapped, not copied.
 
     Raises:
-        WeightSyncError: a file is damaged, or a tensor lies in two of them.
+        WeightSyncError: a file is damaged, or a tensor is in two files.
     """
     seen: set[str] = set()
     for part in parts:
         with _Part(part) as opened:
             for name in opened.keys():  # noqa: SIM118
                 if name in seen:
-                    message = "A tensor lies in two parts, the second is named here"
+                    message = "A tensor is in two parts, the second is named here"
                     raise WeightSyncError(message, where={"tensor": name, "file": part})
                 seen.add(name)
                 yield name, opened.get_tensor(name)

@@ -82,7 +82,7 @@ class SegmentWriter:
         return MemorySegment(os.getpid(), self._descriptor, self._end, self._tensors)
 
     def clear(self) -> None:
-        """Start again at offset 0. Call it only when nobody reads the old content any more."""
+        """Start again at offset 0. Call it only when the old content is no longer read."""
         self._end = self._tensors = 0
 
 

@@ -1,4 +1,4 @@
-"""Checks that before its first update a trainer exports the checkpoint that it was built from."""
+"""Checks before the first update that a trainer exports the checkpoint that it was built from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_rl.weights.stream import Ranks, Round
 
 
 class Checkpoint(Protocol):
-    """Says what the check needs of the checkpoint. `megatron.hf_files.Trained` has it."""
+    """Lists what the check needs from a checkpoint: `megatron.hf_files.Trained`."""
 
     names: list[str]
     """Its tensors that are trained and therefore exported."""
@@ -46,7 +46,7 @@ def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -
     for run in rounds:
         for name, tensor in run.tensors:
             names.append(name)
-            # Only for the first wrong tensor, other tensors are read to say what it looks like.
+            # Other tensors are read only for the first wrong one, to say what it looks like.
             if name in known and (problem := _difference(name, tensor, checkpoint, search=not problems)):
                 problems.append(problem)
     everyone = ranks.gather(Seen(names, problems), Seen)
@@ -58,7 +58,7 @@ def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -
     wrong += _named("exported twice", {name for name, count in times.items() if count > 1})
     if wrong:
         raise WeightSyncError(
-            "what the trainer exports before its first update is not the checkpoint",
+            "the weights that the trainer exports before its first update are not the checkpoint's",
             where={"version": 0},
             got="; ".join(wrong),
             expected="every trained tensor as model.path has it, bit for bit",

@@ -95,7 +95,7 @@ class WeightStream:
         exporting = [rank for rank, one in enumerate(everyone) if rank == 0 or any(one.rounds)]
         blocks = [number * min(senders, len(exporting)) // len(exporting) for number in range(len(exporting))]
         self.senders = [exporting[blocks.index(block)] for block in range(blocks[-1] + 1)]
-        # Ranks without tensors may have rounds, in which they give others a share of theirs.
+        # Ranks without tensors may have rounds, in which they give other ranks parts of tensors.
         self._sender = dict.fromkeys(range(len(everyone)), 0) | dict(zip(exporting, blocks, strict=True))
         count = max((len(one.rounds) for one in everyone), default=0)
         order = [(rank, at) for at in range(count) for rank, one in enumerate(everyone) if at < len(one.rounds)]
@@ -114,8 +114,8 @@ class WeightStream:
         self._digests, self._told = TensorDigests(), dict[str, str]()  # of this rank's tensors; of those of other ranks
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `own` on a rank that sends, once. It holds at most one tensor of its own, and two rounds
-        of other ranks: while one is yielded, the next one arrives."""
+        """Yield the tensors of `own` on a rank that sends, once. It holds at most one own tensor, and two rounds of
+        other ranks: while one round is yielded, the next arrives."""
         arrivals = self._arrivals()
         for rank, at, infos in self._passing:
             if rank == self.rank:
@@ -131,7 +131,7 @@ class WeightStream:
         return [msgspec.structs.replace(info, digest=known[info.name]) for info in infos]
 
     def all_digested(self, ranks: Ranks) -> list[TensorInfo]:
-        """Return `infos` with the digests of all tensors, when all are sent. All ranks call this together."""
+        """Return `infos` with the digests of all tensors, after all are sent. All ranks call this together."""
         own = self.digested([info for infos in self.own for info in infos]) if self.sends else []
         known = {info.name: info for one in ranks.gather(own, list[TensorInfo]) for info in one}
         return [known[info.name] for info in self.infos]
@@ -223,7 +223,7 @@ def broadcast(
 
 
 def take_part(stream: WeightStream, sender: Sender | None, ranks: Ranks, settle: Callable[[], None]) -> None:
-    """Do the part of another rank than 0 in `broadcast`, with whose arguments it is called.
+    """Do the part of a rank other than 0 in `broadcast`, with the same arguments.
 
     Args:
         sender: this rank's end, if it sends. Otherwise it hands its tensors over.

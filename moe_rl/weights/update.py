@@ -72,7 +72,7 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class SenderAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Says where a rank of the trainer that broadcasts is reached."""
+    """Gives the address of a trainer rank that broadcasts."""
 
     rank: Natural
     address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -87,7 +87,7 @@ class Broadcast(msgspec.Struct, frozen=True, tag="broadcast", forbid_unknown_fie
     Attributes:
         senders: ranks of the trainer. Each is rank 0 of a group of `world_size`, and all groups have the same workers.
         buckets: for each bucket, which of the senders has it, and how many tensors it brings.
-        first_rank: the workers of this sampler have ranks from here in every group.
+        first_rank: the rank of this sampler's first worker in every group.
     """
 
     senders: Annotated[list[SenderAt], msgspec.Meta(min_length=1)]
@@ -130,8 +130,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         version: version of the weights once the final part is loaded; all later samples carry it.
         replaces: version that the trainer expects the sampler to hold; any other sampler refuses. Versions rise, with
-            one
-            exception: a sampler that still holds its checkpoint, version 0, may be sent other weights as version 0.
+            one exception: a sampler that still holds its checkpoint, version 0, may be sent other weights as version 0.
         number: index of this part, from 0.
         final: whether this is the last part.
         changed: whether the weights are known to differ from the old ones; identical bytes are then refused as stale.
@@ -195,7 +194,7 @@ def agreement(answers: list[Holding]) -> Holding:
 def refusal(holding: Holding) -> WeightSyncError:
     """Return the error for a refused part, or for incomplete weights; it says what the sampler does now."""
     if holding.whole:
-        return WeightSyncError(f"{holding.refused}. The sampler goes on with version {holding.version}, which it had")
+        return WeightSyncError(f"{holding.refused}. The sampler continues with version {holding.version}, which it had")
     return WeightSyncError(
         holding.refused or "An update was started and not finished",
         got="parts of two sets of weights",

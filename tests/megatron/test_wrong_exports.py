@@ -101,7 +101,7 @@ def test_every_wrong_export_is_named_before_the_update_is_final(begun, name, mon
             run.trial.update(run.trial.tables)
             run.sender.send(run.taker, version := version + 1)
         run.trial.update(run.trial.tables)
-        with pytest.raises(WeightSyncError, match="what is exported is not what the trainer holds") as refused:
+        with pytest.raises(WeightSyncError, match="the exported weights are not what the trainer holds") as refused:
             run.sender.send(run.taker, version + 1)
         assert fired and run.taker.intake.holding().version == version
         for said in (rf"\(version {version + 1}\)", *fault.says):
@@ -124,7 +124,7 @@ def test_what_is_no_longer_the_checkpoint_is_named_at_the_start(begun, name):
         if not fault.start or (name == "deepseek" and ("keys" in what or what in START)):
             continue  # this model has one matrix for both, and no square one
         fired = plant(run.policy, fault, at=0)
-        with pytest.raises(WeightSyncError, match="before its first update is not the checkpoint") as refused:
+        with pytest.raises(WeightSyncError, match="before its first update are not the checkpoint.s") as refused:
             run.sender.check_start(trained(run))
         assert fired and all(f"{tensor}: " in str(refused.value) for tensor in fired[:3])
         if what in START:
@@ -158,7 +158,7 @@ def test_a_file_that_changed_and_names_that_do_not_fit_are_named(begun, tmp_path
 def test_a_float32_trainer_is_held_against_the_checkpoint_in_the_precision_that_it_has(begun):
     run = begun("qwen-mixed", "float32")
     run.sender.check_start(trained(run, torch.float32))
-    with pytest.raises(WeightSyncError, match="is not the checkpoint"):
+    with pytest.raises(WeightSyncError, match="are not the checkpoint.s"):
         run.sender.check_start(trained(run, torch.bfloat16))
 
 

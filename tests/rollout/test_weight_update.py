@@ -143,7 +143,7 @@ def test_other_bytes_than_the_trainer_meant_are_refused_and_the_old_weights_stay
     before, version = send.engine.score([CANARY])[0].logprobs[0], send.version()
     (update,) = send.parts(way, others)
     said = send.refused([another(update, "lm_head.weight")], "got other weights than were sent.*lm_head.weight")
-    assert f"goes on with version {version}" in said and send.goes_on(before, version)
+    assert f"continues with version {version}" in said and send.goes_on(before, version)
 
 
 @pytest.mark.parametrize("fault", ["broken off", "damaged"])

@@ -29,6 +29,6 @@ def test_workers_that_hold_different_weights_hold_nothing(answers):
 def test_the_refusal_of_one_is_that_of_all():
     refused = Holding(1, "a" * 32, True, "The new weights are stale")
     assert agreement([OLD, refused]) == refused
-    assert str(refusal(refused)) == "The new weights are stale. The sampler goes on with version 1, which it had"
+    assert str(refusal(refused)) == "The new weights are stale. The sampler continues with version 1, which it had"
     one_loaded = agreement([NEW, refused])
     assert not one_loaded.whole and "One refused: The new weights are stale" in one_loaded.refused

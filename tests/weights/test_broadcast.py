@@ -390,7 +390,7 @@ def test_a_wrong_plan_of_senders_is_refused(taker, open_senders, others, monkeyp
 
     monkeypatch.setattr(sending, "in_turns", wrong)
     told = {
-        "senders": "Another rank of the trainer sends from there.*rank 0.*got 3.*[Ee]xpected 0",
+        "senders": "Another rank of the trainer sends from this address.*rank 0.*got 3.*[Ee]xpected 0",
         "turns": "sends other tensors than were announced.*rank 0",
     }
     with pytest.raises(WeightSyncError, match=told.get(fault, "buckets of a broadcast are not those of its tensors")):
