@@ -11,11 +11,11 @@ from moe_rl.models.hf import ModelFacts
 
 
 def choice_scores(facts: ModelFacts, logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return what a router takes the best of, float32 [T, E]: its logits, or their sigmoids with a bias.
+    """Return the scores of which a router takes the best, float32 [T, E]: its logits, or their sigmoids with a bias.
 
     Args:
         logits: [T, E].
-        bias: [E], of families that add one.
+        bias: [E], for families that add one.
     """
     logits = logits.float()
     if facts.score_function == "softmax":
@@ -38,7 +38,7 @@ def regret(facts: ModelFacts, scores: torch.Tensor, chosen: torch.Tensor) -> tor
     by_group = scores.unflatten(1, (facts.groups, -1))
     values = by_group.topk(2, -1).values.sum(-1)  # [T, G], as in `_of_best_groups` of the trainer's router
     used = torch.zeros_like(values, dtype=torch.bool).scatter(1, chosen // by_group.shape[-1], True)
-    # The groups that are used are taken, and then the best ones up to the number of groups.
+    # Take the used groups first, then the best others up to the number of groups.
     order = values.masked_fill(used, torch.inf).topk(facts.top_groups, -1).indices
     allowed = torch.zeros_like(used).scatter(1, order, True)
     left = values.masked_fill(allowed, -torch.inf).amax(-1) - values.masked_fill(~allowed, torch.inf).amin(-1)

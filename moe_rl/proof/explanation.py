@@ -1,8 +1,8 @@
 """Says from the evidence of a run who was right when a check ended it: the third engine, `transformers`, decides.
 
 The third engine takes the experts that one of the two engines took, row by row. Its own scores say whether each choice
-was the best one. A choice within a near tie is no difference: how far scores move by rounding alone is measured, by the
-third engine in float32 and in the engine's precision on the same weights. Log-probabilities are compared in the same
+was the best one. A choice within a near tie is not a difference. How far rounding alone moves scores is measured: the
+third engine runs the same weights in float32 and in the engine's precision. Log-probabilities are compared in the same
 way.
 
 | the record fits | the sampler's scores fit | the trainer fits | who |
@@ -13,10 +13,10 @@ way.
 | yes | yes | no | trainer |
 | no, or its scores | | no | weights: neither engine computes with those that were kept |
 
-Before that: a trainer that was to replay other experts than the record has is wrong. So is a recorder whose record
-contradicts the router logits of its own engine, or has another checksum than what left the engine. If a checksum was
-refused, and the record in the trace has it, the trainer changed what it read. A run that has collapsed with both
-engines right is lost by its training.
+Before that: a trainer that was to replay experts other than the record's is wrong. So is a recorder whose record
+contradicts the router logits of its own engine, or has a checksum that differs from that of the engine's output. If a
+checksum was refused, and the record in the trace has it, the trainer changed what it read. If a run collapsed with both
+engines right, its training is at fault.
 
 Legend: T rows of a sequence, L MoE layers, K top-k.
 """
@@ -44,10 +44,10 @@ _Ran = tuple[torch.Tensor, torch.Tensor]
 
 # Engines differ by this share of the largest score where both compute in float32: 64 units in its last place.
 _EXACT = 64 * float(np.finfo(np.float32).eps)
-# How many times the measured rounding is a near tie, and a difference of log-probabilities. A sampler that stores
-# weights with 3 bits instead of 7 rounds 16 times as much.
+# Multiples of the measured rounding up to which choices are near ties and log-probabilities agree. A sampler that
+# stores weights with 3 bits instead of 7 rounds 16 times as much.
 _TIES, _SCORES, _COARSE, _LEAST_NATS = 4.0, 3.0, 16.0, 1e-4
-# Largest shares of choices beyond near ties of an engine that fits: of all, of a layer, and of a sequence.
+# An engine fits up to these shares of choices beyond near ties: of all choices, of a layer's, and of a sequence's.
 _SHARES = (0.005, 0.02, 0.1)
 
 
@@ -57,8 +57,8 @@ class Side:
 
     Attributes:
         version: of the weights of the third engine.
-        choices: (row, layer) that were compared. near: other than the third engine's, within a near tie. differ: beyond
-            that.
+        choices: number of (row, layer) compared. near: those that differ from the third engine's within a near tie.
+            differ: those beyond a near tie.
         worst: the largest margin by which the third engine prefers another choice, in units of scores; None if there is
             an impossible one. where: (sequence, row, layer). tie: the largest near tie of that layer.
         by_layer: share of `differ` in each layer, by its global number.
@@ -91,7 +91,7 @@ class Explanation:
         damaged: Keys of the sequences whose record in the trace has another checksum than what left the engine.
         own_logits: Share of the record's choices that the router logits of the sampler itself contradict; None where it
             recorded none.
-        missing: Versions whose weights were needed and are not there.
+        missing: Versions whose weights were needed and are missing.
     """
 
     verdict: Verdict
@@ -110,12 +110,12 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
 
     Args:
         rows: Arrays of the sequences of the evidence.
-        weights: Hugging Face folders of the versions that made its rows, as far as there are any.
-        trained: That of the weights that the trainer had.
+        weights: Hugging Face folders of the versions that made its rows, as far as they exist.
+        trained: Folder of the weights that the trainer had.
     """
     names = [one.key for one in evidence.sequences]
     sides, missing, moved = [], [], None
-    # Rows of a later version attend to keys of the first one, or to new ones, so only the first version's are clear.
+    # Rows of a later version attend to keys of the first version or to new keys, so only the first version's are clear.
     cut = [one.versions[0] if one.versions else (0, 0) for one in evidence.sequences]
     for version in sorted({version for version, _ in cut}):
         mine: list[tuple[str, Rows]] = [
@@ -152,7 +152,7 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
     if verdict == "check" and evidence.what == "collapse":
         verdict, why = "training", "both engines compute what the third one does: look at the objective and its rate"
     if verdict == "check" and evidence.what == "checksum":
-        verdict, why = "trainer", "the record in the trace is whole and fits: it was changed behind the trace"
+        verdict, why = "trainer", "the record in the trace is whole and fits: it was changed after it left the trace"
     return replace(found, verdict=verdict, why=why)
 
 
@@ -194,8 +194,8 @@ class _Engine:
     """Runs the third engine on one version of the weights, in float32 and in the precision of another engine."""
 
     def __init__(self, path: Path, dtype: str, coarse: float, temperature: float, *, chose_freely: bool = False):
-        """Args: `dtype` and `coarse` describe the other engine: its precision, and how many times this it rounds.
-        `chose_freely`: the choices that it is said to have made are its own for sure."""
+        """Args: `dtype` and `coarse` describe the other engine: its precision, and by how many times this precision it
+        rounds. `chose_freely`: its reported choices are certainly its own."""
         self.chose_freely = chose_freely
         low = getattr(torch, dtype)
         self.exact, self.temperature, self.coarse = IndependentModel(path, weights=low), temperature, coarse
@@ -253,8 +253,8 @@ class _Engine:
     def _scores(self, side: Side, seen: list[_Seen]) -> Side:
         """Add to a side what the log-probabilities of some sequences show.
 
-        A wrong record changes what the third engine computes when it takes these experts. So the engine also fits if it
-        computes what the third one does by its own choice.
+        A wrong record changes what the third engine computes when it takes the recorded experts. So an engine also fits
+        if it computes what the third one computes with its own choices.
         """
         if not seen:
             return side
@@ -269,14 +269,15 @@ class _Engine:
 
 
 class _Seen:
-    """Holds what the third engine makes of one sequence.
+    """Holds how one sequence compares with the third engine.
 
     Attributes:
-        known: bool [T, L], where there is a choice. regrets: float32 [T, L], see `choices.regret`; infinite for what is
-            no choice of K experts.
+        known: bool [T, L], where there is a choice. regrets: float32 [T, L], see `choices.regret`; infinite where it is
+            not a choice of K experts.
         largest, moved: [L], the largest score, and the largest change of a score by rounding.
-        apart, noise: [ways, N], |differences of log-probabilities|: of the engine to the third one, and of this one by
-            rounding; in the first row under the engine's choices, in the second, if there is one, under its own.
+        apart, noise: [ways, N], |differences of log-probabilities|: of the engine to the third one, and of the third
+            one by rounding. The first row is under the engine's choices, the second, if there is one, under the third
+            engine's own.
     """
 
     def __init__(self, engine: _Engine, rows: Rows, routes: np.ndarray | None, logprobs: np.ndarray | None):
@@ -312,7 +313,7 @@ def _rows(rows: Rows, count: int) -> dict[str, np.ndarray]:
 
 
 def _all(values: Iterable[bool | None]) -> bool | None:
-    """Return whether all that is known is so; None if nothing is known."""
+    """Return whether all known values are true; None if none is known."""
     known = [value for value in values if value is not None]
     return all(known) if known else None
 

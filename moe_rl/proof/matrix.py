@@ -34,8 +34,8 @@ class Outcome:
         gradients, logprobs: Difference from the reference that takes the same routes.
         free_gradients: Difference from the reference that routes natively.
         maps: Routing maps seen at the dispatchers, over the passes of all ranks.
-        maps_with_grad: Those of them with gradients enabled.
-        wrong_maps: Those of them that differ from the forced routes.
+        maps_with_grad: Number of these maps seen with gradients enabled.
+        wrong_maps: Number of these maps that differ from the forced routes.
         wrong_received: Counts of received rows that differ from the forced routes.
         consumed, expected: How often routes were taken in the update, and should be.
     """

@@ -98,7 +98,7 @@ def _seen(trial: Trial) -> dict:
 
 
 class SchedulePlans:
-    """Counts what combined 1F1B alone does.
+    """Counts what only combined 1F1B does.
 
     Attributes:
         asked: How often a schedule asked for the parts of a forward.

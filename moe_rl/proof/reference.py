@@ -69,8 +69,8 @@ class IndependentModel:
 
         Args:
             tokens: [T].
-            routes: [T, L, K], the experts that every token takes. For those that there are not, and with None, the
-                routers choose.
+            routes: [T, L, K], the experts that every token takes. Where one of these is no expert's number, and with
+                None, the routers choose.
         """
         self._routes = None if routes is None else torch.from_numpy(routes.astype(np.int64))
         return self.model(torch.tensor([[*map(int, tokens)]])).logits[0]
