@@ -1,7 +1,7 @@
 """Estimates the peak memory of a training pass on a rank, in bytes, without the model itself.
 
-The estimate counts the tensors of moe_rl's layers of torch operations: what autograd keeps of each operation, and what
-exists for a moment on top. The measured peak on a CPU with one rank lies within 10% of it
+The estimate counts the tensors of moe_rl's layers of torch operations: what autograd keeps of each operation, and
+short-lived tensors on top. The measured peak on a CPU with one rank is within 10% of it
 (tests/planning/test_activations.py). The estimate leaves out workspaces inside kernels, fragmentation of the allocator,
 and buffers of collectives. TransformerEngine's layers keep less; the difference was never measured.
 
@@ -177,7 +177,7 @@ def hidden_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def moe_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Return the bytes behind the second norm of a layer with experts."""
+    """Return the bytes after the second norm of a layer with experts."""
     shared = mlp_bytes(facts.shared_intermediate_size // layout.tensor, shape.rows, shape)
     return router_bytes(facts, layout, shape) + experts_bytes(facts, layout, shape) + shared
 
@@ -199,8 +199,8 @@ def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
     bfloat16 + b), for the logits, three float32 of each between the softmax and its gradient, and the gradient.
 
     Else one chunk of LOGITS_AT_ONCE exists, beside the gradient of the output matrix, of M elements: the larger of
-    chunk x (20, for bfloat16 + 2 b) + 4 M, because the last chunk is alive while the next one is made, and
-    16 x chunk + (4 + b) M. To this come the hidden states of all rows with their gradient.
+    chunk x (20, for bfloat16 + 2 b) + 4 M, because the last chunk is alive while the next one is made, and 16 x chunk +
+    (4 + b) M. The hidden states of all rows and their gradient are added.
 
     Entropies (objective.entropy_coef) are not counted.
     """
@@ -260,7 +260,7 @@ def stage_activations(
     kept = again = behind = 0
     hidden, held = hidden_bytes(facts, layout, shape), held_by_router_bytes(facts, layout, shape)
     for run in runs:
-        plain = 0  # kept by the layers of the run behind the recomputed ones
+        plain = 0  # kept by the layers of the run after the recomputed ones
         for number, layer in enumerate(run):
             has_experts = layer in facts.moe_layers
             whole = layer_bytes(facts, layout, shape, has_experts=has_experts)
@@ -276,7 +276,7 @@ def stage_activations(
             else:
                 kept, plain = kept + whole, plain + whole
         behind = max(behind, plain)
-    # When the backward pass reaches the recomputed layers, it has freed the layers behind them.
+    # When the backward pass reaches the recomputed layers, it has freed the layers after them.
     freed = behind if train.recompute == "block" else 0
     passing = passing_bytes(facts, layout, shape)
     return Activations(

@@ -26,7 +26,7 @@ _AT_ONCE = 1 << 16
 _ATTEMPT = 20_000
 # Number of exchanges between two rounds before the next pair of rounds is tried.
 _IN_A_ROW = 8
-# The search goes on as long as reading this many elements, about a tenth of a second, lowers the excess by this much.
+# The search continues while reading _STAGE elements, about a tenth of a second, lowers the excess by _WORTH.
 _STAGE, _WORTH = 125_000_000, 0.0025
 
 
@@ -67,10 +67,10 @@ def load_of(counts_SLE: np.ndarray, expert_parallel: int) -> np.ndarray:
     if counts_SLE.ndim != 3 or expert_parallel < 1 or counts_SLE.shape[2] % expert_parallel:
         raise ValueError(
             describe(
-                "the number of experts is no multiple of the number of ranks",
+                "the number of experts is not a multiple of the number of ranks",
                 got=f"counts of shape {counts_SLE.shape} for {expert_parallel} ranks",
                 expected="[S, L, E], E a multiple of the ranks",
-                do="mend the caller",
+                do="correct the caller",
                 fault="division",
             )
         )
@@ -120,8 +120,8 @@ def pack_by_load(
     """Divide sequences among ranks and microbatches with even expert load.
 
     Minimises the sum over rounds and layers of the maximum over expert-parallel ranks. It starts from packing by length
-    and exchanges sequences between rounds as long as this sum falls enough for the time that it takes. The result is
-    never worse than packing by length, has as many microbatches, and empties none.
+    and exchanges sequences between rounds while this sum falls enough for the time spent. The result is never worse
+    than packing by length, has the same number of microbatches, and empties none.
 
     Args:
         lengths: the number of tokens of each sequence, as in `packing.pack`.
@@ -130,7 +130,7 @@ def pack_by_load(
         slack: how much tokens may become uneven for even expert load. No rank of a microbatch gets more than 1 + slack
             times the tokens, or the sum of squared lengths (the cost of attention), of the fullest rank in the same
             microbatch of packing by length. None exceeds `microbatch_tokens`.
-        work: bound of the search, in elements read. 1e9 take less than a second. The bound is no time, so that a
+        work: bound of the search, in elements read. 1e9 take less than a second. The bound is not in time, so that a
             repeated call returns the same plan.
 
     Returns:
@@ -156,7 +156,7 @@ def pack_by_load(
                 "cannot pack by load",
                 got=problem,
                 expected="integers [S, L, R] of 0 or more; an exchange that divides ranks; slack 0 or more",
-                do="mend the caller",
+                do="correct the caller",
                 fault="arguments",
             )
         )
@@ -195,7 +195,7 @@ class _Search:
         limits: [N, 2], the limit of every bin in a round.
         load: [N, R, L].
         cost: [N], the sum over layers of the maximum of `load` over ranks.
-        slopes: of each round's cost, where it was computed since the round last changed.
+        slopes: the slope of each round's cost, if computed since the round last changed; else None.
         floor, mean: the least that the sum of `cost` can be, and what it would be if all loads were even.
     """
 
@@ -273,8 +273,8 @@ class _Search:
         """Make the best exchange between two rounds, if one improves them.
 
         In large rounds only a window of sequences, beginning at number `start`, is searched. A cost is convex, so the
-        slope of the maxima predicts too large a gain, and exchanges without a predicted gain are left out. Where many
-        remain, those with the largest gain predicted from smooth weights are evaluated exactly.
+        slope of the maxima predicts too large a gain, and exchanges without a predicted gain are left out. If many
+        remain, only those with the largest gain predicted from smooth weights are evaluated exactly.
         """
         places, ours = self._some(one, start)
         others, theirs = self._some(two, start)

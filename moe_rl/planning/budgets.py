@@ -74,10 +74,10 @@ def budget(counts_SMLE: np.ndarray, *, expert_parallel: int, top_k: int) -> Budg
     if counts.ndim != 4 or expert_parallel < 1 or counts.shape[3] % expert_parallel:
         raise ValueError(
             describe(
-                "the number of experts is no multiple of the number of ranks",
+                "the number of experts is not a multiple of the number of ranks",
                 got=f"counts of shape {counts.shape} for {expert_parallel} ranks",
                 expected="[S, M, L, E], E a multiple of the ranks",
-                do="mend the caller",
+                do="correct the caller",
                 fault="division",
             )
         )

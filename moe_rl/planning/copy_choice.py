@@ -5,9 +5,9 @@ more than a rank's share, no placement helps: a second rank must have its weight
 many rows there are. So ranks with few rows take copies of the experts of ranks with many, for one microbatch and layer
 at a time.
 
-Where the ranks lie in several nodes, every rank also waits for the rows that come from other nodes over slower links.
-A copy in the node where rows come from saves them the way. The module uses only NumPy, no clock and no random numbers:
-all ranks find the same from the same counts.
+If the ranks are in several nodes, every rank also waits for the rows that come from other nodes over slower links. A
+copy in the node that sends the rows keeps them there. The module uses only NumPy, no clock and no random numbers: all
+ranks get the same result from the same counts.
 
 Legend: B microbatches and layers, G ranks in a grid of P expert-parallel ranks x T, N nodes, E experts, n = E / P slots
 of a rank for its own experts, c slots of a rank for copies. `...` are any axes of layers and microbatches.
@@ -19,10 +19,10 @@ import numpy as np
 
 from moe_rl.planning.expert_copies import ExpertCopies
 
-# A row from another node takes as long as one within a node, and this many more. The links of eight H100 or H800 to
-# each other have four to nine times the bandwidth of those to other nodes.
+# A row from another node takes as long as 1 + this many rows within a node. The links of eight H100 or H800 to each
+# other have four to nine times the bandwidth of those to other nodes.
 _FAR = 4
-# Shares of a node's slots for copies that are tried for rows of the node's own ranks, before the others even out rows.
+# Shares of a node's copy slots to try for rows of the node's own ranks, before the other slots even out rows.
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -31,25 +31,25 @@ def choose_copies(
 ) -> ExpertCopies:
     """Choose copies that even out the rows of the ranks, and keep rows within a node.
 
-    A rank's weight is its number of rows; a row from another node counts five times. Again and again the rank with the
-    most weight gives rows of its heaviest expert to the rank with a free slot that takes most of what is above the
-    mean, and among equals to the lightest. First come rows of the taker's node, then those of nodes other than the
-    giver's. At last ranks even out rows of their own node with each other.
+    A rank's weight is its number of rows; a row from another node counts five times. Repeatedly, the rank with the most
+    weight gives rows of its heaviest expert to the rank with a free slot that takes the most of the weight above the
+    mean; ties go to the lightest. Rows of the taker's node are given first, then those of nodes other than the giver's.
+    Finally, the ranks of each node even out that node's own rows.
 
-    With several nodes, copies may before all that keep rows within a node: those of the experts of other nodes for
-    which the node's ranks have the most rows. Several shares of the slots are tried for this. The best result has the
-    lowest sum of these: the fullest rank's rows; four times the most rows that a rank gets from other nodes, or that
-    the ranks of a node send there on average; and `least` rows for each copy that some rank sends or receives, which
-    between nodes counts four times too. Nothing is copied if the sum is lower without copies. No rank gets more rows
-    than the fullest one without copies.
+    With several nodes, copies may first keep rows within a node: copies of the other nodes' experts for which the
+    node's ranks have the most rows. Several shares of the slots are tried for this. The best result has the lowest sum
+    of these: the fullest rank's rows; four times the most rows that a rank gets from other nodes, or that the ranks of
+    a node send there on average; and `least` rows for each copy that some rank sends or receives, counted four times
+    between nodes. Nothing is copied if the sum is lower without copies. No rank gets more rows than the fullest one
+    without copies.
 
     Args:
         counts: int64 [G, ..., E], the rows that each of the G ranks has for the expert in each slot, in rank order.
         expert_parallel: P.
         copies: c.
         least: The fewest rows for which an expert is copied, at least 1.
-        nodes: int64 [G], the node of each rank, by any numbers. None: all are in one. They also count as one if the T
-            ranks that share an expert's matrices are in several.
+        nodes: int64 [G], the node of each rank, as any numbers. None: all ranks are in one node. The nodes also count
+            as one if the T ranks that share an expert's matrices are in several nodes.
     """
     ranks, inner = expert_parallel, counts.shape[1:-1]
     node_G = np.zeros(len(counts), np.int64) if nodes is None else np.unique(nodes, return_inverse=True)[1]
@@ -191,7 +191,8 @@ class _CopyChoice:
             self._use_slot(go, taker, giver * self.local + expert)
 
     def cost(self, most: np.ndarray) -> np.ndarray:
-        """Return [B]: what `choose_copies` keeps low; the largest number if a rank gets more than `most` [B] rows."""
+        """Return [B]: the sum that `choose_copies` keeps low; the largest int64 if a rank gets more than `most` [B]
+        rows."""
         got = self.got()
         away = got * self.far_NP
         where = np.nonzero(self.slot >= 0)

@@ -45,7 +45,7 @@ class Splits:
         got: [..., P], rows received from each expert-parallel rank by the all-to-all among ranks with the same place in
             T.
         gathered: [..., T], rows that each of the T ranks with the same experts received in this way, and then shares.
-        received: [..., G, n], rows for each local expert in the order in which they lie: by place in T, then by
+        received: [..., G, n], rows for each local expert in the order in which they are stored: by place in T, then by
             expert-parallel rank.
         per_expert: [..., n], the sum of `received` over G.
     """
@@ -117,5 +117,5 @@ def send_order(routes: np.ndarray, slots: np.ndarray, first: int = 0) -> np.ndar
 
 
 def _flat(routes: np.ndarray) -> np.ndarray:
-    """Flatten [..., R, K] to [layers, R * K]. What one layer needs fits into the cache, all layers together do not."""
+    """Flatten [..., R, K] to [layers, R * K]. One layer fits into the cache, all layers together do not."""
     return routes.reshape(math.prod(routes.shape[:-2]), math.prod(routes.shape[-2:]))

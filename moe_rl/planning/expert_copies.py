@@ -20,8 +20,8 @@ class ExpertCopies:
             none. The rank `slot // n` owns the expert.
         first, end: [..., N, P, c], which part of the expert's rows from each node the copy gets: of M rows, those from
             first to end - 1; two equal numbers if it gets none. The owner keeps those from 0 to the lowest `first`.
-            Each rank of the node sends this part of its own rows of the expert, rounded, so that no copy hears from
-            some ranks of a node only.
+            Each rank of the node sends this part of its own rows of the expert, rounded, so that no copy gets rows from
+            only some ranks of a node.
         node: [G], the node of each rank, 0 to N - 1.
     """
 
@@ -31,7 +31,7 @@ class ExpertCopies:
     node: np.ndarray
 
     def at(self, *where: int) -> ExpertCopies:
-        """Return the copies of one microbatch, or of whatever the first axes mean."""
+        """Return the copies of one microbatch, or of whatever the first axes index."""
         return ExpertCopies(self.slot[where], self.first[where], self.end[where], self.node)
 
     @property
@@ -43,7 +43,7 @@ class ExpertCopies:
 def with_copies(counts: np.ndarray, chosen: ExpertCopies) -> np.ndarray:
     """Return int64 [G, ..., P * (n + c)]: the rows that each rank sends to each slot, copies included.
 
-    A rank's slots for copies come behind those for its own experts.
+    A rank's slots for copies come after those for its own experts.
 
     Args:
         counts: int64 [G, ..., E], the rows that each of the G ranks has for each slot, in rank order.
@@ -60,12 +60,12 @@ def with_copies(counts: np.ndarray, chosen: ExpertCopies) -> np.ndarray:
 
 
 def send_to_copies(entries: np.ndarray, counts: np.ndarray, rank: int, chosen: ExpertCopies) -> np.ndarray:
-    """Reorder the rows that a rank sends, so that each copy's rows lie behind those of its rank's own experts.
+    """Reorder the rows that a rank sends, so that each copy's rows come after those of its rank's own experts.
 
     Args:
         entries: integers [..., R * K], the result of `dispatch.send_order` of this rank.
         counts: int64 [G, ..., E], as in `with_copies`.
-        rank: Of the G ranks.
+        rank: This rank's number among the G ranks.
     """
     ranks, copies = chosen.slot.shape[-2:]
     mine, (begins, _) = counts[rank], _pieces(counts, chosen)
@@ -86,7 +86,7 @@ def send_to_copies(entries: np.ndarray, counts: np.ndarray, rank: int, chosen: E
 def _pieces(counts: np.ndarray, chosen: ExpertCopies) -> tuple[np.ndarray, np.ndarray]:
     """Return begin and length [G, ..., P * c] of the part of an expert's rows on each rank that goes to each copy.
 
-    Ranks of a node round differently, so that the parts of all of them together are nearly those asked for.
+    Ranks of a node round differently, so that their parts together are nearly the requested ones.
     """
     slot = _flat(chosen.slot).clip(0)
     begin = np.zeros((*counts.shape[:-1], slot.shape[-1]), np.int64)

@@ -1,8 +1,8 @@
 """Assigns experts to expert-parallel ranks so that their known popularity loads all ranks evenly.
 
 In each MoE layer every expert-parallel rank waits for the rank whose experts got the most (token, expert) pairs. Under
-RL an expert that is popular in one batch is mostly popular in the next. The counts of the last batches therefore give a
-good placement for the next ones. Each rank keeps its number of experts. The module uses only NumPy, no clock and no
+RL an expert that is popular in one batch is usually popular in the next. The counts of the last batches therefore give
+a good placement for the next ones. Each rank keeps its number of experts. The module uses only NumPy, no clock and no
 random numbers.
 
 Legend for shapes: N batches (or steps), L MoE layers, E experts per layer, R expert-parallel ranks, n = E / R experts
@@ -80,7 +80,7 @@ def check_order(order_LE: np.ndarray, layers: int, experts: int) -> None:
                 "the placement has the wrong shape for the model",
                 got=f"{order_LE.dtype} {order_LE.shape}",
                 expected=f"integers {(layers, experts)}",
-                do="mend the caller",
+                do="correct the caller",
                 fault="placement",
             )
         )
@@ -112,7 +112,7 @@ def place(
     Minimises the sum over batches and layers of the maximum over ranks, plus `price` times a mean rank's load for each
     expert that leaves its rank. Each layer takes the better of two searches. One starts from `current`. The other
     starts from a new greedy placement, whose ranks are named so that the fewest experts move. Both exchange pairs of
-    experts between two ranks as long as that helps. Experts that stay on their rank keep their slot.
+    experts between two ranks while that helps. Experts that stay on their rank keep their slot.
 
     The sum of the maxima is never above that of `current`. A layer whose loads would be less even than in the natural
     order gets the natural order, even if that exceeds max_moved. If anything moves, the result is never worse than the
@@ -165,7 +165,7 @@ def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_g
                 "experts cannot be placed",
                 got=f"counts {counts_NLE.dtype} {counts_NLE.shape} for {expert_parallel} ranks",
                 expected="integers [N, L, E], none negative, at least one of each, E a multiple of the ranks",
-                do="mend the caller",
+                do="correct the caller",
                 fault="arguments",
             )
         )
@@ -175,7 +175,7 @@ def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_g
                 "experts cannot be placed",
                 got=f"max_moved {max_moved}, min_gain {min_gain}, price {price}",
                 expected="fractions, and a price >= 0",
-                do="mend the caller",
+                do="correct the caller",
                 fault="arguments",
             )
         )

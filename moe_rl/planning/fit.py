@@ -78,7 +78,7 @@ def _remedy(plan: Plan, stage: Stage) -> str:
 
 
 def disk_problems(config: Config, plan: Plan) -> Iterator[Problem]:
-    """Tell if the disk of run.runs_dir is too full for one checkpoint."""
+    """Yield a problem if the disk of run.runs_dir is too full for one checkpoint."""
     free = shutil.disk_usage(existing_folder(config.run.runs_dir)).free
     if free < plan.storage.checkpoint_bytes:
         yield describe(

@@ -25,7 +25,7 @@ class StageMemory:
         layers: 0-based.
         parameters: their number, without padding.
         reference_bytes: the frozen initial policy; 0 if there is none.
-        checkpoint_copy_bytes: what it copies to the memory of its host while a checkpoint is written.
+        checkpoint_copy_bytes: what the rank copies to host memory while a checkpoint is written.
     """
 
     layers: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Counts the floating-point operations that training a model needs, and knows how many a device can do.
 
-Their ratio is the model FLOPs utilization of PaLM (arXiv 2204.02311, appendix B), with two differences: of a token's
-parameters only those of its own experts count, and of attention only the pairs that causality and windows leave.
+Their ratio is the model FLOPs utilization of PaLM (arXiv 2204.02311, appendix B), with two differences: only the
+parameters of a token's own experts count, and only the attention pairs that causality and windows allow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Return the operations per second that a device can do; None where that is not known.
+    """Return the operations per second that a device can do; None if unknown.
 
     Args:
         device: its name, see `megatron.world.device_name`.
@@ -67,8 +67,8 @@ def forward_flops(facts: ModelFacts, lengths: Iterable[int]) -> int:
 
 
 def training_flops(facts: ModelFacts, lengths: Iterable[int]) -> int:
-    """Return the operations of a forward and a backward pass. The backward pass needs twice the forward's. What is
-    computed again to save memory does not count."""
+    """Return the operations of a forward and a backward pass. The backward pass needs twice the forward's.
+    Recomputation to save memory does not count."""
     return 3 * forward_flops(facts, lengths)
 
 

@@ -14,7 +14,7 @@ from moe_rl.errors import ConfigError, describe
 
 # In shorter sequences attention is little of the work: about 7% at this length in Qwen3-30B-A3B.
 _LONG = 1024
-# Bins are of similar size if they differ by less than one part in so many.
+# Bins are of similar size if they differ by less than one part in this many.
 _SIMILAR = 32
 
 
@@ -25,8 +25,8 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
     of microbatches: the number that longest-processing-time-first packing reaches, or that of best-fit decreasing if it
     is smaller. Tokens are balanced first between the ranks of a microbatch, then between the totals of the ranks. Where
     sequences are long, microbatches that all ranks run at the same time also have similar work in attention, which
-    grows with the square of a length. The fullest microbatches come first, or there those within 3% of them, so that a
-    lack of memory shows at once.
+    grows with the square of a length. The fullest microbatches come first (with long sequences, those within 3% of the
+    fullest), so that a lack of memory shows at once.
 
     A microbatch is empty only when there are fewer sequences than ranks times microbatches. The rank must still run it,
     on padding, to take part in the exchange. Without sequences there are no microbatches.
@@ -47,7 +47,7 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
                 "cannot pack",
                 got=f"ranks={ranks}, microbatch_tokens={microbatch_tokens}",
                 expected="both at least 1",
-                do="mend the caller",
+                do="correct the caller",
                 fault="arguments",
             )
         )
@@ -90,7 +90,7 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
 def fill_rounds(plan: list[list[list[int]]], rounds: int) -> list[list[list[int]]]:
     """Append empty microbatches to every rank up to a multiple of `rounds`.
 
-    An interleaved pipeline takes microbatches in rounds of as many as it has stages.
+    An interleaved pipeline takes microbatches in rounds of one per stage.
     """
     return [[*microbatches, *([] for _ in range(-len(microbatches) % rounds))] for microbatches in plan]
 
@@ -113,7 +113,7 @@ def split_groups(group_ids: Sequence[Hashable], updates: int) -> list[list[int]]
                 "cannot split groups",
                 got=f"updates={updates}",
                 expected="at least 1",
-                do="mend train.updates_per_step",
+                do="correct train.updates_per_step",
                 fault="arguments",
             )
         )

@@ -17,7 +17,7 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import layer_weights
 from moe_rl.models.weight_table import Weight, ends
 
-# Order of a layer's modules in megatron; it decides where a buffer's padding lies.
+# Order of a layer's modules in megatron; it decides where a buffer's padding is.
 MODULES = (
     "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_q_proj",
     "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_down_proj",
@@ -91,9 +91,7 @@ def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buff
 
 
 def _parameters(facts: ModelFacts, layout: Layout, layers: range) -> Iterator[tuple[int, bool]]:
-    """Yield (elements on a rank, whether it lies in the experts' buffer) for each parameter, in megatron's module
-    order.
-    """
+    """Yield (elements on a rank, whether it is in the experts' buffer) of each parameter in megatron's module order."""
     front, back = ends(facts, first=0 in layers, last=facts.layers - 1 in layers)
     yield from ((_elements(weight, layout), False) for weight in front)
     for layer in layers:

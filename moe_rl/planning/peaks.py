@@ -101,7 +101,7 @@ def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[in
             found = selection.store.expert_counts(ref)
             if found.shape != shape or found.sum() != ref.rows * shape[0] * facts.top_k:
                 raise TraceError(
-                    "a record is not of this model",
+                    "a record belongs to another model",
                     where={"record": ref.key},
                     got=f"{found.sum()} choices of {found.shape[1]} experts in {found.shape[0]} layers",
                     expected=f"{facts.top_k} of {shape[1]} experts in {shape[0]} layers for {ref.rows} tokens",
@@ -129,7 +129,7 @@ def limit_problem(found: Peaks, config: Config) -> Problem | None:
     if limit is None or found.rows.rank <= limit:
         return None
     return describe(
-        "the trace's routes bring a rank more rows",
+        "the trace's routes give a rank too many rows",
         where={"key": "replay.max_rows"},
         got=found.rows.rank,
         expected=f"at most {limit}",

@@ -38,7 +38,7 @@ def _ranks(plan: Plan) -> list[Row]:
         ("pipeline stages", f"{layout.pipeline:,}", f"{layout.virtual_pipeline:,} runs of layers each"),
         ("tensor parallel", f"{layout.tensor:,}", "ranks that share dense matrices and the tokens of a sequence"),
         ("context parallel", f"{layout.context:,}", "ranks that share only the tokens of a sequence"),
-        ("data parallel", f"{layout.data:,}", "each with sequences of its own"),
+        ("data parallel", f"{layout.data:,}", "each with its own sequences"),
         ("expert parallel", f"{layout.expert:,}", "ranks that share the experts"),
         ("expert tensor parallel", f"{layout.expert_tensor:,}", "ranks that share each expert's matrices"),
         ("copies of each expert", f"{layout.expert_data:,}", ""),
@@ -145,7 +145,7 @@ def _sampler(plan: Plan) -> list[Row]:
         ("weights travel by", plan.transfer.way or "no way", plan.transfer.why),
         ("weight bucket", bytes_text(plan.storage.weight_bucket_bytes), "largest amount that a rank holds on the way"),
         *(
-            (f"over {name}", f"{seconds:,.2f} s", "lower bound from the link alone")
+            (f"over {name}", f"{seconds:,.2f} s", "lower bound from the link only")
             for name, seconds in plan.storage.sync_seconds.items()
         ),
     ]

@@ -49,7 +49,7 @@ def weight_bytes(facts: ModelFacts, dtype: str, gpus: int) -> int:
 def kv_bytes_per_token(facts: ModelFacts, dtype: str, gpus: int) -> int:
     """Return the bytes of the KV cache per token: layers x numbers per token and layer x bytes of a number.
 
-    Key-value heads are divided among the GPUs of an engine, at least one on each. The latents of MLA lie whole on each.
+    Key-value heads are divided among the GPUs of an engine, at least one on each. The latents of MLA are whole on each.
     Layers with a sliding window are counted as if they kept all tokens.
     """
     numbers = facts.cache_width

@@ -1,8 +1,8 @@
 """Computes the positions of packed sequences, and which of them a context-parallel rank holds.
 
 A packed run is a row of sequences. Each sequence is padded at its end where context-parallel ranks share it. The
-padding behind the last sequence counts as a sequence of its own. Each sequence is divided into 2 C equal chunks; rank c
-of C holds the chunks c and 2 C - 1 - c. This is megatron's zig-zag, which gives every rank the same cost of causal
+padding after the last sequence counts as a separate sequence. Each sequence is divided into 2 C equal chunks; rank c of
+C holds the chunks c and 2 C - 1 - c. This is megatron's zig-zag, which gives every rank the same cost of causal
 attention. The tokens of a sequence never attend to its padding.
 """
 
@@ -17,15 +17,15 @@ PAD_MULTIPLE = 8
 
 
 def padded_length(tokens: int, ranks: int = 1) -> int:
-    """Return the rows of a run of `tokens` tokens on all `ranks` together. Never 0, as a rank without sequences takes
-    part.
+    """Return the rows of a run of `tokens` tokens on all `ranks` together. Never 0, because a rank without sequences
+    takes part too.
     """
     multiple = PAD_MULTIPLE * ranks
     return max(multiple, -(-tokens // multiple) * multiple)
 
 
 def padded_lengths(tokens: Seq[int], ranks: int = 1) -> tuple[int, ...]:
-    """Return the rows of each sequence, and at the end those of the padding behind them, if there is any."""
+    """Return the rows of each sequence, and at the end those of the padding after them, if there is any."""
     chunks = 2 * ranks if ranks > 1 else 1
     lengths = tuple(-(-count // chunks) * chunks for count in tokens)
     padding = padded_length(sum(lengths), ranks) - sum(lengths)

@@ -52,7 +52,7 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
     obstacles = {
         "shared_memory": "" if near else "an engine that rank 0 starts, on the host of all trainer ranks",
         "cuda_ipc": "" if gpu and child else "an engine that rank 0 starts, on its GPU",
-        "broadcast": "servers, on GPUs of their own: NCCL allows one process per GPU" if gpu and child else "",
+        "broadcast": "servers, on their own GPUs: NCCL allows one process per GPU" if gpu and child else "",
         "disk": "",
     }
     if obstacles[wanted]:
