@@ -62,7 +62,7 @@ def layout(parallel: ParallelConfig) -> dict[str, int]:
 def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int, fields: Sequence[str] = ()) -> dict:
     """Restore weights, optimizer and random generators. All ranks call this together.
 
-    The layout may differ from the one that saved. Then the generators are seeded from `seed`, the run's seed, and the
+    The layout may differ from that of the save. The generators are then seeded from `seed`, the run's seed, and the
     step.
 
     Args:
@@ -115,7 +115,7 @@ def _restore(path: Path, policy: Policy, optimizer_step: int) -> None:
     loaded = _read_tensors(path, sharded(policy, loading=True, there=there), StrictHandling.RAISE_ALL)
     _set_weights(policy, loaded)
     for number, optimizer in enumerate(policy.optimizers):
-        # Megatron leaves out what is empty: a rank may have no slice of any parameter.
+        # Megatron leaves out empty entries: a rank may have no slice of any parameter.
         _set_state(optimizer, loaded.get("optimizer", {}).get(str(number), {}), optimizer_step)
 
 

@@ -40,7 +40,7 @@ class Microbatch:
         support: The sampling supports of these n tokens; None if they were drawn from the whole vocabulary.
         head_ids: int64 [n, K], the sampler's likeliest ids at these n tokens; None if they were not recorded.
         sequence_ids: int64 [N], in 0..B-1, of the unit whose loss a token is part of: its turn, its sequence, or the
-            first segment of its completion. A later segment has no token of its own in the loss.
+            first segment of its completion. So no token has the number of a later segment.
         counts: Completion tokens of each packed sequence, N in all.
         units: Units of the loss of each packed sequence, B in all.
         rollout_logprobs: float32 [N].

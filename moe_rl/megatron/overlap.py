@@ -1,9 +1,9 @@
 """Makes a planned MoE layer compute while its rows are exchanged between ranks, within one microbatch.
 
-Megatron's layer runs router, dispatch, experts and combine one after the other: only after the router has run is it
-known where the rows go. A plan knows this before. So the rows are sent first, and the router runs meanwhile; only the
-experts' weights are sent after it. With several chunks, the experts compute one chunk while the next one arrives and
-the previous one returns. In this picture of three chunks, `>` begins an all-to-all and `.` ends it:
+Megatron's layer runs router, dispatch, experts and combine one after the other: where the rows go is known only after
+the router has run. A plan knows it before. So the rows are sent first, and the router runs meanwhile; only the experts'
+weights are sent after it. With several chunks, the experts compute one chunk while the next one arrives and the
+previous one returns. In this picture of three chunks, `>` begins an all-to-all and `.` ends it:
 
     rows 0 >                   . experts 0 > back                . sum
     router    =====>weights    .
@@ -18,7 +18,7 @@ of the gradients and the begin node ends it. Between these two run the backward 
 of other chunks.
 
 All ranks begin the same exchanges in the same order, given by their plans. If the session must refuse a key or a number
-of rows, it does so when it is asked for the plan, before any exchange.
+of rows, it does so when the plan is requested, before any exchange.
 """
 
 from __future__ import annotations

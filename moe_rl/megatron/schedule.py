@@ -77,7 +77,7 @@ def training_pass(
 
     Gradients are added to the chunks' main gradients. On the last stage, the schedule then returns for each microbatch
     whether its loss is finite, as a bool []. The caller starts the schedule itself,
-    `get_forward_backward_func()(**training_pass(...))`, because Megatron's frames lie between the caller and the loss.
+    `get_forward_backward_func()(**training_pass(...))`, so that this function is not in the call stack of the loss.
 
     Args:
         loss: Called on the last stage only.
@@ -128,7 +128,7 @@ def _arguments(chunks, microbatches, session, score, after_forward, begun) -> di
         begun()
         number, microbatch = next(iterator)
         params = microbatch.begin_forward(session, number)
-        # Combined 1F1B asks for the parts of the forward, and runs them before it asks for those of the next
+        # Combined 1F1B requests the parts of the forward, and runs them before it requests those of the next
         # microbatch.
         forward = model.build_schedule_plan if return_schedule_plan else model
         output = forward(

@@ -198,7 +198,7 @@ def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
     b (2 T + predicted rows), for the gradient when it is spread over all rows, and predicted rows x (12 + 2 b, for
     bfloat16 + b), for the logits, three float32 of each between the softmax and its gradient, and the gradient.
 
-    Else one chunk of LOGITS_AT_ONCE exists, beside the gradient of the output matrix, of M elements: the larger of
+    Otherwise one chunk of LOGITS_AT_ONCE exists beside the gradient of the output matrix of M elements: the larger of
     chunk x (20, for bfloat16 + 2 b) + 4 M, because the last chunk is alive while the next one is made, and 16 x chunk +
     (4 + b) M. The hidden states of all rows and their gradient are added.
 

@@ -156,7 +156,8 @@ class _CopyChoice:
             given = np.where(np.arange(self.nodes) == home[:, None], 1, 0) if within_nodes else weight
             expert = (owned[self.at, :, giver] * given[..., None]).sum(1).argmax(-1)
             rows = owned[self.at, :, giver, expert]  # [B, N]
-            # What each rank would take, [B, P]: rows of its own node, and of nodes that are neither's.
+            # What each rank would take, [B, P]: rows of its own node, and of nodes that are neither its own nor the
+            # giver's.
             above, room = weights[self.at, giver] - mean, mean[:, None] - weights
             room[(self.taken == self.copies) | (self.slot == (giver * self.local + expert)[:, None, None]).any(-1)] = 0
             if within_nodes:

@@ -209,7 +209,8 @@ def _place_layer(counts_NE: np.ndarray, current_E: np.ndarray, ranks: int, most_
 def _greedy(counts_NE: np.ndarray, ranks: int) -> np.ndarray:
     """Return the rank of each expert [E] by greedy assignment.
 
-    The most popular expert comes first. Each goes to the rank that keeps the maxima lowest, then the load.
+    The most popular expert comes first. Each goes to the rank that keeps the maxima lowest; ties go to the least
+    loaded.
     """
     share = counts_NE.shape[1] // ranks
     rank_of = np.empty(counts_NE.shape[1], np.int64)
@@ -281,8 +282,7 @@ class _Exchange:
             self._swap(*found)
 
     def _best(self) -> tuple[tuple[int, int] | None, int]:
-        """Return the best exchange of an expert of a fullest rank with one of another rank, and how many pairs were
-        examined.
+        """Return the best exchange of a fullest rank's expert with another rank's, and how many pairs were examined.
 
         Returns None as the exchange if no pair lowers the cost, or the sum of squares at equal cost. (Two ranks that
         share the maximum need two exchanges.)

@@ -17,7 +17,7 @@ def transfer_problems(plan: Plan) -> list[Problem]:
 
 
 def memory_problems(plan: Plan) -> list[Problem]:
-    """Return what is larger than a GPU, one message each; empty when everything fits or no cluster is given."""
+    """Return one message for each thing that does not fit; empty when everything fits or no cluster is given."""
     limit = plan.limit_bytes
     if limit is None:
         return []

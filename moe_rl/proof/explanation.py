@@ -13,10 +13,10 @@ way.
 | yes | yes | no | trainer |
 | no, or its scores | | no | weights: neither engine computes with those that were kept |
 
-Before that: a trainer that was to replay experts other than the record's is wrong. So is a recorder whose record
-contradicts the router logits of its own engine, or has a checksum that differs from that of the engine's output. If a
-checksum was refused, and the record in the trace has it, the trainer changed what it read. If a run collapsed with both
-engines right, its training is at fault.
+Before that: a trainer that was given routes other than the record's is wrong. So is a recorder whose record contradicts
+the router logits of its own engine, or has a checksum that differs from that of the engine's output. If a checksum was
+refused, and the record in the trace has it, the trainer changed what it read. If a run collapsed with both engines
+right, its training is at fault.
 
 Legend: T rows of a sequence, L MoE layers, K top-k.
 """
@@ -87,7 +87,7 @@ class Explanation:
     Attributes:
         sampler, trainer: The two engines; several sides of the sampler if several versions made its rows.
         moved: Share of the record's choices of older weights that the trainer's weights would not have made.
-        replayed_others: Number of (row, layer) at which the trainer was to replay other experts than the record has.
+        replayed_others: Number of (row, layer) at which the routes given to the trainer differ from the record.
         damaged: Keys of the sequences whose record in the trace has another checksum than what left the engine.
         own_logits: Share of the record's choices that the router logits of the sampler itself contradict; None where it
             recorded none.
@@ -162,7 +162,7 @@ def _judge(found: Explanation) -> tuple[Verdict, str]:
     scores = _all(side.scores_fit for side in found.sampler)
     trainer = None if found.trainer is None else _all([found.trainer.fits, found.trainer.scores_fit])
     if found.replayed_others:
-        return "trainer", f"it was to replay other experts than the record has, at {found.replayed_others} places"
+        return "trainer", f"it was given routes that differ from the record at {found.replayed_others} places"
     if found.damaged:
         return "recorder", f"the trace has another record of {found.damaged[0]} than what left the engine"
     if found.own_logits:
@@ -184,7 +184,7 @@ def _judge(found: Explanation) -> tuple[Verdict, str]:
         if scores is None:
             return (
                 "undecided",
-                "the record is wrong for these weights, and no log-probability says which the sampler has",
+                "the record is wrong for these weights, and no log-probabilities tell which the sampler has",
             )
         return "recorder", "the sampler scores its tokens as the third engine does, but did not take these experts"
     return "check", "both engines compute what the third one does, up to near ties"
@@ -319,7 +319,7 @@ def _all(values: Iterable[bool | None]) -> bool | None:
 
 
 def _replayed_others(rows: Seq[Rows]) -> int:
-    """Count the (row, layer) at which the trainer was to replay other experts than the record has."""
+    """Count the (row, layer) at which the routes given to the trainer differ from the record."""
     found = 0
     for part in rows:
         if "record" in part and "applied" in part:

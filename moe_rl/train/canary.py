@@ -263,7 +263,7 @@ class Canary:
             start = run.stop
         found = np.argwhere(guilty & ~cleared).tolist()
         if not cleared.any():
-            return "every token differs: look at what all of them go through, embeddings, norms, attention, the head"
+            return "every token differs: look at what they all pass through, embeddings, norms, attention, the head"
         if not found:
             return f"{int(differs.sum())} of {len(apart)} tokens differ, which no single expert explains"
         named = [f"expert {expert} of layer {self.spec.moe_layers[layer]}" for layer, expert in found[:4]]

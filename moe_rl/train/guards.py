@@ -66,7 +66,8 @@ class Guards:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON values. canary: weight version and difference of the last syncs.
-        same_version: policy KL of lag 0, what is not judged yet, and how many times in a row it showed a fault.
+        same_version: policy KL of lag 0, the tokens that are not judged yet, and how many times in a row it showed a
+        fault.
         """
         return {
             "skipped": self.skipped,
@@ -155,7 +156,7 @@ class Guards:
             )
 
     def _canary_limit(self, before: list[float]) -> tuple[float, str]:
-        """Return the largest difference that is allowed after these ones, and that limit in words."""
+        """Return the largest difference that is allowed after those in `before`, and that limit in words."""
         limit = self.canary_limit
         if self.settings.max_canary_difference is not None:
             return limit, f"at most guards.max_canary_difference = {limit:g}"

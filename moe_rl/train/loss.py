@@ -72,7 +72,7 @@ class UpdateLoss:
             assert microbatch.head_logprobs is not None  # recorded together with the ids
             own["head"] = Head(head, microbatch.head_logprobs)
             sums.head_mass += microbatch.head_logprobs.double().exp().sum()
-        # The loss function is looked up here rather than through `policy_loss`, so that fewer frames lie above it.
+        # The loss function is looked up here rather than through `policy_loss`, to keep the call stack shorter.
         result = POLICY_LOSSES[objective.name](
             logprobs,
             work.old_logprobs,

@@ -75,8 +75,7 @@ def connect(folder: Path, environment: Mapping[str, str] = os.environ) -> Store:
 class _Wire(threading.Thread):
     """Sends this rank's state to the store and fetches the state of the others.
 
-    Its calls may hang as long as the store hangs. So no other thread calls the store, or waits for this one without a
-    limit.
+    Its calls hang while the store hangs. So no other thread calls the store, or waits for this thread without a limit.
     """
 
     def __init__(self, folder: Path, rank: int, others: list[int], state: Callable[[int], dict[str, Any]]):

@@ -308,7 +308,7 @@ def _locked(file: TextIO) -> bool:
 
 def take_over(folder: RunFolder, config: Config) -> None:
     """Prepare the folder of an earlier process: write the new config, and delete weights that were in transit and the
-    summary, which is written anew at the end."""
+    summary, which is written again at the end."""
     shutil.rmtree(folder.sync, ignore_errors=True)
     folder.summary.unlink(missing_ok=True)
     _write_config(folder, config)

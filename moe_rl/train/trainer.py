@@ -161,7 +161,7 @@ class Trainer:
             self.main.timeline.add(part, begin, end)
 
     def _start_rollouts(self, task: TaskPrompts, stack: ExitStack) -> Rollouts | PooledRollouts | ReplayedRollouts:
-        """Start the sampler and the verifiers, in a pool beside this process if they work while the ranks train. A run
+        """Start the sampler and the verifiers, in a separate pool process if they work while the ranks train. A run
         that replays another needs neither."""
         config, run_dir = self.config, self.folder.path
         if config.run.replays is not None:
@@ -323,7 +323,7 @@ class Trainer:
         return {"sync/bytes": sent} | heard.metrics()
 
     def evaluate(self, step: int, *, last: bool) -> str:
-        """Evaluate on held-out prompts if an evaluation is due and there is none of this step yet. All ranks call this.
+        """Evaluate on held-out prompts if that is due and not yet done for this step. All ranks call this.
 
         A run that is asked to stop during an evaluation repeats it after it is resumed.
 

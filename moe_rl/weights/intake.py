@@ -36,7 +36,7 @@ class Intake:
         self._received = TensorDigests()
 
     def forget(self) -> None:
-        """Start anew for another trainer: versions restart, and nothing is whole before the first update."""
+        """Start over for another trainer: versions restart, and nothing is whole before the first update."""
         self._version, self._digest, self._whole, self._update = 0, "", False, None
 
     def holding(self, refused: str = "") -> Holding:
