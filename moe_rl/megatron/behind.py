@@ -1,7 +1,7 @@
 """Writes folders of all ranks' files in the background: checkpoints, and exported weights.
 
     start     each rank has copied its part to host memory                            during the step
-    writer    a thread per rank writes its part, and hands in                         while the run continues
+    writer    a thread per rank writes its part, and hands it in                      while the run continues
     publish   rank 0's thread, after all hand in, completes the folder and names it   at once, whatever the run does
     poll      the ranks agree on the result                                           after the next sampling
 

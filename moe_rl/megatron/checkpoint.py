@@ -101,7 +101,7 @@ def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
     state = _verified(path)
     if optimizer:
         _restore(path, policy, state["optimizer_step"])
-        policy.updates = 0  # gives the optimizer its learning rate back
+        policy.updates = 0  # restores the optimizer's learning rate
     else:
         _restore_weights(path, policy)
         policy.optimizer.reload_model_params()

@@ -110,7 +110,7 @@ class LiveWeights:
 
     @torch.no_grad()
     def content(self, dtype: torch.dtype, optimizers: list[MegatronOptimizer], *, updated: bool) -> Content:
-        """Sum up what all ranks hold of each part, cast to `dtype`. All ranks call this together.
+        """Sum up each part as all ranks hold it, cast to `dtype`. All ranks call this together.
 
         Args:
             updated: Whether the optimizers have written since the last call. The parameters must then equal what they

@@ -52,7 +52,7 @@ class UpdateResult:
 
     Attributes:
         grad_norm: Global gradient norm before clipping.
-        lr: Learning rate of this update, also if it was skipped.
+        lr: Learning rate of this update, even if it was skipped.
         nonfinite: What was not finite, and on which ranks, so that all ranks skipped the update; "" if all was finite.
         aux_loss: Load-balancing loss without its coefficient, mean over the MoE layers, 1 when balanced; None without
             one.

@@ -194,7 +194,7 @@ class _Engine:
     """Runs the third engine on one version of the weights, in float32 and in the precision of another engine."""
 
     def __init__(self, path: Path, dtype: str, coarse: float, temperature: float, *, chose_freely: bool = False):
-        """Args: `dtype` and `coarse` describe the other engine: its precision, and by how many times this precision it
+        """Args: `dtype` and `coarse` describe the other engine: its precision, and how many times more coarsely it
         rounds. `chose_freely`: its reported choices are certainly its own."""
         self.chose_freely = chose_freely
         low = getattr(torch, dtype)

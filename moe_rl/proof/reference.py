@@ -33,8 +33,8 @@ class Reference:
 
 
 class IndependentModel:
-    """Runs a checkpoint in `transformers`, one sequence at a time. Its routers choose for themselves, or take the
-    experts that they are given.
+    """Runs a checkpoint in `transformers`, one sequence at a time. Its routers choose for themselves, or take given
+    experts.
 
     Attributes:
         biases: What each MoE layer adds to its scores before it chooses, [E]; None where a family has none.

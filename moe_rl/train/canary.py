@@ -1,7 +1,8 @@
 """Lets trainer and samplers score the same fixed runs of tokens after every update, and compares the results.
 
 Every sampler scores the runs and publishes the routes that it took, recorded like those of any request. The trainer
-scores the runs with routers that choose for themselves. Their choice is the witness against the recorded routes.
+scores the runs with routers that choose for themselves. The recorded routes are tested against these routers' choice,
+the witness.
 
 Legend for shapes: L MoE layers of the model, S rows (tokens that are fed, of all runs), K top-k experts per token,
 E experts.

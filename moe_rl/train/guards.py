@@ -204,7 +204,7 @@ class Guards:
         self.apart += 1
         if self.apart >= _IN_A_ROW:
             raise PipelineError(
-                "tokens that the trainer's own version sampled look as if other weights had",
+                "tokens sampled by the trainer's own version look as if other weights sampled them",
                 where={"step": step, "metric": f"policy_kl/k3_lag/{LAGS[0]}", **after_lr(self.lr)},
                 got=f"{value:.3g} nats a token, above the limit {self.apart} times in a row",
                 expected=f"at most {limit:.3g}, as in a synchronous run: the median so far is {usual:.3g}",
