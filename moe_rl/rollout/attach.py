@@ -1,4 +1,4 @@
-"""Checks before anything starts whether the servers suit a run. Every finding names its server."""
+"""Checks, before anything starts, whether the servers suit a run. Every finding names its server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
 
     Args:
         config: the run's config.
-        folder: of the run's trace store, below the servers' trace root.
+        folder: the run's trace store folder, relative to the servers' trace root.
 
     Raises:
         EngineError: the token is not secret.
@@ -136,8 +136,7 @@ def _among_each_other(served: dict[str, Served]) -> Iterator[Problem]:
 
 
 async def folder_problem(server: VllmServer, root: Path, folder: str) -> Problem | None:
-    """Return why the server does not see `folder` below its trace root as this process sees it below `root`; None if it
-    does.
+    """Check that the server, below its trace root, sees the same `folder` as this process below `root`. None: it does.
 
     Each side writes a file that the other must read.
     """

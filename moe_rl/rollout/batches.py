@@ -28,7 +28,7 @@ class PromptGroup:
     Attributes:
         number: Index of the prompt within its step.
         completions: The pieces of each, joined.
-        trajectories: What was played, if these are episodes. The sequences of each are its pieces.
+        trajectories: The episodes played, if any. The sequences of each are its pieces.
         rewards: One per completion; None where verification failed.
     """
 
@@ -60,15 +60,15 @@ class PromptGroup:
 def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:
     """Choose the first `wanted` groups whose rewards differ, or all such groups if there are fewer.
 
-    If no group has differing rewards, choose the first `wanted` groups that have a reward at all. The step is then
-    measured as usual, but objectives that compare rewards within a group learn nothing from it.
+    If no group has differing rewards, choose the first `wanted` groups that have a reward at all. The step's metrics
+    are as usual, but objectives that compare rewards within a group learn nothing from it.
     """
     informative = [group for group in groups if group.informative]
     return (informative or [group for group in groups if group.scored])[:wanted]
 
 
 class Batches:
-    """Makes groups of judged completions, and the batch of a step from its groups.
+    """Makes groups from judged completions, and a step's batch from its groups.
 
     Args:
         trace_root: folder of the run's trace store.
@@ -99,15 +99,15 @@ class Batches:
         if task.environment is not None:
             threshold = task.environment.pass_threshold
             return verdict.reward >= threshold or equal(verdict.reward, threshold)
-        assert task.pass_reward is not None  # there is one without an environment
+        assert task.pass_reward is not None  # set when there is no environment
         return equal(verdict.parts[task.pass_reward], 1.0)
 
     def group(self, number: int, prompt: Prompt, pieces: Pieces, verdicts: Seq[Verdict]) -> PromptGroup:
         """Return a group, with the verifiers' rewards plus the penalty for long completions.
 
         Raises:
-            RewardError: A verdict is of another completion, or a completion of another prompt.
-            PipelineError: Tokens were drawn otherwise than the config says.
+            RewardError: A verdict belongs to another completion, or a completion to another prompt.
+            PipelineError: Tokens were sampled with other parameters than the config's.
         """
         completions = [joined(parts) for parts in pieces]
         check_drawing(all_pieces(pieces), self.config)
@@ -147,9 +147,9 @@ class Batches:
         """Return the batch of a step.
 
         Args:
-            groups: all that were sampled for the step; the metrics are of these.
-            chosen: those to train on.
-            exact: whether each piece of a completion is a sequence of its own, behind the pieces before it.
+            groups: all groups sampled for the step; the metrics cover these.
+            chosen: the groups to train on.
+            exact: whether each piece of a completion is its own sequence, after the earlier pieces.
 
         Raises:
             RewardError: too many verifications failed.
@@ -193,7 +193,7 @@ class Batches:
         )
 
     def check(self, verdicts: Seq[Verdict]) -> None:
-        """Raise RewardError if too many verifications failed, or all."""
+        """Raise RewardError if all or too many verifications failed."""
         if self.config.task.environment is None:
             what, do = ("verifications", "no completion of a step could be verified"), "fix the reward functions"
         else:
@@ -203,7 +203,7 @@ class Batches:
             raise RewardError(what[1], got=verdicts[0].detail, do=do)
 
     def _sample_of(self, group: PromptGroup, index: int, piece: Completion) -> KeptSample:
-        """Return what samples.jsonl shows of a completion, or of a piece of it behind the earlier ones."""
+        """Return the samples.jsonl entry of a completion, or of one piece that follows earlier ones."""
         before = piece.prompt_token_ids[len(group.completions[index].prompt_token_ids) :]
         return KeptSample(
             key=piece.key,
@@ -243,11 +243,11 @@ class Batches:
 
 
 def check_drawing(pieces: Iterable[Completion], config: Config) -> None:
-    """Check that the tokens of training completions were drawn as the config says: the trainer computes their
-    probabilities for it.
+    """Check that training completions were sampled with the config's parameters, for which the trainer computes
+    probabilities.
 
     Raises:
-        PipelineError: a piece was drawn otherwise, by an earlier process of the run.
+        PipelineError: an earlier process of the run sampled a piece with other parameters.
     """
     rollout = config.rollout
     wanted = Drawing(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
@@ -265,7 +265,7 @@ def check_drawing(pieces: Iterable[Completion], config: Config) -> None:
 
 
 def _check_whose(group: PromptGroup) -> PromptGroup:
-    """Return a group whose verdicts are of its completions, and whose completions are what the sampler said."""
+    """Check that a group's verdicts belong to its completions, and that these match the sampler's seals. Return it."""
     parts = {id(one): one for one in (*all_pieces(group.pieces), *group.completions)}.values()
     wrong = [one.key for one in parts if one.seal != seal_of(one.key, one.token_ids, one.logprobs)]
     if wrong:
@@ -315,7 +315,7 @@ def discarded(sampled: int, chosen: int, lacking: int) -> dict[str, float]:
 
 
 def recorded(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float]:
-    """Return the metrics of what the recorders counted in a step. Counts begin anew with an engine."""
+    """Return the metrics of the recorders' counts in a step. A new engine starts counting from 0."""
     rows, waits = (max(0, now.get(name, 0) - before.get(name, 0)) for name in ("witnessed", "write_waits"))
     return {"rollout/witnessed_rows": rows, "rollout/write_waits": waits}
 
@@ -337,6 +337,6 @@ def _mean(values: Seq[float | None]) -> float:
 
 
 def _quantiles(family: str, values: Seq[float]) -> dict[str, float]:
-    """Return the members of a family of metrics: the values below which 5, 25, 50, 75 and 95% lie."""
+    """Return a family of metrics: the 5, 25, 50, 75 and 95% quantiles."""
     found = np.percentile(values, QUANTILES)
     return {f"{family}/p{part:02d}": float(value) for part, value in zip(QUANTILES, found, strict=True)}

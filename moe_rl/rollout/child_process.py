@@ -1,7 +1,7 @@
 """Runs a module of this package in a child process and calls it over a socket: the vLLM engine, and the pool.
 
-The child answers each call with one reply. It may send any number of signs of life before it. It ends whenever the
-parent ends. A child that ends or stops answering raises SamplerGone here.
+The child answers each call with one reply, after any number of signs of life. It ends whenever the parent ends. A child
+that ends or stops answering raises SamplerGone here.
 
 One thread may send while another receives: see `numbered_calls`.
 """
@@ -39,13 +39,13 @@ class ChildProcess:
     the main thread: the kernel ties the child's life to the thread that spawned it, not to the process.
 
     Args:
-        name: of the child, for messages.
+        name: the child's name in messages.
         module: what the child runs.
         log_path: file for all output of the child.
-        environment: of the child.
-        replies: decoder of what the child sends.
+        environment: the child's environment variables.
+        replies: decoder of the child's messages.
         alive: the type of its signs of life.
-        silence_seconds: without a sign of life for so long during a call, the child counts as hung.
+        silence_seconds: a child that is silent for this long during a call counts as hung.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class ChildProcess:
         return self._exchange(lambda limit: self._received(limit, signs=True), None)
 
     def start(self, call: Message, ready: type[Message], seconds: float) -> Any:
-        """Make the first call and return its reply, within `seconds`. After a reply of type `ready` the child counts as
-        one that was there."""
+        """Make the first call and return its reply, within `seconds`. A reply of type `ready` marks the child as
+        ready."""
 
         def both(limit: float) -> Any:
             self._channel.send(call)
@@ -104,7 +104,7 @@ class ChildProcess:
         return reply
 
     def expect[R: Message](self, reply: Message, kind: type[R]) -> R:
-        """Return a reply of the expected type. A child that sends any other is unusable."""
+        """Return a reply of the expected type. A child that sends another type is unusable."""
         if not isinstance(reply, kind):
             raise self.broken("gave the wrong answer", type(reply).__name__)
         return reply
@@ -126,7 +126,7 @@ class ChildProcess:
         return kind(f"{self._failure}\n{_tail(self.log_path)}".rstrip())
 
     def desert(self) -> None:
-        """Record that nobody waits for a call any more, so that the child is unusable: it still works on that call."""
+        """Record that a call was abandoned. The child is unusable, because it still works on that call."""
         self._failure = self._failure or describe(
             f"The {self._name} was left in the middle of a call", where={"pid": self.pid}
         )
@@ -146,7 +146,7 @@ class ChildProcess:
         self._kill()
 
     def _exchange(self, act: Any, seconds: float | None) -> Any:
-        """Do `act` within the time limit, and turn what goes wrong with the child into an error that names it."""
+        """Run `act` within the time limit. A failure of the child raises an error that names it."""
         if self._failure:
             raise SamplerGone(self._failure)
         limit = self._silence if seconds is None else seconds
@@ -165,7 +165,7 @@ class ChildProcess:
             raise
 
     def _received(self, limit: float, *, signs: bool) -> Any:
-        """Return the next reply. With `signs`, each sign of life begins the limit anew."""
+        """Return the next reply. With `signs`, each sign of life restarts the limit."""
         deadline = time.monotonic() + limit
         while True:
             if not select.select([self._channel.socket], [], [], _POLL_SECONDS)[0]:

@@ -1,4 +1,4 @@
-"""Asks a vLLM server for one completion, and collects its tokens as they come."""
+"""Requests one completion from a vLLM server, and collects its tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ async def collect(
     name: str | None = None,
     forever: bool,
 ) -> None:
-    """Have one request sampled, and add what comes of it to `sample`.
+    """Sample one request, and add the result to `sample`.
 
     Args:
         shard: the trace shard that records it.
-        stream: whether the tokens come as they are sampled, and not all at the end.
+        stream: whether tokens arrive as they are sampled rather than all at the end.
         priority: requests with lower numbers go first.
-        name: for /moe_rl/leave; None for a request that is not left.
-        forever: whether the server may be silent for any time.
+        name: the request's name for /moe_rl/leave; None if it is never aborted.
+        forever: whether the server may be silent indefinitely.
 
     Raises:
         EngineError: the server is silent for too long, refuses the request, or cannot sample it.

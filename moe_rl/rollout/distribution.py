@@ -11,7 +11,7 @@ def assign(requests: Sequence[GenerateRequest], servers: Sequence[int]) -> dict[
     """Distribute the requests: server -> indexes of its requests, ascending. Servers without requests are left out.
 
     Requests with the same prompt stay together, so the prompt is computed and stored once. Groups are assigned largest
-    first, each to the server with the least load so far; a request's load is the most tokens that it can have. The same
+    first, each to the server with the least load so far; a request's load is the most tokens it can have. The same
     requests and servers always give the same distribution.
     """
     groups: dict[tuple[int, ...], list[int]] = {}

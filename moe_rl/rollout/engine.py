@@ -7,7 +7,7 @@
                                    <-- Generated -  tokens, logprobs, references to routes
                                                     routes ----> trace store
 
-Several calls may be under way, see `numbered_calls`. A child that ends or stops answering raises SamplerGone in each,
+Several calls may run at once, see `numbered_calls`. A child that ends or stops answering raises SamplerGone in each,
 see `child_process`.
 """
 
@@ -69,7 +69,7 @@ class VllmEngine:
             shard: name of the new trace shard.
             enough: number of finished completions to wait for. The other requests are then aborted; they return the
                 tokens so far, with finish_reason "abort" and their routes marked.
-            ended: as in Sampler.generate. If it raises, the engine cannot be used any more.
+            ended: as in Sampler.generate. If it raises, the engine becomes unusable.
 
         Raises:
             EngineError: a request exceeds the model's length, a key is repeated, or the shard exists.
@@ -80,7 +80,7 @@ class VllmEngine:
         return self._call(call, wire.Generated, ended).completions
 
     def name(self) -> str:
-        """Return what messages call this engine."""
+        """Return the engine's name for messages."""
         return f"the vLLM engine, log {self._settings.log_path}"
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
@@ -122,7 +122,7 @@ class VllmEngine:
         self.close()
 
     def checked[R: Message](self, reply: Message, expected: type[R]) -> R:
-        """Return a reply of the expected type; raise the error that it brings."""
+        """Return a reply of the expected type; raise the error if it carries one."""
         if isinstance(reply, wire.Failed):
             raise (WeightSyncError if reply.weights else EngineError)(
                 f"{reply.message} [vLLM engine, pid {self.pid}, log {self._settings.log_path}]"

@@ -1,4 +1,4 @@
-"""Asks for the episodes of a run's steps and evaluations: their names, and how they are sampled."""
+"""Builds the requests for a run's episodes, for steps and evaluations: their names and sampling parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Episodes:
         """Return the requests for a group that is sampled on its own.
 
         Args:
-            shard: name of a new trace shard of the group. Each turn has one whose name begins with it.
+            shard: name of a new trace shard of the group. The shard of each turn has it as a prefix.
         """
         members = range(self.config.rollout.group_size)
         return [self.request(f"{shard}-c{member}", f"group{cursor}-c{member}", prompt) for member in members]
@@ -46,8 +46,8 @@ class Episodes:
         return EpisodeRequest(name, seed, prompt, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
 
     def evaluation(self, heldout: Heldout) -> list[tuple[list[int], list[EpisodeRequest]]]:
-        """Return the requests of an evaluation for sampled episodes and for greedy ones, with the places of their
-        prompts. Prompts and seeds are the same at every call. Nothing of it is kept."""
+        """Return an evaluation's requests for sampled and for greedy episodes, with the indices of their prompts.
+        Prompts and seeds are the same at every call. None of the episodes are kept."""
         rollout = self.config.rollout
         sampled: tuple[list[int], list[EpisodeRequest]] = [], []
         greedy: tuple[list[int], list[EpisodeRequest]] = [], []

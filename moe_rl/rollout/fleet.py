@@ -1,7 +1,7 @@
 """Uses several vLLM servers as one sampler. Each is a replica of the weights; they share the requests of a step.
 
-generate    every server proves that it holds the latest weights, then samples its share and publishes it as a shard of
-            its own, step000007-server0, step000007-server1, ...
+generate    every server proves that it holds the latest weights, then samples its share and publishes it as its own
+            shard, step000007-server0, step000007-server1, ...
 update      is sent to all servers; nothing is sampled anywhere until each has confirmed it
 score       every server scores the same tokens
 loss        a server that fails a call is no longer used. Up to a configured number of losses, the other servers sample
@@ -36,8 +36,7 @@ from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpda
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Identifies the weights of a server: which start of the server holds them, after how many updates, their
-    digest."""
+    """Identifies the weights of a server: which server start holds them, after how many updates, and their digest."""
 
     start: str
     updates: int
@@ -46,7 +45,7 @@ class HeldWeights:
 
     @classmethod
     def of(cls, served: Served) -> Self:
-        """Return what a server says that it holds."""
+        """Return the weights that a server reports."""
         return cls(served.start, served.updates, served.weight_version, served.weight_digest)
 
     def __str__(self) -> str:
@@ -64,7 +63,7 @@ class ServerFleet:
         vllm_version: the servers' common version of vLLM.
         workers: total number of worker processes.
         servers: those that are not lost, by their numbers.
-        lost: servers that are no longer used, with the reason.
+        lost: servers no longer used, each with the reason.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class ServerFleet:
 
         Args:
             servers: clients of the servers.
-            root: folder that the servers have as their trace root.
+            root: the servers' trace root.
             vllm_version: the servers' version of vLLM.
             workers: for each server, the number of processes that hold its weights.
             max_lost: how many servers may be lost.
@@ -94,18 +93,18 @@ class ServerFleet:
         self._root = root.resolve()
         self._max_lost = max_lost
         self._load_seconds = load_seconds
-        # None before the first update, and after an update that not all servers have confirmed.
+        # None before the first update, and after one that some server has not confirmed.
         self._held: dict[int, HeldWeights] | None = None
 
     @classmethod
     def attach(cls, config: Config, trace: Path, *, adopt: bool = True) -> Self:
-        """Take the config's servers for the run that keeps its traces in `trace`.
+        """Claim the config's servers for the run that keeps its traces in `trace`.
 
         Args:
             config: the run's config.
             trace: folder of its trace store.
-            adopt: the servers' old weights no longer count, and they must receive an update first. Without it they
-                sample with the weights that they have, which must be the same on all.
+            adopt: discard the servers' old weights: they must receive an update first. Otherwise they sample with their
+                current weights, which must be the same on all.
 
         Raises:
             EngineError: a server cannot be reached or does not see the trace folder.
@@ -228,7 +227,7 @@ class ServerFleet:
             self._agree(update.version, held)
 
     def sleep(self, level: int) -> bool:
-        """Do nothing and return False: servers have GPUs of their own, which no trainer needs."""
+        """Do nothing and return False: servers have their own GPUs, which no trainer needs."""
         return False
 
     def wake(self, part: str) -> None:
@@ -288,8 +287,8 @@ class ServerFleet:
             )
 
     def _sources(self, source: Source) -> dict[int, Source]:
-        """Return where each server gets the bytes: files by paths below its trace root, a broadcast by ranks of its
-        own."""
+        """Return each server's source of bytes: files by paths below its trace root, a broadcast by the server's own
+        ranks."""
         if isinstance(source, Files):
             paths = [str(Path(path).resolve().relative_to(self._root)) for path in source.paths]
             return dict.fromkeys(self.servers, Files(paths))
@@ -306,7 +305,7 @@ class ServerFleet:
         raise WeightSyncError(message, got=type(source).__name__, do="sync by disk or broadcast")
 
     def confirmed(self) -> dict[int, HeldWeights]:
-        """Return what each server holds. Raises WeightSyncError unless all have confirmed a whole update."""
+        """Return each server's weights. Raises WeightSyncError unless all have confirmed a whole update."""
         if self._held is None:
             raise WeightSyncError("The servers hold no weights that all have confirmed", do="send a whole update")
         return self._held
@@ -325,14 +324,13 @@ class ServerFleet:
         *,
         spares: bool = True,
     ) -> dict[int, T]:
-        """Make a call for each server concurrently and return the results by server number, without servers lost
-        meanwhile.
+        """Call each server concurrently and return the results by server number, without servers lost meanwhile.
 
         The first refusal, or the first failure beyond the allowed losses, cancels the other calls.
 
         Args:
-            call: makes the call for the server of a number.
-            numbers: of the servers; None: all.
+            call: makes the call for a server number.
+            numbers: the servers' numbers; None: all.
             spares: whether any server may be lost.
         """
         called = self.servers if numbers is None else numbers
@@ -364,7 +362,7 @@ class ServerFleet:
     def lose(self, number: int, error: EngineError, *, spares: bool = True) -> None:
         """Stop using a server; do nothing if it is lost already.
 
-        Raises SamplerGone if more servers are then lost than may be; without `spares`, none may.
+        Raises SamplerGone if more servers are then lost than allowed; without `spares`, none may be lost.
         """
         bound = self._max_lost if spares else 0
         server = self.servers.pop(number, None)

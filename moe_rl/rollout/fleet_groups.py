@@ -1,4 +1,4 @@
-"""Samples groups at several servers side by side: the GroupSampler of a fleet."""
+"""Samples groups on several servers at once: the GroupSampler of a fleet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def groups_at(sampler: Sampler) -> GroupSampler:
     """Return the GroupSampler of a run's engine or fleet."""
     if isinstance(sampler, ServerFleet):
         return FleetGroups(sampler)
-    assert isinstance(sampler, VllmEngine)  # there is no other
+    assert isinstance(sampler, VllmEngine)  # the only other kind of sampler
     return EngineGroups(sampler)
 
 
@@ -27,7 +27,7 @@ class FleetGroups:
     """Serves as the GroupSampler of a fleet: a place is a server's number.
 
     A server that fails a call is no longer used, see `fleet`: the call raises ServerLost, or SamplerGone if more
-    servers are lost than may be. It may then still sample; nothing refers to what it publishes.
+    servers are lost than allowed. A lost server may keep sampling; nothing refers to what it publishes.
     """
 
     def __init__(self, fleet: ServerFleet):

@@ -3,17 +3,18 @@
     groups.py (which, where, when)
         -> sampler.sample_group -> verifiers.judge -> group file -> take: batch, prompt ledger, kept rollouts
 
-One process and one event loop run it. Every group that is sampled or judged has a task. Weights go in while requests
-are in flight: all servers stop between two of their steps, load, and go on. With `recompute`, unfinished completions
-are aborted before that and continued behind it as new requests, so that no KV of older weights is used.
+One process and one event loop run it. Every group that is sampled or judged has a task. Weights are updated while
+requests are in flight: all servers stop between two forward steps, load, and continue. With `recompute`, unfinished
+completions are aborted before the update and continued after it as new requests, so that no KV of older weights is
+used.
 
-What was sampled of a completion whose request was aborted is kept as a piece, with its routes. The next request
-continues it, now, on another server or after a restart. Texts of rollout.stop may begin in one piece and end in the
-next, where the sampler does not see them, so with them a completion begins anew. With `exact`, all pieces of a
-completion are trained on in one microbatch. A piece that would leave no room for the next one is sampled again.
+When a request is aborted, its tokens so far are kept as a piece, with their routes. The next request continues it: at
+once, on another server or after a restart. A stop string (rollout.stop) could begin in one piece and end in the next,
+where the sampler would miss it, so with stop strings a completion starts over. With `exact`, all pieces of a completion
+are trained on in one microbatch. A piece that would leave no room for another is sampled again.
 
-A group of episodes is played in one call, and comes with its verdicts. No turn begins while weights go in. What was
-played of a group that a pool leaves unfinished is lost: the next pool plays it from the beginning.
+A group of episodes is played in one call that also returns its verdicts. No turn begins during a weight update. If a
+pool leaves such a group unfinished, its turns are lost: the next pool plays it from the beginning.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from moe_rl.weights.update import WeightUpdate
 
 @dataclass(slots=True)
 class _Work:
-    """Holds a group that is sampled or judged.
+    """Holds a group that is being sampled or judged.
 
     Attributes:
         pieces: of each completion, in order.
-        trajectories: what was played, if these are episodes.
+        trajectories: the episodes played, if any.
         leave: set to abort its requests.
-        dropped: why it ended meanwhile.
+        dropped: why the group was dropped meanwhile.
     """
 
     group: Group
@@ -58,7 +59,7 @@ class _Work:
     dropped: Reason | None = None
 
     def kept(self, version: int, verdicts: Sequence[Verdict] = ()) -> KeptGroup:
-        """Return what is kept of it."""
+        """Return the group in the form that is kept on disk."""
         group = self.group
         return KeptGroup(
             group.cursor, self.prompt.id, group.oldest, version, self.pieces, list(verdicts), self.trajectories
@@ -69,12 +70,12 @@ class GroupFeed:
     """Runs the groups of an asynchronous run.
 
     Attributes:
-        unusable: messages about groups of an earlier process that are sampled again.
+        unusable: messages about an earlier process's groups that are sampled again.
 
     Args:
         rollouts: the prompts, the verifiers, and where batches are kept.
         sampler: the servers.
-        files: of the groups.
+        files: the group files.
         step: the next step to be taken. The prompt ledger has the lines of all steps before.
         version: the weights that the servers have.
         player: plays the groups, if there is an environment.
@@ -94,7 +95,7 @@ class GroupFeed:
         self.config = config = rollouts.config
         pipeline = config.pipeline
         self._staleness, self._recompute = pipeline.lag, pipeline.kv == "recompute"
-        self._exact = pipeline.segments == "exact"  # if not, a piece continues the record of the one before
+        self._exact = pipeline.segments == "exact"  # otherwise a piece continues the previous one's record
         self.unusable: list[str] = []
         left = {one.cursor: one for one in files.load(rollouts.source, self.unusable)}
         self.groups = Groups(
@@ -121,13 +122,13 @@ class GroupFeed:
         self._calls = 0  # calls of the sampler that have not returned
         self._open = asyncio.Event()  # cleared while new weights go in
         self._stopping = False
-        self._refused: list[PromptGroup] = []  # judged groups that were dropped since the last step
+        self._refused: list[PromptGroup] = []  # judged groups dropped since the last step
         self._verdicts: list[Verdict] = []  # of all groups judged since the last step
         self._usage = Usage(asyncio.get_running_loop().time)
-        self._lost_tokens = 0  # of turns, as the player counts them
+        self._lost_tokens = 0  # from turns, as the player counts them
 
     async def begin(self) -> None:
-        """Begin to sample and judge groups."""
+        """Begin sampling and judging groups."""
         self._counts = await self.sampler.counts()
         for group in self.groups.all("judging"):
             self._spawn(group)
@@ -135,7 +136,7 @@ class GroupFeed:
         self._pump()
 
     async def take(self, step: int) -> RolloutBatch:
-        """Return the batch of a step as soon as there are enough groups. It is durable, and has its line in the ledger.
+        """Return a step's batch once there are enough groups. It is then durable and has its line in the ledger.
 
         Raises:
             PipelineError: a completion is older than max_staleness allows.
@@ -151,7 +152,7 @@ class GroupFeed:
             self._changed.clear()
             await self._changed.wait()
         groups = [self._left.pop(cursor) for cursor in taken.cursors]
-        refused, self._refused, self._verdicts = self._refused, [], []  # those that are judged from now on are the next
+        refused, self._refused, self._verdicts = self._refused, [], []  # for the next step
         self._check_ages(step, groups)
         for cursor, reason in taken.dropped:
             self._give_up(cursor, reason)
@@ -177,14 +178,14 @@ class GroupFeed:
         return batch
 
     def worked(self) -> list[tuple[str, float, float]]:
-        """Return when servers sampled and verifiers judged, since the last call, for the time line of the run."""
+        """Return when servers sampled and verifiers judged since the last call, for the run's timeline."""
         return self._usage.worked()
 
     async def update(self, update: WeightUpdate) -> None:
-        """Load one part of new weights. All requests stand still from the first part to the last.
+        """Load one part of new weights. All requests pause from the first part to the last.
 
         Raises:
-            WeightSyncError: the servers do not hold the weights that were sent. They sample nothing more.
+            WeightSyncError: the servers do not hold the weights that were sent. They no longer sample.
         """
         if self._open.is_set():
             self._open.clear()
@@ -200,11 +201,11 @@ class GroupFeed:
             self._pump()
 
     async def stop(self) -> None:
-        """Abort all requests and keep what was sampled. The next pool goes on with it."""
+        """Abort all requests and keep the tokens sampled so far. The next pool continues from them."""
         self._stopping = True
         self._open.set()
         await self._abort()
-        for task in self._tasks:  # those that wait for verdicts
+        for task in self._tasks:  # tasks that wait for verdicts
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for work in self._work.values():
@@ -214,7 +215,7 @@ class GroupFeed:
                 self.files.save(kept)
 
     def _pump(self) -> None:
-        """Begin the groups that can begin, and let a step that waits look again."""
+        """Begin the groups that can begin, and wake a waiting step to check again."""
         if self._open.is_set() and not self._stopping:
             for group in self.groups.start():
                 self._spawn(group)
@@ -265,9 +266,9 @@ class GroupFeed:
             self._judge(work, verdicts)
 
     async def _play(self, work: _Work, player: LivePlayer) -> None:
-        """Play the episodes of a group. If it is left meanwhile, it has none."""
+        """Play the episodes of a group. It gets no trajectories if it is left meanwhile."""
         cursor = work.group.cursor
-        assert self.rollouts.episodes is not None  # they go with the player
+        assert self.rollouts.episodes is not None  # set whenever there is a player
         asked = self.rollouts.episodes.group(self.files.shard(cursor), cursor, work.prompt)
         playing = asyncio.ensure_future(player.play(asked))
         left = asyncio.ensure_future(work.leave.wait())
@@ -287,7 +288,7 @@ class GroupFeed:
             self._changed.set()
 
     async def _sample(self, work: _Work) -> None:
-        """Sample the completions of a group that have not ended, in as many calls as it takes."""
+        """Sample the unfinished completions of a group, in as many calls as needed."""
         cursor, place = work.group.cursor, work.group.place
         assert place is not None
         while lacking := unfinished(work.pieces):
@@ -313,7 +314,7 @@ class GroupFeed:
             self._free(work, work.group.requests - len(unfinished(work.pieces)))
 
     def _request(self, work: _Work, at: int) -> GenerateRequest:
-        """Return the next request of a completion. It continues what was sampled of it."""
+        """Return the next request of a completion, which continues the tokens sampled so far."""
         parts, key = work.pieces[at], f"g{work.group.cursor}/c{at}"
         rollout = self.config.rollout
         so_far = sum((part.token_ids for part in parts), ())
@@ -329,7 +330,7 @@ class GroupFeed:
         return replace(request, max_tokens=request.max_tokens - len(so_far), parent=parent)
 
     def _add(self, work: _Work, at: int, piece: Completion) -> None:
-        """Add what a request gave to its completion."""
+        """Add the result of a request to its completion."""
         self._usage.sampled += len(piece.token_ids)
         if work.dropped is not None:
             self._usage.waste(work.dropped, len(piece.token_ids))
@@ -349,13 +350,13 @@ class GroupFeed:
         return so_far + longest <= self.config.train.microbatch_tokens
 
     def _free(self, work: _Work, requests: int) -> None:
-        """Give the slots of requests that have ended to other groups."""
+        """Free the slots of ended requests for other groups."""
         if work.dropped is None and work.group.state == "sampling":
             self.groups.requests_ended(work.group.cursor, requests)
             self._pump()
 
     def _lose(self, work: _Work) -> None:
-        """Let a group wait for another server."""
+        """Put a group back to wait for another server."""
         cursor, place = work.group.cursor, work.group.place
         if place is not None:
             self.groups.lose(place)
@@ -367,7 +368,7 @@ class GroupFeed:
         del self._work[cursor]
 
     def _count_lost_turns(self) -> None:
-        """Count what lost servers had sampled of episodes since the last step. Their turns go on elsewhere."""
+        """Count the episode tokens that lost servers had sampled since the last step. Other servers redo them."""
         if self._player is not None and (lost := self._player.lost_tokens - self._lost_tokens):
             self._usage.sampled += lost
             self._usage.waste("lost", lost)
@@ -403,7 +404,7 @@ class GroupFeed:
         return self.rollouts.batches.group(kept.cursor, prompt, kept.pieces, kept.verdicts)
 
     def _give_up(self, cursor: int, reason: Reason) -> None:
-        """End what is left of a group that was dropped."""
+        """End the remaining work of a dropped group."""
         left, work = self._left.pop(cursor, None), self._work.pop(cursor, None)
         if left is not None:
             self._usage.waste(reason, sampled_tokens(left.pieces))
@@ -413,7 +414,7 @@ class GroupFeed:
             work.leave.set()
 
     async def _abort(self) -> None:
-        """Abort all requests, and wait until what was sampled is here."""
+        """Abort all requests, and wait for the tokens that they had sampled."""
         for work in self._work.values():
             work.leave.set()
         while self._calls:
@@ -421,7 +422,7 @@ class GroupFeed:
             await self._changed.wait()
 
     def _check_ages(self, step: int, groups: Sequence[KeptGroup]) -> None:
-        """Raise PipelineError if a token that a step consumes is older than it may be, or than its group says."""
+        """Raise PipelineError if a consumed token is older than allowed, or older than its group records."""
         for group in groups:
             for piece in all_pieces(group.pieces):
                 oldest = max(group.oldest, step - 1 - self._staleness)
@@ -435,6 +436,6 @@ class GroupFeed:
 
 
 def _slots(config: Config, places: int) -> int:
-    """Return how many completions, or episodes, one of several places has at once."""
+    """Return how many completions or episodes each place runs at once."""
     environment, most = config.task.environment, config.rollout.max_concurrent
     return most if environment is None else min(most, math.ceil(environment.concurrent / places))

@@ -1,8 +1,8 @@
-"""Keeps the groups that no step has consumed yet, so that a pool that starts again goes on with them. Owns all files
-of groups: it alone says which may be deleted.
+"""Keeps the groups that no step has consumed yet, so that a restarted pool continues them. Owns all files of groups:
+only it decides which may be deleted.
 
 `groups/000012.group` holds the completions of the prompt with cursor 12, and their verdicts if they are judged. Their
-routes are in trace shards of the group's own, `group000012-0` and so on, one for each call that sampled a part of it.
+routes are in the group's own trace shards, `group000012-0` and so on, one for each call that sampled part of it.
 Sessions of episodes are named like the shards.
 """
 
@@ -32,10 +32,10 @@ class KeptGroup:
 
     Attributes:
         prompt: its id.
-        oldest: the version of the weights with which its first request began.
-        version: the weights that the servers had when it was kept.
+        oldest: the weight version with which its first request began.
+        version: the weight version that the servers had when it was kept.
         verdicts: one for each completion; empty until it is judged.
-        trajectories: what was played, if these are episodes. The sequences of each are its pieces.
+        trajectories: the episodes played, if any. The sequences of each are its pieces.
     """
 
     cursor: int
@@ -48,7 +48,7 @@ class KeptGroup:
 
     @property
     def held(self) -> Held:
-        """Return what a pool needs to know of it."""
+        """Return the group's description for `Groups`."""
         left = 0 if self.trajectories else len(unfinished(self.pieces))
         state: HeldState = "waiting" if left else "ready" if self.verdicts else "judging"
         newest = max(one.newest_version for one in all_pieces(self.pieces))
@@ -56,7 +56,7 @@ class KeptGroup:
 
 
 class GroupFiles:
-    """Manages the group files in `folder`, and says how long the files of a group stay. They have three users:
+    """Manages the group files in `folder`, and decides how long the files of a group stay. They have three users:
 
         the feed    from `begin` or `load` on, until `counted`: also a dropped group is measured by the next step
         a call      that samples the group: it writes records that continue earlier ones, also after a drop
@@ -64,14 +64,14 @@ class GroupFiles:
 
     Args:
         kept: the rollouts of steps. The trace shards and sessions of groups are beside theirs.
-        ledger: says which groups the steps of an earlier process trained on.
+        ledger: records which groups the steps of an earlier process trained on.
     """
 
     def __init__(self, folder: Path, kept: KeptRollouts, ledger: PromptLedger):
         self.folder, self._kept, self._ledger = folder, kept, ledger
         self._used: dict[int, int] = {}  # the largest number in the name of a group's shard, by cursor
         self._begun: set[int] = set()  # groups that no step has counted
-        self._running: set[int] = set()  # groups that a call samples
+        self._running: set[int] = set()  # groups that a call is sampling
         self._consumed: dict[int, list[int]] = {}  # the groups of each step that is kept
         for name in kept.store.shards():
             if (group := shard_group(name)) is not None:
@@ -89,7 +89,7 @@ class GroupFiles:
 
     @contextmanager
     def running(self, cursor: int) -> Iterator[None]:
-        """Keep the files of a group as long as this context lasts, whatever becomes of the group."""
+        """Keep the files of a group while this context is open, whatever becomes of the group."""
         self._running.add(cursor)
         try:
             yield
@@ -97,13 +97,13 @@ class GroupFiles:
             self._running.discard(cursor)
 
     def counted(self, step: int, consumed: list[int], dropped: Iterable[int]) -> None:
-        """Note that a step has its batch on disk, of these groups, and has measured those that were dropped."""
+        """Note that a step's batch of consumed groups is on disk, and that its dropped groups are measured."""
         self._consumed[step] = consumed
         for cursor in (*consumed, *dropped):
             self.remove(cursor)
 
     def retain(self, steps: set[int]) -> None:
-        """Delete the rollouts of all steps but these, and the shards and sessions of groups that have no user."""
+        """Delete the rollouts of all other steps, and the shards and sessions of groups without a user."""
         for step in steps - self._consumed.keys():
             if (line := self._ledger.find(step - 1)) is not None:
                 self._consumed[step] = line.consumed()
@@ -111,7 +111,7 @@ class GroupFiles:
         self._kept.retain(steps, self._begun.union(self._running, *self._consumed.values()))
 
     def save(self, group: KeptGroup) -> None:
-        """Write a group. The file appears complete or not at all. A power cut may damage it: then `load` deletes it."""
+        """Write a group. The file appears complete or not at all. `load` deletes it if a power cut damaged it."""
         sealed.save(self._path(group.cursor), _HEAD, group, _WHAT, synced=False)
 
     def load(self, source: PromptSource, unusable: list[str]) -> Iterator[KeptGroup]:

@@ -1,14 +1,15 @@
-"""Samples groups of completions side by side, and takes new weights while they are under way.
+"""Samples groups of completions concurrently, and takes new weights while they run.
 
     places          servers, or the one engine; each samples several groups at once
-    sample_group    one group at one place, as a trace shard of its own
-    pause           every place stops its forward passes and says so; requests keep their place and their KV cache
-    take_weights    only then the first byte goes out; after the last one, digests and versions are compared
-    resume          every place goes on, with all requests that it had
+    sample_group    one group at one place, as its own trace shard
+    pause           every place confirms that it runs no forward pass; requests keep their place and KV cache
+    take_weights    sends the weights only after that; at the end compares digests and versions
+    resume          every place continues all its requests
 
-A request that had sampled tokens before the update goes on with the keys and values of the older weights, and its
-completion says which tokens which weights sampled. Cached prefixes are shared within one version only. Setting `leave`
-before the pause is the other way: the group comes back with what it has, and its completions go on as new requests.
+A request that had sampled tokens before the update continues with the keys and values of the older weights, and its
+completion records which weights sampled which tokens. Cached prefixes are shared only within one version.
+Alternatively, set `leave` before the pause: the group returns with its tokens so far, and its completions continue as
+new requests.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from moe_rl.weights.update import WeightUpdate
 
 
 class ServerLost(EngineError):
-    """A place is lost, and the others go on without it. `tokens` says how many the call had sampled there: their rows
-    are lost with the place."""
+    """A place is lost, and the others continue. `tokens`: how many the call had sampled there; their rows are lost
+    too."""
 
     def __init__(self, problem: str, tokens: int = 0):
         super().__init__(problem)
@@ -37,7 +38,7 @@ class ServerLost(EngineError):
 
 
 class GroupSampler(Protocol):
-    """Samples groups at several places. Calls raise SamplerGone when the run cannot do without what was lost."""
+    """Samples groups at several places. Calls raise SamplerGone when the run cannot continue after a loss."""
 
     @property
     def places(self) -> Sequence[int]:
@@ -58,10 +59,9 @@ class GroupSampler(Protocol):
         Args:
             place: where.
             requests: what to sample.
-            shard: name of the new trace shard, for this call alone.
-            leave: once it is set, what is unfinished is aborted. It comes back with the tokens so far, perhaps none,
-                and finish_reason "abort"; the rows of these tokens are published. A call during a pause may be left
-                too.
+            shard: name of the new trace shard, used by this call only.
+            leave: set it to abort unfinished requests. They return the tokens so far, perhaps none, with finish_reason
+                "abort"; the rows of these tokens are published. It may be set during a pause too.
             ended: called in the event loop with the number of requests that have ended since the last time.
 
         Raises:
@@ -71,11 +71,11 @@ class GroupSampler(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop sampling. On return no place forwards a token before `resume`. Groups may still be handed in."""
+        """Stop sampling. After it returns, no place forwards a token before `resume`. Groups may still be submitted."""
         ...
 
     async def take_weights(self, update: WeightUpdate) -> None:
-        """Load one part of an update during a pause; returns when it is loaded everywhere.
+        """Load one part of an update during a pause; returns once it is loaded everywhere.
 
         Raises:
             WeightSyncError: a place refuses the part, or places hold different weights after the final one.
@@ -83,7 +83,7 @@ class GroupSampler(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on sampling. Raises WeightSyncError where a place does not hold whole weights that all places agree on."""
+        """Continue sampling. Raises WeightSyncError unless all places hold the same complete weights."""
         ...
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
@@ -131,7 +131,7 @@ class EngineGroups:
             return self._engine.checked(await sampled, wire.Generated).completions
         finally:
             left.cancel()
-            if not sampled.done():  # nobody waits any more
+            if not sampled.done():  # no caller waits any more
                 calls.leave(number)
 
     async def pause(self) -> None:

@@ -1,7 +1,7 @@
 """Decides which groups of completions are sampled, where, and which of them a step trains on. Has no I/O and no clock.
 
-A group is the completions of one prompt. Its number is the prompt's cursor. Its oldest version is that of the weights
-with which its first request began. A step may train on it up to its last step, oldest + 1 + max_staleness.
+A group is the completions of one prompt, numbered by the prompt's cursor. Its oldest version is the weight version with
+which its first request began. The last step that may train on it is oldest + 1 + max_staleness.
 
     state     event                                               next state
     (none)    start: pacing admits it                             sampling
@@ -12,16 +12,16 @@ with which its first request began. A step may train on it up to its last step, 
     ready     take                                                consumed
     any       take: this was its last step                        dropped (surplus, stale)
 
-A group that an earlier process left enters as waiting, judging or ready. Four rules make the bound hold, without waste:
+A group from an earlier process enters as waiting, judging or ready. Four rules keep the bound without waste:
 
 room        for every step d: groups in the pool whose last step is d or earlier <= (d - next step + 1) x batch + spare
 pacing      a new group enters only if there is room up to its own last step. As it has the latest last step of all,
             it takes no room from another group.
-order       a step takes the ready groups whose last step comes first; of equal ones, those that were ready first
-patience    a step waits as long as the groups that it leaves would not have room. Without patience (late: drop) it
-            waits for a full batch only, and what then misses its last step is dropped as stale.
+order       a step takes the ready groups with the earliest last step; ties go to the group that was ready first
+patience    a step waits while the groups that it would leave do not have room. Without patience (late: drop) it
+            waits only for a full batch, and a group that then misses its last step is dropped as stale.
 
-Room makes patience end: once all groups are ready, what a step leaves has room. So with patience no group is ever
+Room bounds the wait: once all groups are ready, those that a step leaves have room. So with patience no group is ever
 stale, and at most `spare` groups a step are surplus.
 """
 
@@ -41,13 +41,13 @@ Reason = Literal["failed", "uninformative", "surplus", "stale"]
 
 @dataclass(slots=True)
 class Group:
-    """Holds what is known of one group.
+    """Holds the state of one group.
 
     Attributes:
         oldest: the version of the weights with which its first request began.
-        requests: its requests that have not ended.
-        place: the number of the server that samples it; None in another state than sampling.
-        arrival: its place in the order in which groups became ready.
+        requests: its unfinished requests.
+        place: the number of the server that samples it; None in all other states.
+        arrival: its position in the order in which groups became ready.
     """
 
     cursor: int
@@ -64,7 +64,7 @@ class Held:
 
     Attributes:
         oldest, newest: the versions of the weights that sampled its tokens.
-        requests: its requests that have not ended.
+        requests: its unfinished requests.
     """
 
     cursor: int
@@ -76,11 +76,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Says what a step consumes.
+    """Describes what a step consumes.
 
     Attributes:
         cursors: the groups that it trains on, in the order of their last steps.
-        dropped: the groups that ended without training since the last step, each with its reason.
+        dropped: the groups that ended untrained since the last step, each with its reason.
     """
 
     step: int
@@ -89,7 +89,7 @@ class Taken:
 
 
 class Groups:
-    """Keeps the groups of a run that have begun and not ended.
+    """Keeps the unfinished groups of a run.
 
     Attributes:
         step: the next step to be taken.
@@ -100,10 +100,10 @@ class Groups:
         batch: groups that a step trains on.
         size: completions of a group.
         staleness: largest age of a consumed group in versions: version of the step's weights - oldest version.
-        spare: groups beyond the batch that a step need not wait for.
+        spare: surplus groups that a step need not wait for.
         patient: whether a step waits for groups that would otherwise become stale.
         last: the last step of the run.
-        ended: the prompts that have ended.
+        ended: the prompts whose groups have ended.
         held: groups of an earlier process, ready ones in the order of their arrival.
     """
 
@@ -126,7 +126,7 @@ class Groups:
         self._batch, self._size, self._staleness = batch, size, staleness
         self._spare, self._patient, self._last = spare, patient, last
         self._slots, self._running = dict(places), dict.fromkeys(places, 0)
-        self._next = ended.floor  # the lowest prompt that has not begun
+        self._next = ended.floor  # the lowest prompt not yet begun
         self._later = set(ended.above)  # prompts above it that have begun
         self._groups: dict[int, Group] = {}
         self._dropped: list[tuple[int, Reason]] = []
@@ -142,7 +142,7 @@ class Groups:
 
     @property
     def busy(self) -> float:
-        """Return which share of the slots has a request."""
+        """Return the share of slots in use."""
         used = sum(min(self._running[place], slots) for place, slots in self._slots.items())
         return used / max(1, sum(self._slots.values()))
 
@@ -151,9 +151,9 @@ class Groups:
         return [group for group in self._groups.values() if group.state in states]
 
     def start(self) -> list[Group]:
-        """Begin as many groups as servers have slots for and pacing admits. Returns them with their places.
+        """Begin as many groups as free slots and pacing allow. Returns them with their places.
 
-        A group that waits begins before a new one. A group stays together on the server with the fewest requests.
+        Waiting groups begin before new ones. A whole group goes to the server with the fewest requests.
         """
         begun = []
         while (place := self._free_place()) is not None:
@@ -167,7 +167,7 @@ class Groups:
         return begun
 
     def requests_ended(self, cursor: int, count: int) -> None:
-        """Note that so many requests of a group have ended, which frees their slots."""
+        """Note that `count` requests of a group have ended, which frees their slots."""
         group = self._in(cursor, "sampling")
         group.requests -= count
         self._free(group, count)
@@ -179,11 +179,11 @@ class Groups:
         group.state, group.place, group.requests = "judging", None, 0
 
     def put_back(self, cursor: int, *, requests: int, kept: bool) -> None:
-        """Let a group wait for a place again.
+        """Put a group back to wait for a place.
 
         Args:
-            requests: its requests that have not ended.
-            kept: whether any token of it is kept. If not, it begins anew, with the weights of now.
+            requests: its unfinished requests.
+            kept: whether any of its tokens are kept. If not, it starts over with the current weights.
         """
         group = self._in(cursor, "sampling")
         self._free(group, group.requests)
@@ -192,7 +192,7 @@ class Groups:
             group.oldest = self.version
 
     def judged(self, cursor: int, reason: Reason | None = None) -> None:
-        """Note that a group has its verdicts. It is ready, or dropped if there is a reason."""
+        """Note that a group is judged. It becomes ready, or is dropped if there is a reason."""
         group = self._in(cursor, "judging")
         if reason is not None:
             self._drop(group, reason)
@@ -200,7 +200,7 @@ class Groups:
             self._ready(group)
 
     def lose(self, place: int) -> None:
-        """Begin no more groups on a server. Those that it samples must be put back."""
+        """Begin no more groups on a server. The caller must put back those that it samples."""
         self._slots.pop(place, None)
         self._running.pop(place, None)
 
@@ -211,7 +211,7 @@ class Groups:
         self.version = version
 
     def take(self) -> Taken | None:
-        """Take the groups of the next step. Returns None as long as the step must wait.
+        """Take the groups of the next step. Returns None while the step must wait.
 
         Raises:
             PipelineError: a group is older than max_staleness allows.
@@ -233,7 +233,7 @@ class Groups:
             if self._last_step(group) == self.step:
                 self._drop(group, "surplus" if self._patient else "stale")
         while self.step == self._last and (cursor := self._unused()) < max(self._later, default=0):
-            # A prompt that an earlier process began. Groups of later prompts that it left have taken its room.
+            # An earlier process began this prompt. Groups of later prompts from that process have taken its room.
             self._next += 1
             self._dropped.append((cursor, "surplus"))
         dropped, self._dropped = self._dropped, []
@@ -244,12 +244,12 @@ class Groups:
         return min(group.oldest + 1 + self._staleness, self._last)
 
     def _has_room(self, groups: Iterable[Group], step: int) -> bool:
-        """Return whether steps from `step` on can consume all these groups in time, but for `spare` of them."""
+        """Return whether the steps from `step` on can consume all but `spare` of these groups in time."""
         last = sorted(map(self._last_step, groups))
         return all(count <= (due - step + 1) * self._batch + self._spare for count, due in enumerate(last, start=1))
 
     def _admit(self) -> Group | None:
-        """Return a new group of the lowest cursor that has not begun; None if pacing forbids it."""
+        """Return a new group of the lowest unused cursor; None if pacing forbids it."""
         group = Group(self._unused(), self.version, self._size)
         steps = self._last_step(group) - self.step + 1
         if steps < 1 or len(self._groups) >= steps * self._batch + self._spare:
@@ -259,14 +259,14 @@ class Groups:
         return group
 
     def _unused(self) -> int:
-        """Return the lowest cursor that has not begun."""
+        """Return the lowest cursor not yet begun."""
         while self._next in self._later:
             self._later.remove(self._next)
             self._next += 1
         return self._next
 
     def _hold(self, one: Held) -> None:
-        """Take over a group of an earlier process, unless it has ended, has no room, or weights of it are lost."""
+        """Take over an earlier process's group, unless it has ended, has no room, or its weights are lost."""
         group = Group(one.cursor, one.oldest, one.requests, one.state)
         overdue = one.oldest + 1 + self._staleness < self.step
         known = one.cursor < self._next or one.cursor in self._later

@@ -5,8 +5,8 @@ shards: keys, tokens, sampler logprobs, rewards, weight versions and route refer
 `moe_rl rollout 1 <xxh3-128 of the rest>`, followed by the batch in the encoding that was sent to the ranks
 (`messages.py`).
 
-`rollouts/step000012.sampled` holds the completions of a step that are not all judged yet, where their weights will be
-gone by then. It is deleted when the other file is there.
+`rollouts/step000012.sampled` holds the completions of a step that is not fully judged yet, if their weights will be
+gone by then. It is deleted once the other file exists.
 
 `rollouts/step000012-p3-c1.session` holds the turns of an episode, see `gateway.finishing`.
 """
@@ -27,8 +27,8 @@ from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, InsertedText, Sequence
 
-# The sampler appends what follows the round, the turn or the number: the server of a fleet, or the pipeline stage of an
-# engine. A session of an episode has the name of its turns' shards, without the number of the turn.
+# The sampler appends the part after the round, turn or number: the server of a fleet, or the pipeline stage of an
+# engine. An episode's session is named like the shards of its turns, without the turn number.
 _SHARD = re.compile(
     r"step(\d{6,})(?:-round\d+|-p\d+-c\d+(?:-\d+(?:-again\d+)?)?)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?"
 )
@@ -42,7 +42,7 @@ _SAMPLED_HEAD, _SAMPLED_WHAT = "moe_rl sampled 1", "the completions of a step"
 
 @dataclass(frozen=True, slots=True)
 class KeptSample:
-    """Holds what rank 0 knows of a sequence that samples.jsonl is to show: see `report.sample_lines.SampleLine`."""
+    """Holds rank 0's fields of a sequence shown in samples.jsonl, see `report.sample_lines.SampleLine`."""
 
     key: str
     prompt: str
@@ -55,12 +55,12 @@ class KeptSample:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """Holds what one step trains on. Sequences whose verification failed are left out.
+    """Holds one step's training batch, without sequences whose verification failed.
 
     Attributes:
         group_ids: For each sequence, the number of its prompt.
         metrics: Measured during sampling and verification.
-        digest: Digest of all completions sampled for the step, also of those not trained on, as in the prompt ledger.
+        digest: Digest of all completions sampled for the step, including those not trained on, as in the prompt ledger.
         samples: Some of the sequences, for samples.jsonl.
     """
 
@@ -73,7 +73,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """Holds the completions of a step, of which not all are judged.
+    """Holds the completions of a step that is not fully judged.
 
     Attributes:
         first: Cursor of the first prompt; the others follow it.
@@ -96,7 +96,7 @@ class SampledStep:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Return all sequences. Their rewards are not known: NaN."""
+        """Return all sequences. Their rewards are not known yet: NaN."""
         played = [one for group in self.trajectories for one in group]
         return [
             *(Sequence.of(one, math.nan) for group in self.completions for one in group),
@@ -115,7 +115,7 @@ def shard_name(step: int, number: int = 0) -> str:
 
 
 def episode_name(step: int, prompt: int, member: int) -> str:
-    """Return the name of an episode of a step: of its session, and of the trace shards of its turns without their
+    """Return the name of a step's episode: that of its session, and of its turns' trace shards without the turn
     numbers.
 
     Args:
@@ -137,27 +137,27 @@ def group_shard_name(cursor: int, number: int) -> str:
 
 
 def shard_group(name: str) -> tuple[int, int] | None:
-    """Return cursor and number of a shard of one group, as `group_shard_name` got them; None for another shard."""
+    """Return cursor and number from a name that `group_shard_name` made; None for any other shard."""
     found = _GROUP_SHARD.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def kept_steps(step: int, last: int, checkpoints: Iterable[int], ahead: int) -> set[int]:
-    """Return the steps whose rollouts are kept while `step` is the newest one that the trainer has taken.
+    """Return the steps whose rollouts are kept while `step` is the newest that the trainer has taken.
 
     These are step 1, the `last` steps, and the next `ahead` steps, which may be sampled by now. Each kept checkpoint
     adds two: the step after it, from which a run resumes, and the step that was sampled with its weights.
 
     Args:
-        checkpoints: The last step of each.
-        ahead: How many steps are sampled before they are trained on.
+        checkpoints: The last step of each checkpoint.
+        ahead: How many steps sampling runs ahead of training.
     """
     of_checkpoints = {done + 1 + n for done in checkpoints for n in (0, ahead)}
     return {1, *of_checkpoints, *range(step - last + 1, step + ahead + 1)}
 
 
 def of_others(what: str, got: str, expected: str) -> DataError:
-    """Return the error that kept rollouts are not those that were asked for."""
+    """Return the error for kept rollouts that are not the expected ones."""
     return DataError(f"its kept rollouts belong to other {what}", got=got, expected=expected)
 
 
@@ -177,7 +177,7 @@ class KeptRollouts:
         sealed.save(self._sampled_path(step), _SAMPLED_HEAD, sampled, _SAMPLED_WHAT)
 
     def sampled(self, step: int) -> SampledStep | None:
-        """Return what `save_sampled` wrote for a step that has no batch; None if there is nothing.
+        """Return the completions that `save_sampled` wrote for a step without a batch; None if there are none.
 
         Raises:
             DataError: The file is cut short or changed.
@@ -196,7 +196,7 @@ class KeptRollouts:
         return sealed.load(self._path(step), _HEAD, RolloutBatch, _WHAT, "compare another step of the run")
 
     def entered(self, step: int, ledger: PromptLedger, source: PromptSource) -> tuple[StepPrompts, RolloutBatch]:
-        """Read the batch of a step, and check that it is the one that the prompt ledger names.
+        """Read the batch of a step, and check that it matches the prompt ledger.
 
         Raises:
             MoeRLError: Something is missing or damaged, or belongs to other prompts or completions.
@@ -233,10 +233,10 @@ class KeptRollouts:
         )
 
     def retain(self, steps: Container[int], groups: Container[int] | None = None) -> None:
-        """Delete all files and shards except those of these steps and groups, unfinished files too.
+        """Delete all files and shards, unfinished ones too, except those of these steps and groups.
 
         Args:
-            groups: cursors of groups that were sampled one by one, of these steps and of those to come. None: all.
+            groups: cursors of the groups, sampled one by one, that these and later steps use. None: all.
         """
 
         def kept(name: str) -> bool:

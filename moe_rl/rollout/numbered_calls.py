@@ -1,4 +1,4 @@
-"""Makes several calls to a child process at once: each has a number, and a thread hands every reply to its caller."""
+"""Makes several numbered calls to a child process at once; a thread hands every reply to its caller."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _Hears = Callable[[list[tuple[int, Completion]]], None]
 
 
 class NumberedCalls:
-    """Sends numbered calls to a child that was started, and receives on a thread of its own while any is under way.
+    """Sends numbered calls to a started child, and receives on its own thread while any call is pending.
 
-    If the child dies, hangs or sends nonsense, every call under way fails with the error that says so.
+    If the child dies, hangs or sends an invalid reply, every pending call fails with that error.
     """
 
     def __init__(self, child: ChildProcess):
         self._child = child
         self._numbers = itertools.count()
-        # Held for what the receiving thread shares with the callers. It is free while a call is sent: the child may
-        # not read before a reply of its own was read.
+        # Guards the state shared by the receiving thread and the callers. It is not held while a call is sent: the
+        # child may not read until its own reply has been read.
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._waiting: dict[int, tuple[Future[Message], _Hears]] = {}
@@ -38,7 +38,7 @@ class NumberedCalls:
         hears: called on the receiving thread with the completions that have ended, see wire.RequestsEnded.
         """
         answer: Future[Message] = Future()
-        answer.set_running_or_notify_cancel()  # who waits for it can no longer cancel it
+        answer.set_running_or_notify_cancel()  # the caller can no longer cancel it
         with self._lock:
             number = next(self._numbers)
             self._waiting[number] = answer, hears
@@ -49,7 +49,7 @@ class NumberedCalls:
         return number, answer
 
     def leave(self, number: int) -> None:
-        """Have a Generate call end early, see wire.Leave."""
+        """End a Generate call early, see wire.Leave."""
         with self._lock:
             known = number in self._waiting
         if known:
@@ -60,7 +60,7 @@ class NumberedCalls:
             self._child.send(message)
 
     def _receive(self) -> None:
-        """Hand out replies for as long as calls wait for them."""
+        """Hand out replies while calls wait for them."""
         while True:
             try:
                 message = self._child.receive()

@@ -1,4 +1,4 @@
-"""Computes pass rates of held-out prompts, each with an interval, from which completions passed."""
+"""Computes pass rates of held-out prompts, each with a confidence interval."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _Z = 1.959964  # the normal distribution has 95% of its mass within this many st
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """Says which completions of a held-out prompt passed. None stands for a verification that failed.
+    """Records which completions of a held-out prompt passed. None means that verification failed.
 
     Attributes:
-        greedy: the completion at temperature 0, or nothing if none was asked for.
+        greedy: the completion at temperature 0; empty if none was requested.
     """
 
     source: HeldoutSourceConfig
@@ -37,17 +37,17 @@ def pass_at(k: int, samples: int, passed: int) -> float:
 
 
 def interval(values: Sequence[float], samples: int) -> tuple[float, float]:
-    """Return the ends of the 95% interval of a mean over prompts.
+    """Return the ends of the 95% confidence interval of a mean over prompts.
 
-    Samples of one prompt are alike, so the spread is that of the prompts' values: prompts are the clusters. The spread
-    gives the number of independent samples that would know as much, and the interval of Agresti and Coull (1998) is
-    taken for that number. Unlike mean +- 1.96 errors it has a width where all prompts pass. It contains Wilson's, which
-    is too short for a true rate near 0 or 1: 30 prompts at a rate of 0.9946 are held by 85 of 100. The normal quantile
-    is widened to Student's, by the first term of its expansion, where prompts are few.
+    Samples of one prompt are correlated, so prompts are the clusters and the spread is over their values. It gives the
+    effective sample size, for which the interval of Agresti and Coull (1998) is computed. Unlike mean +- 1.96 standard
+    errors it has a width even if all prompts pass. It contains Wilson's interval, which is too short for a true rate
+    near 0 or 1: with 30 prompts at a rate of 0.9946 it covers the rate 85 times in 100. With few prompts the normal
+    quantile is widened to Student's by the first term of its expansion.
 
     Args:
         values: one in [0, 1] for each prompt.
-        samples: number of independent trials behind all values, at most.
+        samples: upper bound on the independent trials in all values together.
 
     Returns:
         Two numbers in [0, 1]; NaN without a value.
@@ -56,10 +56,10 @@ def interval(values: Sequence[float], samples: int) -> tuple[float, float]:
     if not prompts:
         return math.nan, math.nan
     mean = statistics.fmean(values)
-    if math.isnan(mean):  # the bounds below would take it for no bound
+    if math.isnan(mean):  # min and max below would ignore it
         return math.nan, math.nan
     error = statistics.variance(values) / prompts if prompts > 1 else 0.0
-    alike = mean in (0.0, 1.0) or prompts == 1  # nothing is known of the spread: a prompt counts as one sample
+    alike = mean in (0.0, 1.0) or prompts == 1  # the spread is unknown: a prompt counts as one sample
     number = prompts if alike else min(samples, mean * (1 - mean) / error) if error else samples
     z = _Z * (1 + (_Z**2 + 1) / (4 * max(1, prompts - 1)))
     centre = (mean * number + z**2 / 2) / (number + z**2)
@@ -85,7 +85,7 @@ class _Rate:
 def eval_metrics(results: Sequence[PromptResult]) -> dict[str, float]:
     """Return the metrics of an evaluation: means over prompts, and the ends of their intervals.
 
-    NaN: no completion of the prompts could be verified.
+    A metric is NaN if no completion could be verified.
     """
     rates: dict[str, _Rate] = {}
     several = len({one.source.name for one in results}) > 1

@@ -1,4 +1,4 @@
-"""Describes completions in pieces: what their requests gave. A request continues the one before, which was aborted."""
+"""Describes completions in pieces, one per request. Each request continues the previous one, which was aborted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from moe_rl.types import Completion, VersionSpan
 
 Pieces = Sequence[Sequence[Completion]]
-"""The completions of a group, each as its pieces in order. A completion that has not begun has none."""
+"""The completions of a group, each as its pieces in order. A completion not yet begun has none."""
 
 
 def all_pieces(pieces: Pieces) -> Iterable[Completion]:
@@ -19,7 +19,7 @@ def all_pieces(pieces: Pieces) -> Iterable[Completion]:
 
 
 def unfinished(pieces: Pieces) -> list[int]:
-    """Return the numbers of the completions that have not ended."""
+    """Return the numbers of the unfinished completions."""
     return [at for at, parts in enumerate(pieces) if not parts or parts[-1].finish_reason == "abort"]
 
 
@@ -29,7 +29,7 @@ def sampled_tokens(pieces: Pieces) -> int:
 
 
 def joined(pieces: Sequence[Completion]) -> Completion:
-    """Return the completion that these pieces are. Its routes are those of the last one, which continues the others."""
+    """Return these pieces as one completion, with the routes of the last piece, which continues the others."""
     if len(pieces) == 1:
         return pieces[0]
     spans: list[VersionSpan] = []
@@ -44,5 +44,5 @@ def joined(pieces: Sequence[Completion]) -> Completion:
         token_ids=sum((piece.token_ids for piece in pieces), ()),
         logprobs=np.concatenate([piece.logprobs for piece in pieces]),
         versions=tuple(spans),
-        seal="",  # that of the whole
+        seal="",  # the seal is for the whole
     )

@@ -1,4 +1,4 @@
-"""Measures what an asynchronous pool does between two steps, and how old what a step consumes is."""
+"""Measures an asynchronous pool's work between two steps, and the age of the groups that a step consumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_rl.rollout.groups import Reason
 
 
 def of_consumed(step: int, groups: Sequence[KeptGroup]) -> dict[str, float]:
-    """Return the metrics of the groups that a step consumes. Ages are numbers of weight versions."""
+    """Return the metrics of the groups that a step consumes. Ages are in weight versions."""
     total = [step - 1 - one.oldest for one in groups]
     queued = [step - 1 - one.version for one in groups]
     pieces = [(at, piece) for one in groups for parts in one.pieces for at, piece in enumerate(parts)]
@@ -40,14 +40,14 @@ def of_consumed(step: int, groups: Sequence[KeptGroup]) -> dict[str, float]:
 
 
 class WorkingTime:
-    """Measures when something works, and how much.
+    """Measures when and how much something works.
 
     Attributes:
-        working: how much works now.
-        busy: seconds, each times what worked in it.
+        working: the amount working now.
+        busy: the integral of `working` over time, in seconds.
 
     Args:
-        clock: tells the seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -56,7 +56,7 @@ class WorkingTime:
         self._spans: list[tuple[float, float]] = []
 
     def set(self, working: float) -> None:
-        """Note how much works from now on. 0: nothing."""
+        """Set the amount working from now on. 0: nothing."""
         now = self._clock()
         self.busy += (now - self._since) * self.working
         if self.working and now > self._since:
@@ -68,7 +68,7 @@ class WorkingTime:
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        """Count one more that works, while the context is open."""
+        """Add one to `working` while the context is open."""
         self.set(self.working + 1)
         try:
             yield
@@ -76,22 +76,22 @@ class WorkingTime:
             self.set(self.working - 1)
 
     def spans(self) -> list[tuple[float, float]]:
-        """Return when anything worked, since the last call: begins and ends, of the clock."""
+        """Return the spans since the last call in which anything worked: begin and end on the clock."""
         self.set(self.working)
         spans, self._spans = self._spans, []
         return spans
 
 
 class Usage:
-    """Measures the time between two steps: how busy servers and verifiers are, what is sampled, and what in vain.
+    """Measures the time between two steps: how busy servers and verifiers are, and the tokens sampled and wasted.
 
     Attributes:
-        slots: the share of the servers' slots that has a request.
-        judging: the number of groups that are judged.
+        slots: the share of the servers' slots in use.
+        judging: the number of groups being judged.
         sampled: tokens of requests that have ended since the last step.
 
     Args:
-        clock: tells the seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -104,12 +104,12 @@ class Usage:
         self._wasted[reason] += tokens
 
     def worked(self) -> list[tuple[str, float, float]]:
-        """Return the parts of a step that were under way since the last call, with begins and ends, of the clock."""
+        """Return the parts of a step that ran since the last call, with begin and end on the clock."""
         parts = {"sample": self.slots, "reward": self.judging}
         return [(name, begin, end) for name, one in parts.items() for begin, end in one.spans()]
 
     def next(self) -> dict[str, float]:
-        """Return the metrics since the last step, and begin anew."""
+        """Return the metrics since the last step, and reset them."""
         self.slots.set(self.slots.working)
         now, busy, sampled, wasted = self._clock(), self.slots.busy, self.sampled, self._wasted
         seconds = now - self._began

@@ -10,8 +10,8 @@ train.
                        <-------------- BatchTaken -  the batch of step n + 1 is on disk
 
 It owns the sampler, the verifiers, the prompts, their ledger and the kept rollouts. Calls are answered in the order in
-which they come, so weights never change while a batch is sampled. A thread waits for the verdicts. In mode async it
-samples groups one by one instead, without a break, and weights go in beside (pool_groups.py).
+which they come, so weights never change while a batch is sampled. A thread waits for the verdicts. In mode async the
+pool samples groups one by one without a break, and takes new weights meanwhile (pool_groups.py).
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _ALIVE_SECONDS = 0.5
 
 
 class Environments(Protocol):
-    """Makes what plays the episodes of a run. The gateway does, which stands above this room."""
+    """Makes the players of a run's episodes. The gateway implements it, as this room may not import that one."""
 
     def beside(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path) -> LivePlayer:
-        """Return a player for the event loop of the pool. It is not open."""
+        """Return a player for the pool's event loop, not yet open."""
         ...
 
     def alone(
         self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path
     ) -> AbstractContextManager[EpisodePlayer]:
-        """Return a player with a thread of its own."""
+        """Return a player with its own thread."""
         ...
 
 
 def main(environments: Environments | None = None) -> None:
-    """Run the pool. environments: if there may be one in the config."""
+    """Run the pool. environments: needed if the config has an environment."""
     line = _PoolLine(channel_to_parent(wire.CALLS))
     with ExitStack() as stack:
         try:
@@ -85,7 +85,7 @@ def main(environments: Environments | None = None) -> None:
 
 
 def _by_batch(line: _PoolLine, rollouts: Rollouts) -> None:
-    """Answer calls one by one until rank 0 closes. Batches are judged in a thread, in their order."""
+    """Answer calls one by one until rank 0 closes. A thread judges the batches in order."""
     judging = ThreadPoolExecutor(1)
     with line.beating():
         while not isinstance(call := line.receive(), Close):
@@ -104,7 +104,7 @@ def _by_batch(line: _PoolLine, rollouts: Rollouts) -> None:
 
 
 def _judge(line: _PoolLine, rollouts: Rollouts, unjudged: Unjudged) -> None:
-    """Answer a call for a batch when all of it is judged."""
+    """Answer a call for a batch once the whole batch is judged."""
     parts: list[tuple[str, float, float]] = []
     try:
         rollouts.keep(unjudged.step, rollouts.judge(unjudged, _clock(parts)))
@@ -120,7 +120,7 @@ def _clock(parts: list[tuple[str, float, float]]) -> Clock:
 
 
 async def _by_group(line: _PoolLine, pool: GroupPool, player: LivePlayer | None) -> None:
-    """Answer calls one by one until rank 0 closes, while groups are sampled and judged beside."""
+    """Answer calls one by one until rank 0 closes, while groups are sampled and judged."""
     if player is not None:
         await player.open()
 
@@ -146,7 +146,7 @@ async def _by_group(line: _PoolLine, pool: GroupPool, player: LivePlayer | None)
 def _open(
     run_dir: Path, config_file: Path, stack: ExitStack, environments: Environments | None
 ) -> tuple[Rollouts, LivePlayer | None]:
-    """Start the sampler and what judges. Return the player only where groups are played one by one."""
+    """Start the sampler and the verifiers or player. Return the player only if groups are played one by one."""
     config = load_config(config_file)
     facts, store = read_model(config.model.path), TraceStore(run_dir / "trace")
     task = load_task(config, TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop))
@@ -154,7 +154,7 @@ def _open(
         verifiers = stack.enter_context(VerifierPool.of(config.task))
         engine = stack.enter_context(closing(start_sampler(config, facts, run_dir)))
         return Rollouts(config, facts, task, engine, verifiers, run_dir, store), None
-    assert environments is not None  # rank 0 starts the module that has them
+    assert environments is not None  # rank 0 starts the module that provides them
     engine = stack.enter_context(closing(start_sampler(config, facts, run_dir)))
     given = config, facts, groups_at(engine), run_dir
     if config.pipeline.by_group:
@@ -214,12 +214,12 @@ class _PoolLine:
             self._channel.send(reply)
 
     def send(self, news: Message) -> None:
-        """Send what does not answer a call yet."""
+        """Send a message that does not complete a call."""
         with self._sending:
             self._channel.send(news)
 
     def beat(self) -> None:
-        """Send a sign of life if a call waits for its answer."""
+        """Send a sign of life if a call is unanswered."""
         with self._sending:
             if self._unanswered:
                 self._channel.send(Alive())

@@ -1,4 +1,4 @@
-"""Connects rank 0 to the pool: takes batches that were sampled beside training, and brings the sampler new weights."""
+"""Connects rank 0 to the pool: takes batches sampled during training, and sends the sampler new weights."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class PooledSampler:
             alive=Alive,
             silence_seconds=config.run.peer_timeout_seconds,
         )
-        # The last step whose batch was asked for, whose completions are sampled, and whose batch is on disk.
+        # The last step whose batch was requested, whose completions are sampled, and whose batch is on disk.
         self._asked = self._sampled = self._taken = 0
-        self._parts: list[tuple[str, float, float]] = []  # what the pool did for batches and nobody has been told
+        self._parts: list[tuple[str, float, float]] = []  # the pool's work for batches, not yet returned
         self._begun = False  # whether the pool samples groups
         try:
-            seconds = 2 * config.rollout.startup_timeout_seconds  # the sampler has that time of its own
+            seconds = 2 * config.rollout.startup_timeout_seconds  # the sampler alone may use that long
             reply = self._child.start(wire.OpenPool(run_dir, config_file), wire.PoolOpened, seconds)
             opened = self._checked(reply, wire.PoolOpened)
         except BaseException:
@@ -50,16 +50,16 @@ class PooledSampler:
         self.vllm_version, self.workers, self.address = opened.vllm_version, opened.workers, opened.address
 
     def begin(self, step: int) -> None:
-        """Let the pool sample the batch of a step, unless it does or did already."""
+        """Make the pool sample the batch of a step, unless it has already begun."""
         if step > self._asked:
             self._child.send(wire.TakeBatch(step))
             self._asked = step
 
     def settle(self) -> list[tuple[str, float, float]]:
-        """Wait until the completions of all batches that were asked for are sampled.
+        """Wait until the completions of all requested batches are sampled.
 
         Returns:
-            What the pool did since the last time: names of parts, each with its begin and end on time.perf_counter.
+            The pool's work since the last call: names of parts, each with its begin and end on time.perf_counter.
         """
         while self._sampled < self._asked:
             self._hear(wire.BatchSampled)
@@ -72,14 +72,14 @@ class PooledSampler:
         return self._told()
 
     def begin_groups(self, step: int, version: int) -> list[str]:
-        """Let the pool sample groups without a break, unless it does.
+        """Make the pool sample groups without a break, unless it already does.
 
         Args:
             step: the next step that needs a batch.
             version: the weights that the sampler has.
 
         Returns:
-            Messages about groups that an earlier process has left and that cannot be used.
+            Messages about an earlier process's groups that cannot be used.
         """
         if self._begun:
             return []
@@ -123,7 +123,7 @@ class PooledSampler:
         return reply
 
     def _hear(self, expected: type[Message]) -> Message:
-        """Receive the next message: the expected one, or news of a batch, which are taken down."""
+        """Receive the next message: the expected one, or news of a batch, which is recorded."""
         reply = self._child.receive()
         if isinstance(reply, wire.BatchSampled | wire.BatchTaken):
             self._sampled = max(self._sampled, reply.step)
@@ -164,8 +164,8 @@ class PooledRollouts:
         self.unusable: list[str] = []
 
     def take(self, step: int, clock: Clock) -> RolloutBatch:
-        """Let the pool sample the batch of a step, and the next one beside training. Return the first when the pool has
-        it."""
+        """Make the pool sample the batch of a step, and the next one during training. Return the first once it is
+        ready."""
         batch, self.left_behind = self.left_behind, None
         if self.pipeline.by_group:
             self.unusable += self.engine.begin_groups(step + (batch is not None), version=step - 1)
@@ -179,7 +179,7 @@ class PooledRollouts:
         return batch
 
     def settle(self, clock: Clock) -> None:
-        """Wait until the pool has nothing more to sample with the present weights."""
+        """Wait until the pool has nothing more to sample with the current weights."""
         self._wait(self.engine.settle, clock)
 
     def _wait(self, awaited: Callable[[], list[tuple[str, float, float]]], clock: Clock) -> None:
@@ -194,7 +194,7 @@ class PooledRollouts:
 
     def retain(self, steps: set[int]) -> None:
         """Delete the kept rollouts of all steps but these, with their trace shards."""
-        if self.pipeline.by_group:  # the pool knows which shards are of groups that wait for a step
+        if self.pipeline.by_group:  # the pool knows which shards belong to waiting groups
             self.engine.retain(steps)
         else:
             self.kept.retain(steps)

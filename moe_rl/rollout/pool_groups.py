@@ -21,10 +21,10 @@ from moe_rl.weights.update import WeightUpdate
 
 
 class GroupPool:
-    """Owns the feed of groups, which begins when rank 0 says with which step and weights."""
+    """Owns the feed of groups, which begins once rank 0 sends the step and the weight version."""
 
     def __init__(self, rollouts: Rollouts, sampler: GroupSampler, run_dir: Path, player: LivePlayer | None = None):
-        """player: plays the groups, if there is an environment. It is open."""
+        """player: plays the groups, if there is an environment. Must be open."""
         self._rollouts, self._sampler, self._player = rollouts, sampler, player
         self._files = GroupFiles(run_dir / "groups", rollouts.kept, rollouts.ledger)
         self._feed: GroupFeed | None = None
@@ -58,12 +58,12 @@ class GroupPool:
                 return wire.SamplerUpdated(self._rollouts.engine.workers)
 
     async def close(self) -> None:
-        """Keep what was sampled of groups, for the next pool of the run."""
+        """Keep the tokens sampled so far, for the run's next pool."""
         if self._feed is not None:
             await self._feed.stop()
 
     async def _begin(self, step: int, version: int) -> list[str]:
-        """Begin to sample groups. Return messages about groups of an earlier process that cannot be used."""
+        """Begin sampling groups. Return messages about an earlier process's groups that cannot be used."""
         given = self._rollouts, self._sampler, self._files
         self._feed = GroupFeed(*given, step=step, version=version, player=self._player)
         await self._feed.begin()
@@ -78,7 +78,7 @@ class GroupPool:
             await self._sampler.resume()
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        """Sample held-out prompts beside the groups, and return the metrics."""
+        """Sample held-out prompts while groups are sampled, and return the metrics."""
         rollouts, answers = self._rollouts, []
         if self._player is not None and rollouts.episodes is not None:
             for places, episodes in rollouts.episodes.evaluation(rollouts.heldout):
@@ -94,7 +94,7 @@ class GroupPool:
 
 
 async def sample_beside(sampler: GroupSampler, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
-    """Sample requests that are of no group, beside the groups. Returns one completion for each, in their order.
+    """Sample requests that belong to no group while groups are sampled. Returns one completion per request, in order.
 
     shard: prefix of the shards' names.
     """
@@ -103,7 +103,7 @@ async def sample_beside(sampler: GroupSampler, requests: Sequence[GenerateReques
 
     async def one(place: int, indices: Sequence[int]) -> None:
         asked, never = [requests[at] for at in indices], asyncio.Event()
-        with suppress(ServerLost):  # the others are asked again
+        with suppress(ServerLost):  # other places sample these requests again
             sampled = await sampler.sample_group(place, asked, shard=f"{shard}-{next(calls)}", leave=never)
             completions.update(zip(indices, sampled, strict=True))
 

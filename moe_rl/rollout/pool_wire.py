@@ -1,8 +1,7 @@
 """Defines the messages between rank 0 and the pool's process, in frames of `messages.Channel`.
 
-The pool answers calls one by one, in the order in which they came; only BatchTaken may come later, between the answers
-to other calls. While it works it sends signs of life. What rank 0 would ask of an engine, it asks of the pool with the
-same messages.
+The pool answers calls one by one in order of arrival; only BatchTaken may come later, between the answers to other
+calls. While it works it sends signs of life. Rank 0 sends the pool the same messages that it would send an engine.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class OpenPool(Message, frozen=True):
 
 
 class BeginGroups(Message, frozen=True):
-    """Says that the sampler has the weights `version`, and `step` is the next one that needs a batch."""
+    """Starts sampling groups: the sampler has weight version `version`; `step` is the next that needs a batch."""
 
     step: int
     version: int
 
 
 class TakeBatch(Message, frozen=True):
-    """Asks for the batch of a step. It is then in the folder of kept rollouts."""
+    """Requests the batch of a step, which is then in the folder of kept rollouts."""
 
     step: int
 
@@ -65,10 +64,10 @@ class StepsRetained(Message, frozen=True):
 
 
 class BatchSampled(Message, frozen=True):
-    """Says that the completions of a batch are sampled. Its BatchTaken follows when they are judged. Groups that are
-    sampled one by one have no such moment.
+    """Reports that a batch's completions are sampled. Its BatchTaken follows once they are judged.
+    Not sent when groups are sampled one by one.
 
-    parts: what was done for it, each with its begin and end on time.perf_counter.
+    parts: the work done for it, each part with its begin and end on time.perf_counter.
     """
 
     step: int
@@ -76,9 +75,9 @@ class BatchSampled(Message, frozen=True):
 
 
 class BatchTaken(Message, frozen=True):
-    """Says that the batch of a step is on disk.
+    """Reports that the batch of a step is on disk.
 
-    parts: as in BatchSampled, what has been done since.
+    parts: as in BatchSampled, the work done since.
     """
 
     step: int
@@ -102,7 +101,7 @@ class SamplerUpdated(Message, frozen=True):
 
 
 class PoolFailed(Message, frozen=True):
-    """Says that a call failed. `kind` names the class of `moe_rl.errors`."""
+    """Reports that a call failed. `kind` names the class of `moe_rl.errors`."""
 
     kind: str
     message: str

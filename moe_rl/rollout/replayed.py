@@ -1,4 +1,4 @@
-"""Gives a run the batches that another run has kept, so that it trains on them again without a sampler."""
+"""Gives a run another run's kept batches, so that it trains on them again without a sampler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_rl.trace import TraceStore
 
 
 class ReplayedRollouts:
-    """Reads what another run has kept, in place of `Rollouts`. It has no sampler and changes nothing of that run.
+    """Replaces `Rollouts` with the batches that another run has kept. Has no sampler, and never changes that run.
 
     Attributes:
         unusable: as in Rollouts; always empty.
@@ -31,7 +31,7 @@ class ReplayedRollouts:
         self.unusable: list[str] = []
 
     def take(self, step: int, clock: Clock) -> RolloutBatch:
-        """Return the batch that the other run had in this step, and enter its prompts into this run's ledger."""
+        """Return the other run's batch of this step, and enter its prompts into this run's ledger."""
         entry, batch = self.kept.entered(step, self.replayed, self.source)
         self.ledger.append(entry)
         return batch

@@ -32,7 +32,7 @@ from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
 from moe_rl.vllm.wire import EngineSettings
 
 Asked = tuple[int, GenerateRequest]
-"""A request of an evaluation, with the place of its held-out prompt."""
+"""A request of an evaluation, with the index of its held-out prompt."""
 
 EVALUATED = ("eval-sampled", "eval-greedy")
 
@@ -75,11 +75,11 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
 
 @dataclass(frozen=True, slots=True)
 class SampledRound:
-    """Holds prompts, the completions of each, and the judging of these, which has begun.
+    """Holds prompts, their completions, and the judging of these, which has begun.
 
     Attributes:
         judging: None for episodes, which come with their verdicts.
-        trajectories: of each prompt, if episodes were played. What was said in each is its completion.
+        trajectories: of each prompt, if episodes were played. All that the model sampled in one is its completion.
     """
 
     prompts: Seq[Prompt]
@@ -89,7 +89,7 @@ class SampledRound:
 
     @classmethod
     def played(cls, prompts: Seq[Prompt], trajectories: list[list[Trajectory]]) -> SampledRound:
-        """Make the round of episodes that were played."""
+        """Make a round from played episodes."""
         return cls(prompts, [[one.whole for one in group] for group in trajectories], None, trajectories)
 
 
@@ -103,13 +103,13 @@ class Unjudged:
 
 
 class Rollouts:
-    """Owns the prompts, and the verifiers or the environment, and calls the sampler. One process of a run has it.
+    """Owns the prompts, and the verifiers or the environment, and calls the sampler. Exists in one process of a run.
 
     Attributes:
         verifiers: judge completions, if there is no environment.
-        episodes: the requests for them, if there is one.
+        episodes: makes episode requests, if there is an environment.
         left_behind: the batch of the next step, if an earlier process of this run sampled it.
-        unusable: what an earlier process has left and is sampled again, as messages.
+        unusable: messages about an earlier process's rollouts that are sampled again.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Rollouts:
     ):
         """
         Args:
-            verifiers: unless there is an environment.
-            player: of its episodes, unless they are played one group at a time.
+            verifiers: None if there is an environment.
+            player: plays its episodes; None if they are played one group at a time.
         """
         self.config, self.engine, self.store = config, engine, store
         if verifiers is not None:
@@ -155,7 +155,7 @@ class Rollouts:
     def sample(self, step: int, clock: Clock) -> Unjudged:
         """Sample the completions of a step, and record its prompts in the prompt ledger.
 
-        Judging has begun on return. Rounds of which it depends whether another one follows are judged.
+        Judging has begun on return. Rounds that decide whether another round follows are already judged.
         """
         if (before := self.kept.sampled(step)) is not None:
             unjudged = self._judged_again(step, before)
@@ -168,7 +168,7 @@ class Rollouts:
         return unjudged
 
     def judge(self, unjudged: Unjudged, clock: Clock) -> RolloutBatch:
-        """Wait for the verdicts of a step that was sampled, and choose the groups to train on.
+        """Wait for the verdicts of a sampled step, and choose the groups to train on.
 
         Another thread may sample the next step meanwhile.
         """
@@ -197,7 +197,7 @@ class Rollouts:
             done = len(rounds) * rollout.prompts_per_step
             rounds.append(self._round(step, first, done, shard_name(step, len(rounds)), clock))
             if len(rounds) == rollout.dynamic_sampling_rounds:
-                break  # whatever the verdicts, no round follows
+                break  # no round follows, whatever the verdicts
             if sum(group.informative for group in self._groups(rounds, clock)) >= rollout.prompts_per_step:
                 break
         completions = [group for one in rounds for group in one.completions]
@@ -215,7 +215,7 @@ class Rollouts:
         return Unjudged(step, sampled, rounds)
 
     def _judged_again(self, step: int, sampled: SampledStep) -> Unjudged:
-        """Begin to judge what an earlier process of this run has sampled for a step."""
+        """Begin judging the completions that an earlier process of this run sampled for a step."""
         prompts = self.source.at(sampled.first, sampled.prompts)
         if sampled.trajectories:
             return Unjudged(step, sampled, [SampledRound.played(prompts, sampled.trajectories)])
@@ -255,7 +255,7 @@ class Rollouts:
         return SampledRound(prompts, [completions[at : at + rollout.group_size] for at in members], judging)
 
     def _groups(self, rounds: Seq[SampledRound], clock: Clock) -> list[PromptGroup]:
-        """Return the groups of a step with their verdicts, when all are there."""
+        """Wait for all verdicts of a step, and return its judged groups."""
         groups: list[PromptGroup] = []
         with clock("reward"):
             for one in rounds:
@@ -271,14 +271,14 @@ class Rollouts:
         return groups
 
     def settle(self, clock: Clock) -> None:
-        """Do nothing: nothing is sampled beside training."""
+        """Do nothing: nothing is sampled during training."""
 
     def retain(self, steps: Container[int]) -> None:
         """Delete the kept rollouts of all steps but these, with their trace shards."""
         self.kept.retain(steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return pass rates on held-out prompts, as each source asks for them. Prompts and seeds are the same at every
+        """Return pass rates on held-out prompts, as each source requests them. Prompts and seeds are the same at every
         call."""
         if self.episodes is not None:
             episodes = self.episodes.evaluation(self.heldout)
@@ -293,8 +293,8 @@ class Rollouts:
         return self.rates(answers)
 
     def evaluation(self) -> list[list[Asked]]:
-        """Return the requests of an evaluation for sampled completions and for greedy ones. Nothing trains on what they
-        give, so it is not recorded."""
+        """Return an evaluation's requests for sampled and for greedy completions. No step trains on them, so their
+        routes are not recorded."""
         rollout = self.config.rollout
         sampled: list[Asked] = []
         greedy: list[Asked] = []
@@ -313,7 +313,7 @@ class Rollouts:
         """Return the metrics of an evaluation.
 
         Args:
-            answers: for sampled and for greedy completions, the places of their held-out prompts, and their verdicts.
+            answers: for sampled and for greedy completions, the indices of their held-out prompts, and their verdicts.
         """
         passed: list[list[list[bool | None]]] = []
         for places, verdicts in answers:
@@ -328,7 +328,7 @@ class Rollouts:
         )
 
     def _play(self, asked: Seq[EpisodeRequest]) -> list[Trajectory]:
-        assert self._player is not None  # there is an environment, and whole steps are sampled
+        assert self._player is not None  # set with an environment and whole-step sampling
         return self._player.play(asked)
 
     def request(self, key: str, prompt_token_ids: tuple[int, ...], temperature: float) -> GenerateRequest:
@@ -338,10 +338,10 @@ class Rollouts:
     def _answered(
         self, prompts: Seq[Prompt], requests: Seq[GenerateRequest], shard: str, clock: Clock
     ) -> tuple[list[Completion], Judging]:
-        """Sample completions, and begin to judge each while others are still sampled.
+        """Sample completions, and begin judging each while others are still sampled.
 
         Args:
-            prompts: of each request.
+            prompts: the prompt of each request.
         """
         with ExitStack() as stack:
             judging = stack.enter_context(self.verifiers.judging())

@@ -1,5 +1,5 @@
-"""Defines what the training loop knows of a sampler: an engine in a child process or vLLM servers. No vLLM, no
-torch."""
+"""Defines the training loop's interface to a sampler, an engine in a child process or vLLM servers. Imports neither
+vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.weights.update import WeightUpdate
 
 Hears = Callable[[int, Completion], None]
-"""Hears of a completion that has ended: the place of its request in the call, and the completion without routes."""
+"""Called when a completion has ended, with the index of its request in the call and the completion without routes."""
 
 
 def nobody(*news: object) -> None:
-    """Hear what is told, and do nothing."""
+    """Do nothing: the default callback."""
 
 
 class WeightHolder(Protocol):
@@ -30,7 +30,7 @@ class WeightHolder(Protocol):
     def workers(self) -> int:
         """Return the number of processes that hold weights.
 
-        With several engines, each gets ranks of its own in a broadcast, starting at `Broadcast.first_rank`.
+        With several engines, each gets its own ranks in a broadcast, starting at `Broadcast.first_rank`.
         """
         ...
 
@@ -44,8 +44,8 @@ class WeightHolder(Protocol):
 
         Args:
             runs: token ids of each sequence, at least 2 each.
-            shard: trace shard for the routes of these forward passes; with several engines, each publishes one of its
-                own, named after it. None: no routes are recorded.
+            shard: trace shard for the routes of these forward passes; with several engines, each publishes its own,
+                named after this one. None: no routes are recorded.
 
         Returns:
             One element per engine that samples.
@@ -60,7 +60,7 @@ class WeightHolder(Protocol):
     def update_weights(self, update: WeightUpdate) -> None:
         """Load one part of an update, see `weights.update`; returns when it is loaded.
 
-        May be called from another thread than the one that broadcasts the bytes. After the final part everything
+        May be called from a different thread than the one that broadcasts the bytes. After the final part everything
         sampled carries its version.
 
         Raises:
@@ -106,7 +106,7 @@ class Sampler(WeightHolder, Protocol):
             shard: name of the new trace shard.
             enough: number of finished completions to wait for; the other requests are aborted and return the tokens so
                 far.
-            ended: called in this thread with each completion as soon as it has ended, while others go on. Aborted
-                ones are not told. What a lost server had sampled is told again when it was sampled again.
+            ended: called in this thread with each completion as soon as it ends, while others continue, but not with
+                aborted ones. Called again for completions that are resampled after a lost server.
         """
         ...

@@ -20,7 +20,7 @@ def save(path: Path, head: str, value: object, what: str, *, synced: bool = True
 
     Args:
         head: names the kind of file and the version of its format.
-        what: how error messages call the file, such as "a step's rollouts".
+        what: the file's name in error messages, such as "a step's rollouts".
         synced: as in `disk.write_whole`. `load` refuses a file that was cut short.
 
     Raises:

@@ -70,8 +70,8 @@ class VllmServer:
         timeout_seconds: silence after which the server counts as hung. A completion sends nothing before it is
             finished, unless `enough` is given.
         folder: of the trace store, below the server's trace root.
-        alone: nobody else uses the server. Each `generate` then aborts leftover requests, empties the prefix cache and
-            starts all requests together in their order, so that the result depends only on weights and requests. It
+        alone: no other client uses the server. Each `generate` then aborts leftover requests, empties the prefix cache
+            and starts all requests together in their order, so that the result depends only on weights and requests. It
             also watches progress: a server that samples nothing for timeout_seconds counts as hung, however long a
             completion takes.
     """
@@ -106,7 +106,7 @@ class VllmServer:
         return asyncio.run(self.sample(requests, shard, enough)) if requests else []
 
     def recording(self) -> Served:
-        """Return what the server samples from and records."""
+        """Return which model the server samples from and what it records."""
         return asyncio.run(self.served())
 
     def stats(self) -> list[dict[str, int]]:
@@ -118,19 +118,19 @@ class VllmServer:
         root."""
         return asyncio.run(self.update(update))
 
-    # Asynchronous versions of these calls, and more, for callers that use several servers at once.
+    # Asynchronous versions of these calls and others, for callers that use several servers at once.
 
     async def served(self) -> Served:
         return await self._transport.once("GET", "/moe_rl/recording", None, _SERVED)
 
     async def update(self, update: WeightUpdate, seconds: float | None = None) -> Holding:
-        """Send a part of an update. `seconds` limits the loading, in place of timeout_seconds."""
+        """Send a part of an update. `seconds` limits the loading; default: timeout_seconds."""
         return await self._transport.once("POST", "/moe_rl/update", update, _HOLDING, seconds)
 
     async def adopt(self) -> Holding:
         """Take the server for a run: it holds version 0 and samples nothing until the run's weights have arrived.
 
-        With `alone`, the server then refuses every call of a run that took it earlier.
+        With `alone`, the server then refuses every call from a run that took it earlier.
         """
         return await self._transport.once("POST", "/moe_rl/adopt", None, _HOLDING)
 
@@ -144,7 +144,7 @@ class VllmServer:
         return await self._transport.once("GET", "/moe_rl/stats", None, _STATS)
 
     async def challenge(self, folder: str, name: str) -> str:
-        """Return what the server reads in a file of a folder below its trace root. It writes the same text beside the
+        """Return the text that the server reads from a file below its trace root. It writes the same text next to the
         file."""
         return await self._transport.once("POST", "/moe_rl/challenge", Challenge(folder, name), _TEXT)
 
@@ -163,7 +163,7 @@ class VllmServer:
                     raise self._shared("Another client made the vLLM server abort requests", shard)
                 for sample in samples:
                     if sample.aborted and sample.token_ids:
-                        # vLLM said nothing more about it, and the weights have not changed.
+                        # vLLM reported no versions, and the weights have not changed.
                         sample.versions = [ReportedSpan(str(served.weight_version), 0, len(sample.token_ids))]
                 return samples
 
@@ -179,11 +179,11 @@ class VllmServer:
         started: str,
         samples: list[Growing],
     ) -> list[Completion]:
-        """Sample completions beside those of other calls, see GroupSampler.sample_group.
+        """Sample completions while other calls do, see GroupSampler.sample_group.
 
         Args:
-            started: id of the start of the server that got the weights; any other one is refused.
-            samples: one for each request, empty. They have what came of it, also when the call fails.
+            started: id of the server start that got the weights; any other start is refused.
+            samples: one per request, empty. They are filled with the results, even if the call fails.
         """
         async with self._transport.client(3 + len(requests)) as client:
 
@@ -296,7 +296,7 @@ class VllmServer:
         ended: Callable[[int], None],
         samples: list[Growing],
     ) -> None:
-        """Fill `samples` with the results of all requests, or with what there is of them once `leave` is set."""
+        """Fill `samples` with the results of all requests, or with the results so far once `leave` is set."""
         names = [secrets.token_hex(8) for _ in requests]
         streams = [
             asyncio.create_task(
@@ -318,7 +318,7 @@ class VllmServer:
             while True:
                 left = [at for at, sample in enumerate(samples) if not sample.finish_reason]
                 for at in left:
-                    if not samples[at].token_ids:  # perhaps it has not reached vLLM; the server drops it
+                    if not samples[at].token_ids:  # it may not have reached vLLM yet; the server drops it
                         streams[at].cancel()
                 named = LeaveRequests([names[at] for at in left if samples[at].token_ids])
                 await self._transport.call(client, "POST", "/moe_rl/leave", named, _NOTHING)
@@ -338,7 +338,7 @@ class VllmServer:
         return len(requests) if self._alone else self._connections
 
     async def _together(self, client: httpx.AsyncClient, requests: int) -> None:
-        """Let the requests start when all have arrived. If that fails, the server is released anyway."""
+        """Make the server start the requests once all have arrived. If that fails, the server is released anyway."""
         try:
             await self._transport.call(client, "POST", "/moe_rl/release", Release(requests), _NOTHING)
         except BaseException:

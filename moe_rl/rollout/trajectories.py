@@ -1,4 +1,4 @@
-"""Describes episodes that a run samples: what is asked for, and what came of each as sequences to train on."""
+"""Describes a run's episodes: the request for each, and its result as sequences to train on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moe_rl.types import Completion, Prompt, Verdict
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """Asks for one episode.
+    """Requests one episode.
 
     Attributes:
-        name: of its session, unique in a run. The names of its trace shards follow from it.
-        seed: what the seeds of its turns follow from.
-        prompt: whose columns are the row that the environment gets.
+        name: of its session, unique in a run. Its trace shards are named after it.
+        seed: the seeds of its turns derive from it.
+        prompt: its columns are the row that the environment gets.
         temperature, top_p, top_k, min_p: how all its turns are sampled, as in GenerateRequest.
-        kept: whether its routes are recorded, and its session is checked and kept.
+        kept: whether its routes are recorded and its session is checked and kept.
     """
 
     name: str
@@ -35,16 +35,17 @@ class EpisodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Holds one episode that was played.
+    """Holds one played episode.
 
     Attributes:
         name: of its session.
-        sequences: what the agent received of the model, each token once; none if that is nothing. They share the
-            reward.
-        verdict: the environment's reward. An episode that failed has a failed verdict, and says why.
-        turns, undelivered, branches: numbers of turns that the agent received and did not, and of branches.
-        digest: of its session.
-        other_system: requests that would have continued a turn if the system's text were the same.
+        sequences: the tokens that the agent received from the model, each once; empty if there are none. They share
+            the reward.
+        verdict: the environment's reward. A failed episode has a failed verdict with the reason.
+        turns, undelivered, branches: numbers of turns that the agent received, of turns that it did not, and of
+            branches.
+        digest: the digest of its session.
+        other_system: number of requests that failed to continue a turn only because the system prompt differed.
     """
 
     name: str
@@ -58,7 +59,8 @@ class Trajectory:
 
     @property
     def whole(self) -> Completion:
-        """Return all that the model said as one completion, to measure and to name. It has no prompt and no record."""
+        """Return all tokens that the model sampled as one completion, for metrics and keys. It has no prompt and no
+        record."""
         said = self.sequences
         return Completion(
             key=self.name,
@@ -71,17 +73,17 @@ class Trajectory:
         )
 
     def sealed(self) -> Trajectory:
-        """Return this trajectory with a verdict that says what it is of."""
+        """Return this trajectory with a verdict that carries its seal."""
         return replace(self, verdict=replace(self.verdict, of=self.whole.seal))
 
     @property
     def forwarded(self) -> int:
-        """Return the number of tokens of all its sequences that are forwarded in training."""
+        """Return the number of tokens that training forwards, over all sequences."""
         return sum(one.forwarded for one in self.sequences)
 
     @property
     def inserted(self) -> int:
-        """Return the number of tokens that the model was given between its turns."""
+        """Return the number of tokens given to the model between its turns."""
         return sum(len(one.token_ids) for sequence in self.sequences for one in sequence.inserted)
 
 
@@ -89,38 +91,38 @@ class EpisodePlayer(Protocol):
     """Plays episodes of an environment."""
 
     def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
-        """Play episodes side by side, and return what came of each, in their order.
+        """Play episodes concurrently, and return their trajectories in order.
 
         Raises:
             SamplerGone: the sampler is lost.
-            EngineError: the sampler has no right record of a turn.
-            SessionError: a session does not have the records of its turns. The message names both.
+            EngineError: the sampler's record of a turn is missing or wrong.
+            SessionError: a session lacks the records of its turns. The message names both.
         """
         ...
 
 
 class LivePlayer(Protocol):
-    """Plays episodes in an event loop, while the sampler gets new weights from time to time."""
+    """Plays episodes in an event loop, while the sampler is updated from time to time."""
 
     async def open(self) -> None:
         """Begin to serve, in this event loop."""
         ...
 
     async def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
-        """Play episodes, see EpisodePlayer.play. If this is cancelled, they are killed."""
+        """Play episodes, see EpisodePlayer.play. Cancelling this kills them."""
         ...
 
     @property
     def lost_tokens(self) -> int:
-        """Return how many tokens of turns were lost with their servers so far. These turns were sampled again."""
+        """Return how many turn tokens were lost with their servers so far. These turns were sampled again."""
         ...
 
     def hold(self) -> None:
-        """Let no turn begin until `updated`. Those that are under way stay so."""
+        """Let no turn begin until `updated`. Running turns are not interrupted."""
         ...
 
     def updated(self, version: int) -> None:
-        """Go on, with weights of this version."""
+        """Continue with weights of this version."""
         ...
 
     async def close(self) -> None:

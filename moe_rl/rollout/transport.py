@@ -16,7 +16,7 @@ from moe_rl.vllm.control import RUN_HEADER, read_token
 # A server closes connections that were idle for 5 s. Reusing one at that moment fails, so idle ones are dropped
 # earlier.
 _KEEPALIVE_SECONDS = 1.0
-# File descriptors that this process uses for other things than connections.
+# File descriptors that this process uses for anything but connections.
 _OTHER_FILES = 256
 
 
@@ -47,7 +47,7 @@ class Transport:
         answer: msgspec.json.Decoder,
         seconds: float | None = None,
     ):
-        """Make one `call` over a connection of its own."""
+        """Make one `call` over a new connection."""
         async with self.client(1) as client:
             return await self.call(client, method, path, message, answer, seconds)
 
@@ -60,7 +60,7 @@ class Transport:
         answer: msgspec.json.Decoder,
         seconds: float | None = None,
     ):
-        """Make one control call and decode the answer. `seconds` of silence count as a hang, in place of
+        """Make one control call and decode the answer. `seconds` of silence count as a hang; default:
         timeout_seconds."""
         body = b"" if message is None else msgspec.json.encode(message)
         async with self.ask(client, method, path, body, seconds or self.timeout) as response:
@@ -72,7 +72,7 @@ class Transport:
     ) -> AsyncIterator[httpx.Response]:
         """Yield the response while it arrives. `seconds` limits the silence; None: no limit.
 
-        Raises EngineError for every status but success.
+        Raises EngineError for any error status.
         """
         where: About = {"call": f"{method} {self.url}{path}"}
         timeout = httpx.Timeout(self.timeout, read=seconds, pool=None)
@@ -89,7 +89,7 @@ class Transport:
             got = f"no sign of life for {seconds or self.timeout:g} s"
             raise EngineError("The vLLM server hangs", where=where, got=got, do="read its log") from None
         except httpx.TransportError as error:
-            got = f"{type(error).__name__}: {error}".rstrip(": .")  # some say no more than their name
+            got = f"{type(error).__name__}: {error}".rstrip(": .")  # some errors have no message
             raise EngineError(
                 "The vLLM server cannot be reached", where=where, got=got, do="see whether it runs"
             ) from None
@@ -103,7 +103,7 @@ class Transport:
 
 
 def _allow_files(connections: int) -> None:
-    """Raise this process's limit of open files if needed. Raises EngineError if that is not allowed."""
+    """Raise this process's limit on open files if needed. Raises EngineError if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
