@@ -1,13 +1,13 @@
-"""Answers what agents ask: messages or text in, a turn of their session sampled and recorded, a reply out.
+"""Answers agents: takes messages or text, samples and records a turn of their session, and replies.
 
     messages --- Dialogues ----> the turn that they continue
-             --- ChatRenderer -> token ids: those of that turn, and the new messages behind them
-    request  --- AgentExchanges > what an equal one gave whose reply did not arrive
+             --- ChatRenderer -> token ids: those of that turn, then the new messages
+    request  --- AgentExchanges > the reply of an equal request, if it did not arrive
     token ids -- Session ------> place in the tree, limits
               -- TurnSampler --> completion, record in the trace store
     completion - ChatRenderer -> text, reasoning, tool calls
 
-Routes never come here: a turn has a reference to its record, and a reply has not even that.
+Routes never come here: a turn has only a reference to its record, and a reply not even that.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from moe_rl.tasks.shown_messages import NotShown
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.types import Completion
 
-# A client that hangs up with the reply unread does so soon. Balancers reset idle connections much later.
+# A client that hangs up with the reply unread does so within this time. Balancers reset idle connections much later.
 _UNREAD_SECONDS = 5.0
-# So many tokens tell where two prompts part.
+# How many tokens a message shows from where two prompts diverge.
 _TOLD = 12
-# Bodies below this size are read and rendered in the event loop, within a fifth of a second. So the requests of a
-# session that come side by side keep their order, from which their seeds follow.
+# Bodies below this size are read and rendered in the event loop, within a fifth of a second. So concurrent requests of
+# a session keep their order, from which their seeds derive.
 _SMALL_BODY = 1 << 14
-# Bodies from this size on are read and rendered two at a time, so that the others find a free thread.
+# Bodies of at least this size are read and rendered two at a time, so that smaller ones find a free thread.
 _LARGE_BODY, _LARGE_AT_ONCE = 1 << 18, 2
 _NOTHING_SAID = ParsedAnswer("", "", (), 0)
 
@@ -52,16 +52,16 @@ class AgentGateway:
     """Serves the sessions of one model.
 
     Attributes:
-        model: the name that replies give it.
+        model: its name in replies.
         book: the open sessions.
-        counts: `repeated`: requests that got what an equal one gave whose reply did not arrive; `unstable`: turns whose
-            messages continue a turn while their tokens do not, because the chat template writes what was said otherwise
-            now; `other_system`: requests that would continue a turn if the system's text were the same; `unreadable`
-            tool calls; `left`: requests that were aborted because their client went away; `reopened` sessions of a
-            gateway that was killed; `not_reopened`: those whose journal or records are faulty.
+        counts: `repeated`: requests that got the undelivered reply of an equal one; `unstable`: turns
+            whose messages continue a turn while their tokens do not, because the chat template now writes the earlier
+            messages differently; `other_system`: requests that failed to continue a turn only because the system prompt
+            differed; `unreadable` tool calls; `left`: requests aborted because their client went away; `reopened`
+            sessions of a killed gateway; `not_reopened`: those whose journal or records are faulty.
 
     Args:
-        journals: get each turn before its reply is returned. None: what is open ends with the gateway.
+        journals: get each turn before its reply is returned. None: open sessions end with the gateway.
         stop_token_ids: tokens that end a completion besides those of the renderer.
     """
 
@@ -101,7 +101,7 @@ class AgentGateway:
 
         Args:
             name: see SessionBook.open.
-            rule: how its completions are sampled; None: as the client asks.
+            rule: how its completions are sampled; None: with the client's parameters.
 
         Raises:
             SessionError: too many are open.
@@ -119,16 +119,16 @@ class AgentGateway:
         return opened
 
     def reopen(self, keeper: SessionKeeper) -> list[str]:
-        """Open the sessions of a gateway that was killed again. Returns what is wrong with those that are not opened.
+        """Reopen the sessions of a killed gateway. Returns what is wrong with those that cannot be reopened.
 
         Args:
-            keeper: has the finished sessions, and the records of the open ones.
+            keeper: holds the finished sessions and checks the records of open ones.
         """
         problems, journals = [], self._journals
-        assert journals is not None  # a gateway that keeps none cannot go on
+        assert journals is not None  # without journals there is nothing to reopen
         for name in journals.names():
             if keeper.has(name):
-                journals.remove(name)  # it was killed just when the session was finished
+                journals.remove(name)  # the gateway was killed just as the session was finished
                 continue
             try:
                 journaled = journals.read(name, now=time.time(), clock=_now())
@@ -136,7 +136,7 @@ class AgentGateway:
                 journals.go_on(journaled)
             except (DataError, SessionError, DiskError) as error:
                 self.counts["not_reopened"] += 1
-                problems.append(f"session {name} is not opened again: {error}")
+                problems.append(f"session {name} cannot be reopened: {error}")
                 continue
             self.counts["reopened"] += 1
             self.book.reopen(journaled.session, journaled.key_hash)
@@ -147,10 +147,10 @@ class AgentGateway:
         return problems
 
     def end(self, session: Session) -> FinishedSession:
-        """Let a session take no more turns, and return it.
+        """End a session, so that it takes no more turns, and return it.
 
         Raises:
-            SessionError: a request of it is still being sampled, or its reply is going out.
+            SessionError: one of its requests is still being sampled, or the reply is being sent.
         """
         if session.busy:
             raise SessionError(
@@ -163,7 +163,7 @@ class AgentGateway:
         return session.finish()
 
     def forget(self, session: Session) -> None:
-        """Forget a session that has ended. Its key is worth nothing from now on."""
+        """Forget a session that has ended. Its key becomes invalid."""
         if self._journals is not None:
             self._journals.remove(session.name)
         self.book.close(session)
@@ -174,18 +174,18 @@ class AgentGateway:
         self._rules.pop(session.name, None)
 
     async def answer(self, session: Session, wish: ChatWish | TextWish, call: ClientCall) -> AgentExchange:
-        """Sample what a client asks for, or find what an equal request of its own has given.
+        """Sample a client's request, or find the result of its equal earlier request.
 
-        Returns the exchange with its replies, one for each sample, and none if it was aborted. The caller sends them,
-        and calls `sent` in any case.
+        Returns the exchange with its replies: one per sample, or none if it was aborted. The caller sends them, and
+        calls `sent` in any case.
 
         Raises:
-            BadRequest: the messages or the wish cannot be served, or a limit of the session is reached.
+            BadRequest: the messages or parameters cannot be served, or a limit of the session is reached.
             EngineError: the sampler failed.
             DiskError: the journal cannot be written.
         """
         while (earlier := self._exchanges.repeated(session, call)) is not None:
-            if earlier.replies is None:  # so it must be sampled again, and the agent has not got what it was
+            if earlier.replies is None:  # so it must be sampled again, and the agent never got the old reply
                 self._tell_received(session, earlier.turns, received=False)
                 break
             earlier.enter(call)
@@ -228,7 +228,7 @@ class AgentGateway:
             return await asyncio.to_thread(work, *given, **more)
 
     def sent(self, session: Session, exchange: AgentExchange, call: ClientCall) -> None:
-        """Note that the replies went out whole, if the client is still there, or that they reach nobody."""
+        """Note that the replies were sent completely, if the client is still there, or that nobody received them."""
         exchange.exit(call)
         if not call.gone:
             self._tell_received(session, exchange.turns, received=True)
@@ -240,11 +240,11 @@ class AgentGateway:
     def _tell_received(self, session: Session, turns: Sequence[int], *, received: bool) -> None:
         news = [] if session.ended else session.tell_received(turns, received)
         if news and self._journals is not None:
-            with suppress(DiskError):  # it is written with what comes next
+            with suppress(DiskError):  # it is written with the next entry
                 self._journals.add_received(session, news, received)
 
     def _reserve_again(self, session: Session, exchange: AgentExchange) -> None:
-        """Set aside again what the turns of an exchange use of the limits, if nobody has received them."""
+        """Reserve again the limits that an exchange's turns use, if nobody has received them."""
         turns = [session.turns[number] for number in exchange.turns]
         if exchange.place is None and not any(turn.received for turn in turns):
             most = max(len(turn.token_ids) for turn in turns)
@@ -263,7 +263,7 @@ class AgentGateway:
                 code="unsupported_parameter",
             )
         most, parts = self.turns.bounds.max_model_len, len(wish.messages) + len(wish.tools)
-        if parts > most:  # each has a token at least, and rendering so many takes seconds
+        if parts > most:  # each has at least one token, and rendering this many takes seconds
             raise BadRequest(
                 f"the chat has {parts} messages and tools, and the model takes {most} tokens in all",
                 "messages",
@@ -302,8 +302,8 @@ class AgentGateway:
     def _prompt(
         self, session: Session, dialogues: Dialogues, wish: ChatWish
     ) -> tuple[tuple[int, ...], int | None, int | None]:
-        """Return the token ids of a chat, the turn that its messages continue, and the one that they would continue if
-        the system's text were the same. May run in a thread, and changes nothing."""
+        """Return the token ids of a chat, the turn that its messages continue, and the turn that they would continue if
+        the system prompt were the same. May run in a thread; changes nothing."""
         messages, tools = wish.messages, wish.tools
         try:
             if (found := dialogues.find(messages, tools)) is None:
@@ -319,7 +319,8 @@ class AgentGateway:
             raise BadRequest(str(error), "messages") from None
 
     def parting(self, session: Session) -> str | None:
-        """Return where the system's text of the last request changed that did not continue a turn for it alone."""
+        """Return where the system prompt changed in the last request that failed to continue a turn only for that
+        reason."""
         return self._partings.get(session.name)
 
     def _part(self, session: Session, before: tuple[int, ...], prompt: tuple[int, ...]) -> None:
@@ -329,8 +330,8 @@ class AgentGateway:
         self.counts["other_system"] += 1
         session.other_system += 1
         self._partings[session.name] = (
-            f"the system's text differs from token {at} on, {now!r} after {was!r}, so the turn is a branch from the "
-            "root. Leave out of it what changes with each request"
+            f"the system prompt differs from token {at} on, {now!r} after {was!r}, so the turn is a branch from the "
+            "root. Keep text that changes with each request out of it"
         )
 
     async def _turns(
@@ -341,7 +342,7 @@ class AgentGateway:
         stop_token_ids: Sequence[int],
         exchange: AgentExchange,
     ) -> list[tuple[Turn, Completion]]:
-        """Sample a prompt, and add what came of it to the session. Returns nothing if a part of it was aborted."""
+        """Sample a prompt, and add the turns to the session. Returns nothing if any of them was aborted."""
         if (rule := self._rules.get(session.name)) is not None:
             wish = rule.applied(wish)
         room = self.turns.room(prompt)
@@ -358,7 +359,7 @@ class AgentGateway:
         except EngineError as error:
             raise BadRequest(str(error)) from None
         sampled, continues = await self.turns.sample(session, place, wish, exchange.leave)
-        # What was aborted before its first token is nothing.
+        # A completion that was aborted before its first token makes no turn.
         added = [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
         exchange.turns = [turn.number for turn, _ in added]
         if added and self._journals is not None:

@@ -24,7 +24,7 @@ _NO_MATTER = {
     "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id",
     "diagnostics",
 }  # fmt: skip
-# Fields that are accepted with these values, which are those that change nothing.
+# Fields that are accepted only with these values, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
     "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
@@ -34,9 +34,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 # What this API calls the fields of messages.
 _NAMES = {"reasoning_content": "thinking", "tool_calls": "tool_use", "tool_call_id": "tool_use_id"}
-# A client writes what its provider is to count into a block of the system's text, and another one into each request.
+# Prefix of a block of the system prompt with the provider's billing data; it differs with each request.
 _BILLING = "x-anthropic-billing-header:"
-# No template knows that a result is an error, so its text says it.
+# Templates have no error results, so the text marks the error.
 _FAILED = "Error: "
 _KINDS = {
     401: "authentication_error",
@@ -77,7 +77,7 @@ class _MessagesBody(msgspec.Struct):
 
 
 def read_messages(body: bytes) -> ChatWish:
-    """Return what a body of /v1/messages asks for. Raises BadRequest."""
+    """Parse a body of /v1/messages. Raises BadRequest."""
     given = checked(body, _SERVED | _NO_MATTER, _ONLY, _MessagesBody)
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
@@ -112,7 +112,7 @@ def read_messages(body: bytes) -> ChatWish:
 
 
 def messages_body(name: str, model: str, wish: ChatWish, replies: Sequence[AgentReply]) -> dict[str, Any]:
-    """Return the body of a reply. There is one."""
+    """Return the body of the only reply."""
     (reply,) = replies
     return {
         "id": f"msg_{name}",
@@ -150,7 +150,7 @@ def error_body(error: BadRequest) -> dict[str, Any]:
 
 
 def _system(given: str | list[dict[str, Any]] | None) -> str:
-    """Return the system's text without the block that only concerns the provider."""
+    """Return the system prompt without the block that only concerns the provider."""
     blocks = [{"type": "text", "text": given}] if isinstance(given, str) else given or []
     if blocks and str(blocks[0].get("text")).startswith(_BILLING):
         blocks = blocks[1:]
@@ -158,7 +158,7 @@ def _system(given: str | list[dict[str, Any]] | None) -> str:
 
 
 def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, Any]]:
-    """Return the messages that a user's message is: one for each result of a tool, and one for the text."""
+    """Split a user's message: one message per tool result, and one for the text."""
     found: list[Mapping[str, Any]] = []
     texts: list[Mapping[str, Any]] = []
     for at, block in enumerate(blocks):
@@ -166,10 +166,10 @@ def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str,
             texts.append(block)
             continue
         if texts:
-            raise BadRequest("results of tools come before text", f"{field}.{at}")
+            raise BadRequest("results of tools must come before text", f"{field}.{at}")
         name = block.get("tool_use_id")
         if not isinstance(name, str):
-            raise BadRequest("it names the call that it answers", f"{field}.{at}.tool_use_id")
+            raise BadRequest("a tool's result must name the call that it answers", f"{field}.{at}.tool_use_id")
         refuse_unread(block, ("type", "tool_use_id", "content", "is_error"), f"{field}.{at}")
         content = plain_text(block.get("content"), f"{field}.{at}.content")
         if block.get("is_error"):
@@ -190,7 +190,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
                 refuse_unread(block, ("type", "thinking", "signature"), f"{field}.{at}")
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
             case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(given)}:
-                # That the model itself called it goes without saying.
+                # A direct call by the model is the default.
                 more = ("caller",) if block.get("caller") == {"type": "direct"} else ()
                 refuse_unread(block, ("type", "id", "name", "input", *more), f"{field}.{at}")
                 text = json.dumps(given, ensure_ascii=False)
@@ -210,7 +210,7 @@ def _tool(at: int, tool: _Offered) -> Mapping[str, Any]:
     if tool.type not in (None, "custom"):
         raise BadRequest(f"got {tool.type!r}, expected custom", f"tools.{at}.type", code="unsupported_value")
     if tool.strict:
-        raise BadRequest("arguments are not forced into a schema here: leave it out", f"tools.{at}.strict")
+        raise BadRequest("arguments are not constrained to the schema: leave it out", f"tools.{at}.strict")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description

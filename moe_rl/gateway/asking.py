@@ -1,4 +1,4 @@
-"""Defines what a client asks the gateway for, and what it gets, whatever dialect it speaks."""
+"""Defines a client's requests to the gateway and the replies, in any dialect."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class BadRequest(Exception):
     """A request that the gateway does not answer. The text is for the client.
 
     Attributes:
-        field: of the body; "" for the whole of it.
-        status: of HTTP.
+        field: the faulty field of the body; "" for the whole body.
+        status: HTTP status.
         code: names the fault for programs.
     """
 
@@ -26,11 +26,11 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingWish:
-    """Says how a client wants completions sampled, as in types.GenerateRequest.
+    """Holds a client's sampling parameters, as in types.GenerateRequest.
 
     Attributes:
         max_tokens: None: as many as there is room for.
-        seed: None: one that follows from the session and the number of its turn.
+        seed: None: derived from the session and the turn's number.
         samples: completions of the prompt.
     """
 
@@ -47,11 +47,11 @@ class SamplingWish:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
-    """Says how all completions of a session are sampled, whatever its client asks.
+    """Sets the sampling parameters of all completions of a session, overriding the client's.
 
     Attributes:
         temperature, top_p, top_k, min_p: as in types.GenerateRequest.
-        longest: most tokens of a completion. A client may ask for fewer.
+        longest: maximum tokens of a completion. A client may request fewer.
     """
 
     temperature: float
@@ -61,7 +61,7 @@ class SamplingRule:
     longest: int
 
     def applied(self, wish: SamplingWish) -> SamplingWish:
-        """Return a client's wish as it is served. Its seed is dropped: all episodes of a group would be alike."""
+        """Return a client's wish under this rule. Its seed is dropped: it would make all episodes of a group alike."""
         return replace(
             wish,
             temperature=self.temperature,
@@ -75,12 +75,12 @@ class SamplingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """Holds what clients say in every request for completions.
+    """Holds the common fields of all requests for completions.
 
     Attributes:
         model: the name that the client used. Any is accepted, as there is one model.
-        logprobs: whether the reply says them.
-        stream, usage: whether the reply comes as a stream, and whether its end says the number of tokens.
+        logprobs: whether the reply includes log-probabilities.
+        stream, usage: whether the reply is a stream, and whether its end reports the number of tokens.
     """
 
     model: str
@@ -92,12 +92,12 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatWish(Wish):
-    """Asks for the next message of a chat.
+    """Requests the next message of a chat.
 
     Attributes:
         tools: in OpenAI's form.
         places: the place of each message in the request.
-        names: what the request calls a field of a message, where it does not call it as `messages` do.
+        names: the request's names of message fields, where they differ from those in `messages`.
     """
 
     messages: tuple[Message, ...]
@@ -112,7 +112,7 @@ class ChatWish(Wish):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextWish(Wish):
-    """Asks for what follows a text, or token ids. echo: whether the reply begins with the prompt."""
+    """Requests a continuation of a text or token ids. echo: whether the reply begins with the prompt."""
 
     prompt: str | tuple[int, ...]
     echo: bool = False
@@ -123,8 +123,8 @@ class SaidToken:
     """Holds one sampled token for a reply.
 
     Attributes:
-        text: what it stands for, with U+FFFD for a part of a character.
-        bytes: the same as UTF-8, with the bytes of that part. Those of all tokens are the text.
+        text: its text, with U+FFFD for a part of a character.
+        bytes: the same as UTF-8, with the actual bytes of that part. The bytes of all tokens joined are the text.
     """
 
     text: str
@@ -137,12 +137,12 @@ class AgentReply:
     """Holds one completion for a client.
 
     Attributes:
-        turn: of the session.
+        turn: number of the turn in the session.
         prompt_tokens: number of tokens of the whole prompt.
         answer: the message, for a chat.
         use_ids: ids of its tool calls.
         text: the text, otherwise.
-        tokens: what was sampled, without the token that ended it; none if nobody asked.
+        tokens: the sampled tokens, without the one that ended it; empty if not requested.
         stop: the stop string that ended it.
     """
 

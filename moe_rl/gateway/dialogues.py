@@ -1,7 +1,7 @@
-"""Finds the turn that a chat continues by its messages, before any is turned into tokens.
+"""Finds the turn that a chat continues by comparing messages, before they are tokenised.
 
 A chat continues a turn if its first messages are those of the turn's request and the reply, as the client got it. A
-client need not send the reasoning back. The number of a message in the list counts, and so do the tools.
+client need not send the reasoning back. The positions of messages and the tools must match too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Dialogues:
     def find(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, any_system: bool = False
     ) -> tuple[int, int] | None:
-        """Return the newest turn whose dialogue begins the messages, and how many messages that has; None without one.
+        """Return the newest turn whose dialogue is a prefix of the messages, and the dialogue's length, or None.
 
-        The longest dialogue counts.
+        The longest dialogue wins.
 
         Args:
-            any_system: find one whose system messages may be others. They are not in the number.
+            any_system: accept a dialogue with other system messages, which the length then does not count.
         """
         found = None
         for count, history in enumerate(_histories(messages, tools, any_system)):
@@ -40,7 +40,7 @@ class Dialogues:
     def add(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], reply: Message, number: int
     ) -> dict[bytes, int]:
-        """Remember that a turn answered these messages with `reply`. Returns what is new, for `restore`."""
+        """Remember that a turn answered these messages with `reply`. Returns the new entries, for `restore`."""
         without = {name: value for name, value in reply.items() if name != "reasoning_content"}
         new: dict[bytes, int] = {}
         for any_system in (False, True):
@@ -55,7 +55,7 @@ class Dialogues:
 
 
 def _histories(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], any_system: bool) -> Iterable[bytes]:
-    """Yield a digest of the first 0, 1, 2, ... messages. any_system: of those that are not the system's."""
+    """Yield a digest of the first 0, 1, 2, ... messages. any_system: skip system messages."""
     at = hashlib.sha256(msgspec.json.encode((tools, any_system), order="deterministic")).digest()
     yield at
     for message in messages:
@@ -68,8 +68,7 @@ def _histories(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], 
 def _after(history: bytes, message: Message) -> bytes:
     """Return the digest of a history with one more message.
 
-    What clients leave out or write in another way without a change of meaning does not count: no content and "", and
-    the layout of the arguments of a tool call.
+    Differences without meaning do not count: missing or empty content, and the layout of a tool call's arguments.
     """
     told = {name: value for name, value in message.items() if value not in (None, "", [])}
     if "tool_calls" in told:

@@ -1,10 +1,10 @@
-"""Plays the episodes of a run against a gateway of its own, over the sampler of the run.
+"""Plays the episodes of a run through the run's own gateway and sampler.
 
     episode's process --- HTTP on this host ---> gateway, in an event loop --- token ids ---> sampler of the run
     session that has ended -> checked against the trace store -> sequences to train on
 
 Only the episodes of this run reach the gateway: its address is a free port of the loopback interface, and every session
-has a key of its own.
+has its own key.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _BUSY_SECONDS, _LOOK_SECONDS = 30.0, 0.02
 class EpisodeGateway:
     """Plays episodes in the event loop in which it is opened: a LivePlayer.
 
-    Whoever sends the sampler new weights while episodes are played calls `hold` before and `updated` after. Between
-    episodes that is not needed: the first turn tells the version.
+    Whoever sends the sampler new weights while episodes are played must call `hold` before and `updated` after. Between
+    episodes that is not needed: the first turn reports the version.
 
     Args:
         config: with task.environment.
         sampler: of the run.
-        run_dir: gets the sessions, beside the rollouts, and the tracebacks of what failed.
+        run_dir: gets the sessions, next to the rollouts, and the tracebacks of failed episodes.
         store: the routes of the run.
     """
 
@@ -93,7 +93,7 @@ class EpisodeGateway:
             while not all(one.done() for one in played):
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for one in done:
-                    one.result()  # raises what ends the run
+                    one.result()  # raises errors that end the run
             return [one.result() for one in played]
         finally:
             for one in played:
@@ -114,7 +114,7 @@ class EpisodeGateway:
         self.gateway.turns.updated(version)
 
     def _fail(self, error: MoeRLError) -> None:
-        """Let everything end that is played: the sampler is at fault, and no environment."""
+        """End all running episodes: the sampler failed, not an environment."""
         if not self._failed.done():
             self._failed.set_exception(error)
 
@@ -124,7 +124,7 @@ class EpisodeGateway:
             try:
                 episode = await self._pool.play(access, asked.prompt.columns)
             finally:
-                # Also where it is given up: a request that is still sampled continues the records of its turns.
+                # Even if the episode is given up: a request still being sampled continues the records of its turns.
                 await self._settle(session)
                 self.gateway.forget(session)
             finished = self.gateway.end(session)
@@ -176,7 +176,7 @@ class EpisodeGateway:
         return played.sealed()
 
     def _tell(self, asked: EpisodeRequest, verdict: Verdict, episode: Episode) -> None:
-        """Write down why an episode failed, with its traceback."""
+        """Log why an episode failed, with its traceback."""
         head = f"{asked.name}, prompt {asked.prompt.id}: {verdict.detail}\n"
         what = "the tracebacks of failed episodes could not be written"
         with writing(what, self._failures), self._failures.open("a", encoding="utf-8") as file:
@@ -188,7 +188,7 @@ def _verdict(episode: Episode, turns: int, *, by_turn: bool) -> Verdict:
     if rewards is None:
         return _failed(episode.problem)
     if not turns:
-        return _failed("ended without a turn of the model that it received")
+        return _failed("ended before it received a turn of the model")
     if not isinstance(rewards, tuple):
         if by_turn:
             return _failed("returned one reward, expected a list with one for each turn (task.environment.credit)")
@@ -203,7 +203,7 @@ def _failed(detail: str) -> Verdict:
 
 
 class EpisodeThread:
-    """Plays the episodes of a run in a thread with an event loop: the EpisodePlayer of a run whose other parts wait.
+    """Plays the episodes of a run in a thread with an event loop: the EpisodePlayer of a run that waits for them.
 
     Use as a context manager. Arguments as in EpisodeGateway.
     """
@@ -219,7 +219,7 @@ class EpisodeThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(MoeRLError):  # who played has been told
+        with suppress(MoeRLError):  # `play` has raised it already
             self._submit(self.episodes.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -230,7 +230,7 @@ class EpisodeThread:
         playing = self._submit(self.episodes.play(asked))
         try:
             return playing.result()
-        except BaseException:  # also a request to stop
+        except BaseException:  # including a request to stop
             playing.cancel()
             raise
 

@@ -1,6 +1,6 @@
 """Runs the pool of a run that plays episodes, `python -m moe_rl.gateway.episode_pool FD PARENT_PID`.
 
-It is `moe_rl.rollout.pool`, which it gives the gateway.
+It runs `moe_rl.rollout.pool` with the gateway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_rl.trace import TraceStore
 
 
 class _Environments:
-    """Makes what plays episodes, see pool.Environments."""
+    """Makes the episode players, see pool.Environments."""
 
     def beside(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path) -> EpisodeGateway:
         return EpisodeGateway(config, facts, sampler, run_dir, TraceStore(run_dir / "trace"))

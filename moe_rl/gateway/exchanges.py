@@ -1,15 +1,15 @@
-"""Follows each request until its reply is received, so that a client that asks again gets the same turn.
+"""Tracks each request until its reply is received, so that a client that retries gets the same turn.
 
-A client whose connection ends before its reply asks once more: by itself, as the packages of OpenAI and Anthropic do,
-or because its user's code does. What it sends is the same, byte for byte. So a request repeats an earlier one of its
-session if it is equal, and
+A client whose connection ends before its reply retries: by itself, as the packages of OpenAI and Anthropic do, or
+because its user's code does. It sends the same bytes. So a request repeats an earlier one of its session if it is
+equal, and
 
-    nobody has the reply of the earlier one, and nobody waits for it; or
-    the client says that it asks again: the packages count their attempts in `x-stainless-retry-count`, others send an
-    `idempotency-key`. This holds where a proxy took the reply, or still waits for it.
+    nobody has received the earlier reply, and nobody waits for it; or
+    the client marks it as a retry: the packages count their attempts in `x-stainless-retry-count`, others send an
+    `idempotency-key`. This works even if a proxy received the reply or still waits for it.
 
-It then gets the reply of the earlier one, once that is there. Equal requests of which none of this is true are several
-samples of one prompt. A request that was aborted because its client went is sampled anew.
+It then gets the earlier request's reply, once available. Other equal requests are separate samples of one prompt. A
+request that was aborted because its client went away is sampled again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from moe_rl.gateway.asking import AgentReply
 from moe_rl.gateway.sessions import PendingTurns, Session
 from moe_rl.rollout.sampler import nobody
 
-# Replies of a session that are kept for clients that ask again. A client does so within seconds.
+# Replies of a session that are kept for retries. A client retries within seconds.
 _KEPT_REPLIES = 16
 
 
 class ClientCall:
-    """Is one client's request, as long as its connection lasts.
+    """Represents one client's request while its connection lasts.
 
     Attributes:
-        request: digest of all that makes the request what it is.
+        request: digest of everything that identifies the request.
         size: of its body, in bytes.
-        again: whether the client says that it asked before.
+        again: whether the client marks it as a retry.
         gone: whether it left before its reply was received.
     """
 
@@ -50,20 +50,20 @@ class ClientCall:
         self._heard()
 
     def on_leave(self, heard: Callable[[], None]) -> None:
-        """Call this when the client goes, or at once if it has gone."""
+        """Call `heard` when the client leaves, or at once if it has left."""
         self._heard = heard
         if self.gone:
             heard()
 
 
 class AgentExchange:
-    """Is a request and what came of it.
+    """Represents a request and its result.
 
     Attributes:
-        leave: set when nobody waits any more for what is being sampled.
-        replies: for its clients, none if it was aborted. None: they are not kept.
-        turns: their numbers.
-        place: what is set aside of the session's limits until a client has the replies, or nobody waits for them.
+        leave: set once nobody waits for the samples any more.
+        replies: for its clients, empty if it was aborted. None: they are not kept.
+        turns: numbers of the sampled turns.
+        place: the reservation of the session's limits, until a client has the replies or nobody waits for them.
     """
 
     def __init__(self, request: bytes):
@@ -76,7 +76,7 @@ class AgentExchange:
 
     @classmethod
     def of(cls, request: bytes, turns: Sequence[int]) -> AgentExchange:
-        """Return one whose replies nobody keeps."""
+        """Return an exchange without its replies."""
         found = cls(request)
         found.replies, found.turns = None, list(turns)
         return found
@@ -87,12 +87,12 @@ class AgentExchange:
         return bool(self._clients)
 
     def enter(self, call: ClientCall) -> None:
-        """Let a client wait for the replies, until `exit` or until it goes."""
+        """Register a client that waits for the replies, until `exit` or until it leaves."""
         self._clients.add(call)
         call.on_leave(lambda: self._left(call))
 
     def exit(self, call: ClientCall) -> None:
-        """Let a client wait no more."""
+        """Unregister a waiting client."""
         self._clients.discard(call)
 
     def _left(self, call: ClientCall) -> None:
@@ -115,7 +115,7 @@ class AgentExchanges:
                 return one
         if not call.again or not equal:
             return None
-        # With several under way nobody knows which of them it is.
+        # With several waited for, it is unknown which one is repeated.
         return equal[-1] if sum(one.waited_for for one in equal) <= 1 else None
 
     def add(self, session: Session, exchange: AgentExchange) -> None:
@@ -127,7 +127,7 @@ class AgentExchanges:
             one.replies = None
 
     def drop(self, session: Session, exchange: AgentExchange) -> None:
-        """Forget an exchange that gave nothing."""
+        """Forget an exchange without a result."""
         self._of[session.name].remove(exchange)
 
     def forget(self, session: Session) -> None:

@@ -1,4 +1,4 @@
-"""Reads the fields of request bodies. What is refused names the field."""
+"""Reads the fields of request bodies. Every refusal names the field."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def checked[T](body: bytes, known: Collection[str], only: Mapping[str, Sequence[
 
     Args:
         known: the fields that are served.
-        only: fields that are accepted with these values alone, which change nothing.
+        only: fields that are accepted only with these values, which have no effect.
 
     Raises:
-        BadRequest: it is no JSON object, or a field is not served or has a wrong value.
+        BadRequest: it is not a JSON object, or a field is not served or has a wrong value.
     """
     try:
         given = carried(body)
@@ -74,7 +74,7 @@ def plain_text(content: Any, field: str) -> str:
 
 
 def refuse_unread(part: Mapping[str, Any], known: Collection[str], field: str) -> None:
-    """Refuse a part of a message that says more than is read of it, such as citations. Raises BadRequest."""
+    """Refuse a part of a message with fields that are not read, such as citations. Raises BadRequest."""
     for name, value in part.items():
         if name not in known and name not in _OF_THE_PROVIDER and value not in (None, "", [], {}):
             text = "this field is not served, and the prompt would not show it"
@@ -82,7 +82,7 @@ def refuse_unread(part: Mapping[str, Any], known: Collection[str], field: str) -
 
 
 def refuse_prefill(role: str, number: int) -> None:
-    """Refuse a last message of the assistant. Raises BadRequest."""
+    """Refuse an assistant's message in last place. Raises BadRequest."""
     if role == "assistant":
         text = (
             "the last message is the assistant's. Its text would have to be the beginning of the answer, which is not "
@@ -97,7 +97,7 @@ def strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def within_bounds(wish: SamplingWish) -> SamplingWish:
-    """Return a wish unless its counts are out of range; the sampler checks the rest. Raises BadRequest."""
+    """Return a wish if its counts are in range, else raise BadRequest. The sampler checks the rest."""
     longest = max(map(len, wish.stop), default=0)
     for field, got, most in (
         ("n", wish.samples, _MOST_SAMPLES),

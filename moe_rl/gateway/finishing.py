@@ -30,7 +30,7 @@ class SessionKeeper:
         """Check a session and write its file. Returns the file.
 
         Raises:
-            SessionError: a turn is not what it was, or its record is missing or is not of this turn.
+            SessionError: a turn has changed, or its record is missing or belongs to another turn.
             DiskError: the file could not be written.
         """
         check_session(finished, self._store)
@@ -50,17 +50,17 @@ class SessionKeeper:
         return finished
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file of a session."""
+        """Return whether a session has a file."""
         return (self._folder / f"{name}.session").exists()
 
     def check_records(self, session: Session) -> None:
-        """Check that each turn has the record of its own tokens, versions and branch. Raises SessionError."""
+        """Check that each turn's record matches its tokens, versions and branch. Raises SessionError."""
         for turn in session.turns:
             _check_record(session, turn, self._store)
 
 
 def read_session(path: Path) -> FinishedSession:
-    """Read a session file. Its chain of digests is not checked, nor its records.
+    """Read a session file. Checks neither its digest chain nor its records.
 
     Raises:
         DataError: the file is missing, cut short or changed.
@@ -69,7 +69,7 @@ def read_session(path: Path) -> FinishedSession:
 
 
 def check_session(finished: FinishedSession, store: TraceStore) -> None:
-    """Check the digests of a session, and that each turn has the record of its own tokens, versions and branch.
+    """Check the digests of a session, and that each turn's record matches its tokens, versions and branch.
 
     Raises:
         SessionError: names the session, the turn and the fault.
@@ -98,18 +98,18 @@ def _check_record(session: Session, turn: Turn, store: TraceStore) -> None:
         most = min(len(fed), len(record.token_ids))
         wrong = np.flatnonzero(fed[:most] != record.token_ids[:most])
         got = f"another token at position {wrong[0]}" if len(wrong) else f"{len(record.token_ids)} rows"
-        raise fault("The record of a turn is of other tokens", "other tokens", got, f"its {len(fed)} tokens")
+        raise fault("The record of a turn has other tokens", "other tokens", got, f"its {len(fed)} tokens")
     if turn.continues and (turn.parent is None or not _is_of(parent, session.turns[turn.parent].routes)):
         got = parent.key if parent is not None else "a record that continues none"
         raise fault(
-            "The record of a turn is of another branch", "another branch", got, f"one behind turn {turn.parent}"
+            "The record of a turn belongs to another branch", "another branch", got, f"one after turn {turn.parent}"
         )
     rows = versions_of_rows(record.spans)[-len(turn.token_ids) :]
     said = np.repeat([span.weight_version for span in turn.versions], [span.tokens for span in turn.versions])
     if (rows != said).any():
         at = int(np.argmax(rows != said))
         raise fault(
-            "The rows of a turn are of other weights than its tokens",
+            "The rows of a turn come from other weights than its tokens",
             "other weights",
             f"version {rows[at]} for token {at}",
             f"version {said[at]}",

@@ -1,8 +1,8 @@
-"""Says which JSON is carried both ways: every reader gets the same value from it, and it can be written again.
+"""Accepts only JSON that survives a round trip: every reader gets the same value from it, and it can be written again.
 
-What a model says and what a client sends passes through several readers and writers: of the client's package, of the
-chat template, of this gateway. Python's own reader takes more than the others: NaN, halves of surrogate pairs, numbers
-beyond any bound; and deep nesting ends in an error somewhere behind.
+The JSON from models and clients passes through several readers and writers: those of the client's package, of the chat
+template and of this gateway. Python's own reader accepts more than the others do: NaN, halves of surrogate pairs,
+numbers of any size; and deep nesting causes an error in some later reader.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _HALF = re.compile(b"(%b(?!%b)|(?<!%b)%b)" % (_HIGH, _LOW, _HIGH, _LOW))
 
 
 def carried(text: str | bytes) -> Any:
-    """Return the value of JSON text. Where an object has a name twice, the last one counts.
+    """Return the value of JSON text. If an object repeats a name, the last value counts.
 
     Raises:
-        ValueError: it is none that is carried both ways. The text is for the client.
+        ValueError: it does not survive a round trip. The text is for the client.
     """
     try:
         value = msgspec.json.decode(text)
@@ -38,7 +38,7 @@ def carried(text: str | bytes) -> Any:
 
 
 def as_object(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a tool call that are an object and are carried both ways; None for others."""
+    """Return a tool call's arguments if they are an object that survives a round trip, otherwise None."""
     try:
         value = carried(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Runs the gateway's app on a socket, inside the caller's event loop, and tells it what becomes of connections."""
+"""Runs the gateway's app on a socket, in the caller's event loop, and tells it when clients hang up."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import uvicorn
 
 from moe_rl.rollout.sampler import nobody
 
-# Time for replies in flight at shutdown.
+# Seconds for replies in flight at shutdown.
 _LEAVE_SECONDS = 3
-# How long a connection stays open between two requests. A client that sends one just when the server closes gets no
-# answer, so this is longer than clients and balancers keep connections: aiohttp 15 s, or 75 s and more where a user
-# says so; Go and reqwest 90 s; balancers 60 to 600 s. At shutdown idle connections are closed at once.
+# How long a connection stays open between two requests. A client that sends a request just as the server closes gets no
+# answer, so this is longer than clients and balancers keep connections: aiohttp 15 s, or 75 s and more if configured;
+# Go and reqwest 90 s; balancers 60 to 600 s. At shutdown idle connections are closed at once.
 _IDLE_SECONDS = 650
 
 
@@ -56,11 +56,11 @@ class GatewayListener:
 class Connection:
     """Is mixed into uvicorn's class of connections. The app finds it in `scope["connection"]`.
 
-    ASGI tells that a client went while it waits. It does not tell that a reply was written to a connection that the
-    client had closed by then, or that the client closed it without having read the reply.
+    ASGI reports a client that leaves while it waits. It does not report that a reply was written to a connection that
+    the client had already closed, or that the client closed it without reading the reply.
 
     Attributes:
-        on_hang_up: called when the client goes before it has read the reply, as far as can be known. An app sets it
+        on_hang_up: called when the client leaves before it has read the reply, as far as can be known. An app sets it
             for its request.
     """
 
@@ -74,7 +74,7 @@ class Connection:
         app = self.app
 
         async def serve(scope: Any, receive: Any, send: Any) -> None:
-            self.on_hang_up = nobody  # the client asks again here, so it has read what came before
+            self.on_hang_up = nobody  # a new request on this connection means that the client has read the last reply
             scope["connection"] = self
             await app(scope, receive, send)
 
@@ -90,7 +90,7 @@ class Connection:
         return bool(look.poll(0))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Hear that the connection is closed. exc: a client that closes it with unread bytes resets it."""
+        """Handle the end of the connection. exc: a client that closes it with unread bytes resets it."""
         super().connection_lost(exc)  # type: ignore[misc]
         if self.cycle is not None and (exc is not None or not self.cycle.response_complete):
             self.on_hang_up()

@@ -24,7 +24,7 @@ _NO_MATTER = {
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 }  # fmt: skip
-# Fields that are accepted with these values, which are those that change nothing.
+# Fields that are accepted only with these values, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
@@ -68,7 +68,7 @@ class _ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     id: str
     function: _Called
     type: Literal["function"] = "function"
-    # Clients that put the pieces of a stream together leave it in.
+    # Left in by clients that assemble a stream.
     index: int | None = None
 
 
@@ -80,7 +80,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    # What the openai package sends back of a reply, empty.
+    # Empty fields that the openai package sends back from a reply.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -121,7 +121,7 @@ class _TextBody(_Asked):
 
 
 def read_chat(body: bytes) -> ChatWish:
-    """Return what a body of /v1/chat/completions asks for. Raises BadRequest."""
+    """Parse a body of /v1/chat/completions. Raises BadRequest."""
     given = checked(body, _CHAT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _ChatBody)
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
@@ -136,13 +136,13 @@ def read_chat(body: bytes) -> ChatWish:
 
 
 def read_text(body: bytes) -> TextWish:
-    """Return what a body of /v1/completions asks for. Raises BadRequest."""
+    """Parse a body of /v1/completions. Raises BadRequest."""
     given = checked(body, _TEXT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _TextBody)
     prompt: Any = given.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
     if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt):
-        raise BadRequest("one prompt a request: a text, or token ids", "prompt", code="unsupported_value")
+        raise BadRequest("one prompt per request: a text, or token ids", "prompt", code="unsupported_value")
     if not prompt:
         raise BadRequest("the prompt is empty", "prompt")
     if given.logprobs:
@@ -233,7 +233,7 @@ def _message(at: int, message: _Message) -> Mapping[str, Any]:
         "content": plain_text(message.content, f"messages.{at}.content"),
     }
     if message.role == "tool" and message.tool_call_id is None:
-        raise BadRequest("a tool's message names the call that it answers", f"messages.{at}.tool_call_id")
+        raise BadRequest("a tool's message must name the call that it answers", f"messages.{at}.tool_call_id")
     reasoning = message.reasoning_content or message.reasoning
     for name, value in (
         ("name", message.name),
@@ -255,7 +255,7 @@ def _tool(at: int, tool: _Tool) -> Mapping[str, Any]:
         raise BadRequest(f"got {tool.type!r}, expected function", f"tools.{at}.type", code="unsupported_value")
     if tool.function.strict:
         field = f"tools.{at}.function.strict"
-        raise BadRequest("arguments are not forced into a schema here: leave it out", field, code="unsupported_value")
+        raise BadRequest("arguments are not constrained to the schema: leave it out", field, code="unsupported_value")
     function: dict[str, Any] = {"name": tool.function.name}
     if tool.function.description is not None:
         function["description"] = tool.function.description
@@ -264,7 +264,7 @@ def _tool(at: int, tool: _Tool) -> Mapping[str, Any]:
 
 
 def _in_both(given: _Asked) -> dict[str, Any]:
-    """Return the part of a wish that both routes read alike."""
+    """Return the fields of a wish that both routes share."""
     return {
         "model": given.model,
         "sampling": _sampling(given),
@@ -310,7 +310,7 @@ def _chat_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
 
 def _text_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
     texts, told = [one.text for one in tokens], [one.logprob for one in tokens]
-    # A character begins where its first part does.
+    # All tokens of a split character have the offset of its start.
     read = codecs.getincrementaldecoder("utf-8")("replace").decode
     offsets = [*accumulate((len(read(one.bytes)) for one in tokens), initial=0)][:-1]
     return {"tokens": texts, "token_logprobs": told, "top_logprobs": None, "text_offset": offsets}

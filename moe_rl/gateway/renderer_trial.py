@@ -1,7 +1,7 @@
 """Tries the renderer of a config before a run starts, in a process without torch.
 
-The renderer loads its tokenizer with transformers, which imports torch where it can. That takes seconds, and a plan
-loads nothing that does.
+The renderer loads its tokenizer with transformers, which imports torch if it can. That takes seconds,
+too slow for a plan.
 
 Run as a program, this file reads a config as JSON and prints what is wrong with its renderer.
 """
@@ -24,7 +24,7 @@ _SECONDS = 300
 def renderer_problems(config: Config) -> list[Problem]:
     """Return what is wrong with the renderer of a config, or why it could not be tried.
 
-    config: its model and its tokenizer can be read.
+    config: its model and tokenizer must be readable.
     """
     command = [sys.executable, "-P", "-m", __name__]
     given = config.model_dump_json()
@@ -59,6 +59,6 @@ def _tried(config: Config) -> list[Problem]:
 
 
 if __name__ == "__main__":
-    # A module that is None cannot be imported: transformers then goes without torch.
+    # A module that is None cannot be imported: transformers then works without torch.
     sys.modules["torch"] = None  # type: ignore[assignment]
     print(json.dumps([[str(one), vars(one)] for one in _tried(config_of(json.load(sys.stdin), {}))]))

@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Holds a call of a tool that the model made. arguments: JSON text."""
+    """Holds a tool call by the model. arguments: JSON text."""
 
     name: str
     arguments: str
@@ -34,13 +34,13 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """Holds what the model said.
+    """Holds a parsed completion.
 
     Attributes:
-        content: its text, with the text of tool calls that cannot be read.
-        reasoning: what it thought before; "" for nothing.
-        uses: the tool calls that can be read.
-        unreadable: how many tool calls cannot.
+        content: its text, including the text of unreadable tool calls.
+        reasoning: the reasoning before it; "" for none.
+        uses: the readable tool calls.
+        unreadable: number of unreadable tool calls.
     """
 
     content: str
@@ -65,9 +65,9 @@ class ChatRenderer:
             differs_in: the key gateway.differs_in.
 
         Raises:
-            ConfigError: there is no such renderer or setting, or it is not one for this model.
+            ConfigError: there is no such renderer or setting, or it does not fit this model.
         """
-        from renderers import create_renderer  # imported late, as in all rooms that not every command needs
+        from renderers import create_renderer  # imported late: not every command needs it
         from renderers.configs import config_from_name
 
         name = str(settings.get("name", ""))
@@ -86,7 +86,7 @@ class ChatRenderer:
             self._compared = name != "default" and self._tokenizer.chat_template is not None
             if self._compared:
                 self._check_template()
-        except Exception as error:  # both libraries raise errors of every kind
+        except Exception as error:  # both libraries raise arbitrary exceptions
             raise ConfigError(
                 "the model's chats cannot be rendered", where=where, got=f"{name!r}: {error}", fault="renderer"
             ) from error
@@ -94,7 +94,7 @@ class ChatRenderer:
         self.reads_tools = bool(getattr(self._renderer, "supports_tools", True))
 
     def refuse_endless(self, codec: TextCodec, facts: ModelFacts, rollout: RolloutConfig) -> None:
-        """Raise ConfigError where a model that answers as its chats show would never end its turn."""
+        """Raise ConfigError if a model that follows its chat format would never end its turn."""
         problem = endless_problem(
             lambda messages: str(self._tokenizer.decode(self._renderer.render_ids([*map(dict, messages)]))),
             codec,
@@ -111,7 +111,7 @@ class ChatRenderer:
 
         Args:
             tools: as in OpenAI's requests: {"type": "function", "function": {...}}.
-            said: so many first messages are those of an earlier turn and its answer, see `check_shown`.
+            said: how many of the first messages belong to an earlier turn and its answer, see `check_shown`.
 
         Raises:
             NotShown: the prompt does not show a part of the messages or tools.
@@ -139,13 +139,12 @@ class ChatRenderer:
         *,
         start: int = 0,
     ) -> tuple[int, ...] | None:
-        """Return the prompt of the next turn: that of the last one, its completion token by token, and new messages.
+        """Return the prompt of the next turn: the last prompt, its completion token by token, and new messages.
 
-        Returns None where the template would write the earlier turns otherwise now, so that they must be rendered
-        anew.
+        Returns None if the template would now write the earlier turns differently, so that they must be rendered again.
 
         Args:
-            start: the messages from there on are new.
+            start: index of the first new message.
 
         Raises:
             NotShown: the prompt does not show a part of the new messages.
@@ -201,23 +200,23 @@ class ChatRenderer:
     def _refusing(write: Callable[[], Sequence[int]]) -> tuple[int, ...]:
         try:
             return tuple(map(int, write()))
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
     @cached_property
     def _with_stand_ins(self) -> tuple[Any, Spelling]:
-        """Return a renderer that knows the stand-ins of special tokens. The other one's tokenizer reads completions,
-        whose ids they must not have."""
+        """Return a renderer that knows the stand-ins of special tokens. The main renderer must not know them, because
+        it reads completions."""
         tokenizer = self._load()
         return self._make(tokenizer), self._special.teach(tokenizer.backend_tokenizer)
 
     def parse(
         self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> ParsedAnswer:
-        """Return what the model said. Text is tokens turned into text, and nothing is turned back."""
+        """Parse a completion. Tokens are decoded to text; no text is tokenised."""
         try:
             found = self._renderer.parse_response(list(completion), tools=_listed(tools), prompt_ids=list(prompt))
-        except (ValueError, RecursionError):  # a call beyond what Python reads of JSON
+        except (ValueError, RecursionError):  # a tool call whose JSON Python cannot read
             ended = bool(completion) and completion[-1] in self.stop_token_ids
             text = self._tokenizer.decode(list(completion)[: len(completion) - ended], skip_special_tokens=False)
             return ParsedAnswer(text, "", (), 1)
@@ -231,7 +230,7 @@ class ChatRenderer:
         return ParsedAnswer(content, found.reasoning_content or "", tuple(uses), len(unreadable))
 
     def _check_template(self) -> None:
-        """Raise ValueError where a renderer writes other tokens than the model's own chat template."""
+        """Raise ValueError if the renderer writes other tokens than the model's own chat template."""
         found = list(differences(self._written, self._template, self._behind, self.stop_token_ids))
         kinds = list(dict.fromkeys(kind for kind, _, _ in found))
         for kind, messages, where in found:
@@ -240,7 +239,7 @@ class ChatRenderer:
                 raise ValueError(
                     f"it writes other tokens than the model's chat template in a dialogue of {dialogue}, "
                     f"{self._told(where)}. It differs in {', '.join(kinds)}: choose the renderer of this template, or "
-                    f"default, or say gateway.differs_in: [{', '.join(kinds)}] if that is meant"
+                    f"default, or set gateway.differs_in: [{', '.join(kinds)}] if the difference is intended"
                 )
 
     def _told(self, where: Difference) -> str:
@@ -267,7 +266,7 @@ def _for_renderer(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _tool_use(name: Any, arguments: Any) -> ToolUse | None:
-    """Return the call of a tool that a renderer has read, if JSON carries it both ways."""
+    """Return a tool call from a renderer, if it survives a JSON round trip."""
     try:
         text = arguments if isinstance(arguments, str) and arguments else json.dumps(arguments or {})
         carried(json.dumps(name))
@@ -277,6 +276,6 @@ def _tool_use(name: Any, arguments: Any) -> ToolUse | None:
 
 
 def read_arguments(text: str) -> Any:
-    """Return the arguments of a tool call: an object if the text is one that JSON carries, otherwise the text."""
+    """Return a tool call's arguments: an object if the text is a valid JSON object, otherwise the text."""
     found = as_object(text)
     return text if found is None else found

@@ -1,13 +1,13 @@
-"""Keeps what open sessions have, so that a gateway that was killed can go on with them.
+"""Keeps the state of open sessions, so that a gateway can continue them after it was killed.
 
-`sessions/NAME.journal` is the line `moe_rl journal 2`, and a line for each thing that happened in the session:
+`sessions/NAME.journal` is the line `moe_rl journal 2`, then a line for each event of the session:
 
     <xxh3-128 of the digest of the line before and this value> <the value in the encoding of `messages.py`, in base64>
 
-A line is written before the client gets what it tells of, so a line that was torn when the gateway died tells of
-nothing that a client has. That a reply was received is written after it: a turn whose gateway died between the two
-counts as not received until a request continues it. Lines reach the kernel and are not synced: they survive the death
-of the process, and a power cut may cost the last ones. There is no key in the file, only its hash.
+A line is written before the client gets the reply that it describes, so no client has the reply of a line that was torn
+when the gateway died. The receipt of a reply is written afterwards: if the gateway dies in between, the turn counts as
+not received until a request continues it. Lines reach the kernel but are not synced: they survive the death of the
+process, but a power cut may lose the last ones. The file holds only the hash of the session's key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEAD, _SUFFIX, _WHAT = b"moe_rl journal 2", ".journal", "the journal of a sessi
 
 
 class OpenedEntry(Message, frozen=True):
-    """Is the first entry. opened: seconds since 1970. key_hash: see `session_keys.hash_key`."""
+    """The first entry. opened: seconds since 1970. key_hash: see `session_keys.hash_key`."""
 
     name: str
     group: str
@@ -42,27 +42,27 @@ class OpenedEntry(Message, frozen=True):
 
 
 class TurnsEntry(Message, frozen=True):
-    """Tells of the turns that came of one request. request: its digest, see `exchanges.ClientCall`."""
+    """Records the turns of one request. request: its digest, see `exchanges.ClientCall`."""
 
     turns: list[Turn]
     request: bytes
 
 
 class ReceivedEntry(Message, frozen=True):
-    """Tells of turns, by their numbers, whether the agent got them."""
+    """Records whether the agent got turns, by their numbers."""
 
     turns: list[int]
     received: bool
 
 
 class RepliesEntry(Message, frozen=True):
-    """Tells which messages continue which turn, as `Dialogues.add` returns it."""
+    """Records which messages continue which turn, as `Dialogues.add` returns it."""
 
     turns: dict[bytes, int]
 
 
 class ReopenedEntry(Message, frozen=True):
-    """Tells that a gateway opened the session again."""
+    """Records that a gateway reopened the session."""
 
 
 _Entry = OpenedEntry | TurnsEntry | ReceivedEntry | RepliesEntry | ReopenedEntry
@@ -71,7 +71,7 @@ _ENTRIES: msgspec.msgpack.Decoder[_Entry] = messages.decoder(_Entry)
 
 @dataclass(frozen=True, slots=True)
 class JournaledSession:
-    """Holds what a journal tells.
+    """Holds the content of a journal.
 
     Attributes:
         replies: which messages continue which turn, for `Dialogues.restore`.
@@ -91,7 +91,7 @@ class JournaledSession:
 class SessionJournals:
     """Manages the journals of open sessions in `folder`. Every method that writes raises DiskError if it cannot.
 
-    What could not be written is written with the next entry of its session, so that no entry is missing between others.
+    An entry that could not be written is written with the session's next entry, so that none is missing in between.
     """
 
     def __init__(self, folder: Path):
@@ -116,19 +116,19 @@ class SessionJournals:
             raise
 
     def add_turns(self, session: Session, turns: Sequence[Turn], request: bytes) -> None:
-        """Write down the turns that came of a request, whose digest is given."""
+        """Record the turns of a request. request: its digest."""
         self._add(session, TurnsEntry(list(turns), request))
 
     def add_received(self, session: Session, turns: Sequence[int], received: bool) -> None:
-        """Write down whether turns were received."""
+        """Record whether turns were received."""
         self._add(session, ReceivedEntry(list(turns), received))
 
     def add_replies(self, session: Session, turns: Mapping[bytes, int]) -> None:
-        """Write down which messages continue which turn."""
+        """Record which messages continue which turn."""
         self._add(session, RepliesEntry(dict(turns)))
 
     def remove(self, name: str) -> None:
-        """Delete the journal of a session, which then is not opened again."""
+        """Delete the journal of a session, so that it is not reopened."""
         self._digests.pop(name, None)
         self._unsent.pop(name, None)
         with writing(f"{_WHAT} could not be deleted", self._path(name)):
@@ -174,7 +174,7 @@ class SessionJournals:
         return JournaledSession(session, first.key_hash, replies, requests, whole, digest)
 
     def go_on(self, journaled: JournaledSession) -> None:
-        """Cut off a torn last line, and write down that the session is opened again."""
+        """Cut off a torn last line, and record that the session is reopened."""
         session = journaled.session
         path = self._path(session.name)
         with writing(f"{_WHAT} could not be cut", path):
@@ -189,7 +189,7 @@ class SessionJournals:
         unsent, path = self._unsent[session.name], self._path(session.name)
         unsent += f"{digest} ".encode() + payload + b"\n"
         with writing(f"{_WHAT} could not be written", path, size=len(unsent)):
-            # No file stays open: there may be more sessions than a process may have files.
+            # Files are not kept open: there may be more sessions than a process may open files.
             fd = os.open(path, os.O_WRONLY | os.O_APPEND)
             try:
                 while unsent:

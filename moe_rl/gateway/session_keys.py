@@ -13,7 +13,7 @@ from moe_rl.gateway.sessions import Session, SessionLimits
 
 @dataclass(frozen=True, slots=True)
 class OpenedSession:
-    """Holds a new session and its key, which nobody can guess and which is kept nowhere else."""
+    """Holds a new session and its key, which cannot be guessed and is stored nowhere else."""
 
     session: Session
     key: str
@@ -24,13 +24,13 @@ class SessionBook:
 
     Args:
         most: how many sessions may be open at once.
-        limits: of a session for which the caller sets none.
+        limits: default limits of a session.
     """
 
     def __init__(self, most: int, limits: SessionLimits):
         self.limits = limits
         self._most = most
-        # A gateway that is started again goes on in the same trace store.
+        # A restarted gateway uses the same trace store, so names must differ between starts.
         self._start = secrets.token_hex(4)
         self._opened = 0
         self._open: dict[str, tuple[bytes, Session]] = {}
@@ -48,7 +48,7 @@ class SessionBook:
         """Open a session of a group.
 
         Args:
-            name: that no open session has, without dots; None: one that no session of this store has.
+            name: must be unused by open sessions and have no dots; None: one that is new in this store.
 
         Raises:
             SessionError: too many are open.
@@ -68,11 +68,11 @@ class SessionBook:
         assert name not in self._open and "." not in name
         session = Session(name, group, limits or self.limits, now)
         self._open[name] = (hash_key(f"{name}.{key}"), session)
-        # The name finds the session, and the secret behind it is compared in constant time.
+        # The name finds the session, and the secret after it is compared in constant time.
         return OpenedSession(session, f"{name}.{key}")
 
     def reopen(self, session: Session, key_hash: bytes) -> None:
-        """Take back an open session of a gateway that was killed, however many are open. key_hash: see `hash_key`."""
+        """Take over an open session of a killed gateway, however many are open. key_hash: see `hash_key`."""
         self._open[session.name] = (key_hash, session)
 
     def find(self, key: str) -> Session | None:
@@ -86,10 +86,10 @@ class SessionBook:
         return self._open[name][1] if name in self._open else None
 
     def close(self, session: Session) -> None:
-        """Forget a session. Its key is worth nothing from now on."""
+        """Forget a session. Its key becomes invalid."""
         self._open.pop(session.name, None)
 
 
 def hash_key(key: str) -> bytes:
-    """Return the sha256 of a key, which tells whether a key is the right one, and from which none can be made."""
+    """Return the sha256 of a key, which verifies a key but does not reveal it."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

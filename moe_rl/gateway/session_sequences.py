@@ -1,15 +1,15 @@
 """Turns a finished session into the sequences that a run trains on.
 
-A sequence is a run of turns along a branch, where the record of each turn continues that of the one before. What the
-model was given between two of them is inserted between their tokens. What lies before the first is the prompt.
+A sequence is a run of turns along a branch, where each turn's record continues the previous turn's. The tokens given to
+the model between two turns are inserted between theirs. All tokens before the first turn are the prompt.
 
     branch 1    prompt | turn 0 | result | turn 1 | result | turn 2      one sequence: turns 0, 1 and 2
     branch 2    prompt | turn 0 | other  | turn 3                        one sequence: turn 3, all before is its prompt
 
 Branches are walked in the order in which they ended, and no turn is taken twice. So each sampled token of a received
-turn is in exactly one sequence, behind the tokens that it was sampled behind, and each sequence has one record with all
-its rows. A turn whose record does not continue that of its parent, because the weights changed between the two, begins
-a new sequence. A turn that the agent never received is in none: the reward did not come of it.
+turn is in exactly one sequence, after the same tokens as when it was sampled, and each sequence has one record with all
+its rows. A turn whose record does not continue its parent's, because the weights changed in between, begins a new
+sequence. A turn that the agent never received is in none: it did not affect the reward.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def sequences_of(finished: FinishedSession, rewards: Sequence[float] = ()) -> li
     """Return the sequences of a session, in the order of their branches. Their keys are those of their records.
 
     Args:
-        rewards: of each received turn, if turns are to have advantages of their own.
+        rewards: one per received turn, if each turn gets its own advantage.
 
     Raises:
-        SessionError: the chain of digests does not hold. The message names session and turn.
+        SessionError: the digest chain is broken. The message names session and turn.
     """
     session = Session.of(finished)
     earned = dict(zip((turn.number for turn in session.received), rewards, strict=True)) if rewards else {}
@@ -37,7 +37,7 @@ def sequences_of(finished: FinishedSession, rewards: Sequence[float] = ()) -> li
 
 
 def runs_of(session: Session) -> list[list[Turn]]:
-    """Return the runs of turns that are the sequences of a session."""
+    """Return the runs of turns that form a session's sequences."""
     taken: set[int] = set()
     found: list[list[Turn]] = []
     for branch in session.branches():
@@ -55,7 +55,7 @@ def runs_of(session: Session) -> list[list[Turn]]:
 
 
 def _joined(session: Session, turns: Sequence[Turn], rewards: Mapping[int, float]) -> Completion:
-    """Return the sequence of a run of turns. Its record is that of the last one, which has the rows of all."""
+    """Return the sequence of a run of turns. Its record is the last turn's, which has all rows."""
     first, last = turns[0], turns[-1]
     inserted, said = [], len(first.token_ids)
     for turn in turns[1:]:

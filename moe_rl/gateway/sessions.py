@@ -1,22 +1,22 @@
-"""Keeps what one agent said and heard as a prefix tree of token ids. Has no I/O and no clock.
+"""Keeps one agent's prompts and completions as a prefix tree of token ids. Has no I/O and no clock.
 
-    turn      one request: the tokens of its prompt behind its parent's tokens, and the completion
-    parent    the deepest turn whose tokens, prompt and completion, all begin the prompt of the next
-    branch    a path from the root to a turn that no other continues
+    turn      one request: its prompt tokens after its parent's tokens, and the completion
+    parent    the deepest turn whose prompt and completion together are a prefix of the prompt
+    branch    a path from the root to a turn that no other turn continues
 
                                          kind of the turn, by where its prompt leaves the tree
     first turn of the session            first
-    continues a turn that none did       continued
-    leaves it inside a prompt            forked: another input behind the same history, or the same prompt again
-    leaves it inside a completion        rewritten: what the model had said was changed, dropped or written anew
+    continues an uncontinued turn        continued
+    leaves it inside a prompt            forked: other input after the same history, or the same prompt again
+    leaves it inside a completion        rewritten: the model's text was changed, dropped or rewritten
 
-A turn is received once its whole reply has gone out to a client that was still there, or once another turn continues
-it. What nobody received is kept and proven like all else, but it is no act of the agent: it uses up no limit, counts
-in no branch, and gives nothing to train on. A turn that was aborted had no reply, so no other is behind it.
+A turn is received once its whole reply has been sent to a client that was still connected, or once another turn
+continues it. A turn that nobody received is kept and verified like any other, but does not count as the agent's: it
+uses no limit, belongs to no branch, and is not trained on. An aborted turn had no reply, so no turn continues it.
 
-What the model said is never tokenised again: a prompt that continues a turn begins with that turn's own ids. Each turn
-has a digest over its parent's digest, its tokens, log-probabilities, versions and record, so that none can be changed,
-exchanged or moved to another branch without notice.
+The model's text is never tokenised again: a prompt that continues a turn begins with that turn's own ids. Each turn has
+a digest over its parent's digest, its tokens, log-probabilities, versions and record, so that changing, swapping or
+moving a turn is detected.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SessionLimits:
     """Bounds a session. Turns that nobody received do not count.
 
     Attributes:
-        tokens: each turn counts the tokens of its prompt behind its parent's, and its completion.
-        seconds: after which the session takes no new turn.
+        tokens: each turn counts its prompt tokens after its parent's, and its completion.
+        seconds: age after which the session takes no new turn.
     """
 
     tokens: int
@@ -54,19 +54,18 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Holds one request of a session and what the model said.
+    """Holds one request of a session and the model's completion.
 
     Attributes:
-        number: in the session, in the order in which turns ended.
+        number: index in the session, in the order in which turns ended.
         parent: number of the turn that it continues; None: it begins at the root.
-        input_ids: the tokens of the prompt behind those of the parent.
+        input_ids: the prompt tokens after the parent's tokens.
         token_ids, logprobs, versions, finish_reason, routes: as in types.Completion.
         kind: where the prompt left the tree.
-        continues: whether its record continues that of the parent. If not, it has the rows of the whole prompt.
-        shared: how many tokens of its prompt the session already had, from the first token on.
-        digest: of the turn and all turns before it on its branch, 64 hex digits.
-        received: whether the agent got it. The digest does not cover this, as it is known later; that of the session
-            does.
+        continues: whether its record continues the parent's. If not, it has the rows of the whole prompt.
+        shared: length of the prompt's prefix that the session already had.
+        digest: over the turn and all turns before it on its branch, 64 hex digits.
+        received: whether the agent got it. Known only later, so the session's digest covers it and the turn's does not.
     """
 
     number: int
@@ -85,19 +84,19 @@ class Turn:
 
     @property
     def ids(self) -> Ids:
-        """Return its tokens behind those of the parent."""
+        """Return its tokens after the parent's."""
         return self.input_ids + self.token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTurns:
-    """Holds the place of requests that are being sampled, and what they may use of the session's limits.
+    """Holds the place of requests being sampled, and their reservation of the session's limits.
 
     Attributes:
         parent: the turn that they continue.
-        prompt: all its token ids.
+        prompt: all token ids of the prompt.
         samples: completions of the prompt, each a turn.
-        max_tokens: that each may have.
+        max_tokens: limit for each completion.
     """
 
     parent: int | None
@@ -121,15 +120,16 @@ class Session:
     """Holds the turns of one agent.
 
     Attributes:
-        name: of the session, in record keys and messages. It is no secret.
-        group: the sessions whose rewards are compared; the caller's choice.
-        turns: in the order in which they ended, also those that nobody received.
+        name: of the session, in record keys and messages. Not secret.
+        group: names the sessions whose rewards are compared; the caller's choice.
+        turns: in the order in which they ended, including those that nobody received.
         ended: whether it takes no more turns. The caller sets it.
-        under_way: requests that have no reply yet. other_system: those that would have continued a turn if the system's
-            text were the same. The caller counts both.
-        reopened: how often it was opened again by a gateway that started again. The caller sets it.
+        under_way: requests that have no reply yet.
+        other_system: requests that failed to continue a turn only because the system prompt differed. The caller
+            counts both.
+        reopened: how often a restarted gateway has reopened it. The caller sets it.
         shards: prefix of the names of its trace shards; None: its routes are not recorded. The caller may set it.
-        seed: what the seeds of its requests follow from, with their numbers. The caller may set it.
+        seed: the seeds of its requests derive from it and their numbers. The caller may set it.
 
     Args:
         opened: when the session began, on the caller's clock in seconds.
@@ -142,7 +142,7 @@ class Session:
         self.under_way = self.other_system = 0
         self.reopened = 0
         self.shards: str | None = f"session-{name}"
-        # Not the part of the name that each start of a gateway has anew.
+        # Without the part of the name that differs with each start of a gateway.
         self.seed = name.rpartition("-")[2]
         self._opened = opened
         self._children: dict[int | None, list[int]] = {None: []}
@@ -150,7 +150,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Return whether a request of the session is being answered, or its reply is going out."""
+        """Return whether a request of the session is being sampled or its reply is being sent."""
         return self.under_way > 0 or bool(self._pending)
 
     @property
@@ -164,7 +164,7 @@ class Session:
         return Counter(turn.kind for turn in self.received)
 
     def begin(self, prompt: Sequence[int], *, samples: int, max_tokens: int, now: float) -> PendingTurns:
-        """Find the place of a prompt in the tree, and set aside what its turns may use.
+        """Find the place of a prompt in the tree, and reserve its turns' share of the limits.
 
         Args:
             samples: completions of the prompt.
@@ -178,7 +178,7 @@ class Session:
         ids = tuple(prompt)
         parent, shared = self._deepest(ids)
         if parent is not None:
-            self.tell_received([parent])  # otherwise its client would not know how to go on
+            self.tell_received([parent])  # only a client that received it can continue it
         received = self.received
         fed = (len(ids) - shared) * samples
         pending = sum(one.samples for one in self._pending)
@@ -203,11 +203,11 @@ class Session:
         return place
 
     def drop(self, place: PendingTurns) -> None:
-        """Give back what was set aside for requests that have ended."""
+        """Release the reservation of requests that have ended."""
         self._pending = [one for one in self._pending if one is not place]
 
     def add(self, place: PendingTurns, completion: Completion, *, continues: bool) -> Turn:
-        """Add a turn, one of those that `place` was set aside for. Returns it with its number and digest."""
+        """Add one of the turns that `place` reserves. Returns it with its number and digest."""
         start = self._length(place.parent)
         kind, shared = self._leaves(place.parent, place.prompt[start:])
         turn = Turn(
@@ -228,9 +228,9 @@ class Session:
         return turn
 
     def tell_received(self, numbers: Sequence[int], received: bool = True) -> list[int]:
-        """Note whether turns were received. Returns the numbers of those of which this is news.
+        """Note whether turns were received. Returns the numbers of the turns for which this changed.
 
-        What an aborted turn had was sent to nobody, and what another turn continues was received.
+        An aborted turn is never received, and a turn that another continues always is.
         """
         continued = {turn.parent for turn in self.turns}
         news = [
@@ -244,21 +244,21 @@ class Session:
         return news
 
     def restore(self, turn: Turn) -> None:
-        """Add a turn that was kept.
+        """Add a turn from a kept session.
 
         Raises:
-            SessionError: it is not where it was, or is not what it was. The message names the turn.
+            SessionError: its place or content has changed. The message names the turn.
         """
         number = len(self.turns)
         known = turn.parent is None or 0 <= turn.parent < number
         if turn.number != number or not known:
-            raise self._fault(number, "is not where it was", f"turn {turn.number} behind turn {turn.parent}")
+            raise self._fault(number, "has moved", f"turn {turn.number} after turn {turn.parent}")
         kind, shared = self._leaves(turn.parent, turn.input_ids)
         shared += self._length(turn.parent)
         if (kind, shared) != (turn.kind, turn.shared):
-            raise self._fault(number, "is not where it was", f"{turn.kind}, {turn.shared}", f"{kind}, {shared}")
+            raise self._fault(number, "has moved", f"{turn.kind}, {turn.shared}", f"{kind}, {shared}")
         if (digest := self._digest(turn)) != turn.digest:
-            raise self._fault(number, "is not what it was", f"digest {digest}", turn.digest)
+            raise self._fault(number, "has changed", f"digest {digest}", turn.digest)
         self._append(turn)
 
     def path(self, number: int) -> list[Turn]:
@@ -280,7 +280,7 @@ class Session:
         return (() if turn.parent is None else self.ids(turn.parent)) + turn.input_ids
 
     def rows_version(self, number: int) -> int | None:
-        """Return the version of the weights of all rows of a turn's record; None if there are several."""
+        """Return the weight version of all rows of a turn's record; None if there are several."""
         found = set()
         for turn in reversed(self.path(number)):
             found |= {span.weight_version for span in turn.versions}
@@ -289,13 +289,13 @@ class Session:
         return found.pop() if len(found) == 1 else None
 
     def branches(self) -> list[list[Turn]]:
-        """Return the branches of received turns, in the order in which their last turns ended."""
+        """Return the branches of received turns, ordered by when their last turns ended."""
         received = self.received
         continued = {turn.parent for turn in received}
         return [self.path(turn.number) for turn in received if turn.number not in continued]
 
     def finish(self) -> FinishedSession:
-        """Return the session as it is."""
+        """Return the session in its current state."""
         return FinishedSession(self.name, self.group, list(self.turns), _whole_digest(self))
 
     @classmethod
@@ -303,7 +303,7 @@ class Session:
         """Make the session again from what `finish` returned.
 
         Raises:
-            SessionError: a turn is not where it was, or is not what it was. The message names the turn.
+            SessionError: the place or content of a turn has changed. The message names the turn.
         """
         session = cls(finished.name, finished.group, SessionLimits(0, 0, 0.0), 0.0)
         for turn in finished.turns:
@@ -327,7 +327,7 @@ class Session:
             self.tell_received([turn.parent])
 
     def _length(self, number: int | None) -> int:
-        """Return how many tokens there are up to the end of a turn; None: up to the root."""
+        """Return the number of tokens up to the end of a turn; 0 for None, the root."""
         return 0 if number is None else len(self.ids(number))
 
     def _fault(self, number: int, what: str, got: str, expected: str | None = None) -> SessionError:
@@ -335,7 +335,7 @@ class Session:
         return SessionError(f"A turn of a session {what}", where=where, got=got, expected=expected, fault="chain")
 
     def _deepest(self, ids: Ids) -> tuple[int | None, int]:
-        """Return the parent of a prompt, and how many tokens the two share. With equal turns it is the newest."""
+        """Return the parent of a prompt, and how many tokens the two share. Ties go to the newest turn."""
         best: tuple[int, int] = (0, -1)
         left: list[tuple[int | None, int]] = [(None, 0)]
         while left:
@@ -349,7 +349,7 @@ class Session:
         return (None if number < 0 else number), shared
 
     def _leaves(self, parent: int | None, ids: Ids) -> tuple[TurnKind, int]:
-        """Say where a prompt leaves the tree behind its parent, and how many of these tokens the tree has."""
+        """Return where a prompt leaves the tree after its parent, and how many of these tokens the tree has."""
         siblings = [self.turns[number] for number in self._children[parent]]
         if not siblings:
             return ("first" if parent is None else "continued"), 0
@@ -383,7 +383,7 @@ def _packed(ids: Ids) -> bytes:
 
 
 def _common(one: Ids, other: Ids) -> int:
-    """Return how many first tokens are equal."""
+    """Return the length of the common prefix."""
     most = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
     return int(differ[0]) if len(differ) else most

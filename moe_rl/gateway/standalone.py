@@ -1,4 +1,4 @@
-"""Runs the gateway by itself: over an engine of its own, or over the servers of a config.
+"""Runs the gateway by itself: with its own engine, or with the servers of a config.
 
     agents --- HTTP ---> gateway (this process) --- token ids ---> engine child, or servers in rollout.servers
                                                                    routes ----> trace store
@@ -53,11 +53,11 @@ SESSIONS = "sessions"
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Says how to run a gateway.
+    """Describes how to run a gateway.
 
     Attributes:
         folder: of this gateway, below run.runs_dir: trace store, sessions, the engine's log. Sessions that a killed
-            gateway left open there are opened again.
+            gateway left open there are reopened.
         host: None listens on this machine only.
         port: 0 for a free one.
         token_file: of the owner's token, made if missing; None: `token` in the folder.
@@ -73,7 +73,7 @@ class GatewaySettings:
 
 
 def run_gateway(settings: GatewaySettings) -> None:
-    """Serve agents until SIGTERM or SIGINT. Sessions that are then open are finished and kept.
+    """Serve agents until SIGTERM or SIGINT. Sessions still open then are finished and kept.
 
     Raises:
         SamplerGone: the sampler died.
@@ -92,7 +92,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         listener = stack.enter_context(bound_socket(settings.host, settings.port))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
-        print(f"starting the sampler and the gateway; what vLLM says is in {folder} ...", flush=True)
+        print(f"starting the sampler and the gateway; vLLM's log is in {folder} ...", flush=True)
         sampler, version, reads_text = _sampler(config, facts, folder, stack)
         journals, store = SessionJournals(sessions), TraceStore(folder / "trace")
         store.collect_garbage()
@@ -115,7 +115,7 @@ def gateway_over(
 
     Args:
         journals: see AgentGateway.
-        version: of the weights that the sampler has.
+        version: the sampler's weight version.
         reads_text: whether it finds stop strings.
 
     Raises:

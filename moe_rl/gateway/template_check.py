@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 Chat = Sequence[Message]
 Ids = tuple[int, ...]
 
-# So many tokens of each rendering are told.
+# How many tokens of each rendering a message shows.
 _TOLD = 8
 
 _TOOL = {
@@ -66,11 +66,11 @@ DIALOGUES: Mapping[DialogueKind, Sequence[tuple[Chat, Chat]]] = {
         ([_ASKS, {**_ANSWERS, "reasoning_content": "Polite."}, _AGAIN], []),
     ],
 }
-"""Messages and tools of dialogues by their kind. What a session may be made of is in one of them."""
+"""Messages and tools of dialogues by kind. Together they cover every element that a session may have."""
 
 
 def kinds_of(messages: Chat, tools: Chat) -> set[DialogueKind]:
-    """Return the kinds that a dialogue is of."""
+    """Return the kinds of a dialogue."""
     found: set[DialogueKind] = {"first_turns"}
     if tools:
         found.add("tools")
@@ -85,24 +85,24 @@ def kinds_of(messages: Chat, tools: Chat) -> set[DialogueKind]:
 
 
 class ChatWriter(Protocol):
-    """Writes the tokens of messages with tools; `answers`: and of the beginning of the next answer.
+    """Writes the tokens of messages with tools; with `answers` also the beginning of the next answer.
 
     Raises:
-        ValueError: such messages are refused.
+        ValueError: the messages are refused.
     """
 
     def __call__(self, messages: Chat, tools: Chat, *, answers: bool = True) -> Sequence[int]: ...
 
 
 class ChatExtender(Protocol):
-    """Writes messages behind a prompt and its completion, see ChatRenderer.extend."""
+    """Writes messages after a prompt and its completion, see ChatRenderer.extend."""
 
     def __call__(self, prompt: Sequence[int], completion: Sequence[int], messages: Chat, tools: Chat) -> Ids | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Says where two renderings part: the first token, and the tokens from there on."""
+    """Describes where two renderings diverge: index of the first differing token, and some tokens from it on."""
 
     at: int
     ours: Sequence[int]
@@ -110,7 +110,7 @@ class Difference:
 
 
 def difference(ours: Sequence[int], theirs: Sequence[int]) -> Difference | None:
-    """Return where two lists of tokens part; None if they are equal."""
+    """Return where two lists of tokens diverge; None if they are equal."""
     if list(ours) == list(theirs):
         return None
     at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
@@ -120,9 +120,9 @@ def difference(ours: Sequence[int], theirs: Sequence[int]) -> Difference | None:
 def differences(
     ours: ChatWriter, theirs: ChatWriter, extend: ChatExtender, ends: Collection[int]
 ) -> Iterator[tuple[DialogueKind, Chat, Difference]]:
-    """Yield the dialogues that a renderer writes otherwise than the template: whole, or the messages behind an answer.
+    """Yield the dialogues that a renderer writes differently from the template: whole, or the messages after an answer.
 
-    What the template or the renderer refuses is left out: nobody can ask for it.
+    Dialogues that the template or the renderer refuses are skipped: no client can request them.
 
     Args:
         ends: tokens that end an answer.
@@ -141,7 +141,8 @@ def differences(
 def _behind_an_answer(
     messages: Chat, tools: Chat, theirs: ChatWriter, extend: ChatExtender, ends: Collection[int]
 ) -> Difference | None:
-    """Compare what both write behind the last answer. What the model said stays as it is, so that is left out."""
+    """Compare what both write after the last answer. The answer itself is skipped, because its tokens are kept as they
+    are."""
     at = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     if at is None:
         return None
@@ -149,7 +150,7 @@ def _behind_an_answer(
     said = answered[len(prompt) :]
     end = next((n for n, one in enumerate(said) if one in ends), None)
     if answered[: len(prompt)] != prompt or end is None:
-        return None  # the template writes an answer otherwise once it is given
+        return None  # the template writes a finished answer differently
     extended = extend(prompt, said[: end + 1], messages[at + 1 :], tools)
     if extended is None:
         return None

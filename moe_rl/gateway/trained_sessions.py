@@ -1,4 +1,4 @@
-"""Checks what a step is about to train on against the sessions that it came from."""
+"""Checks a step's training sequences against the sessions that they came from."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moe_rl.types import Completion, Sequence
 
 
 def check_trained(sequences: Iterable[Sequence], folder: Path, part: tuple[int, int] = (0, 1)) -> None:
-    """Check the digest chain of every session, and that these are its sequences: all, in order, and unchanged.
+    """Check the digest chain of every session, and that its sequences are complete, in order and unchanged.
 
     Args:
         sequences: of the episodes of a step.
         folder: of the session files.
-        part: (which, of how many): check this part of the sessions.
+        part: (index, count): check only this part of the sessions.
 
     Raises:
         DataError: a session file is missing, cut short or changed.
-        SessionError: a turn is not what it was when its session ended, or a sequence is not of its session.
+        SessionError: a turn changed after its session ended, or a sequence does not belong to its session.
     """
     episodes: dict[str, list[Sequence]] = {}
     for sequence in sequences:
@@ -31,11 +31,11 @@ def check_trained(sequences: Iterable[Sequence], folder: Path, part: tuple[int, 
     for name, own in islice(episodes.items(), which, None, parts):
         kept = sequences_of(read_session(folder / f"{name}.session"))
         if [one.key for one in own] != (keys := [one.key for one in kept]):
-            raise _not_of(name, "Sequences of a session are missing, or are of another one", [o.key for o in own], keys)
+            raise _not_of(name, "Sequences of a session are missing, or belong to another", [o.key for o in own], keys)
         for one, other in zip(own, kept, strict=True):
             differ = [field for field, mine in _fields(one).items() if mine != _fields(other)[field]]
             if differ:
-                raise _not_of(name, "A sequence is not what its session says", f"other {', '.join(differ)}", one.key)
+                raise _not_of(name, "A sequence differs from its session", f"other {', '.join(differ)}", one.key)
 
 
 def _fields(one: Sequence | Completion) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """Samples the turns of sessions through a GroupSampler: one call and one trace shard for the samples of a prompt.
 
-The record of a turn continues that of its parent, so shared prefixes are stored once. Where the weights changed since
-the parent was sampled, the keys and values of the prefix are computed anew, with other routes; the record then holds
-the rows of the whole prompt again, those that the completion attended to.
+The record of a turn continues its parent's, so shared prefixes are stored once. If the weights have changed since the
+parent was sampled, the prefix is computed again, with other routes; the record then holds the rows of the whole prompt
+again, those that the completion attended to.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from moe_rl.vllm import sampling
 
 @dataclass(frozen=True, slots=True)
 class SamplerBounds:
-    """Says what the sampler can do.
+    """Describes the sampler's limits.
 
     Attributes:
-        max_model_len: prompt and completion, in tokens.
+        max_model_len: prompt plus completion, in tokens.
         vocabulary: number of rows of the embeddings.
         reads_text: whether it finds stop strings.
-        at_once: calls at one place at once; each fills a trace shard.
+        at_once: concurrent calls at one place; each fills a trace shard.
     """
 
     max_model_len: int
@@ -41,13 +41,14 @@ class SamplerBounds:
 
 
 class TurnSampler:
-    """Samples turns where there is room, each session at the place that has its prefixes in the cache.
+    """Samples turns where there is room, each session preferably at the place that caches its prefixes.
 
     Attributes:
-        version: of the weights that the sampler has. Whoever updates them sets it.
-        counts: `sampled_again` after a lost server, `lost_tokens` that it had sampled of them, `recorded_anew` under
-            other weights than the parent's, `over_older_rows`: turns that were sampled again because weights changed
-            just when they began, so that their record had the parent's rows although the prefix was computed anew.
+        version: the sampler's weight version. Whoever updates the weights sets it.
+        counts: `sampled_again`: turns after a lost server; `lost_tokens`: tokens that it had sampled of them;
+            `recorded_anew`: turns under other weights than the parent's; `over_older_rows`: turns sampled again because
+            weights changed just when they began, so that their record had the parent's rows although the prefix was
+            computed again.
     """
 
     def __init__(self, sampler: GroupSampler, bounds: SamplerBounds, *, seed: int, version: int = 0):
@@ -62,7 +63,7 @@ class TurnSampler:
         self._calls: Counter[str] = Counter()
 
     def hold(self) -> None:
-        """Let no turn begin until `updated`. Those that are under way stay so."""
+        """Let no turn begin until `updated`. Running turns are not interrupted."""
         self._begins.clear()
 
     def updated(self, version: int) -> None:
@@ -75,7 +76,7 @@ class TurnSampler:
         return self.bounds.max_model_len - len(prompt)
 
     def check(self, place: PendingTurns, wish: SamplingWish) -> None:
-        """Raise EngineError for a prompt or a wish that no place could sample."""
+        """Raise EngineError for a prompt or parameters that no place can sample."""
         bounds = self.bounds
         sampling.check(
             self._requests("checked", "", place, wish),
@@ -87,18 +88,18 @@ class TurnSampler:
     async def sample(
         self, session: Session, place: PendingTurns, wish: SamplingWish, leave: asyncio.Event
     ) -> tuple[list[Completion], bool]:
-        """Sample the completions of a prompt. Returns them, and whether their records continue that of the parent.
+        """Sample the completions of a prompt. Returns them, and whether their records continue the parent's.
 
         Args:
-            wish: `check` has accepted it.
-            leave: once it is set, what is unfinished is aborted and comes back as it is, perhaps without a token.
+            wish: must have passed `check`.
+            leave: set it to abort unfinished completions, which return the tokens so far, perhaps none.
 
         Raises:
             SamplerGone: no place is left.
-            EngineError: a place has no right record of one.
+            EngineError: a place's record of one is missing or wrong.
         """
         self._calls[session.name] += 1
-        # A request that was under way when a gateway was killed may have left a shard.
+        # A request that was running when a gateway was killed may have left a shard.
         start = f"{session.reopened}." if session.reopened else ""
         number, recorded = f"{start}{self._calls[session.name]}", session.shards is not None
         call, seed = f"{session.name}/{number}", f"{session.seed}/{number}"
@@ -130,7 +131,7 @@ class TurnSampler:
         self._calls.pop(session.name, None)
 
     def _record(self, session: Session, place: PendingTurns) -> RouteRef | None:
-        """Return the record that the requests continue, if all its rows are of the weights of now."""
+        """Return the record that the requests continue, if all its rows are from the current weights."""
         if place.parent is None or session.rows_version(place.parent) != self.version:
             return None
         return session.turns[place.parent].routes
@@ -165,13 +166,13 @@ class TurnSampler:
         ]
 
     async def _enter(self, session: Session) -> int:
-        """Wait for room, and return the place: the one where the session was before, or the one with the most room."""
+        """Wait for room, and return the place: the session's previous one, or the one with the most room."""
         while True:
             await self._begins.wait()
             async with self._free:
                 places = self._sampler.places
                 if not places:
-                    raise SamplerGone("No server is left that could sample", where={"session": session.name})
+                    raise SamplerGone("No server is left to sample on", where={"session": session.name})
                 home = self._homes.get(session.name)
                 place = home if home is not None and home in places else min(places, key=lambda one: self._running[one])
                 if self._begins.is_set() and self._running[place] < self.bounds.at_once:

@@ -1,4 +1,4 @@
-"""Offers the gateway over HTTP: who may call what, bodies, clients that go away, and errors in each dialect's form.
+"""Serves the gateway over HTTP: access, bodies, clients that go away, and errors in each dialect's form.
 
     /v1/chat/completions, completions, messages, models   the session's key as API key
     /s/KEY/v1/...                                         the key in the address, for clients that take a base URL only
@@ -6,8 +6,8 @@
     POST /sessions/NAME/finish                            check and keep one: with the owner's token
     GET /health                                           for everybody
 
-A reply is sent when its turn is complete and recorded, as a stream too: a server that is lost in the middle of a turn
-costs time, and never leaves a client with half of another answer.
+A reply, even a streamed one, is sent once its turn is complete and recorded: losing a server in the middle of a turn
+costs time, but never leaves a client with half an answer that is then replaced.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Dialect:
 
     Attributes:
         read: makes the wish from the body.
-        body, events: the reply, whole or as a stream; get the reply's name, the model's, the wish and the replies.
+        body, events: make the reply, whole or as a stream, from the reply's name, the model's name, the wish and the
+            replies.
         error: the body of an error.
     """
 
@@ -124,9 +125,9 @@ class GatewayApp:
                 if call.gone:
                     self._gateway.sent(session, exchange, call)
                     return Response(status_code=_CLIENT_GONE)
-                assert exchange.replies is not None  # they are kept as long as a client waits
+                assert exchange.replies is not None  # they are kept while a client waits
                 if not (replies := exchange.replies.result()):
-                    raise BadRequest("the sampler gave the request up: send it again", status=503, code="aborted")
+                    raise BadRequest("the sampler aborted the request: send it again", status=503, code="aborted")
             except BadRequest as error:
                 return JSONResponse(dialect.error(error), error.status, _headers(error.status))
             except ClientDisconnect:
@@ -159,7 +160,7 @@ class GatewayApp:
 
     def _refuse_stranger(self, request: Request) -> None:
         if not hmac.compare_digest(_bearer(request).encode("utf-8", "surrogateescape"), self._token):
-            raise BadRequest("this wants the owner's token", status=401, code="invalid_token")
+            raise BadRequest("this call needs the owner's token", status=401, code="invalid_token")
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -200,7 +201,7 @@ class GatewayApp:
             usual.seconds if given.seconds is None else given.seconds,
         )
         opened = self._gateway.open(given.group, limits)
-        # Where this request came in. The header Host says what its client likes.
+        # The address that this request reached. The Host header is set by the client and not trusted.
         url = f"{url_of(*request.scope['server'])}/s/{opened.key}"
         return {"session": opened.session.name, "key": opened.key, "base_url": f"{url}/v1", "url": url}
 
@@ -217,7 +218,7 @@ class GatewayApp:
         try:
             file = await asyncio.to_thread(self._keeper.keep, finished)
         except DiskError:
-            raise  # it can be finished again when there is room
+            raise  # it can be finished again once there is disk space
         except MoeRLError:
             self._gateway.forget(session)
             raise
@@ -244,7 +245,7 @@ async def _health(request: Request) -> Response:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)  # the app registers it for these alone
+    assert isinstance(error, HTTPException)  # the app registers this handler only for these
     path = re.sub(r"^/+s/+[^/]+", "/s/KEY", request.url.path)[:200]  # no message repeats a session's key
     bad = BadRequest(f"no such route: {request.method} {path}", status=error.status_code, code="not_found")
     return JSONResponse(_error_body(request, bad), bad.status, error.headers)
@@ -257,7 +258,7 @@ async def _broken(request: Request, error: Exception) -> Response:
 
 
 def _error_body(request: Request, error: BadRequest) -> dict[str, Any]:
-    """Return the body of an error of no dialect's own, in the form that the client reads."""
+    """Return the body of an error that no dialect raised, in the form that the client reads."""
     of_anthropic = _ANTHROPIC_PATH.match(request.url.path) or "anthropic-version" in request.headers
     return (anthropic if of_anthropic else openai).error_body(error)
 
@@ -280,7 +281,7 @@ async def _body(request: Request, longest: int) -> bytearray:
 
 
 def _call(request: Request, body: bytes) -> ClientCall:
-    """Return the call of a request whose body has been read."""
+    """Return the ClientCall of a request whose body has been read."""
     call, connection = ClientCall(request.url.path, request.headers, body), request.scope["connection"]
     connection.on_hang_up = call.leave
     if connection.hung_up:
@@ -289,7 +290,7 @@ def _call(request: Request, body: bytes) -> ClientCall:
 
 
 class _SentReply(Response):
-    """Sends a reply, and says when that has ended. A client that goes before has left its call by then."""
+    """Sends a reply, and calls `ended` after that. A client that leaves earlier has left its call by then."""
 
     def __init__(self, reply: Callable[[], Response], call: ClientCall, ended: Callable[[], None]):
         self.background = None

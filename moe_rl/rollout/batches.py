@@ -114,11 +114,11 @@ class Batches:
         for one in completions:
             if one.prompt_token_ids != prompt.token_ids:
                 raise RewardError(
-                    "a completion is not one of its group's prompt",
+                    "a completion belongs to another prompt than its group",
                     where={"request": one.key, "group": number},
                     got=f"a prompt of {len(one.prompt_token_ids)} other tokens",
                     expected=f"those of prompt {prompt.id}",
-                    do="look for what exchanges or repeats groups between the sampler and the verifiers",
+                    do="look for what swaps or repeats groups between the sampler and the verifiers",
                     fault="another prompt",
                 )
         rewards = [
@@ -258,7 +258,7 @@ def check_drawing(pieces: Iterable[Completion], config: Config) -> None:
                 where={"request": piece.key, "key": "rollout"},
                 got=piece.drawing or "unknown ones",
                 expected=wanted,
-                do="go on with the parameters that the run began with, or delete the folder groups of the run, to "
+                do="continue with the run's first parameters, or delete the folder groups of the run, to "
                 "sample its unfinished groups again",
                 fault="drawing",
             )
@@ -270,21 +270,21 @@ def _check_whose(group: PromptGroup) -> PromptGroup:
     wrong = [one.key for one in parts if one.seal != seal_of(one.key, one.token_ids, one.logprobs)]
     if wrong:
         raise RewardError(
-            "a completion was changed behind the sampler",
+            "a completion was changed after sampling",
             where={"request": wrong[0], "group": group.number},
-            got="tokens or log-probabilities that do not have its seal",
-            expected="what the sampler said",
+            got="tokens or log-probabilities that do not match its seal",
+            expected="those that the sampler returned",
             do="look for what changes completions between the sampler and the batch",
             fault="seal",
         )
     for one, verdict in zip(group.completions, group.verdicts, strict=True):
         if verdict.of != one.seal:
             raise RewardError(
-                "a verdict is not of its completion",
+                "a verdict belongs to another completion",
                 where={"request": one.key, "group": group.number},
                 got=f"the verdict of a completion with the seal {verdict.of or 'none'}",
                 expected=one.seal,
-                do="look for what exchanges verdicts between the verifiers and the batch",
+                do="look for what swaps verdicts between the verifiers and the batch",
                 fault="another verdict",
             )
     return group

@@ -356,7 +356,7 @@ class ServerFleet:
     def server(self, number: int) -> VllmServer:
         """Return a server that is not lost. Raises EngineError for a lost one."""
         if number not in self.servers:
-            raise EngineError("A server is not used any more", where={"server": number})
+            raise EngineError("A server is no longer in use", where={"server": number})
         return self.servers[number]
 
     def lose(self, number: int, error: EngineError, *, spares: bool = True) -> None:

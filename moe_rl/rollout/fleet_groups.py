@@ -48,7 +48,7 @@ class FleetGroups:
     ) -> list[Completion]:
         server, held = self._fleet.servers.get(place), self._fleet.confirmed().get(place)
         if server is None or held is None:
-            raise ServerLost(describe("A server is not used any more", where={"server": place}))
+            raise ServerLost(describe("A server is no longer in use", where={"server": place}))
         samples = [Growing() for _ in requests]
         try:
             return await server.sample_group(

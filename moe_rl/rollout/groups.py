@@ -207,7 +207,7 @@ class Groups:
     def update(self, version: int) -> None:
         """Note that the servers now have these weights."""
         if version < self.version:
-            raise self._broken("the version of the weights falls", version, f"at least {self.version}")
+            raise self._broken("the weight version went down", version, f"at least {self.version}")
         self.version = version
 
     def take(self) -> Taken | None:
@@ -307,7 +307,7 @@ class Groups:
         group = self._groups.get(cursor)
         if group is None or group.state != state:
             got = "no such group" if group is None else group.state
-            raise self._broken("a group is not in the state that an event needs", got, state, cursor)
+            raise self._broken("a group is in the wrong state for an event", got, state, cursor)
         return group
 
     def _broken(self, what: str, got: object, expected: object, cursor: int | None = None) -> PipelineError:

@@ -176,11 +176,11 @@ BATCH = (
     _in_lab("trainer: groups rotated", "P16", _BATCH, _ACCOUNT, "ReplayError", _OTHER_VERDICT, names_harmed=True),
     _in_lab(
         "verifiers: verdicts rotated", "P16", "rank 0: the verdicts of a step", "rank 0", "RewardError",
-        "a verdict is not of its completion", "request s",
+        "a verdict belongs to another completion", "request s",
     ),
     _in_lab(
         "engine: a sampled token altered on its way", "P16", "rank 0: a completion, before it is judged", "rank 0",
-        "RewardError", "a completion was changed behind the sampler", "request s",
+        "RewardError", "a completion was changed after sampling", "request s",
     ),
 )  # fmt: skip
 
