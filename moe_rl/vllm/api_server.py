@@ -1,6 +1,6 @@
 """Starts vLLM's own API server with a recorder, behind a gate that checks the run's token (gate.py).
 
-One server is one replica of the weights, on as many GPUs as they take.
+One server is one replica of the weights, on as many GPUs as they need.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _LEAVE_SECONDS = 3
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Says how to start a server.
+    """Describes how to start a server.
 
     Attributes:
         model: checkpoint folder; its weights are version 0.
-        trace_root: folder of one trace store, or of several.
-        sizes: vLLM's arguments that a run's config decides; None without a config.
+        trace_root: folder of one or several trace stores.
+        sizes: vLLM's arguments from a run's config; None without a config.
         further: command line for vLLM, which may override `sizes`.
         capture: "patch" or "worker".
         model_fingerprint: "" accepts the fingerprint of any run.
@@ -86,7 +86,7 @@ def serve(settings: ServerSettings) -> None:
 def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
     """Make SIGTERM and SIGINT end this process and its children at once, until vLLM listens and handles both itself.
 
-    An exception would not do: if a signal handler raises while pyzmq polls, as during most of the start, it is lost.
+    An exception would be lost if the signal handler raised it while pyzmq polls, as during most of the start.
     """
 
     def leave(*_) -> None:
@@ -101,9 +101,9 @@ def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
 
 
 def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
-    """Give vLLM a temporary folder of its own for sockets and files, removed with the server.
+    """Give vLLM its own temporary folder for sockets and files, removed with the server.
 
-    The next server removes the folder of a killed one. torch's compile cache stays outside, so that it is reused.
+    The next server removes the folder of a killed one. torch's compile cache stays outside it, so that it is reused.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     cleanup.callback(setattr, tempfile, "tempdir", None)
@@ -134,7 +134,7 @@ def bound_socket(host: str | None, port: int) -> socket.socket:
     reached = str(address[0])
     if not ipaddress.ip_address(reached.partition("%")[0]).is_loopback:
         print(
-            f"warning: {reached} is reached from other machines, and the token and all tokens travel unencrypted",
+            f"warning: {reached} can be reached from other machines, and the token and all tokens travel unencrypted",
             file=sys.stderr,
         )
     return listener
@@ -216,11 +216,11 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
             where={"option": "--data-parallel-size"},
             got=given.data_parallel_size,
             expected=1,
-            do="start so many servers, and name each in rollout.servers",
+            do="start that many servers, and name each in rollout.servers",
         )
     if given.enable_eplb:
         raise EngineError(
-            "vLLM loads weight updates without regard to experts that its load balancer has moved",
+            "vLLM loads weight updates without considering experts that its load balancer has moved",
             where={"option": "--enable-eplb"},
             do="leave it out",
         )

@@ -1,8 +1,8 @@
 """Collects vLLM's arguments in one place, for the engine in a child process, for servers, and for an offline LLM.
 
-`fixed` holds what recording and weight updates rely on; callers may not override it. `sized` holds what a run's config
-decides. Arguments that only one of the three callers needs are set there. vLLM is imported late, so that errors in the
-arguments are reported quickly.
+`fixed` holds the arguments that recording and weight updates rely on; callers may not override them. `sized` holds
+those that a run's config decides. An argument that only one of the three callers needs is set in that caller. vLLM is
+imported late, so that errors in the arguments are reported quickly.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from moe_rl.vllm.recording import Recording
 # The CPU backend requires multiples of 32.
 _BLOCK_SIZE = 32
 _STEP_TOKENS = 4096
-# The share of a GPU that vLLM requires to be free at its start. Since the KV cache's size is given, vLLM uses it for
-# nothing else; a trainer may already occupy the GPU.
+# The share of a GPU that vLLM requires to be free at its start. Since the KV cache's size is given, vLLM uses this
+# share for nothing else; a trainer may already occupy the GPU.
 _FREE_AT_START = 0.01
-# KV cache of a vLLM on a CPU when no config gives its size. By default vLLM takes 0.92 of the machine's memory, and
+# KV cache of a vLLM on a CPU if no config sets its size. By default vLLM takes 0.92 of the machine's memory, and
 # crashes if other processes use it.
 _CPU_KV_CACHE_BYTES = 1 << 30
 
@@ -56,7 +56,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
         "skip_tokenizer_init": not reads_text,
         # Otherwise vLLM takes stop tokens and sampling parameters from the checkpoint.
         "generation_config": "vllm",
-        # Log-probabilities of the distribution that the token was drawn from: after the temperature, not before.
+        # Log-probabilities of the distribution that the token was drawn from, that is after the temperature.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": CONTROL,
         "scheduler_cls": SCHEDULER,
@@ -78,7 +78,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
 
 
 def needs_loader(model: Path) -> bool:
-    """Return whether only `loader` loads this checkpoint: it has a tied embedding or derived buffers."""
+    """Return whether only `loader` can load this checkpoint: it has a tied embedding or derived buffers."""
     raw = read_config(model)
     if not FAMILIES.keys() & set(raw.get("architectures") or ()):
         return False
@@ -113,7 +113,7 @@ def sized(
 
 
 def unsized(*, share_given: bool) -> dict[str, object]:
-    """Return the size of the KV cache when no run's config gives it: 1 GiB on a CPU, vLLM's own choice on a GPU.
+    """Return the size of the KV cache if no run's config sets it: 1 GiB on a CPU, vLLM's own choice on a GPU.
 
     share_given: the caller sets gpu_memory_utilization, the share of memory that vLLM takes, which then decides.
     """

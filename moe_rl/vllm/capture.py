@@ -1,8 +1,8 @@
-"""Records on the device what the routers chose in a step, and copies it to the host.
+"""Records the routers' choices of a step on the device, and copies them to the host.
 
 The buffer is fixed and every layer writes its own column, so capture also works in CUDA graphs and compiled forward
 passes, which replay the same addresses. vLLM's own binding is used: it handles routers, monolithic kernels with their
-own sink, and models without a router object, and it gives logical expert ids, from before load balancing.
+own sink, and models without a router object, and it gives logical expert ids, before load balancing.
 Legend for shapes: T tokens of a step, L MoE layers of this worker, K top-k experts per token, E experts.
 """
 
@@ -18,7 +18,7 @@ from moe_rl.errors import EngineError
 from moe_rl.trace.source_sum import expert_salts
 
 NOT_REPORTED = -1
-# Rows summed at once in a long prefill: each id needs 12 bytes, which vLLM has not reserved.
+# Rows summed at once in a long prefill: each id needs 12 bytes that vLLM has not reserved.
 _ROWS_AT_ONCE = 1024
 
 
@@ -44,7 +44,7 @@ class Capture:
             ) from error
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """Store the choice [T, K] of one layer; vLLM calls this. Plain indexing can be traced by a compiled forward."""
+        """Store the choice [T, K] of one layer; called by vLLM. A compiled forward can trace plain indexing."""
         self.buffer[: topk_ids.shape[0], self._column[layer_id]] = topk_ids
 
     def clear(self, tokens: int) -> None:
@@ -65,7 +65,7 @@ class RowSums:
         self._last_expert = experts - 1
 
     def of(self, routes: Tensor) -> Tensor:
-        """Return int64 [T] from routes [T, L, K], on the device and without waiting. Other code refuses ids out of
+        """Return int64 [T] from routes [T, L, K], on the device and without waiting. Other code rejects ids out of
         range."""
         return torch.cat([self._of(some) for some in routes.split(_ROWS_AT_ONCE)])
 
@@ -77,7 +77,7 @@ class RowSums:
 def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
     """Return copies of the tensors in host memory, and the event after which they may be read (None: now).
 
-    On an accelerator the copies run on a side stream after the work queued on the current stream; nothing waits.
+    On an accelerator the copies run on a side stream after the work queued on the current stream, without blocking.
     """
     device = tensors[0].device
     if device.type == "cpu":

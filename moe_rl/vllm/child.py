@@ -34,8 +34,8 @@ def main() -> int:
         return 1
     channel.send(wire.Ready(engine.vllm_version))
     while True:
-        # vLLM makes a step between two looks at the channel. Without work this waits, and says during a pause that it
-        # is alive.
+        # vLLM makes one step between two polls of the channel. Without work this waits, and during a pause sends signs
+        # of life.
         seconds = 0.0 if engine.has_work() else _ALIVE_SECONDS if engine.running else None
         if select.select([channel.socket], [], [], seconds)[0]:
             sound = _take(channel, engine)
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def _take(channel: Channel, engine: ChildEngine) -> bool:
-    """Take one message. Returns whether the engine can go on."""
+    """Handle one message. Returns whether the engine can continue."""
     try:
         message = channel.receive()
     except EOFError:
@@ -73,7 +73,7 @@ def _take(channel: Channel, engine: ChildEngine) -> bool:
 
 
 def _step(channel: Channel, engine: ChildEngine) -> bool:
-    """Make one step of vLLM and answer the calls that end with it. Returns whether the engine can go on."""
+    """Make one step of vLLM and answer the calls that end with it. Returns whether the engine can continue."""
     if not engine.has_work():
         return True
     try:
@@ -97,7 +97,7 @@ def _step(channel: Channel, engine: ChildEngine) -> bool:
 
 
 class _Pulse:
-    """Tells the parent that the engine makes progress, at limited frequency."""
+    """Reports progress to the parent, at limited frequency."""
 
     def __init__(self, channel: Channel):
         self._channel = channel

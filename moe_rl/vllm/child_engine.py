@@ -1,10 +1,10 @@
-"""Runs vLLM in the engine process: several calls at a time, pauses, and new weights while requests are under way.
+"""Runs vLLM in the engine process: several calls at a time, pauses, and weight updates while requests are running.
 
 begin         a call's requests join those that vLLM already has
-step          one step of vLLM; a call whose requests have all ended begins to publish its shard, behind later steps,
-              and is answered when that is done
-leave         what is unfinished of a call is aborted; it ends with the tokens so far
-pause         vLLM makes no forward pass; requests keep their KV cache; new weights may go in
+step          one step of vLLM; a call whose requests have all ended begins publishing its shard during later steps,
+              and is answered once that is done
+leave         the unfinished requests of a call are aborted; they end with the tokens so far
+pause         vLLM makes no forward pass; requests keep their KV cache; weights may be updated
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from moe_rl.weights.update import Holding, agreement, encode, refusal
 
 # vLLM's sleep level after which the weights must be sent again.
 _DISCARDS_WEIGHTS = 2
-# How many tokens of completions that have ended are told in one step: 16,384 take 0.1 ms.
+# How many tokens of ended completions are reported per step: 16,384 take 0.1 ms.
 _TOLD_TOKENS = 1 << 14
 _YIELDING = 10
 
 
 class ChildEngine:
-    """Runs vLLM in this process, set up to be deterministic, and reports what it did."""
+    """Runs vLLM in this process, set up to be deterministic, and reports its results."""
 
     def __init__(self, settings: EngineSettings, pulse: Callable[[], None]):
         arguments.refuse_wrong_vllm(settings.capture)
-        # Imported late, so that a wrong vLLM is reported before its slow import.
+        # Imported late: importing vLLM is slow, and a wrong vLLM is reported before.
         import vllm
         from vllm.platforms import current_platform
 
@@ -47,9 +47,9 @@ class ChildEngine:
         self._holding = Holding(version=0, digest="", whole=True)
         self._asleep: set[str] = set()
         self._paused = False
-        # By the numbers of the calls.
+        # Calls by number.
         self.running: dict[int, RunningCall] = {}
-        # The requests that have ended and of which `news` has not told, with their places in their calls.
+        # Ended requests that `news` has not reported yet, with their indices in their calls.
         self._ended: list[tuple[RunningCall, int]] = []
         recording = None
         if settings.trace_root is not None:
@@ -75,7 +75,7 @@ class ChildEngine:
                 max_concurrent=settings.max_concurrent,
                 kv_cache_mib=settings.kv_cache_mib,
             ),
-            # Servers have GPUs of their own, which they never release.
+            # Servers have their own GPUs, which they never release.
             enable_sleep_mode=settings.sleeps and not self._on_cpu,
         )
         self._source: WorkerSource | NativeSource | None = None
@@ -129,10 +129,10 @@ class ChildEngine:
         return any(call.unfinished == 0 or not self._paused for call in self.running.values())
 
     def step(self) -> list[tuple[int, wire.Reply | Exception]]:
-        """Make one step of vLLM. Returns the reply, or the error, of each call whose requests ended before it and whose
-        shard is published.
+        """Make one step of vLLM. Returns the reply or error of each call whose requests ended before it and whose shard
+        is published.
 
-        The workers learn in this step which requests ended before it; only then a shard can be published.
+        The workers learn in this step which requests ended before it; a shard can be published only after that.
         """
         ended = [call for call in self.running.values() if not call.unfinished]
         idle = self._paused or len(ended) == len(self.running)
@@ -141,8 +141,8 @@ class ChildEngine:
         return [(number, reply) for number, reply in replies if reply is not None]
 
     def news(self) -> list[wire.RequestsEnded]:
-        """Return completions that have ended: all of calls that have ended too, of others as many as hold a step up for
-        less than a millisecond."""
+        """Return ended completions: all those of ended calls, and of others as many as delay a step by less than a
+        millisecond."""
         found: dict[int, list[tuple[int, Completion]]] = {}
         later: list[tuple[RunningCall, int]] = []
         tokens = 0
@@ -151,14 +151,14 @@ class ChildEngine:
                 later.append((call, at))
                 continue
             tokens += len(call.outputs[at].token_ids)
-            with suppress(EngineError):  # the reply to the call says what is wrong
+            with suppress(EngineError):  # the reply to the call reports the fault
                 completion = call.outputs[at].completion(call.requests[at], {})
                 found.setdefault(call.number, []).append((at, completion))
         self._ended = later
         return [wire.RequestsEnded(number, completions) for number, completions in found.items()]
 
     def leave(self, number: int) -> None:
-        """Abort what is unfinished of a call, if the call is still running."""
+        """Abort the unfinished requests of a call, if it is still running."""
         if (call := self.running.get(number)) is not None and call.unfinished:
             self._abort_rest(call)
 
@@ -226,10 +226,10 @@ class ChildEngine:
         call.unfinished = 0
 
     def _end(self, call: RunningCall, *, wait: bool) -> wire.Reply | Exception | None:
-        """Return the reply of a call, or why there is none; its shard is then abandoned.
+        """Return the reply of a call, or the error, after which its shard is abandoned.
 
         Args:
-            wait: for the shard to be published. Otherwise the result is None while it is not.
+            wait: wait until the shard is published. Otherwise the result is None until then.
         """
         refs: dict[str, RouteRef] = {}
         try:
@@ -249,7 +249,7 @@ class ChildEngine:
         return reply
 
     def _pause(self) -> None:
-        """Stop scheduling, and take the outputs of batches that are under way on the device."""
+        """Stop scheduling, and take the outputs of batches in flight on the device."""
         self._core.pause_scheduler("keep", clear_cache=False)
         for _ in range(self._core.batch_queue_size):
             self._advance()
@@ -268,7 +268,7 @@ class ChildEngine:
             self._version = call.update.version
 
     def _hear(self, answers: list[dict[str, object]]) -> None:
-        """Store what the workers report that they hold."""
+        """Store the workers' report of their weights."""
         self._holding = agreement([msgspec.convert(answer, Holding) for answer in answers])
 
     def _refuse_torn_weights(self) -> None:
@@ -276,15 +276,15 @@ class ChildEngine:
             raise refusal(self._holding)
 
     def _refuse_company(self, what: str) -> None:
-        """Refuse what needs an engine without requests."""
+        """Refuse a call that needs an engine without requests."""
         if self.running:
-            got = f"{len(self.running)} calls under way"
+            got = f"{len(self.running)} calls running"
             raise EngineError(f"{what} needs an engine without requests", got=got, do="wait for them")
 
     def _refuse_pause(self) -> None:
-        """Refuse a call that waits for its result, where nobody could end the pause."""
+        """Refuse a call that blocks until its result, because then no call could end the pause."""
         if self._paused:
-            raise EngineError("The vLLM engine pauses", do="resume it first")
+            raise EngineError("The vLLM engine is paused", do="resume it first")
 
     def _check_ready(self) -> None:
         """Refuse to sample from incomplete weights, or while memory is released."""
@@ -319,8 +319,8 @@ def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: b
     Args:
         request: what to sample.
         ask: what to record; None records nothing.
-        grows: stream tokens as they come, because an aborted request has no final output.
-        scores: return log-probabilities of the prompt; vLLM then computes the whole prompt anew.
+        grows: stream tokens as they are sampled, because an aborted request has no final output.
+        scores: return log-probabilities of the prompt; vLLM then computes the whole prompt again.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -331,6 +331,6 @@ def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: b
         **sampling.parameters(request, ask),
         output_kind=kind,
         prompt_logprobs=prompt_logprobs,
-        skip_clone=True,  # nobody else holds them, and vLLM would make a deep copy of each
-        flat_logprobs=True,  # lists of numbers, and no object for each token
+        skip_clone=True,  # they are not shared, and vLLM would deep-copy each
+        flat_logprobs=True,  # lists of numbers instead of an object per token
     )

@@ -26,12 +26,12 @@ GENERATE = "/inference/v1/generate"
 """vLLM's own route with token ids in and out."""
 
 RUN_HEADER = "moe-rl-run"
-"""HTTP header with the run's id. The server answers only the run that adopted it last."""
+"""HTTP header with the run's id. The server answers only the last run that adopted it."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
-# What the client calls a request, so that it can leave it.
+# The client's name of a request, with which it can abort it.
 RequestName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16,32}$")]
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,256}", re.ASCII)
@@ -67,13 +67,13 @@ class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class LeaveRequests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Defines the body of /moe_rl/leave: the requests of these names are aborted. Their streams end with the tokens so
-    far. A name that no request has is left alone: the request may have ended."""
+    far. Unknown names are ignored: the request may have ended."""
 
     names: list[RequestName]
 
 
 class RecordArguments(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Says what to record of a request, see recording.py."""
+    """Defines what to record of a request, see recording.py."""
 
     moe_rl_key: str
     moe_rl_sink: str
@@ -82,7 +82,7 @@ class RecordArguments(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
 
 class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says how to sample: the parameters of vLLM that `sampling.parameters` sets."""
+    """Holds the vLLM sampling parameters that `sampling.parameters` sets."""
 
     max_tokens: _Count
     temperature: float = 1.0
@@ -102,7 +102,7 @@ class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Defines the body of GENERATE: one completion to sample. vLLM accepts more fields than this; the gate does not.
 
-    `name`: for /moe_rl/leave; None for a request that is not left.
+    `name`: for /moe_rl/leave; None for a request that is never aborted.
     """
 
     token_ids: list[TokenId]
@@ -113,7 +113,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SaltedGeneration(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Defines what vLLM gets for a Generation. `cache_salt` is the weight version: prefixes are shared within one."""
+    """Defines the body that vLLM gets for a Generation. `cache_salt` is the weight version: prefixes are shared only
+    within one."""
 
     token_ids: list[TokenId]
     sampling_params: Parameters
@@ -161,7 +162,7 @@ class Served(msgspec.Struct, frozen=True):
         capture, support, router_logits_fraction, head: as in recording.Recording and the config's rollout.capture.
         reads_text: whether it finds stop strings.
         gpus: number of GPUs that share the weights.
-        start: a random id of this start of the server.
+        start: a random id of this server start.
         updates: attempted changes of the weights since the start.
         weight_version, weight_digest: of the last complete weights that the server held; the digest of its first
             weights is "".

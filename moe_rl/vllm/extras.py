@@ -1,14 +1,14 @@
-"""Records more than routes, each kind by its own switch: sampling support, log-normaliser, router logits, head.
+"""Records more than routes, each kind with its own switch: sampling support, log-normaliser, router logits, head.
 
 support         the token ids that could have been drawn under top-k, top-p and min-p, per sampled token
-log_normalizer  log of the total probability of the support before truncation, per sampled token. Add it to the token's
+log_normalizer  log of the support's total probability before truncation, per sampled token. Add it to the token's
                 log-probability to get the log-probability without top-k, top-p and min-p.
 router_logits   logits of every router, for a fraction of the tokens that this request computed itself
 head            the K likeliest tokens with their log-probabilities in the sampling distribution, per sampled token
 
 Each costs copies to the host in every step, so each is off by default. A trainer with `rollout.keep_sampling_mask`
-needs the support of every token, one with `objective.score_centering` the head; the others are diagnostics for some
-requests.
+needs the support of every token, a trainer with `objective.score_centering` needs the head; the others are diagnostics
+for some requests.
 
 Arrays as they are stored with a record and read back by `TraceStore.aux`:
 
@@ -35,7 +35,7 @@ from moe_rl.vllm.slots import Recorded
 
 
 class Extras:
-    """Hooks into the sampler and the routers of one worker, and collects what they show for each request."""
+    """Hooks into the sampler and the routers of one worker, and collects their data for each request."""
 
     def __init__(self, worker, recording: Recording, moe_modules: Mapping[int, torch.nn.Module]):
         self._runner = worker.model_runner
@@ -54,8 +54,8 @@ class Extras:
 
     @classmethod
     def of(cls, worker, recording: Recording, moe_modules, *, pipeline_stages: int) -> Self | None:
-        """Make the hooks, or return None if only routes are recorded. Raises EngineError if the engine cannot show the
-        rest."""
+        """Make the hooks, or return None if only routes are recorded. Raises EngineError if the engine cannot provide
+        the rest."""
         if not recording.more_than_routes:
             return None
         config = worker.vllm_config
@@ -94,11 +94,11 @@ class Extras:
         if wanted:
             logits = self._buffer[[row for *_, row in wanted]].cpu().numpy()
             for (request, position, _), one in zip(wanted, logits, strict=True):
-                # A token may be computed again after a preemption: the first pass counts, as it does for routes.
+                # A token may be computed again after a preemption: the first pass counts, as for routes.
                 self._logits.setdefault(request.number, {}).setdefault(position, one)
 
     def drop(self, request: Recorded) -> None:
-        """Forget a request of which nothing is stored."""
+        """Forget a request that is not stored."""
         self._sampled.pop(request.number, None)
         self._logits.pop(request.number, None)
 
@@ -108,10 +108,10 @@ class Extras:
         aux: dict[str, np.ndarray] = {}
         sampled = self._sampled.pop(request.number, {})
         logits = self._logits.pop(request.number, {})
-        # The row of position p - 1 gave the token at position p; the last token drawn has no row of its own.
+        # The row of position p - 1 gave the token at position p; the last token drawn has no row.
         positions = range(len(request.prompt), rows + 1) if self._samples and not request.greedy else range(0)
         if unseen := [p for p in positions if p not in sampled]:
-            # A missing support would be read as the whole vocabulary.
+            # A missing support would be taken for the whole vocabulary.
             raise EngineError(
                 "the recorder did not see the distribution that a token was drawn from",
                 where={"request": request.ask.key, "position": unseen[0]},
@@ -150,9 +150,9 @@ class Extras:
         sampler.topk_topp_sampler.register_forward_hook(self._after_sampling)
 
     def _after_sampling(self, module, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
-        """Store what is asked for of the distributions that the tokens were drawn from.
+        """Store the requested data about the distributions that the tokens were drawn from.
 
-        inputs[0] holds the logits [R, V], masked or, if the sampler masks them itself, not yet masked. output[1] holds
+        inputs[0] holds the logits [R, V], masked unless the sampler masks them itself. output[1] holds
         the log-probabilities [R, V] of the sampling distribution, -inf for removed tokens.
         """
         logprobs = output[1]
@@ -185,7 +185,7 @@ _NO_HEAD = _NOTHING, _NOTHING.astype(np.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Drawn:
-    """Holds what is kept of the distribution that one token was drawn from."""
+    """Holds the stored data about the distribution that one token was drawn from."""
 
     support: np.ndarray
     mass: float

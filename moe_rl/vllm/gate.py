@@ -1,7 +1,7 @@
-"""Guards a recording vLLM server: checks the caller and the body, and passes the call on or answers with an error.
+"""Guards a recording vLLM server: checks caller and body, then forwards the call or answers with an error.
 
     client -- Bearer token --> Gate -- /moe_rl/* --> Control ---> RecorderControl in the workers ----> trace store
-                                    -- /inference/v1/generate --> vLLM, once the body is one that cannot harm it
+                                    -- /inference/v1/generate --> vLLM, if the body is harmless
                                     -- GET /metrics and the like -> vLLM
 
 vLLM's --api-key leaves many of its control routes open; without the token the gate answers GET /health only. The gate
@@ -32,7 +32,7 @@ TOKEN_FILE = "MOE_RL_TOKEN_FILE"
 # vLLM's routes that only report and change nothing.
 _TOLD = frozenset({"/health", "/metrics", "/version", "/v1/models", "/openapi.json"})
 
-# Routes of vLLM's by which agents ask.
+# vLLM's routes for agents.
 _FOR_AGENTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 
 # Longest error message in an answer; messages may quote what the client sent.
@@ -56,7 +56,7 @@ class Gate:
         kind = scope["type"]
         free = kind == "lifespan" or (kind == "http" and (scope["method"], scope["path"]) == ("GET", "/health"))
         if not free and not self._admits(scope["headers"]):
-            refusal = WebSocketClose(1008) if kind == "websocket" else _error(401, "this server wants the run's token")
+            refusal = WebSocketClose(1008) if kind == "websocket" else _error(401, "this server needs the run's token")
             await refusal(scope, receive, send)
         elif kind == "lifespan" or (kind == "http" and scope["method"] == "GET" and scope["path"] in _TOLD):
             await self._app(scope, receive, send)
@@ -111,12 +111,12 @@ class Admitted:
     body: bytes
 
     def asked_anew(self, scope, receive):
-        """Return `scope` and `receive` of the request as vLLM is to see them."""
+        """Return `scope` and `receive` of the request for vLLM."""
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body)).encode())]
         left = [{"type": "http.request", "body": self.body}]
 
         async def ours():
-            # The client's body was read to its end, so the next message can only be its disconnect.
+            # The client's body was read completely, so its next message can only be a disconnect.
             return left.pop() if left else await receive()
 
         return scope | {"headers": headers, "query_string": b""}, ours
@@ -124,12 +124,12 @@ class Admitted:
 
 def _no_route(path: str) -> str:
     if path in _FOR_AGENTS:
-        return f"{path}: this server takes token ids at {GENERATE}; agents ask a gateway: moe-rl serve --gateway"
+        return f"{path}: this server takes token ids at {GENERATE}; agents use a gateway: moe-rl serve --gateway"
     return f"{path[:200]!r}: no such route, expected {GENERATE} or /moe_rl/..."
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    # Otherwise the unread rest of a body would be taken for the next request.
+    # Otherwise the unread rest of a body would be parsed as the next request.
     headers = (
         {"Connection": "close"}
         if status in (408, 413, 415)
@@ -141,7 +141,8 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 async def read_body(request: Request, longest: int) -> bytearray:
-    """Return the body of a request in JSON. Raises RefusedCall for one of another kind, too long or too slow."""
+    """Return the JSON body of a request. Raises RefusedCall for another content type, or a body too long or too
+    slow."""
     kind = request.headers.get("content-type", "application/json")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise RefusedCall(415, f"a body of {kind[:100]!r}, expected application/json")

@@ -12,7 +12,7 @@ def attach_recorder(worker) -> None:
     part of vLLM's config and therefore of the key of vLLM's compile cache, so a graph traced without the capture is
     never reused with a recorder. Tensor-parallel workers all route alike, so only the first one records.
 
-    Raises EngineError for a worker without moe_rl's control methods: nobody could publish what it records.
+    Raises EngineError for a worker without moe_rl's control methods: its recording could never be published.
     """
     additional = worker.vllm_config.additional_config
     if not isinstance(additional, dict) or "moe_rl" not in additional:
@@ -30,7 +30,7 @@ def attach_recorder(worker) -> None:
 
     if get_tp_group().rank_in_group:
         return
-    # Imported late: an engine that does not record should not load the recorder.
+    # Imported late: only an engine that records should load the recorder.
     from moe_rl.vllm.recorder import Recorder
 
     worker.moe_rl_recorder = Recorder(worker, additional["moe_rl"])

@@ -37,7 +37,8 @@ class RecordedCompletion:
     Attributes:
         prompt_token_ids: P tokens.
         output: vLLM's CompletionOutput with S sampled tokens (token_ids, text, logprobs, ...).
-        logprobs: float32 [S], natural log, of the sampled tokens under the distribution that they were drawn from.
+        logprobs: float32 [S], natural log-probabilities of the sampled tokens under the distribution they were drawn
+            from.
         routes: [P + S - 1, L, K] uint8 or uint16, ids of the K experts, ascending. The last sampled token is not
             forwarded.
         layers: the global numbers of the L decoder layers.
@@ -148,10 +149,10 @@ def record(
     """Start a `vllm.LLM` that records routes.
 
     model: checkpoint folder. trace_root: folder of the trace store; None: a temporary one. layer_map: a letter for each
-    decoder layer, d for a dense one and m for one with experts, as in "d*3,m*58"; needed for a family that is not in
-    `moe_rl.models`. capture: "worker" needs no patch, "patch" wants a vLLM with this package's patches. support to
-    router_logits_fraction: what else is kept, as in `recording.Recording`. of_vllm: arguments for vllm.LLM.
-    Raises ConfigError for a model, EngineError for a vLLM or arguments, with which routes cannot be recorded.
+        decoder layer, d for dense and m for experts, as in "d*3,m*58"; needed for a family that is not in
+        `moe_rl.models`. capture: "worker" needs no patch, "patch" needs a vLLM with this package's patches. support to
+        router_logits_fraction: what else is kept, as in `recording.Recording`. of_vllm: arguments for vllm.LLM.
+    Raises ConfigError for a model, and EngineError for a vLLM or arguments, with which routes cannot be recorded.
     """
     if capture not in ("worker", "patch"):
         message = "An offline LLM cannot record with this capture"
@@ -160,14 +161,14 @@ def record(
         raise EngineError("An argument of vLLM is reserved", where={"argument": min(taken)}, do="leave it out")
     arguments.refuse_wrong_vllm(capture)
     spec = checkpoint_spec(model, layer_map=layer_map)
-    # In this process: a script needs no guard, and a step more can be asked for.
+    # vLLM runs in this process: a script needs no guard, and `generate` can make an extra step.
     os.environ |= model_runner(capture) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     import vllm
 
     folder = tempfile.TemporaryDirectory(prefix="moe_rl-routes-")
     root = Path(trace_root or folder.name).absolute()
     recording = Recording(str(root), spec.model_fingerprint, support, log_normalizer, router_logits_fraction)
-    # Prompts may be texts here, and what the caller asks for replaces what is not recording's.
+    # Prompts may be texts here, and the caller's arguments override all that recording does not need.
     ours = arguments.fixed(Path(model), capture=capture, recording=recording, reads_text=True)
     ours |= arguments.unsized(share_given="gpu_memory_utilization" in of_vllm)
     llm = vllm.LLM(**ours | of_vllm)
@@ -175,8 +176,7 @@ def record(
 
 
 def _with_recording(params: Any, ask: RecordingRequest) -> Any:
-    """Return a copy of vLLM's SamplingParams that asks for its routes, and for the log-probabilities of sampled
-    tokens."""
+    """Return a copy of vLLM's SamplingParams that requests routes and the log-probabilities of sampled tokens."""
     params = params.clone()
     if params.logprobs is None:
         params.logprobs = 0

@@ -1,7 +1,7 @@
 """Reads a patch series from patches/vllm/VERSION: its patches in order, their digests and their hunks.
 
 SERIES   version X       the vLLM release that the series is for
-         ran TEXT        what was run on that release with these patches; without this line no engine starts
+         ran TEXT        how the patches were run on that release; without this line no engine starts
          NAME.patch      one line per patch, in order
 BASE     PATCH PATH SHA256 SHA256    for every file that a patch changes: its digest before and after
 """
@@ -45,7 +45,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Lists the patches for one vLLM version in order. `ran` says what was run with them; None if nothing was."""
+    """Lists the patches for one vLLM version in order. `ran` says how they were run; None if they never were."""
 
     version: str
     ran: str | None
@@ -66,7 +66,7 @@ def read_hunks(patch: Path, package: str) -> dict[str, PatchedFile]:
 
     Raises PatchError, with the line, if a hunk does not match its line counts.
     """
-    # Imported late: every engine inspects its vLLM at the start, and needs only digests for that.
+    # Imported late: every engine inspects its vLLM at the start, for which digests suffice.
     from unidiff import PatchSet, UnidiffParseError
 
     with open(patch, encoding="utf-8", newline="\n") as file:
@@ -115,7 +115,7 @@ def _read(folder: Path) -> Series:
 
 
 def _check_chains(series: Series, folder: Path) -> None:
-    """Check that every patch changes something, and starts from each file as the patch before left it."""
+    """Check that every patch changes something, and starts from each file as the previous patch left it."""
     left: dict[str, str] = {}
     for patch in series.patches:
         if not patch.changes:

@@ -1,8 +1,8 @@
-"""Inspects a vLLM: which version it is and which of our patches it has. Applies and reverts the patches.
+"""Finds the version of a vLLM and which of our patches it has. Applies and reverts the patches.
 
-A vLLM is an installed package or a git checkout. Only digests identify a file. Files are changed in memory, compared
-with the digest in BASE, and replaced as a whole. So an interrupted run leaves only whole files, and a package cache
-that hard-links a file keeps the original. vLLM is never imported here.
+A vLLM is an installed package or a git checkout. Files are identified only by their digests. They are changed in
+memory, compared with the digest in BASE, and replaced as a whole. So an interrupted run leaves only whole files, and a
+package cache that hard-links a file keeps the original. vLLM is never imported here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMAND = "moe-rl patch"
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Says what was found in the package folder `root`.
+    """Describes the vLLM in the package folder `root`.
 
     Attributes:
         series: None if there are no patches for this version; files and patches are then empty.
@@ -76,7 +76,7 @@ def inspect(path: Path | None = None) -> State:
 
 
 def check(path: Path | None = None) -> State:
-    """Return the state if vLLM is fully patched. Raises PatchError naming every file that is not as required."""
+    """Return the state if vLLM is fully patched. Otherwise raises PatchError naming every wrong file."""
     state = inspect(path)
     found = _problems(state)
     if found:
@@ -165,7 +165,7 @@ def _problems(state: State) -> list[Problem]:
                 describe(
                     "vLLM is half patched",
                     where=where,
-                    got=f"a file that is {kind} beside others that are not",
+                    got=f"a file that is {kind} next to others that are not",
                     do=f"run {command} --revert, then {command} --apply",
                 )
             )
@@ -192,7 +192,7 @@ def _identify(root: Path) -> tuple[str, Series | None]:
                 do="reinstall vLLM, or delete a _version.py that a build left in the checkout",
             )
         return said, known.get(said)
-    # Not built. To name a file that someone changed, take the version that shares the most files.
+    # Not built. Take the version that shares the most files, so that a changed file can be named.
     closest = fitting or [version for version, count in recognised.items() if count == max(recognised.values()) > 0]
     if len(closest) != 1:
         raise PatchError(
@@ -206,7 +206,8 @@ def _identify(root: Path) -> tuple[str, Series | None]:
 
 
 def _said_version(root: Path) -> str | None:
-    """Return the public version from the file that vLLM's build writes; metadata would need the distribution's name."""
+    """Return the public version from the file that vLLM's build writes. Package metadata would need the distribution's
+    name."""
     file = root / "_version.py"
     if not file.is_file():
         return None
@@ -260,7 +261,7 @@ def _rewrite(state: State, *, reverse: bool) -> None:
         for change in patch.changes:
             have, wanted = (change.after, change.before) if reverse else (change.before, change.after)
             if _sha256(texts[change.path]) != have:
-                continue  # half patched: this file does not have this patch
+                continue  # half patched: this file lacks this patch
             texts[change.path] = patched(texts[change.path], hunks[change.path], {"file": change.path}, reverse=reverse)
             if _sha256(texts[change.path]) != wanted:
                 raise _broken_promise(patch, f"another {change.path}")

@@ -21,7 +21,7 @@ from moe_rl.parent import belong_to
 
 _PREFIX = "moe_rl-engine-"
 _SHARED_MEMORY = Path("/dev/shm")
-# With torchrun's variables the engine would believe that it is one of torchrun's ranks.
+# With torchrun's variables the engine would take itself for one of torchrun's ranks.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
@@ -31,7 +31,8 @@ def model_runner(capture: str) -> dict[str, str]:
 
 
 def child_environment(capture: str) -> dict[str, str]:
-    """Return the child's environment: the parent's without torchrun's variables, plus what only variables can set."""
+    """Return the child's environment: the parent's without torchrun's variables, plus settings that only variables can
+    make."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
     root = str(Path(moe_rl.__file__).resolve().parents[1])
     ours = {
@@ -50,9 +51,9 @@ def child_environment(capture: str) -> dict[str, str]:
 
 
 class Scratch:
-    """Creates a temporary folder, locked for as long as this process lives.
+    """Creates a temporary folder, locked while this process lives.
 
-    A killed process cannot remove its folder, so every new Scratch removes old folders that nobody locks.
+    A killed process cannot remove its folder, so every new Scratch removes old unlocked folders.
     """
 
     def __init__(self):
@@ -83,7 +84,8 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    # vLLM's workers meet by a file there. On CPUs they name shared memory after it, and never remove that memory.
+    # vLLM's workers rendezvous through a file there. On CPUs they name shared memory after it, and never remove that
+    # memory.
     for met in folder.glob("vllm_dist_*"):
         for memory in _SHARED_MEMORY.glob(f"{met.name}-*"):
             memory.unlink(missing_ok=True)
@@ -100,11 +102,11 @@ class _Lossy(io.FileIO):
 
 
 def channel_to_parent[M: Message](calls: msgspec.msgpack.Decoder[M]) -> Channel[M]:
-    """Begin the work of a child that `rollout.child_process` has spawned: it ends with its parent, and a full disk of
-    its log does not end it. Returns the connection to the parent.
+    """Set up a child that `rollout.child_process` has spawned: it ends with its parent, and survives a full disk of its
+    log. Returns the connection to the parent.
 
     Args:
-        calls: decoder of what the parent sends.
+        calls: decoder of the parent's messages.
     """
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     belong_to(parent)
@@ -115,7 +117,7 @@ def channel_to_parent[M: Message](calls: msgspec.msgpack.Decoder[M]) -> Channel[
 def _outlive_a_full_log() -> None:
     """Let this process continue when the disk of its log is full; output is then lost.
 
-    The trainer learns of the full disk in another way.
+    The trainer detects the full disk separately.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

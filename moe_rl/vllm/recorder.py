@@ -4,11 +4,11 @@
     the routers ------------- capture.py ------> experts of the step's tokens (device)
     the forward pass -------- after_forward ---> one sum per token, taken on the device (trace/source_sum.py);
                                                  experts copied to the host, stored under their KV slots (slots.py)
-    a finished request ------------------------> its rows, copied; appended to a trace shard behind the steps
+    a finished request ------------------------> its rows, copied; appended to a trace shard while steps continue
 
 Every read and write of the slots goes through one journal, in the order in which vLLM decided it (slot_journal.py). The
-journal waits for a step's copy to the host; the step does not. When a finished request's rows are taken, its blocks
-therefore still hold its own rows, even if vLLM has given the blocks away in the next step.
+journal waits for a step's copy to the host; the step does not. So when a finished request's rows are taken, its blocks
+still hold its own rows, even if vLLM has reassigned the blocks in the next step.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -91,7 +91,7 @@ class Recorder:
     def publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
     ) -> Future[dict[str, RouteRef]]:
-        """Begin to make a shard visible, behind the engine's steps.
+        """Begin publishing a shard, while the engine's steps continue.
 
         Args:
             sink: name of the shard.
@@ -99,16 +99,17 @@ class Recorder:
             aborted: keys of requests stopped early; their records are marked.
 
         Returns:
-            For each key this worker's reference, with one part and the sum over its layers, when the shard is visible.
-            EngineError: a sequence was not recorded, or was recorded with other tokens. The shard then stays as it was.
+            A future: for each key this worker's reference, with one part and the sum over its layers, once the shard is
+                visible. EngineError: a sequence was not recorded, or was recorded with other tokens. The shard is then
+                unchanged.
         """
         self._journal.work_off(wait=True)
         self.publications[sink] = publication = self.sinks.publish(sink, sequences, aborted)
         return publication
 
     def open(self, sink: str, folder: str = "") -> None:
-        """Begin a shard, or begin it anew. `folder` is the store's, below the trace root. Raises TraceError."""
-        if self._journal.awaits(sink):  # begun anew: what was asked of it must not enter it later
+        """Begin or restart a shard. `folder` is the store's folder below the trace root. Raises TraceError."""
+        if self._journal.awaits(sink):  # restarted: rows for the old shard must not enter it later
             self._journal.work_off(wait=True)
         self.sinks.open(sink, folder)
 
@@ -171,8 +172,7 @@ class Recorder:
         self.sinks.hand_over()
 
     def after_forward(self, scheduled) -> None:
-        """Take what the routers captured and which tokens were forwarded; both are stored when the copies have
-        arrived."""
+        """Take the captured routes and the forwarded tokens; both are stored once the copies have arrived."""
         count = scheduled.total_num_scheduled_tokens
         if count == 0:
             return
@@ -204,7 +204,7 @@ class Recorder:
         self.stats["steps"] += 1
         self.stats["forwarded"] += count
 
-    # What the scheduler can do with a request.
+    # The scheduler's actions on a request.
 
     def _begin(self, new, allotted: Allotted) -> None:
         try:
@@ -246,7 +246,7 @@ class Recorder:
 
         vLLM later forwards the same tokens again in other batches, where near ties may be routed differently, but the
         sampled tokens came from the first pass. Rows of drafts that may have been rejected are not saved; their second
-        pass is right.
+        pass is used.
         """
         table, forwarded = request.table, request.forwarded - request.drafts
         request.table, request.forwarded = BlockTable(), 0
@@ -300,13 +300,12 @@ class Recorder:
         self._journal.add(lambda: witness.take(version, logits.numpy(), whose), arrived)
 
     def _refuse(self, new, error: MoeRLError) -> None:
-        """Remember why a request cannot be recorded. The request is sampled anyway; asking for its routes gives the
-        reason."""
+        """Remember why a request cannot be recorded. It is sampled anyway; publishing its routes reports the reason."""
         args = new.sampling_params.extra_args
         self.stats["refused"] += 1
         self.sinks.refuse(str(args.get("moe_rl_sink")), str(args.get("moe_rl_key")), error)
 
-    # What the journal does.
+    # Callbacks of the journal.
 
     def _store(
         self,
@@ -333,7 +332,7 @@ class Recorder:
         self._slots.write(slots, positions, token_ids, routes, placed, weight_version, may_repeat=self._speculates)
 
     def _rows(self, request: Recorded, ask: RecordingRequest, table: BlockTable, forwarded: int) -> Rows:
-        """Return all rows of a request up to `forwarded`; where it was preempted, the rows of the first pass."""
+        """Return all rows of a request up to `forwarded`; after a preemption those of the first pass."""
         rows = request.kept
         who: About = {"request": ask.key}
         if rows is None:
@@ -355,8 +354,8 @@ class Recorder:
         return rows
 
     def _rewritten(self, request: Recorded, ask: RecordingRequest, table: BlockTable, forwarded: int) -> int:
-        """Return how many saved rows of a preempted request were computed again by newer weights. Later tokens attended
-        to the keys of these weights, though the rows stay those of the first pass."""
+        """Return how many saved rows of a preempted request were computed again with newer weights. Later tokens
+        attended to the keys of these weights, but the rows stay those of the first pass."""
         if (kept := request.kept) is None:
             return 0
         again = self._slots.read(table, 0, min(len(kept), forwarded), {"request": ask.key})

@@ -1,4 +1,4 @@
-"""Says what to record: settings of the engine at its start, and arguments of each request.
+"""Defines what to record: settings of the engine at its start, and arguments of each request.
 
 A request passes them in `SamplingParams.extra_args` (over HTTP: `vllm_xargs`):
 
@@ -29,15 +29,15 @@ _SAMPLE = re.compile(r"(\d+)_")
 
 
 class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says what an engine records; the value of `additional_config["moe_rl"]`.
+    """Defines what an engine records; the value of `additional_config["moe_rl"]`.
 
     Attributes:
         trace_root: folder of the trace store.
-        model_fingerprint: of the model, for the trace.
+        model_fingerprint: the model's fingerprint, for the trace.
         support: also record which token ids could have been drawn under top-k, top-p and min-p.
         log_normalizer: also record the log of the support's total probability before truncation.
         router_logits_fraction: fraction of the tokens whose router logits are recorded.
-        head: number of the likeliest tokens that are also recorded, with their log-probabilities, per sampled token.
+        head: number of likeliest tokens also recorded per sampled token, with their log-probabilities.
     """
 
     trace_root: str
@@ -49,7 +49,7 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def distributions(self) -> bool:
-        """Return whether it records anything of the distributions that tokens are drawn from."""
+        """Return whether it records anything about the distributions that tokens are drawn from."""
         return bool(self.support or self.log_normalizer or self.head)
 
     @property
@@ -58,7 +58,7 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.router_logits_fraction <= 1.0:
-            raise ValueError(f"router_logits_fraction is {self.router_logits_fraction}, it must lie in [0, 1]")
+            raise ValueError(f"router_logits_fraction is {self.router_logits_fraction}, it must be in [0, 1]")
 
     def spec(self, model_config, moe_layers: Sequence[int]) -> TraceSpec:
         """Return the spec of the trace from vLLM's ModelConfig and the global numbers of the model's MoE layers."""
@@ -82,7 +82,7 @@ class RecordingRequest:
 
     @classmethod
     def of(cls, request: GenerateRequest, sink: str) -> RecordingRequest | None:
-        """Return what a request to sample asks to record, or None."""
+        """Return the recording that a sampling request needs, or None."""
         if not request.record:
             return None
         start = request.record_from if request.parent is None else 0
@@ -102,9 +102,9 @@ class RecordingRequest:
 
 
 def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
-    """Return what a request asks to record, or None. vLLM's `request_id` numbers the samples of one request.
+    """Return the recording that a request needs, or None. vLLM's `request_id` numbers the samples of one request.
 
-    Raises TraceError if the request cannot be recorded as asked.
+    Raises TraceError if the request cannot be recorded that way.
     """
     given = {name: value for name, value in (extra_args or {}).items() if str(name).startswith(PREFIX)}
     if not given:

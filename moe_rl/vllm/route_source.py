@@ -1,4 +1,4 @@
-"""Provides the routes of an engine to the process that drives it: one interface, two kinds.
+"""Provides the routes of an engine to the process that drives it: one interface, two implementations.
 
 WorkerSource uses a recorder in the workers, attached by the patch or by the worker class. NativeSource uses vLLM's own
 capture, whose arrays come with every output. Both use the same sinks, the same validator and the same store.
@@ -19,7 +19,7 @@ from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.vllm.slots import Recorded, Rows
 
-# What a worker reports of its part of a record: shard, digest, first row, rows, source sum. Plain values for transfer.
+# A worker's report of its part of a record: shard, digest, first row, rows, source sum. Plain values for transfer.
 Claim = tuple[str, str, int, int, str]
 
 
@@ -42,7 +42,7 @@ class WorkerSource:
         """Do nothing: the workers see finished requests themselves."""
 
     def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> None:
-        """Begin to publish the records of `sequences`: key -> token ids that must have been forwarded."""
+        """Begin publishing the records of `sequences`: key -> token ids that must have been forwarded."""
         self._llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
 
     def published(self, sink: str) -> bool:
@@ -136,12 +136,12 @@ class NativeSource:
         self._version = version
 
     def stats(self) -> dict[str, int]:
-        """Return those of a Recorder's counts that vLLM's outputs show, over the requests to be recorded."""
+        """Return the Recorder counts that vLLM's outputs show, over the requests to be recorded."""
         return dict(self._stats)
 
 
 def claims(refs: Mapping[str, RouteRef]) -> dict[str, Claim]:
-    """Convert what one worker published into its answer to `moe_rl_claims`."""
+    """Convert one worker's published references into its answer to `moe_rl_claims`."""
     return {
         key: (part.shard, part.digest, ref.start, ref.rows, ref.source_sum)
         for key, ref in refs.items()

@@ -2,7 +2,7 @@
 
 The recorder takes the experts after the routers. This module takes the logits before them, and derives which experts a
 top-k must choose and which it may choose. When a request is finished, the rows read back from its KV slots must fit.
-That proves that nothing on the way (buffer columns, row order, copies, slots) has mixed up the rows.
+That proves that no step in between (buffer columns, row order, copies, slots) has mixed up the rows.
 
 Legend for shapes: W rows, L MoE layers, E experts, K top-k experts per token.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_rl.errors import EngineError
 from moe_rl.vllm.slots import Recorded, Rows
 
-# Most rows per step, and per request: some 3 KiB each for a model of 94 layers and 128 experts.
+# Maximum rows per step, and per request: about 3 KiB each for a model of 94 layers and 128 experts.
 _ROWS, _ROWS_OF_REQUEST = 16, 64
 
 
@@ -31,8 +31,8 @@ class Ranking:
 
     Attributes:
         bias: [E] float32, or None.
-        groups, kept: experts are chosen only from the `kept` best of `groups` groups. A group's score is that of its
-            best expert, or, with a bias, the sum of its best two.
+        groups, kept: experts are chosen only from the `kept` best of `groups` groups. A group's score is its best
+            expert's score or, with a bias, the sum of its best two.
         exactness: relative error of a score, since the router may compute it in the precision of its logits.
     """
 
@@ -45,7 +45,7 @@ class Ranking:
 
     @classmethod
     def of(cls, router: Any, exactness: float) -> Ranking | None:
-        """Return the ranking of a vLLM router; None if it chooses in another way."""
+        """Return the ranking of a vLLM router; None if it chooses differently."""
         if type(router).__name__ not in ("CPURouter", "FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter"):
             return None
         strange = ("custom_routing_function", "hash_indices_table", "_hash_indices_table", "bias_vl")
@@ -66,8 +66,7 @@ class Ranking:
     def bounds(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return two masks bool [W, E] for logits [W, E]: experts that must be chosen, and experts that may be.
 
-        They differ by experts whose score, or whose group's score, ties for the last place within the router's
-        rounding.
+        They differ in experts whose score, or whose group's score, ties for last place within the router's rounding.
         """
         logits = logits.astype(np.float64)
         if self.sigmoid:
@@ -99,7 +98,7 @@ class Ranking:
 
 
 class RouterWitness:
-    """Hooks into the routers of one worker, and keeps what they show for each request."""
+    """Hooks into the routers of one worker, and keeps their choices for each request."""
 
     def __init__(self, worker, routers: Mapping[int, Any]):
         """Hook into `routers`: by global layer number, ascending, all of a known kind."""
@@ -117,10 +116,10 @@ class RouterWitness:
 
     @classmethod
     def of(cls, worker, modules: Mapping[int, torch.nn.Module], *, pipeline_stages: int) -> Self | None:
-        """Make the witness, or return None where it is not possible.
+        """Make the witness, or return None if that is not possible.
 
         A compiled forward pass does not call the hooks. With pipeline stages or speculative decoding the rows of a step
-        are not those of one pass. And every router must be of a known kind.
+        are not those of one pass. Every router must also be of a known kind.
         """
         config = worker.vllm_config
         if not modules:
@@ -132,7 +131,7 @@ class RouterWitness:
         return cls(worker, routers) if known else None
 
     def begin_step(self, tokens: int, seed: str) -> None:
-        """Choose the rows of the coming step: spread over it, and the same for the same requests wherever they run."""
+        """Choose the rows of the coming step: spread over it, and the same in every run of the same requests."""
         self._tokens = tokens
         stride = max(1, -(-tokens // _ROWS))
         first = xxhash.xxh3_64_intdigest(seed.encode()) % stride
@@ -158,7 +157,7 @@ class RouterWitness:
         return found
 
     def take(self, weight_version: int, logits: np.ndarray, whose: Sequence[tuple[Recorded, int]]) -> None:
-        """Keep which experts the logits [W, L, E] of these rows allow, under this version of the weights."""
+        """Store which experts the logits [W, L, E] of these rows allow, for this weight version."""
         if self._rankings[0] != weight_version:
             made = [Ranking.of(router, self._exactness) for router in self._routers.values()]
             self._rankings = (weight_version, made)
@@ -167,7 +166,7 @@ class RouterWitness:
             for at, (request, position) in enumerate(whose)
             if request.ask is not None
             and len(self._seen.get(request.number, ())) < _ROWS_OF_REQUEST
-            # What is computed again after a preemption, perhaps by newer weights, is not what is recorded.
+            # A row computed again after a preemption, perhaps with newer weights, is not the recorded row.
             and (request.kept is None or position >= len(request.kept))
         ]
         kept = [at for at in kept if np.isfinite(logits[at]).all()]
@@ -222,7 +221,7 @@ class RouterWitness:
         return len(positions)
 
     def drop(self, request: Recorded) -> None:
-        """Forget a request of which nothing is stored."""
+        """Forget a request that is not stored."""
         self._seen.pop(request.number, None)
 
     def _watch(self, router: Any, column: int) -> None:

@@ -1,4 +1,4 @@
-"""Holds the calls that an engine works on: what their requests gave, what is published, and what is answered."""
+"""Holds the calls that an engine works on: their outputs, published shards and replies."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moe_rl.vllm.sampling import Growing, ReportedSpan
 
 @dataclass(slots=True)
 class RequestOutput(Growing):
-    """Collects the output of one request. `result` is vLLM's latest output; `came` says which weights sampled what came
-    piece by piece."""
+    """Collects the output of one request. `result` is vLLM's latest output; `came` lists which weights sampled the
+    tokens of each piece."""
 
     result: Any = None
     came: list[ReportedSpan] = field(default_factory=list)
 
     def take(self, result, version: int) -> None:
-        """Add what is new since the previous output."""
+        """Add the tokens since the previous output."""
         self.result = result
         last = result.outputs[0]
         of, logprobs = ([], []) if last.logprobs is None else (last.logprobs.token_ids, last.logprobs.logprobs)
@@ -35,7 +35,7 @@ class RequestOutput(Growing):
             self.came.append(ReportedSpan(str(version), start, len(self.token_ids)))
 
     def abort(self) -> None:
-        """End with the tokens so far. vLLM says nothing more about an aborted request."""
+        """End with the tokens so far. vLLM sends no more output for an aborted request."""
         self.finish_reason, self.versions = "abort", self.came
 
 
@@ -44,12 +44,12 @@ class RunningCall(ABC):
     """Holds one call while vLLM works on it.
 
     Attributes:
-        source: what records the requests; None records nothing.
-        shard: the shard that is open there.
+        source: records the requests; None records nothing.
+        shard: the shard open there.
         asks: what each request records.
         enough: as in wire.Generate.
-        outputs: what came of each request.
-        unfinished: how many requests have not ended.
+        outputs: the output of each request.
+        unfinished: number of unfinished requests.
         publishes: whether the shard is being published.
     """
 
@@ -68,7 +68,7 @@ class RunningCall(ABC):
 
     @abstractmethod
     def publish(self, source: WorkerSource | NativeSource) -> None:
-        """Begin to publish the shard. All requests have ended."""
+        """Begin publishing the shard. All requests must have ended."""
 
     @abstractmethod
     def reply(self, refs: dict[str, RouteRef]) -> wire.Reply:

@@ -21,7 +21,7 @@ _COLDEST = 0.01
 
 
 class ReportedSpan(msgspec.Struct, frozen=True):
-    """Says, as vLLM reports it, that sampled tokens [start, end) come from the weights called `version`."""
+    """vLLM's report that sampled tokens [start, end) come from the weights called `version`."""
 
     version: str
     start: int
@@ -34,7 +34,7 @@ class Growing:
 
     Attributes:
         versions: the weight versions that vLLM reported last.
-        stop_reason: what ended it, as vLLM says: a stop token, a stop string, or None.
+        stop_reason: vLLM's reason for the end: a stop token, a stop string, or None.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Growing:
         versions: Sequence[ReportedSpan] | None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Add what is new since the last call."""
+        """Add the tokens since the last call."""
         self.token_ids += token_ids
         self.logprobs.extend(logprobs)
         self.finish_reason = finish_reason or ""
@@ -70,7 +70,7 @@ class Growing:
             refs: references to routes by key.
 
         Raises:
-            EngineError: vLLM did not say which weights sampled each token, or a log-probability is not finite.
+            EngineError: vLLM did not report which weights sampled each token, or a log-probability is not finite.
         """
         return Completion(
             key=request.key,
@@ -98,7 +98,7 @@ class Growing:
         rising = rising and all(span.tokens > 0 for span in spans)
         if [span.start for span in found] != bounds[:-1] or bounds[-1] != len(self.token_ids) or not rising:
             raise EngineError(
-                "vLLM did not say which weights sampled each token of a completion",
+                "vLLM did not report which weights sampled each token of a completion",
                 where={"request": key},
                 got=[(span.version, span.start, span.end) for span in found] or "no version",
                 expected=f"rising versions for tokens 0 to {len(self.token_ids)}",
@@ -128,7 +128,7 @@ def sampled_logprobs(values: array[float] | Sequence[float], key: str) -> np.nda
 def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int, reads_text: bool) -> None:
     """Raise EngineError for requests that vLLM would truncate or change silently, or that would crash it.
 
-    vLLM does not check token ids against its embeddings, nor whether it has a tokenizer to find stop strings with.
+    vLLM checks neither token ids against its embeddings nor whether it has a tokenizer to find stop strings.
 
     Args:
         vocabulary: number of rows of the embeddings, which may exceed the tokenizer's number of ids.
@@ -149,7 +149,7 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
 
 
 def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: int) -> None:
-    """Raise EngineError for tokens that vLLM cannot score. They must leave room for one token that it samples."""
+    """Raise EngineError for tokens that vLLM cannot score. They must leave room for one sampled token."""
     if not 2 <= len(token_ids) < max_model_len:
         within = f"2 to {max_model_len - 1}"
         raise EngineError("The number of tokens to score is out of range", got=len(token_ids), expected=within)
@@ -159,8 +159,7 @@ def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: in
 
 
 def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tuple[str, str | None, str] | None:
-    """Return what is wrong with a request, what was expected and what to do; None if nothing is. NaN is always
-    wrong."""
+    """Return a request's fault, the expected value and what to do; None without a fault. NaN is always a fault."""
     tokens, length = request.prompt_token_ids, len(request.prompt_token_ids) + request.max_tokens
     if not tokens:
         return "an empty prompt", None, ""
@@ -189,7 +188,7 @@ def _unknown(tokens: Sequence[int], vocabulary: int, what: str = "") -> tuple[st
 
 
 def scoring(runs: Sequence[Sequence[int]], *, record: bool) -> list[GenerateRequest]:
-    """Return requests that make an engine forward these token sequences as prompts; their samples are not used."""
+    """Return requests that make an engine forward these token sequences as prompts; their samples are ignored."""
     return [GenerateRequest(f"scored/{at}", tuple(run), 0, 1, 0.0, (), record=record) for at, run in enumerate(runs)]
 
 

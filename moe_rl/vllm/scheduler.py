@@ -1,7 +1,7 @@
-"""Makes vLLM's scheduler. New weights come in a pause; what waits over one gets no prefix that was cached before it.
+"""Makes a vLLM scheduler in which a request that waits during a pause gets no prefix cached before it.
 
-vLLM looks for cached prefixes when a request begins. The salt that keeps prefixes of different weights apart comes with
-the request, which may begin much later, when others leave it a place.
+New weights arrive in a pause. vLLM looks up cached prefixes when a request begins. The salt that separates prefixes of
+different weights comes with the request, which may begin much later, once there is room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SCHEDULER = f"{__name__}.make"
 
 
 def make(*, vllm_config: Any, **rest: Any) -> Any:
-    """Return the scheduler that vLLM would make, with this duty. vLLM calls this as its `scheduler_cls`."""
+    """Return vLLM's scheduler with this change. vLLM calls this as its `scheduler_cls`."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""Answers the control calls of a recording vLLM server, and checks requests for vLLM. They come through its gate."""
+"""Answers the control calls of a recording vLLM server, and checks requests for vLLM. Both come through its gate."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _PUBLISH_BODY = 1 << 28
 # request one step later, and requests of clients that are gone are aborted meanwhile.
 _SETTLE_SECONDS = 10.0
 _SETTLE_POLL_SECONDS = 0.005
-# How long a release waits for the next of the requests that it expects.
+# How long a release waits for the next expected request.
 _ARRIVE_SECONDS = 30.0
-# What vLLM puts before the id of a request to GENERATE.
+# vLLM's prefix of the id of a request to GENERATE.
 _VLLM_PREFIX = "generate-tokens-"
 # A challenge is a few bytes; the server must not give away any other file.
 _CHALLENGE_BYTES = 64
@@ -106,7 +106,8 @@ class Control:
         }
 
     def refuse_former_run(self, method: str, path: str, run: str | None) -> None:
-        """Refuse a run that no longer has the server: its calls could pause or abandon the current run's samples."""
+        """Refuse a run that has lost the server to another: its calls could pause or abandon the current run's
+        samples."""
         if path == "/moe_rl/adopt":
             self._run = run
         elif method == "POST" and path != "/moe_rl/challenge" and None not in (run, self._run) and run != self._run:
@@ -202,7 +203,7 @@ class Control:
         return holding
 
     async def _hear(self, engine, method: str, *args) -> Holding:
-        """Make a call that may change the weights, and return what the workers then hold.
+        """Make a call that may change the weights, and return the workers' new weights.
 
         If the call fails, the weights count as incomplete.
         """
@@ -218,10 +219,10 @@ class Control:
 
     def _refuse_pause(self) -> None:
         if not self._goes_on.is_set():
-            raise RefusedCall(409, "the server pauses: resume it first")
+            raise RefusedCall(409, "the server is paused: resume it first")
 
     async def _generate(self, engine, message: Generation) -> SaltedGeneration:
-        # In a pause vLLM would take it with cached prefixes of the weights before the update.
+        # In a pause vLLM would give it cached prefixes from the weights before the update.
         await self._goes_on.wait()
         self._refuse_torn_weights()
         given, asked = message.sampling_params, message.sampling_params.extra_args
@@ -333,7 +334,7 @@ async def _scored(
     engine, requests: Sequence[GenerateRequest], asks: Sequence[RecordingRequest | None]
 ) -> list[list[float]]:
     """Return the log-probabilities of all tokens but the first of each prompt. vLLM then computes the whole prompt
-    anew."""
+    again."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -353,11 +354,11 @@ async def _stop(engine) -> None:
 
 
 async def _settle(engine, sink: str) -> None:
-    """Wait until no request can add to a shard any more."""
+    """Wait until no request can add to a shard."""
     deadline = time.monotonic() + _SETTLE_SECONDS
     while unfinished := [key for keys in await _call(engine, "moe_rl_unfinished", sink) for key in keys]:
         if time.monotonic() > deadline:
-            got = f"{len(unfinished)} requests that are still sampled, as {unfinished[0]}"
+            got = f"{len(unfinished)} requests still being sampled, such as {unfinished[0]}"
             raise RefusedCall(409, describe("A shard is not finished", where={"shard": sink}, got=got, do="abort them"))
         await asyncio.sleep(_SETTLE_POLL_SECONDS)
 

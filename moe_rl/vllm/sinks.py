@@ -1,7 +1,7 @@
 """Fills trace shards: takes the rows of finished requests and returns references.
 
-A sink is one unpublished shard. Records are appended in the order in which requests finish, behind the engine's steps:
-a step only copies the rows, and one thread encodes, writes and publishes them. Two things of each record stay in
+A sink is one unpublished shard. Records are appended in the order in which requests finish, in parallel to the engine's
+steps: a step only copies the rows, and one thread encodes, writes and publishes them. Two things of each record stay in
 memory: its tokens, to verify at publication that they are those of the sequence, and each row's checksum from the
 engine's buffer, for the reference.
 """
@@ -30,13 +30,14 @@ from moe_rl.vllm.writing_thread import WritingThread
 
 _MAX_OPEN = 256
 _MAX_REFUSALS = 1024
-# Bytes of ids that a record must share with its group's first record to refer to it; a reference has a cost too.
+# Bytes of ids that a record must share with its group's first record to refer to it: a reference costs bytes too.
 _MIN_SHARED_BYTES = 64
 # Number of most recent prompts whose rows are remembered for sharing.
 _MAX_FAMILIES = 256
-# Bytes of rows that may wait to be written, over all shards: 250 requests of 10,000 tokens, 48 layers and top 8.
+# Bytes of rows that may wait to be written, over all shards, enough for 250 requests of 10,000 tokens, 48 layers and
+# top 8.
 _MAX_WAITING_BYTES = 1 << 30
-# Bytes of rows that are gathered before the writing thread gets them.
+# Bytes of rows that are collected before the writing thread gets them.
 _GATHERED_BYTES = 1 << 20
 
 
@@ -49,9 +50,8 @@ class _Sink:
         writer: writes the shard.
         records: key -> reference to all stored rows, token ids and sums of all rows, first row to refer to.
         families: prompt -> a record that begins with this prompt, and the prompt's rows.
-        last: the last work that the writing thread got. Until it is done, only this thread uses `writer`, `records` and
-            `families`.
-        dropped: what still waits need not be written.
+        last: the writing thread's last work. Until it is done, only that thread uses `writer`, `records`, `families`.
+        dropped: whether waiting rows need not be written.
     """
 
     store: TraceStore
@@ -62,19 +62,19 @@ class _Sink:
     dropped: bool = False
 
     def wait(self) -> None:
-        """Wait until nothing of this shard waits to be written."""
+        """Wait until all rows of this shard are written."""
         if self.last is not None:
-            self.last.exception()  # whoever publishes hears of it
+            self.last.exception()  # `publish` reports it
 
 
 class Sinks:
     """Holds all shards that one worker fills.
 
     Args:
-        root: folder of the store, or of several stores, one for each run that a server samples for.
+        root: folder of the store, or of several stores, one per run that a server samples for.
         spec: the model.
         layers: the layers that this worker sees.
-        suffix: ending of the names of this worker's shards.
+        suffix: suffix of this worker's shard names.
     """
 
     def __init__(self, root: Path, spec: TraceSpec, *, layers: tuple[int, ...], suffix: str):
@@ -82,7 +82,7 @@ class Sinks:
         self._open: dict[str, _Sink] = {}
         self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._lost: dict[str, DiskError] = {}
-        self._lock = threading.Lock()  # of the two above, which both threads change
+        self._lock = threading.Lock()  # guards the two above, which both threads change
         self._thread = WritingThread(_MAX_WAITING_BYTES)
         self._gathered: list[tuple[_Sink, Callable[[], None]]] = []
         self._gathered_bytes = 0
@@ -90,12 +90,11 @@ class Sinks:
 
     @property
     def waits(self) -> int:
-        """Return how often a step waited because too much was still to be written."""
+        """Return how often a step waited because too many rows were still unwritten."""
         return self._thread.waits
 
     def open(self, name: str, folder: str = "") -> _Sink:
-        """Begin the shard `name` of the store in `folder` below the root, or begin it anew. Raises TraceError if it
-        exists."""
+        """Begin or restart the shard `name` of the store in `folder` below the root. Raises TraceError if it exists."""
         self.abandon(name)
         if len(self._open) >= _MAX_OPEN:
             raise TraceError(
@@ -110,10 +109,10 @@ class Sinks:
         return sink
 
     def add(self, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
-        """Append the rows of a finished request to its sink, behind the engine's steps; `ask` says which. The sink is
-        created if necessary. The writing thread gets them with those of other requests: `hand_over`.
+        """Append the rows of a finished request to the sink that `ask` names, while the engine's steps continue.
 
-        `publish` says why a request has no record. Raises TraceError if the sink cannot be created.
+        The sink is created if necessary. `hand_over` gives the writing thread the rows of several requests at once.
+        `publish` reports why a request has no record. Raises TraceError if the sink cannot be created.
         """
         sink = self._open.get(ask.sink) or self.open(ask.sink)
         self._gathered.append((sink, partial(self._write, sink, request, ask, rows, aux)))
@@ -122,7 +121,7 @@ class Sinks:
             self.hand_over()
 
     def hand_over(self) -> None:
-        """Give the writing thread what was added. It gets many short records as one piece of work, because two threads
+        """Give the writing thread the added records. It gets many short ones as one piece of work, because two threads
         that both run Python slow each other down."""
         if not self._gathered:
             return
@@ -147,7 +146,7 @@ class Sinks:
                 self._broken = (ask, error)
 
     def check(self) -> None:
-        """Raise EngineError if a record failed in another way than requests and disks do."""
+        """Raise EngineError if a record failed for a reason other than its request or a disk."""
         if self._broken is not None:
             ask, error = self._broken
             raise EngineError(
@@ -199,7 +198,7 @@ class Sinks:
     def publish(
         self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]
     ) -> Future[dict[str, RouteRef]]:
-        """Begin to publish a shard, see Recorder.publish. It comes behind its records, in the writing thread."""
+        """Begin publishing a shard, see Recorder.publish. The writing thread does it after the shard's records."""
         if (sink := self._open.get(name)) is None:
             self.check()
             if (lost := self._lost.get(name)) is not None:
@@ -207,7 +206,7 @@ class Sinks:
             with self._lock:
                 reasons = [reason for (shard, _), reason in self._refused.items() if shard == name]
             raise EngineError(
-                "Routes were asked for but nothing was recorded",
+                "Routes were requested but nothing was recorded",
                 where={"shard": name},
                 got=reasons[:1] or None,
                 fault="nothing",
@@ -219,7 +218,7 @@ class Sinks:
     def _publish(
         self, name: str, sink: _Sink, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]
     ) -> dict[str, RouteRef]:
-        """Publish a shard, in the writing thread. All its records are written."""
+        """Publish a shard, in the writing thread, after all its records are written."""
         self.check()
         if (lost := self._lost.get(name)) is not None:
             raise lost
@@ -237,13 +236,12 @@ class Sinks:
         if (sink := self._open.get(name)) is not None:
             sink.dropped = True
             sink.wait()
-            sink.writer.abandon()  # does nothing to a shard that was being published
+            sink.writer.abandon()  # has no effect on a shard that was being published
             self._open.pop(name, None)
         self._lost.pop(name, None)
 
     def _claim(self, name: str, sink: _Sink, key: str, wanted: np.ndarray) -> RouteRef:
-        """Return the record of a sequence after checking its tokens. An engine may have forwarded one token too
-        many."""
+        """Return the record of a sequence after checking its tokens. An engine may have forwarded one extra token."""
         if key not in sink.records:
             reason = self._refused.get((name, key))
             raise EngineError(
@@ -274,7 +272,7 @@ class Sinks:
         return RouteRef(key, len(wanted) - start, ref.parts, start, total(key, sums[start : len(wanted)]))
 
     def _relative(self, sink: _Sink, request: Recorded, rows: Rows) -> RouteRef | None:
-        """Return the first rows of a record with the same prompt that this sequence shares, so that they are stored
+        """Return the leading rows that this sequence shares with a record of the same prompt, so that they are stored
         once.
 
         Not used with pipeline stages: each stage sees only its own layers, but all must share the same rows.
@@ -292,7 +290,7 @@ class Sinks:
             & (rows.routes[:most] == theirs.routes[:most]).all((1, 2))
         )
         shared = most if same.all() else int(np.argmin(same))
-        # Every record must have at least one row of its own.
+        # Every record must store at least one row.
         shared = min(shared, len(rows) - 1)
         return RouteRef(ref.key, shared, ref.parts) if shared * self._spec.row_bytes >= _MIN_SHARED_BYTES else None
 
@@ -310,7 +308,7 @@ class Sinks:
 
 
 def _with_sum_of(parent: RouteRef, rows: Rows, *, first_stage: bool) -> np.ndarray:
-    """Return the rows' sums, with the parent's sums for the rows that the parent has.
+    """Return the rows' sums, using the parent's sums for the parent's rows.
 
     This request may have computed the parent's rows again with other routes, which are not stored. The parent's sums
     are over all pipeline stages, so only the first stage counts them.
@@ -325,8 +323,8 @@ def _with_sum_of(parent: RouteRef, rows: Rows, *, first_stage: bool) -> np.ndarr
 def _check_fresh(rows: Rows, began: int, inherited: np.ndarray, key: str) -> None:
     """Refuse rows that the prefix cache kept from older weights than those at which the request began.
 
-    The keys of such rows are those of the older weights too. Rows of the parent may be as old as the parent's own,
-    whose versions [R] are `inherited`: the request then goes on with the keys that the parent's later tokens attended
+    The keys of such rows come from the older weights too. Rows shared with the parent may be as old as the parent's,
+    whose versions [R] are `inherited`: the request then continues with the keys that the parent's later tokens attended
     to.
     """
     older = rows.weight_versions < began

@@ -1,7 +1,7 @@
-"""Keeps reads and writes of the slots in the order in which vLLM decided them, while copies are under way.
+"""Keeps reads and writes of the slots in the order in which vLLM decided them, while copies are in flight.
 
-On an accelerator a step's experts reach the host after vLLM's next decisions. What reads or writes slots is noted, and
-done when all that was noted before it is done and its own copy has arrived.
+On an accelerator a step's experts reach the host after vLLM's next decisions. Each read or write of slots is queued,
+and done once all earlier ones are done and its own copy has arrived.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from moe_rl.vllm.slots import BlockTable, SlotTable
 
 # Steps whose copies may be in flight before the next step waits; this bounds memory.
 _MAX_STEPS_IN_FLIGHT = 4
-# How long a step goes on to take rows, if one request has not taken so long.
+# A step takes the rows of one request, and of more until this time has passed.
 _TAKING_SECONDS = 1e-3
 
 
 @dataclass(slots=True)
 class Allotted:
-    """Lists the blocks that one step hands out. `fresh` go to new owners; `grown` are tables with their new blocks."""
+    """Lists the blocks that one step allots. `fresh` go to new owners; `grown` are tables with their new blocks."""
 
     fresh: list[int] = field(default_factory=list)
     grown: list[tuple[BlockTable, list[int]]] = field(default_factory=list)
 
     def add(self, table: BlockTable, blocks: list[int], hits: int) -> None:
-        """Record blocks for a request. The first `hits` of them are shared with their current owner."""
+        """Record blocks for a request. It shares the first `hits` of them with their current owner."""
         self.fresh += blocks[hits:]
         self.grown.append((table, blocks))
 
@@ -46,8 +46,8 @@ class Allotted:
 class _Leaving:
     """Holds a finished request whose rows are still in their slots.
 
-    Several requests may finish in one step. Taking the rows of all would hold up the step, so a step takes those of
-    one, of more for a millisecond, and of the others only if their blocks get new owners.
+    Several requests may finish in one step. Taking all their rows would delay the step, so a step takes those of one
+    request, of more only within a millisecond, and of the others only if their blocks get new owners.
     """
 
     sink: str
@@ -56,10 +56,10 @@ class _Leaving:
 
 
 class SlotJournal:
-    """Holds what is not done yet.
+    """Holds the pending reads and writes.
 
     Args:
-        stats: gets one more `waits` for each copy that was waited for.
+        stats: `waits` is incremented for each wait for a copy.
     """
 
     def __init__(self, stats: Counter[str]):
@@ -69,19 +69,19 @@ class SlotJournal:
 
     @property
     def copies(self) -> int:
-        """Return how many copies are under way."""
+        """Return how many copies are in flight."""
         return sum(event is not None for event, _ in self._acts)
 
     def add(self, act: Callable[[], None], ready: torch.Event | None = None) -> None:
-        """Note an act, to be done when `ready` has happened."""
+        """Queue a callback to run once `ready` completes."""
         self._acts.append((ready, act))
 
     def give(self, allotted: Allotted, slots: SlotTable) -> None:
-        """Note that blocks get new owners. The rows that lie in them are taken before."""
+        """Queue a change of the owners of blocks. The rows in them are taken first."""
         self.add(partial(self._give, allotted, slots))
 
     def leave(self, sink: str, table: BlockTable, take: Callable[[], None]) -> None:
-        """Note that a request has finished. `take` takes its rows, for a shard."""
+        """Queue the end of a request. `take` takes its rows for a shard."""
         self.add(partial(self._leaving.append, _Leaving(sink, frozenset(table.blocks), take)))
 
     def awaits(self, sink: str) -> bool:
@@ -89,9 +89,9 @@ class SlotJournal:
         return any(one.sink == sink for one in self._leaving)
 
     def work_off(self, *, wait: bool = False) -> None:
-        """Do what is ready, in order. Wait for copies if `wait` is set or too many are in flight.
+        """Run the callbacks that are ready, in order. Wait for copies if `wait` is set or too many are in flight.
 
-        Then take the rows of requests that left: of all of them if `wait` is set, else for a short time.
+        Then take the rows of finished requests: of all of them if `wait` is set, else for a short time.
         """
         while self._acts:
             ready, act = self._acts[0]
@@ -113,6 +113,6 @@ class SlotJournal:
         allotted.apply(slots)
 
     def _take(self, most: int) -> None:
-        """Take the rows of requests that left, in their order."""
+        """Take the rows of finished requests, in order."""
         for _ in range(min(most, len(self._leaving))):
             self._leaving.popleft().take()

@@ -1,9 +1,8 @@
-"""Mirrors the KV cache on the host: for every slot the experts, the token and the position that were computed there.
+"""Mirrors the KV cache on the host: the experts, token and position computed in each slot.
 
-A KV slot identifies a (request, position) through everything vLLM does: cached prefixes, chunked prefill, shared
-prompts and resumed requests all point at the slots that already have their rows. The danger is to return a row other
-than the requested one. So each slot stores its position, and each block counts its owners; a row is returned only if
-both are as the reader expects.
+A KV slot identifies a (request, position) throughout vLLM: cached prefixes, chunked prefill, shared prompts and resumed
+requests all point at the slots that already have their rows. The danger is to return the wrong row. So each slot stores
+its position, and each block counts its owners; a row is returned only if both match the reader's expectation.
 
 Legend for shapes: S KV slots, T tokens, L MoE layers, K top-k experts per token.
 """
@@ -20,7 +19,7 @@ from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.used_memory import UsedMemory
 
 _EMPTY = -1
-# Bytes for the routes of requests that wait to be written: 18 requests of 9,216 tokens, 48 layers and top 8.
+# Bytes for the routes of requests that wait to be written, enough for 18 requests of 9,216 tokens, 48 layers and top 8.
 _COPIES = 64 << 20
 
 
@@ -80,13 +79,13 @@ class Recorded:
     """Tracks one running request.
 
     Attributes:
-        ask: what to record; None records nothing, but another request may use its rows as a cached prefix.
+        ask: what to record; None records nothing, but other requests may still use its rows as a cached prefix.
         number: index in the order of arrival.
         forwarded: tokens computed, including rejected drafts of speculative decoding.
         drafts: how many of the last forwarded tokens are drafts not yet accepted or rejected.
-        cached: tokens that were computed before the request came.
+        cached: tokens that were computed before the request arrived.
         kept: rows saved at a preemption, because the request lost its blocks.
-        began: version of the weights when its first token was computed.
+        began: weight version when its first token was computed.
     """
 
     number: int
@@ -107,7 +106,7 @@ class SlotTable:
     def __init__(self, blocks: int, block_size: int, row_shape: tuple[int, int], dtype: np.dtype):
         slots = blocks * block_size
         self.block_size = block_size
-        # `full` writes everything now. With `zeros`, later steps would wait for the kernel to clear pages of 2 MB.
+        # `full` touches all pages now. With `zeros`, later steps would wait for the kernel to clear 2 MB pages.
         self._routes = np.full((slots, *row_shape), 0, dtype)
         self._token_ids = np.full(slots, 0, np.int32)
         self._positions = np.full(slots, _EMPTY, np.int32)
@@ -117,13 +116,13 @@ class SlotTable:
         self._copies = UsedMemory(min(_COPIES, self._routes.nbytes))
 
     def give(self, blocks: Sequence[int]) -> None:
-        """Give blocks to new owners: their rows are erased, and a former owner that reads them gets an error."""
+        """Give blocks to new owners. This erases their rows; a former owner that reads them gets an error."""
         fresh = np.asarray(blocks, np.int64)
         self._owner[fresh] += 1
         self._positions.reshape(-1, self.block_size)[fresh] = _EMPTY
 
     def extend(self, table: BlockTable, blocks: Sequence[int]) -> None:
-        """Append blocks to a request's table: its own, or shared with their owner."""
+        """Append blocks to a request's table: its own, or ones shared with their owner."""
         table.blocks += blocks
         table.owners += self._owner[np.asarray(blocks, np.int64)].tolist()
 

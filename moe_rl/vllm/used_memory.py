@@ -1,4 +1,4 @@
-"""Lends memory that was written before, so that a copy does not wait for the kernel to find and clear new pages."""
+"""Lends memory that has been written before, so that a copy does not wait for the kernel to clear new pages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections import deque
 import numpy as np
 
 _ALIGNED = 64
-# What is smaller comes from memory that the allocator has at hand.
+# Smaller arrays come from the allocator.
 _SMALL = 1 << 15
 
 
 class UsedMemory:
-    """Lends parts of one piece of memory as arrays. A part comes back when its array and all views of it are gone.
+    """Lends parts of one block of memory as arrays. A part is returned once its array and all its views are gone.
 
     One thread borrows; any thread may drop an array.
 
     Args:
-        size: bytes. All of them are written here once.
+        size: bytes. The constructor writes all of them once.
     """
 
     def __init__(self, size: int):
@@ -29,8 +29,8 @@ class UsedMemory:
         self._returned: deque[int] = deque()  # appended to by threads that drop arrays
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array with any content, in the first gap that is large enough; in new memory if there is none, or
-        if the array is small."""
+        """Return an uninitialised array in the first gap that is large enough; in new memory if there is none or the
+        array is small."""
         size, at = math.prod(shape) * dtype.itemsize, 0
         if size < _SMALL:
             return np.empty(shape, dtype)
@@ -44,7 +44,7 @@ class UsedMemory:
         if at + room > len(self._memory):
             return np.empty(shape, dtype)
         self._lent[at] = at + room
-        # Views of this array keep it alive. If the memory were an array, NumPy would let them keep that one instead.
+        # Views of this array keep it alive. If the memory were an array, views would keep that array alive instead.
         part = np.frombuffer(self._memory, np.uint8, size, at)
         weakref.finalize(part, self._returned.append, at)
         return part.view(dtype).reshape(shape)

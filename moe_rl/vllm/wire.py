@@ -1,6 +1,6 @@
 """Defines the messages between the trainer and the engine process, in frames of `messages.Channel`.
 
-trainer -- Numbered(7, Generate) --> engine      several calls at once; each has a number of its own
+trainer -- Numbered(7, Generate) --> engine      several calls at once, each with its own number
         <-- Alive --------------              while any call is under way
         <-- RequestsEnded(7) ---              completions, as they end
         -- Leave(7) ----------->              the call ends early, with the tokens so far
@@ -25,7 +25,7 @@ SLEEPING_PARTS = ("weights", "kv_cache")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Says how to start an engine.
+    """Describes how to start an engine.
 
     Attributes:
         model_path: Hugging Face checkpoint folder; its weights are version 0.
@@ -34,12 +34,12 @@ class EngineSettings:
         max_concurrent: sequences decoded at once.
         trace_root: folder of the trace store; None turns recording off.
         log_path: file for all output of the engine's process.
-        silence_seconds: an engine without progress in a call for this time counts as hung and is killed.
+        silence_seconds: an engine that makes no progress in a call for this long counts as hung and is killed.
         support, log_normalizer, router_logits_fraction, head: as in recording.Recording.
         sleeps: whether the engine must support sleep.
         reads_text: whether the engine must support stop strings.
-        yields: whether the trainer's ranks go first on a CPU. They wait for each other: one without a core holds all
-            up.
+        yields: whether the trainer's ranks have priority on a CPU. They wait for each other: one without a core delays
+            all.
     """
 
     model_path: Path
@@ -70,11 +70,11 @@ class Start(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """Asks for completions.
+    """Requests completions.
 
     Attributes:
-        enough: number of finished completions after which the others are aborted; None samples all to their end.
-        alone: no other call may be under way, and the prefix cache is emptied first, so that the result depends only on
+        enough: number of finished completions after which the others are aborted; None samples all to the end.
+        alone: no other call may be running, and the prefix cache is emptied first, so that the result depends only on
             the weights and the requests.
     """
 
@@ -85,7 +85,7 @@ class Generate(Message, frozen=True):
 
 
 class Score(Message, frozen=True):
-    """Asks for scores. `shard` gets the routes; None records none."""
+    """Requests scores. `shard` gets the routes; None records none."""
 
     runs: list[list[int]]
     shard: str | None
@@ -96,7 +96,7 @@ class AskCounts(Message, frozen=True):
 
 
 class Update(Message, frozen=True):
-    """Brings a part of new weights. An engine with requests under way must pause first."""
+    """Loads a part of new weights. An engine with running requests must pause first."""
 
     update: WeightUpdate
 
@@ -122,8 +122,8 @@ class Close(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Ends the Generate call of this number early: its unfinished requests are aborted. It is not answered itself; a
-    call that has ended is left alone."""
+    """Ends the Generate call of this number early: its unfinished requests are aborted. Gets no answer; has no effect
+    on a call that has ended."""
 
     number: int
 
@@ -133,7 +133,7 @@ class Ready(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """Says that the process works on its calls. An engine says so for a step done, a tensor loaded, or a pause."""
+    """Sign of life of a process that works on its calls. An engine sends it for each step, loaded tensor, or pause."""
 
 
 class Generated(Message, frozen=True):
@@ -166,7 +166,7 @@ class Resumed(Message, frozen=True):
 
 
 class Slept(Message, frozen=True):
-    """Answers Sleep. `gives_back` says whether memory was released."""
+    """Answers Sleep. `gives_back`: whether memory was released."""
 
     gives_back: bool
 
@@ -176,7 +176,7 @@ class Awake(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Says that the call failed. `weights` marks failures about the weights."""
+    """Reports that the call failed. `weights` marks failures about the weights."""
 
     message: str
     weights: bool = False
@@ -201,10 +201,10 @@ class Answered(Message, frozen=True):
 
 
 class RequestsEnded(Message, frozen=True):
-    """Brings what requests of a Generate call gave that have ended, before the call is answered.
+    """Reports a Generate call's completions that have ended, before the call is answered.
 
     Attributes:
-        completions: with their places in the call, without routes. What is aborted is not among them.
+        completions: with their indices in the call, without routes. Aborted ones are left out.
     """
 
     number: int

@@ -1,7 +1,7 @@
-"""Adds a recorder to vLLM's workers, by vLLM's arguments `worker_extension_cls` and `worker_cls`.
+"""Adds a recorder to vLLM's workers through vLLM's arguments `worker_extension_cls` and `worker_cls`.
 
 RecorderControl has the methods that the engine calls between steps. RecordingWorker attaches a recorder without a
-patch, for installations that may not be changed.
+patch, for installations that must not be changed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WORKER = f"{__name__}.RecordingWorker"
 class RecorderControl:
     """Provides methods for collective_rpc. Arguments and results are plain values, so they can cross processes.
 
-    A worker that does not record answers None; this is any tensor-parallel worker but the first.
+    A worker that does not record answers None; of the tensor-parallel workers only the first records.
     """
 
     moe_rl_recorder: Recorder | None = None
-    # The worker class that this is mixed into has these.
+    # Attributes of the worker class that this is mixed into.
     model_runner: Any
     weight_transfer_engine: receiver.WeightReceiver
 
@@ -46,17 +46,17 @@ class RecorderControl:
         return list(moe_modules(self.model_runner.get_model()))
 
     def moe_rl_open(self, sink: str, folder: str = "") -> None:
-        """Begin a shard. `folder` is the store's, below the trace root."""
+        """Begin a shard. `folder` is the store's folder below the trace root."""
         if self.moe_rl_recorder is not None:
             self.moe_rl_recorder.open(sink, folder)
 
     def moe_rl_publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()) -> None:
-        """Begin to publish a shard, see Recorder.publish."""
+        """Begin publishing a shard, see Recorder.publish."""
         if self.moe_rl_recorder is not None:
             self.moe_rl_recorder.publish(sink, sequences, aborted)
 
     def moe_rl_published(self, sink: str) -> bool:
-        """Return whether a shard that is being published waits for this worker no more."""
+        """Return whether this worker has published its part of a shard."""
         return self.moe_rl_recorder is None or self.moe_rl_recorder.publications[sink].done()
 
     def moe_rl_claims(self, sink: str) -> dict[str, Claim] | None:
@@ -79,7 +79,7 @@ class RecorderControl:
         return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 
     def moe_rl_forget_weights(self) -> dict[str, object]:
-        """Start anew for another run: version 0, and no whole weights before the first update."""
+        """Reset for another run: version 0, and incomplete weights until the first update."""
         self.weight_transfer_engine.intake.forget()
         return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 
@@ -98,7 +98,7 @@ class RecorderControl:
         """Call `method` and return {"value": result}, {"refused": message}, or {"failed": message} for a bug.
 
         For engines in other processes: there an exception arrives as text without its type, and if one of several
-        workers raises, vLLM takes the other workers' answers for those to the next call.
+        workers raises, vLLM mistakes the other workers' answers for answers to the next call.
         """
         try:
             return {"value": getattr(self, method)(*args)}
@@ -122,7 +122,7 @@ def __getattr__(name: str):
 
     from vllm.v1.worker import gpu_worker
 
-    # A patched vLLM does these things itself; they must not be done twice.
+    # A patched vLLM does this itself; it must not be done twice.
     has_hooks = hasattr(gpu_worker, "attach_recorder")
     applied = {name[:4] for name, state in patches.inspect().patches.items() if state == "applied"}
     prepacks = "0002" in applied
@@ -174,7 +174,7 @@ def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
             "0008",
             f"latent attention in {model.dtype} by AMX",
         ),
-        (refused and model.dtype != torch.float32, "0009", "AMX, which this CPU has and its Linux does not grant"),
+        (refused and model.dtype != torch.float32, "0009", "AMX, which this CPU has but its Linux does not grant"),
     ):
         if wrong and patch not in applied:
             raise EngineError(

@@ -1,4 +1,4 @@
-"""Works behind the engine's steps: in one thread, in the order of asking, with bounded memory."""
+"""Works in parallel to the engine's steps: in one thread, in order of submission, with bounded memory."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class WritingThread:
-    """Runs one piece of work after the other in a thread of its own.
+    """Runs one piece of work after another in its own thread.
 
     Attributes:
         waits: how often a caller had to wait for room.
 
     Args:
-        limit: bytes that waiting work may hold. A larger piece waits until nothing else is there.
+        limit: bytes that waiting work may hold. A larger piece waits until no other work is left.
     """
 
     def __init__(self, limit: int):
         self._limit, self._bytes, self.waits = limit, 0, 0
         self._room = threading.Condition()
-        self._thread = ThreadPoolExecutor(1, "trace-writing")  # starts its thread with the first work
+        self._thread = ThreadPoolExecutor(1, "trace-writing")  # starts its thread at the first piece of work
 
     def submit[T](self, work: Callable[[], T], size: int) -> Future[T]:
-        """Run `work`, which holds `size` bytes, after all earlier work. Wait if there is no room for it."""
+        """Run `work`, which holds `size` bytes, after all earlier work. Waits until there is room for it."""
 
         def there_is_room() -> bool:
             return not self._bytes or self._bytes + size <= self._limit
