@@ -8,16 +8,16 @@ from typing import Any
 
 from moe_rl.tasks.rows import plain_json, value_at
 
-# The beginning of messages as JSON has them, and as Python prints them.
+# The beginning of messages in JSON and in Python's repr.
 _MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|from|value|messages)["']\s*:""")
 _ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
 
 
 def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
-    """Return the messages of a text that holds them as JSON; any other prompt as it is.
+    """Return the messages that a text holds as JSON; any other prompt unchanged.
 
     Raises:
-        ValueError: the text looks like messages, and cannot be read as a list of them. The text is for the user.
+        ValueError: the text looks like messages but cannot be read as a list of them. The text is for the user.
     """
     if not isinstance(prompt, str) or not _MESSAGES.match(prompt) or not _ROLE.search(prompt):
         return prompt
@@ -25,18 +25,18 @@ def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
     try:
         value = plain_json(prompt)
     except ValueError as error:
-        raise ValueError(f"the prompt looks like stored messages, and is no JSON; {remedy}: {prompt[:60]!r}") from error
+        raise ValueError(f"the prompt looks like stored messages but is not JSON; {remedy}: {prompt[:60]!r}") from error
     if isinstance(value, list):
         return value if all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in value) else prompt
     if "messages" in value:
         remedy = "name the messages inside it with the key `prompt` of the source, as in prompt.messages"
     elif "role" not in value:
         return prompt
-    raise ValueError(f"the prompt is JSON text of an object, and no list of messages; {remedy}: {prompt[:60]!r}")
+    raise ValueError(f"the prompt is JSON text of an object, not a list of messages; {remedy}: {prompt[:60]!r}")
 
 
 def listed_tools(row: dict[str, Any], column: str) -> list[Mapping[str, Any]]:
-    """Return the tools of a row, as its column has them: a list of JSON schemas, or JSON text of it or of each.
+    """Return the tools of a row. Its column holds a list of JSON schemas, or JSON text of the list or of each schema.
 
     Raises:
         ValueError: the column holds something else. The text is for the user.
@@ -62,6 +62,6 @@ def _is_tool(tool: Any) -> bool:
 
 def _no_tools(column: str, found: Any) -> ValueError:
     return ValueError(
-        f"the column {column} is no list of tools with names, nor JSON text of one; give one, or set tools=null in "
+        f"the column {column} is not a list of tools with names, nor JSON text of one; give one, or set tools=null in "
         f"the source if the column is for something else: {str(found)[:60]!r}"
     )

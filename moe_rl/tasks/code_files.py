@@ -1,4 +1,4 @@
-"""Finds the source files behind a function that a config names, without importing any of them."""
+"""Finds the source files of a function that a config names, without importing them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("pureli
 
 
 def code_of(function: str) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return what is known of the code behind a dotted path.
+    """Find the code of a dotted path.
 
-    It is the module, its packages, and what these import anywhere in their text. Installed packages and the standard
-    library are not looked into. What is imported by a computed name, or read as data, is not found.
+    It is the module, its packages, and everything that these import anywhere in their text. Installed packages and the
+    standard library are not searched. Imports by a computed name, and files read as data, are not found.
 
     Returns:
-        The files by name of the module, and the versions of the installed packages that they import, by name.
+        The files by module name, and the versions of the installed packages that they import, by name.
     """
     files: dict[str, Path] = {}
     packages: dict[str, str] = {}
@@ -48,7 +48,7 @@ def code_of(function: str) -> tuple[dict[str, Path], dict[str, str]]:
 
 @cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Return the installed packages that have each module. It takes a second."""
+    """Map each module to the installed packages that have it. Takes a second."""
     return importlib.metadata.packages_distributions()
 
 
@@ -69,11 +69,11 @@ def _find(name: str) -> ModuleSpec | None:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the names that a file may import as modules. package: the one that its relative imports begin at."""
+    """Yield the names that a file may import as modules. package: the base of its relative imports."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return  # whoever imports it says what is wrong
+        return  # importing it will report the fault
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

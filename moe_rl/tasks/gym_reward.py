@@ -14,7 +14,7 @@ def reasoning_gym(*, answer_in: str, options: Mapping[str, Mapping[str, Any]]) -
     """Return the reward function.
 
     Args:
-        options: settings of the generators by task name; some scorers use them. A task that is not in it has none.
+        options: settings of the generators by task name, {} by default; some scorers use them.
     """
     from reasoning_gym import create_dataset  # an optional library, imported where a config asks for it
     from reasoning_gym.factory import DATASETS
@@ -25,14 +25,14 @@ def reasoning_gym(*, answer_in: str, options: Mapping[str, Mapping[str, Any]]) -
         """Return the scorer's value for the completion's answer, between 0 and 1.
 
         Raises:
-            ValueError: no scorer belongs to the row, or the scorer does not give the row's own answer 1. Some scorers
-                compare tuples, which a row of JSON values does not have: they would find every answer wrong.
+            ValueError: the row has no scorer, or the scorer does not give the row's own answer 1. Some scorers compare
+                tuples, which JSON rows do not have: they would find every answer wrong.
         """
         task = str(metadata.get("source_dataset"))
         entry = {"question": question, "answer": answer, "metadata": metadata}
         if task not in scorers:
             if task not in DATASETS:
-                raise ValueError(f"metadata.source_dataset is no task of reasoning-gym: {task!r}")
+                raise ValueError(f"metadata.source_dataset is not a task of reasoning-gym: {task!r}")
             scorer = create_dataset(task, **options.get(task, {})).score_answer
             if isinstance(answer, str) and (own := scorer(answer, entry)) != 1:
                 raise ValueError(f"the scorer of {task} gives the row's own answer {own:g}, expected 1")

@@ -1,11 +1,11 @@
-"""Provides the kind `math_verify` of a reward: mathematical answers, which the library math-verify compares.
+"""Provides the reward kind `math_verify`: mathematical answers, compared by the library math-verify.
 
-The library's own time limit is not used. It is a signal, which works in a main thread only, may interrupt SymPy in the
-middle of a change to its caches, and makes an interrupted comparison a wrong answer. Here the pool kills a verifier
-process that takes too long, and the verification counts as failed.
+The library's own time limit is not used. It is a signal, which works only in a main thread, may interrupt SymPy while
+it changes its caches, and turns an interrupted comparison into a wrong answer. Here the pool kills a verifier process
+that takes too long, and the verification counts as failed.
 
-Its defaults round numbers to 6 decimals, and it misreads some spellings. Both are mended here, as far as a few rules
-do. tests/tasks/test_math_reward.py has the table of answers with the right verdicts, and those that stay wrong.
+Its defaults round numbers to 6 decimals, and it misreads some spellings. A few rules here correct both in part.
+tests/tasks/test_math_reward.py has a table of answers with the right verdicts, and of those that stay wrong.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from math_verify import parse, verify
 from sympy import Expr, UnevaluatedExpr
 
-# It warns that without its time limit somebody else must set one. The pool does.
+# It warns that without its time limit the caller must set one. The pool does.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# Decimals to which floats are compared, and digits with which expressions are evaluated. A float has 15 digits.
+# Decimals for comparing floats, and digits for evaluating expressions. A float has 15 digits.
 _DECIMALS, _DIGITS = 15, 40
-# Numbers that differ by more, as a fraction of the larger one, are not equal. It is far above the rounding of floats.
+# Numbers with a larger relative difference are not equal. It is far above the rounding of floats.
 _RELATIVE = 1e-13
 
-# Mathematics in Unicode that the library does not read, or reads only a part of.
+# Unicode mathematics that the library does not read, or reads only partly.
 _SIGNS = {
     "\u2212": "-",
     "\u221e": "\\infty ",
@@ -41,7 +41,7 @@ _SIGNS = {
 }
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 _ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-z]))")
-# Digits in groups of three with a space between them, of text or of LaTeX.
+# Digits in groups of three, separated by spaces of text or LaTeX.
 _GROUPS = re.compile(r"(?<![\d.,}])\d{1,3}(?:(?: |~|\\[ ,;:!])\d{3})+(?!\s*[\d/])")
 _BETWEEN = re.compile(r"~|\\?[ ,;:!]")
 # A number with a power of ten. The power has at most three digits, so that no short text becomes a huge number.
@@ -64,10 +64,10 @@ def math_verify() -> Callable[..., float]:
 def mathematically_equal(completion: str, answer: object) -> float:
     """Return 1.0 if the completion's answer equals the LaTeX text `answer`; else 0.0.
 
-    `answer` may stand between dollar signs, in a \\boxed{}, or without either. It may be a number.
+    `answer` may be between dollar signs, in a \\boxed{}, or without either. It may be a number.
 
     Raises:
-        ValueError: the library reads nothing in `answer`.
+        ValueError: the library finds no mathematics in `answer`.
     """
     right = _read_answer(answer)
     given = parse(_spelt(completion), parsing_timeout=None)
@@ -89,13 +89,13 @@ def _read_answer(answer: object) -> list[Any]:
     delimited = len(_DOLLAR.findall(text)) > 1 or any(mark in text for mark in ("\\boxed", "\\(", "\\["))
     right = parse(text if delimited else f"\\boxed{{{_DOLLAR.sub('', text)}}}", parsing_timeout=None)
     if not right:
-        raise ValueError(f"math-verify reads nothing in the column answer: {answer!r:.80}")
+        raise ValueError(f"math-verify finds no mathematics in the column answer: {answer!r:.80}")
     return list(right)
 
 
 def _spelt(text: str) -> str:
-    """Return a text with spellings that the library reads, in LaTeX and outside. Numbers with a power of ten become
-    integers and fractions, which are exact.
+    """Rewrite a text in spellings that the library reads, in LaTeX and outside. Numbers with a power of ten become
+    exact integers and fractions.
     """
     text = "".join(map(_sign, text))
     text = _SUPERSCRIPT.sub(_raised, text)
@@ -113,7 +113,7 @@ def _raised(found: re.Match[str]) -> str:
 
 
 def _sign(sign: str) -> str:
-    """Return a character, or what the library reads in its place."""
+    """Return a character, or a replacement that the library reads."""
     if sign.isascii():
         return sign
     if sign in _SIGNS:
@@ -130,15 +130,15 @@ def _sign(sign: str) -> str:
 
 
 def _far_apart(right: Any, given: Any) -> bool:
-    """Return whether two expressions are numbers whose difference is not small beside them.
+    """Return whether two expressions are numbers with a large relative difference.
 
-    The library takes a difference for small by its decimals alone, so that all tiny numbers would be equal. Percentages
-    are not evaluated: one equals the number with and without the sign.
+    The library compares only decimals, so it would take all tiny numbers for equal. Percentages are not evaluated: one
+    equals the number with and without the sign.
     """
     if not all(isinstance(one, Expr) and one.is_number and not one.has(UnevaluatedExpr) for one in (right, given)):
         return False
     try:
         ours, theirs = (one.doit().evalf(30) for one in (right, given))
         return bool(abs(ours - theirs) > _RELATIVE * max(abs(ours), abs(theirs)))
-    except TypeError:  # not numbers that have an order, such as nan
+    except TypeError:  # not ordered numbers, such as nan
         return False

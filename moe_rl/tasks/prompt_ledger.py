@@ -1,12 +1,12 @@
 """Records which prompts each step consumed, so that a resumed run can prove that each prompt ended exactly once.
 
-A prompt is named by its cursor, its place in the order of all prompts. It ends when a step trains on it, or when it is
-dropped for a reason. Steps of a synchronous run take the prompts in order. An asynchronous run takes them as their
-completions arrive, so the cursors of a line may be in any order, and prompts before them may still be sampled.
+A prompt is identified by its cursor, its place in the order of all prompts. It ends when a step trains on it, or when
+it is dropped for a reason. Steps of a synchronous run take the prompts in order. An asynchronous run takes them as
+their completions arrive, so the cursors of a line may be in any order, and prompts before them may still be sampled.
 
 The file has one JSON line per step. Each line carries an xxh3-64 checksum of its other content. A line is accepted only
-if it equals, byte for byte, what `record` would write. Text after the last newline is the torn end of a crash and
-counts as unwritten.
+if it equals the output of `record` byte for byte. Text after the last newline was torn by a crash and counts as
+unwritten.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepPrompts:
     Attributes:
         cursors: the cursors of its prompts, in the order of arrival, as runs [first, count].
         prompts: the ids of its prompts.
-        dropped: prompts that ended without training since the last step, as [cursor, reason].
+        dropped: prompts that ended untrained since the last step, as [cursor, reason].
         completions: a digest of its samples.
     """
 
@@ -54,7 +54,7 @@ class StepPrompts:
         return self.consumed() + [at for at, _ in self.dropped]
 
     def ids_in(self, source: PromptSource) -> list[str]:
-        """Return the ids of the prompts that a source has at its cursors."""
+        """Return a source's prompt ids at these cursors."""
         return [prompt.id for first, count in self.cursors for prompt in source.at(first, count)]
 
     def line(self) -> bytes:
@@ -64,7 +64,7 @@ class StepPrompts:
 
 
 def _parse(line: bytes) -> StepPrompts:
-    """Parse a line. Raises ValueError if `record` would not have written it exactly so."""
+    """Parse a line. Raises ValueError if it is not exactly as `record` would have written it."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         record = json.loads(line)
         record.pop("checksum")
@@ -75,7 +75,7 @@ def _parse(line: bytes) -> StepPrompts:
 
 
 class Ended:
-    """Tells which prompts have ended: all with a cursor below `floor`, and those in `above`."""
+    """Holds which prompts have ended: all with a cursor below `floor`, and those in `above`."""
 
     def __init__(self) -> None:
         self.steps, self.floor, self.above = 0, 0, set[int]()
@@ -84,7 +84,8 @@ class Ended:
         return cursor < self.floor or cursor in self.above
 
     def add(self, entry: StepPrompts, *, in_order: bool) -> tuple[str, object, object] | None:
-        """Add a line. Return None, or what is wrong with it, what it has and what was expected; nothing is then added.
+        """Add a line and return None. For a wrong line add nothing, and return the fault, the line's value and the
+        expected value.
 
         in_order: each line must begin where the last one ended.
         """
@@ -114,7 +115,7 @@ class PromptLedger:
 
     def __init__(self, path: Path | str, *, in_order: bool = True):
         self.path, self.in_order = Path(path), in_order
-        self._ended: Ended | None = None  # what the lines say; None: not read yet, or a write has failed
+        self._ended: Ended | None = None  # from the lines; None: not read yet, or a write has failed
 
     @classmethod
     def of_run(cls, run_dir: Path, pipeline: PipelineConfig) -> PromptLedger:
@@ -123,7 +124,7 @@ class PromptLedger:
 
     @property
     def torn(self) -> Problem | None:
-        """Describes the torn last line that a crash left, if there is one; `rewind` drops it."""
+        """Describes a last line torn by a crash, if there is one; `rewind` drops it."""
         lines, tail = self._read()
         return self._torn(len(lines) + 1, tail) if tail else None
 
@@ -142,7 +143,7 @@ class PromptLedger:
         """Append a line. It is durable on return.
 
         Raises:
-            DataError: the step does not follow the last line, or a prompt has ended before.
+            DataError: the step does not follow the last line, or a prompt has already ended.
         """
         ended, self._ended = self._ended or self._all_ended(), None
         if ended.add(entry, in_order=self.in_order) is not None:
@@ -168,7 +169,7 @@ class PromptLedger:
         self._ended = ended
 
     def ended(self, steps: int) -> Ended:
-        """Return which prompts have ended by the first `steps` lines. Raises as `check` does."""
+        """Return which prompts have ended in the first `steps` lines. Raises as `check` does."""
         if self._ended is not None and self._ended.steps == steps:
             return self._ended
         return self._checked(steps)[2]
@@ -190,7 +191,7 @@ class PromptLedger:
         self._checked(steps)
 
     def _checked(self, steps: int) -> tuple[list[bytes], bytes, Ended]:
-        """Return what `_read` gives, and which prompts have ended by `steps` lines that `check` would accept."""
+        """Return the result of `_read`, and which prompts have ended in `steps` lines that `check` would accept."""
         lines, tail = self._read()
         if len(lines) < steps:
             raise DataError(
@@ -226,17 +227,17 @@ class PromptLedger:
         return dropped
 
     def verify(self, source: PromptSource, steps: int | None = None, *, whole: bool = True) -> None:
-        """Prove that every prompt of the source ended exactly once, from cursor 0 to the last one that a line names.
+        """Prove that every prompt of the source ended exactly once, from cursor 0 to the last one in a line.
 
-        Prompts that are still sampled have no line, so an asynchronous run can prove this only at its end, when its
-        last line has dropped them.
+        Prompts still being sampled are in no line, so an asynchronous run can prove this only at its end, when its last
+        line has dropped them.
 
         Args:
-            steps: how many lines of steps there must be. Without it, lines lost at the end cannot be noticed.
-            whole: whether no prompt may be left that others have overtaken.
+            steps: how many lines of steps there must be. None: lines lost at the end go unnoticed.
+            whole: refuse prompts that have not ended although later ones have.
 
         Raises:
-            DataError: it names the first line that is wrong.
+            DataError: naming the first wrong line.
         """
         lines, tail = self._read()
         ended = Ended()
@@ -264,7 +265,7 @@ class PromptLedger:
         )
 
     def _read(self) -> tuple[list[bytes], bytes]:
-        """Return whole lines, and what follows the last newline."""
+        """Return the whole lines, and the bytes after the last newline."""
         try:
             *lines, tail = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -272,9 +273,9 @@ class PromptLedger:
         return lines, tail
 
     def _entries(self, lines: Sequence[bytes], ended: Ended) -> Iterator[StepPrompts]:
-        """Return the entries of the lines, each proved whole and added to `ended`.
+        """Return the entries of the lines, each verified and added to `ended`.
 
-        Raises DataError, which names the first wrong line.
+        Raises DataError naming the first wrong line.
         """
         for number, line in enumerate(lines, start=1):
             try:

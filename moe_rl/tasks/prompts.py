@@ -22,9 +22,9 @@ from moe_rl.tasks.rows import open_generator, read_rows, value_at
 from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
 from moe_rl.types import Prompt
 
-# Items of a generator that are made and checked before a run starts.
+# How many items of a generator are made and checked before a run starts.
 _TRIED = 64
-# How often a generator may be asked for another item in the place of one that is left out.
+# How often a left-out item of a generator may be redrawn.
 _REDRAWS = 64
 
 
@@ -33,12 +33,12 @@ class PromptSet:
     """Holds the prompts of one source.
 
     Attributes:
-        prompts: all of a finite source; the first items of an endless one.
+        prompts: all prompts of a finite source; the first ones of an endless source.
         make: makes prompt n of an endless source; None for a finite one.
-        column: that the prompts come from.
-        weight: share of the set in the prompts of a run, relative to other sets.
+        column: the column of the prompts.
+        weight: relative share of the set in a run's prompts.
         left_out: columns without a JSON value.
-        notes: what a user should know, such as how many rows were left out.
+        notes: notes for the user, such as how many rows were left out.
     """
 
     name: str
@@ -61,7 +61,7 @@ class PromptSet:
 
 @dataclass(frozen=True, slots=True)
 class TaskPrompts:
-    """Holds all prompts of a task, and the tokenizer that made them. told: what trying the rewards has found."""
+    """Holds all prompts of a task, and the tokenizer that made them. told: findings from trying out the rewards."""
 
     codec: TextCodec
     train: tuple[PromptSet, ...]
@@ -80,7 +80,7 @@ class TaskPrompts:
         yield from (("task.heldout", one) for one in self.heldout)
 
     def columns(self) -> dict[str, Columns]:
-        """Return the columns of each source; of an endless one, the columns of its first items."""
+        """Return the columns of each source; for an endless source those of its first items."""
         return {
             f"source {one.name} of {key}": Columns.of(one.prompts, one.column, one.left_out)
             for key, one in self._sets()
@@ -96,7 +96,7 @@ class TaskPrompts:
         return [prompt for _, one in self._sets() for prompt in one.prompts[:each]]
 
     def notes(self) -> list[str]:
-        """Return a line about each source, and what else was told."""
+        """Return a line about each source, then the other notes."""
         sources = [
             f"{key} {one.name}: " + "; ".join([f"{one.count or 'endless'} prompts", *one.notes])
             for key, one in self._sets()
@@ -117,7 +117,7 @@ def load_task(config: Config, codec: TextCodec) -> TaskPrompts:
     """Read all sources of a task and tokenise their prompts.
 
     Raises:
-        DataError: with every problem; equal problems of a source are one, with their number.
+        DataError: with every problem; equal problems of a source are merged, with their count.
     """
     maker, found, sets = _PromptMaker(config, codec), list[Problem](), dict[str, list[PromptSet]]()
     for key, sources in (("train", config.task.train), ("heldout", config.task.heldout)):
@@ -136,7 +136,7 @@ def load_task(config: Config, codec: TextCodec) -> TaskPrompts:
 
 
 class _Unfit(ValueError):
-    """Says why a row is no prompt. kind: the name that `drop` has for it, "" for one that cannot be left out."""
+    """Explains why a row is not a prompt. kind: its name in `drop`; "" if it cannot be left out."""
 
     def __init__(self, what: str, got: object = None, *, kind: str = "", expected: object = None):
         super().__init__(what)
@@ -147,7 +147,7 @@ class _Unfit(ValueError):
 
         Args:
             correct: advice for a row that could also be left out.
-            others: tells how many more rows have this fault.
+            others: text about how many more rows have this fault.
         """
         do = f"{correct}, or leave such rows out with drop: [{self.kind}]" if self.kind else ""
         do += ". " if do and others else ""
@@ -163,7 +163,7 @@ def _unfit(error: ValueError) -> _Unfit:
 
 @dataclass
 class _Faults:
-    """Collects what is wrong with the rows of a source: one message for each kind, with the number of rows."""
+    """Collects the faults of a source's rows: one message per kind, with the number of rows."""
 
     found: dict[str, tuple[_Unfit, list[About]]] = field(default_factory=dict)
 
@@ -182,7 +182,7 @@ def _position(where: About) -> str:
 
 
 class _PromptMaker:
-    """Makes prompts of rows with one tokenizer, one chat template and one limit."""
+    """Makes prompts from rows with one tokenizer, one chat template and one limit."""
 
     def __init__(self, config: Config, codec: TextCodec):
         self._config, self._codec = config, codec
@@ -194,7 +194,7 @@ class _PromptMaker:
         return ChatTemplate(self._config.model.path, self._config.task.chat)
 
     def read(self, source: PromptSourceConfig, key: str) -> PromptSet:
-        """Read one source. key: of the source, for messages. Raises DataError with every problem."""
+        """Read one source. key: the source's config key, for messages. Raises DataError with every problem."""
         weight = source.weight if isinstance(source, TrainSourceConfig) else 1.0
         if source.kind == "generator":
             return self._endless(source, key, weight)
@@ -223,15 +223,15 @@ class _PromptMaker:
             raise DataError("no prompts", where={"key": key, "file": source.data}, got=got, fault="empty")
         notes = [f"left out {count} {kind.replace('_', ' ')}" for kind, count in sorted(dropped.items())]
         notes += [f"columns without a JSON value, left out: {', '.join(sorted(left_out))}"] if left_out else []
-        notes += [f"{self._spelling} spell special tokens, which are text there"] if self._spelling else []
+        notes += [f"{self._spelling} spell special tokens, which count as text there"] if self._spelling else []
         return PromptSet(source.name, prompts, None, source.prompt, weight, frozenset(left_out), tuple(notes))
 
     def _endless(self, source: PromptSourceConfig, key: str, weight: float) -> PromptSet:
         item = open_generator(source, key)
-        places = 1 << 24  # number of prompts after which redrawn items would meet others
+        places = 1 << 24  # number of prompts after which redrawn items would collide with others
 
         def make(n: int) -> Prompt:
-            """Make prompt n. An item that is left out is replaced by one from a place of its own."""
+            """Make prompt n. A left-out item is replaced by one from a place that no other prompt uses."""
             for draw in range(_REDRAWS):
                 try:
                     return self._prompt(source, item(n + draw * places), n)
@@ -269,23 +269,24 @@ class _PromptMaker:
         )
 
     def _named(self, source: PromptSourceConfig) -> list[str]:
-        """Return the columns that a source names and every row needs."""
+        """Return the columns that a source names, which every row needs."""
         prompt = None if self._config.task.environment is not None else source.prompt
         return [name for name in (prompt, source.id, source.level, source.answer) if name is not None]
 
     def _row_text(self, row: dict[str, Any]) -> tuple[str, tuple[int, ...], None]:
-        """Return a row for an environment as JSON, with the first tokens of it. No sampler gets them as a prompt."""
+        """Return an environment's row as JSON, with its first tokens. These never become a sampler's prompt."""
         text = json.dumps(row, ensure_ascii=False)
         return text, self._codec.encode(text)[: self._limit], None
 
     def _tokenised(
         self, source: PromptSourceConfig, row: dict[str, Any]
     ) -> tuple[str, tuple[int, ...], tuple[Mapping[str, Any], ...] | None]:
-        """Return what the sampler gets for a row: text, tokens, and the chat that it was rendered from, if there is
-        one."""
+        """Return the sampler's input for a row: text, tokens, and the chat that it was rendered from, if any."""
         given = value_at(row, source.prompt)
         if not isinstance(given, str | list):
-            raise _Unfit(f"the column {source.prompt} is no prompt", type(given).__name__, expected="text or messages")
+            raise _Unfit(
+                f"the column {source.prompt} is not a prompt", type(given).__name__, expected="text or messages"
+            )
         messages = None
         try:
             given, tools = stored_messages(given), [] if source.tools is None else listed_tools(row, source.tools)
@@ -297,7 +298,7 @@ class _PromptMaker:
                 self._spelling += int(spells)
             elif tools:
                 raise _Unfit(
-                    f"the column {source.tools} has tools, and a prompt of plain text goes through no template",
+                    f"the column {source.tools} has tools, but a plain text prompt does not use the template",
                     f"{len(tools)} tools",
                     expected=f"the section task.chat, or tools=null in source {source.name}",
                 )
@@ -321,7 +322,7 @@ class _PromptMaker:
 
 def _id(column: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise _Unfit(f"the column {column} is no id", type(value).__name__, expected="text or a whole number")
+        raise _Unfit(f"the column {column} is not an id", type(value).__name__, expected="text or a whole number")
     if value == "":
         raise _Unfit(f"the column {column} is empty", kind="missing")
     return str(value)
@@ -330,8 +331,8 @@ def _id(column: str, value: Any) -> str:
 class PromptSource:
     """Yields the prompts of several sets in an endless order.
 
-    Every stretch of prompts holds the sets in proportion to their weights. Each finite set has epochs of its own, and
-    every epoch is a new permutation, so no prompt repeats within an epoch. An endless set gives its items in order.
+    Every stretch of prompts mixes the sets in proportion to their weights. Each finite set has its own epochs, and
+    every epoch is a new permutation, so no prompt repeats within an epoch. An endless set yields its items in order.
 
     The order is a pure function of (sets, weights, seed, cursor). A prompt's cursor is its place in this order.
     """
@@ -360,9 +361,9 @@ class PromptSource:
     def _taken(self, cursor: int) -> list[int]:
         """Return how many of the first `cursor` prompts are from each set.
 
-        Prompt n of a set with share s is due at position (n + 1/2) / s, so n = position * s + 1/2 of its prompts,
-        rounded down, are due by a position. All sets together are less than half a prompt for each set from the
-        position. The count starts one prompt for each set earlier and follows the last few one by one.
+        Prompt n of a set with share s is due at position (n + 1/2) / s, so by a position, position * s + 1/2 of its
+        prompts, rounded down, are due. Summed over all sets, this differs from the position by less than half a prompt
+        per set. The count starts one prompt per set earlier and steps through the last few one by one.
         """
         start = max(0, cursor - len(self._sets))
         taken = [int(start * share + Fraction(1, 2)) for share in self._shares]
@@ -371,7 +372,7 @@ class PromptSource:
         return taken
 
     def _next(self, taken: list[int]) -> int:
-        """Return the number of the set whose next prompt is due first; the first of several."""
+        """Return the number of the set whose next prompt is due first. Ties go to the first set."""
         if len(taken) == 1:
             return 0
         return min(range(len(taken)), key=lambda at: ((2 * taken[at] + 1) / self._shares[at], at))
@@ -383,8 +384,8 @@ class PromptSource:
         epoch, place = divmod(number, len(one.prompts))
         if epoch != self._epochs[at]:
             # This sorts raw words of the bit generator instead of calling Generator.permutation. A resumed run needs
-            # the same order, and numpy guarantees the streams of Philox and SeedSequence, but not the methods of
-            # Generator.
+            # the same order, and numpy guarantees the streams of Philox and SeedSequence but not of Generator's
+            # methods.
             seed = np.random.SeedSequence(self._seed, spawn_key=(epoch, at) if at else (epoch,))
             words = np.random.Philox(seed).random_raw(len(one.prompts))
             self._orders[at], self._epochs[at] = np.argsort(words, kind="stable"), epoch

@@ -1,8 +1,8 @@
-"""Provides the kind `remote` of a reward: a server that scores completions, asked over HTTP.
+"""Provides the reward kind `remote`: a server that scores completions over HTTP.
 
-One request asks for one completion. Its body is a JSON object of the configured arguments. The server answers with
-status 200 and a JSON object whose `reward` is a number; further keys are ignored. Anything else fails the verification:
-it is never taken for a reward of 0.
+One request scores one completion. Its body is a JSON object of the configured arguments. The server answers with
+status 200 and a JSON object whose `reward` is a number; further keys are ignored. Any other answer fails the
+verification and never counts as a reward of 0.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _HEADERS = {
     "content-type": "application/json",
     "accept": "application/json",
     "accept-encoding": "identity",
-    "connection": "close",  # in one that is used again, what a server sent behind its answer would be the next answer
+    "connection": "close",  # if reused, extra bytes after an answer would be read as the next answer
 }
 
 
 class RemoteError(Exception):
-    """The server gave no reward. again: whether another attempt may succeed."""
+    """The server returned no reward. again: whether another attempt may succeed."""
 
     def __init__(self, text: str, *, again: bool = False):
         super().__init__(text)
@@ -54,7 +54,7 @@ def remote(
     client: list[httpx.AsyncClient] = []
 
     async def ask_remote(**columns: list[Any]) -> list[float | RemoteError]:
-        if not client:  # inside the event loop, which it belongs to
+        if not client:  # created inside the event loop that it belongs to
             # Redirects are not followed: they would carry data to a server that the config does not name.
             limits = httpx.Limits(max_connections=None)
             client.append(httpx.AsyncClient(headers=_HEADERS, timeout=None, trust_env=False, limits=limits))
@@ -70,7 +70,7 @@ def remote(
 async def _ask(
     client: httpx.AsyncClient, url: str, row: dict[str, Any], timeout_seconds: float, waits: Sequence[float]
 ) -> float | RemoteError:
-    """Ask for one completion, again where that may help. Return the error instead of raising it."""
+    """Score one completion, with retries where they may help. Return the error instead of raising it."""
     failure = RemoteError("")
     for wait in (0.0, *waits):
         await asyncio.sleep(wait)
@@ -91,7 +91,7 @@ async def _ask(
 async def _attempt(client: httpx.AsyncClient, url: str, row: dict[str, Any]) -> float:
     async with client.stream("POST", url, content=json.dumps(row).encode()) as response:
         body = b""
-        async for piece in response.aiter_raw():  # not unpacked, so that a small answer cannot become a huge one
+        async for piece in response.aiter_raw():  # not decompressed, so that a small answer cannot become huge
             body += piece
             if len(body) > _LONGEST_ANSWER:
                 raise RemoteError(f"an answer of more than {_LONGEST_ANSWER} bytes")

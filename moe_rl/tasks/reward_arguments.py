@@ -1,6 +1,6 @@
-"""Compares the arguments that reward functions name with those that exist: built-in ones, and columns of the prompts.
+"""Compares the arguments that reward functions name with the built-in ones and the columns of the prompts.
 
-It runs before a run starts anything, so a misspelt name never costs the start of a sampler.
+It runs before a run starts anything, so a misspelt name is found before a sampler starts.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Columns:
     """Describes the columns of one source of prompts.
 
     Attributes:
-        lacking: for each column, the id of the first prompt whose row lacks it; None where every row has it.
-        other: columns with the name of a built-in argument whose value is not that argument's.
-        left_out: columns that were left out because they hold what JSON does not have.
+        lacking: for each column, the id of the first prompt whose row lacks it; None if every row has it.
+        other: columns that share the name of a built-in argument but not its value.
+        left_out: columns left out because they hold non-JSON values.
     """
 
     lacking: Mapping[str, str | None]
@@ -42,8 +42,8 @@ class Columns:
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], own: str = "", left_out: frozenset[str] = frozenset()) -> Columns:
-        """Read the columns of prompts. own: the column that the prompts come from. Under its name a function gets what
-        became of it, such as the rendered text."""
+        """Read the columns of prompts. own: the prompts' own column. Under its name a function gets the processed
+        value, such as the rendered text."""
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         lacking = {name: next((one.id for one in prompts if name not in one.columns), None) for name in names}
         shared = [name for name in names if name in BUILT_IN and name != own]
@@ -58,7 +58,7 @@ class Columns:
 
 
 def _differs(prompt: Prompt, name: str) -> bool:
-    """Tell whether the prompt's column is something else than the built-in argument of its name."""
+    """Return whether the prompt's column differs from the built-in argument of the same name."""
     own = {"prompt": prompt.text, "messages": None if prompt.messages is None else [*map(dict, prompt.messages)]}
     return name in prompt.columns and (name not in own or prompt.columns[name] != own[name])
 
@@ -66,13 +66,13 @@ def _differs(prompt: Prompt, name: str) -> bool:
 def argument_problems(
     rewards: Mapping[str, RewardParameters], sources: Mapping[str, Columns], advice: Mapping[str, Sequence[str]]
 ) -> Iterator[Problem]:
-    """Yield one message for each argument that cannot be given, or that could mean two things.
+    """Yield one message for each argument that cannot be passed or is ambiguous.
 
     Args:
         rewards: parameters of each reward.
         sources: columns of each source of prompts, by a name for the message.
-        advice: for each reward, what its user can do about an argument that the rows do not have. Nothing where the
-            user does not name the arguments: none of them can then mean two things.
+        advice: for each reward, remedies for an argument that the rows lack. Empty if the user does not name the
+            arguments: none of them can then be ambiguous.
     """
     for reward, parameters in rewards.items():
         ways = advice[reward]
@@ -81,7 +81,7 @@ def argument_problems(
                 where: About = {"key": f"task.rewards.{reward}", "argument": name}
                 if name in columns.other and ways:
                     yield describe(
-                        "a column has the name of a built-in argument, but another content",
+                        "a column has the name of a built-in argument but other content",
                         where=where,
                         got=f"{source} with {columns.told}",
                         do="give the column another name",
@@ -109,7 +109,7 @@ def argument_problems(
 
 
 def _remedy(name: str, source: str, ways: Sequence[str], *, some: bool = False) -> str:
-    """Return what to do about a column that is missing. some: some rows have it."""
+    """Return the remedy for a missing column. some: some rows have it."""
     ways = ["add it to all rows", *ways[1:]] if some else list(ways)
     if name == "answer":
         more = (

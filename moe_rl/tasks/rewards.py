@@ -1,7 +1,7 @@
-"""Provides reward functions: those of the arithmetic demo, and the kinds `exact` and `numeric` of a config.
+"""Provides reward functions: those of the arithmetic demo, and the config's reward kinds `exact` and `numeric`.
 
-The demo's functions are named in its config as `moe_rl.tasks.rewards.exact_match`. A kind is made from its config keys
-and returns the reward function. docs/howto/own_task.md tells how to write your own.
+The demo's functions are named in its config as `moe_rl.tasks.rewards.exact_match`. A kind's function takes its config
+keys and returns the reward function. docs/howto/own_task.md describes how to write your own.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable
 from decimal import Context, Decimal
 
-# Only ASCII digits, without plus sign, leading zero or "-0". Each integer then has one spelling, so the policy earns
-# no reward for an answer that a plain string comparison would refuse.
+# Only ASCII digits, without plus sign, leading zero or "-0". Each integer then has one spelling, so the policy earns no
+# reward for an answer that a plain string comparison would reject.
 _ANSWER = re.compile(r"<answer>(0|-?[1-9][0-9]*)</answer>")
-# A number, and a unit that begins with a letter or a sign such as %. "1/2", "1,23" and "1.2.3" are none.
+# A number, and a unit that begins with a letter or a sign such as %. "1/2", "1,23" and "1.2.3" do not match.
 _QUANTITY = re.compile(
     r"([+-]?)([$\u20ac\u00a3\u00a5]?)\s*"
     r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,6}(?![\w.]))?"
@@ -22,7 +22,7 @@ _QUANTITY = re.compile(
 )
 # Spellings of LaTeX, and the minus sign of Unicode.
 _SPELLINGS = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\u2212", "-"))
-# Nothing is trapped: a difference beyond the largest exponent is infinite.
+# Without traps, a difference beyond the largest exponent is infinite.
 _ARITHMETIC = Context(prec=50, traps=[])
 
 RewardCall = Callable[..., float]
@@ -50,7 +50,7 @@ def find_answer(completion: str, answer_in: str) -> str | None:
 
     Args:
         answer_in: "completion", "tags" for `<answer>...</answer>`, or "box" for \\boxed{...}. The last tag or box
-            counts, even if it is never closed: the completion then has no answer.
+            counts, even if it is never closed; then the completion has no answer.
     """
     if answer_in == "completion":
         return completion.strip()
@@ -87,7 +87,7 @@ def numeric(*, answer_in: str, tolerance: float, relative_tolerance: float) -> R
         """Return 1.0 if the completion's answer is the number `answer`, with the same unit; else 0.0."""
         right = _quantity(str(answer)) if isinstance(answer, str | int | float) else None
         if right is None or isinstance(answer, bool):
-            raise ValueError(f"the column answer is no number: {answer!r:.80}")
+            raise ValueError(f"the column answer is not a number: {answer!r:.80}")
         given = _quantity(find_answer(completion, answer_in) or "")
         if given is None or given[1] != right[1]:
             return 0.0

@@ -1,8 +1,8 @@
 """Reads the rows of a prompt source: a JSONL or Parquet file, a data set of the library `datasets`, or a generator.
 
-The same rows are the same from every source. Two things that tables do to JSON are undone, for all sources alike. A
-table gives all objects of a column the same keys, and fills those that an object lacks with null: so a key with null is
-an absent key. A table makes all numbers of a column floats if one is: so a float without a fraction is an integer.
+The same rows give the same values from every source: two changes that tables make to JSON are undone for all sources. A
+table gives all objects of a column the same keys and fills missing ones with null, so a null key counts as absent. A
+table makes all numbers of a column floats if one is, so a float without a fraction becomes an integer.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from moe_rl.config.prompt_sources import GENERATOR, PromptSourceConfig
 from moe_rl.errors import About, DataError, with_extra
 
 Row = tuple[About, dict[str, Any] | ValueError]
-"""Where a row stands, and its columns or what is wrong with it."""
+"""The location of a row, and its columns or its fault."""
 
 _INSTALL = {"datasets": "datasets", "pyarrow.parquet": "pyarrow", "reasoning_gym": "reasoning-gym"}
 # Generators draw item n from the seed `base + n`, and some take only seeds below 2^32.
 _ITEMS = 1 << 31
 _NOT_JSON = object()
-# The largest integer that a column of floats takes.
+# The largest integer that a column of floats holds exactly.
 _LARGEST_COUNT = 2**53
 
 
 def read_rows(source: PromptSourceConfig, key: str, left_out: set[str]) -> Iterator[Row]:
-    """Yield the rows of a finite source, in its order. key: of the source in the config, for messages.
+    """Yield the rows of a finite source, in order. key: the source's config key, for messages.
 
-    A column with a value that JSON does not have, such as an image, is left out, and its name goes into `left_out`.
+    A column with a non-JSON value, such as an image, is left out, and its name is added to `left_out`.
 
     Raises:
         DataError: the source cannot be read at all.
@@ -46,7 +46,7 @@ def read_rows(source: PromptSourceConfig, key: str, left_out: set[str]) -> Itera
     number = 0
     for table in _parquet(source, key) if source.kind == "parquet" else _dataset(source, key):
         types = {field.name: field.type for field in table.schema}
-        # lossy: where a key of a map occurs twice, the last one counts
+        # lossy: of a map's duplicate keys the last one counts
         for row in table.to_pylist(maps_as_pydicts="lossy"):
             where: About = {"key": key, "file": source.data, "row": number}
             try:
@@ -57,7 +57,7 @@ def read_rows(source: PromptSourceConfig, key: str, left_out: set[str]) -> Itera
 
 
 def value_at(row: dict[str, Any], name: str) -> Any:
-    """Return the value of a column, or one inside it that a name with dots leads to; None where there is none."""
+    """Return the value of a column, or for a dotted name the value inside it; None if there is none."""
     if name in row:
         return row[name]
     value: Any = row
@@ -89,14 +89,14 @@ def open_generator(source: PromptSourceConfig, key: str) -> Callable[[int], dict
         raise DataError("reasoning-gym has no such task", where=where, got=name, expected=f"one of {', '.join(known)}")
     if taken := {"seed", "size"} & source.options.keys():
         raise DataError(
-            "the options set what the source itself sets",
+            "the options set values that the source sets itself",
             where={"key": f"{key}.options"},
             got=", ".join(sorted(taken)),
             do=f"give {key}.seed; a generator has no size",
         )
     try:
         items = gym.create_dataset(name, seed=base, size=1, **source.options)
-    except Exception as error:  # the generators check their options with bare assertions
+    except Exception as error:  # the generators check their options with bare assert statements
         raise DataError(
             "reasoning-gym refuses the options of the task",
             where={"key": f"{key}.options"},
@@ -106,7 +106,7 @@ def open_generator(source: PromptSourceConfig, key: str) -> Callable[[int], dict
         items[_ITEMS - 1]
     except Exception as error:
         raise DataError(
-            "the items of this task are a fixed list, and a generator must be endless",
+            "the items of this task are a fixed list, but a generator must be endless",
             where=where,
             got=f"{name}: {type(error).__name__}: {error}",
             do="take another task, or write its items to a JSONL file",
@@ -115,10 +115,10 @@ def open_generator(source: PromptSourceConfig, key: str) -> Callable[[int], dict
 
 
 def _columns(row: dict[str, Any], left_out: set[str], types: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the columns of a row that have a JSON value. The names of the others go into `left_out`.
+    """Return the columns of a row that have a JSON value. The names of the others are added to `left_out`.
 
     Raises:
-        ValueError: a text of JSON is damaged, or objects lie too deep. The text is for the user.
+        ValueError: a JSON text is damaged, or objects are nested too deeply. The text is for the user.
     """
     plain = {name: _as_json(value, (types or {}).get(name)) for name, value in row.items() if value is not None}
     left_out.update(name for name, value in plain.items() if value is _NOT_JSON)
@@ -164,14 +164,14 @@ def _json(text: str) -> Any:
 
 
 def plain_json(text: str) -> Any:
-    """Return the value of a JSON text that stands in a column, in the form that all values of rows have.
+    """Return the value of a JSON text from a column, in the common form of all row values.
 
     Raises:
-        ValueError: it is no JSON. The text is for the user.
+        ValueError: it is not JSON. The text is for the user.
     """
     value = _as_json(_json(text))
     if value is _NOT_JSON:
-        raise ValueError("a number that JSON does not have, such as NaN")
+        raise ValueError("a number that is not valid JSON, such as NaN")
     return value
 
 
@@ -204,7 +204,7 @@ def _dataset(source: PromptSourceConfig, key: str) -> Iterator[Any]:
             found = datasets.load_from_disk(source.data)
         else:
             found = datasets.load_dataset(source.data, source.config, split=source.split)
-    except Exception as error:  # the library raises errors of many libraries
+    except Exception as error:  # the library passes on errors of other libraries
         do = "correct the name, the configuration or the files"
         if source.may_be_on_the_hub:
             do = (
@@ -229,12 +229,12 @@ def _dataset(source: PromptSourceConfig, key: str) -> Iterator[Any]:
         found = found[source.split]
     elif saved and source.split is not None:
         raise DataError(
-            "the folder holds a single split",
+            "the folder has only one split",
             where={**where, "key": f"{key}.split"},
             got=source.split,
             do="remove it",
         )
-    # In Arrow's own form no image or sound is decoded.
+    # The Arrow format decodes no image or sound.
     yield from found.with_format("arrow").iter(batch_size=1000)
 
 
@@ -255,14 +255,14 @@ def _as_json(value: Any, arrow_type: Any = None) -> Any:
     try:
         return _plain(value, arrow_type)
     except RecursionError as error:
-        raise ValueError("lists or objects lie too deep in one another") from error
+        raise ValueError("lists or objects are nested too deeply") from error
 
 
 def _plain(value: Any, arrow_type: Any = None) -> Any:
-    """Return a value in the one form that all sources have, or _NOT_JSON.
+    """Return a value in the common form of all sources, or _NOT_JSON.
 
-    arrow_type: of the value, None outside tables. `datasets` keeps values whose types differ as JSON text, of a type of
-    its own that may stand inside lists and objects.
+    arrow_type: the value's type, None outside tables. `datasets` stores values of mixed types as JSON text with its own
+    type, which may occur inside lists and objects.
     """
     if isinstance(value, str) and getattr(arrow_type, "extension_name", "") == "arrow.json":
         return _plain(_json(value))

@@ -1,7 +1,7 @@
-"""Finds what a chat says and its rendered text does not show.
+"""Finds parts of a chat that its rendered text does not show.
 
-A template leaves out what it does not know, without a word: tools, calls, reasoning, names. A copy of the chat, with a
-word of its own in the place of each text, is rendered too. A text whose word is not there was not shown.
+A template silently omits what it does not know: tools, calls, reasoning, names. So a copy of the chat is rendered too,
+in which a unique word replaces each text. A text whose word is missing from the result was not shown.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 Chat = Sequence[Mapping[str, Any]]
 Render = Callable[[Chat, Chat], str]
-"""Returns the text of messages and tools, with the beginning of the next answer."""
+"""Renders messages and tools as text, with the beginning of the next answer."""
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _ASKS: Mapping[str, Any] = {"role": "user", "content": "a"}
 
 
 class NotShown(ValueError):
-    """Says what is not shown. The text is for the user.
+    """Raised for a part that is not shown. The text is for the user.
 
     Attributes:
-        number: of the message; None for a tool.
-        field: of the message, or of the request.
+        number: the message's number; None for a tool.
+        field: the field of the message or the request.
     """
 
     def __init__(self, text: str, number: int | None, field: str):
@@ -41,13 +41,13 @@ class _Place:
 
 @dataclass
 class _Words:
-    """Makes the copy of a chat, and knows what each word stands for."""
+    """Makes the copy of a chat, and maps each word to its text."""
 
     places: dict[str, _Place] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
 
     def new(self, number: int | None, name: str, got: str) -> str:
-        # Nine letters and digits are what the strictest templates take for the id of a call.
+        # The strictest templates require a call id of nine letters and digits.
         word = f"zq{len(self.places):07d}"
         self.places[word] = _Place(number, name, got)
         return word
@@ -83,7 +83,7 @@ class _Words:
         return {**made, "function": function} if isinstance(inner, Mapping) else {**made, **function}
 
     def _arguments(self, number: int, given: Any) -> Any:
-        """Return arguments with one word as name and one as value, in the form of those that are given."""
+        """Return arguments with one word as name and one as value, in the form of the given arguments."""
         told = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
         value = _json(given) if isinstance(given, str) else given
         if not isinstance(value, Mapping):
@@ -107,15 +107,15 @@ class _Words:
 
 
 def check_shown(messages: Chat, tools: Chat, render: Render, *, start: int = 0, said: int = 0) -> None:
-    """Raise NotShown unless the rendered text shows what the messages and tools say.
+    """Raise NotShown unless the rendered text shows all content of the messages and tools.
 
-    A template may leave out the reasoning before the last message of a user if it shows the reasoning behind it, as
-    those of Qwen3 and GLM-4.5 do. It may leave out the ids of calls if each result stands at the place of its call, and
-    the name of a tool at its result.
+    A template may omit the reasoning before the user's last message if it shows the reasoning after it, as those of
+    Qwen3 and GLM-4.5 do. It may omit the ids of calls if the results are in the order of their calls, and the tool
+    name of a result.
 
     Args:
         render: gets the messages from `start` on.
-        said: so many first messages were checked before, and the model's own reasoning in them may be left out.
+        said: how many of the first messages were checked before; the model's own reasoning in them may be omitted.
 
     Raises:
         NotShown: something is not shown.
@@ -156,7 +156,7 @@ def _not_shown(messages: Chat, number: int, name: str, got: Any) -> NotShown:
 
 
 def _check_order(messages: Chat, start: int) -> None:
-    """Raise NotShown for a result whose place says another call than its id."""
+    """Raise NotShown for a result whose position implies another call than its id."""
     calls: list[Any] = []
     for number, message in enumerate(messages):
         if message["role"] != "tool":
@@ -177,7 +177,7 @@ def _called(messages: Chat) -> set[str]:
 def _shows(name: str, render: Render, start: int) -> bool:
     """Return whether a template shows the reasoning of any message."""
     if start:
-        return False  # what follows an answer is no answer
+        return False  # an answer cannot follow an answer
     word = "zq0000000"
     call = {"id": "zx0000000", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
     thought: Mapping[str, Any] = {"role": "assistant", "content": "b", name: word}
@@ -187,7 +187,7 @@ def _shows(name: str, render: Render, start: int) -> bool:
         try:
             if word in render(chat, ()):
                 return True
-        except ValueError:  # such a chat is not for this template
+        except ValueError:  # the template does not support such a chat
             continue
     return False
 

@@ -1,8 +1,8 @@
-"""Keeps the special tokens that a text of a chat spells from becoming control tokens.
+"""Keeps special tokens that are spelt out in a chat's texts from becoming control tokens.
 
-Control tokens are for the chat template. A tool's result that has <|im_end|> in it must not end its message. In a copy
-of the chat a stand-in takes the place of each spelt token. The tokenizer knows the stand-ins, so that one token marks
-the place, and the ordinary tokens of the spelling go there.
+Only the chat template may write control tokens: a tool's result that contains <|im_end|> must not end its message. In a
+copy of the chat a stand-in replaces each spelt token. The tokenizer knows the stand-ins, so one token marks the place,
+and is then replaced by the ordinary tokens of the spelling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-# Some tokenizers do not call their own <|...|> special.
+# Some tokenizers do not mark their own <|...|> as special.
 _LOOKS_SPECIAL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
 Chat = Sequence[Mapping[str, Any]]
@@ -24,12 +24,12 @@ Chat = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """Knows the special token of each stand-in by its id, and the ordinary tokens that spell it; () if none do."""
+    """Maps each stand-in's id to its special token, and to the ordinary tokens that spell it; () if none do."""
 
     tokens: Mapping[int, tuple[str, tuple[int, ...]]]
 
     def spelt(self, ids: Iterable[int]) -> tuple[int, ...]:
-        """Return tokens with the spellings in the place of the stand-ins.
+        """Return tokens with the stand-ins replaced by the spellings.
 
         Raises:
             ValueError: ordinary tokens cannot spell one. The text is for the user.
@@ -44,7 +44,7 @@ class Spelling:
 
 
 class SpecialTokens:
-    """Knows the special tokens of a tokenizer: those that it calls special, and all that look like <|name|>."""
+    """Holds the special tokens of a tokenizer: those that it marks as special, and all that look like <|name|>."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -81,7 +81,7 @@ class SpecialTokens:
         return [self._replaced(one, found) for one in value] if isinstance(value, list | tuple) else value
 
     def teach(self, tokenizer: Tokenizer) -> Spelling:
-        """Let another instance of the tokenizer know the stand-ins."""
+        """Add the stand-ins to another instance of the tokenizer."""
         words = self._stand_ins
         tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words.values()])
         found = {}
@@ -98,7 +98,7 @@ class SpecialTokens:
         return Tokenizer.from_str(json.dumps(described))
 
     def _ordinary(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text within others. Some tokenizers put a space before the first of all."""
+        """Return the tokens of a text inside a longer one. Some tokenizers put a space before the very first."""
         before = self._without.encode("\n", add_special_tokens=False).ids
         ids = self._without.encode("\n" + text, add_special_tokens=False).ids
         if ids[: len(before)] == before:

@@ -19,15 +19,15 @@ from moe_rl.tasks.shown_messages import check_shown
 from moe_rl.tasks.special_tokens import SpecialTokens, Spelling
 from moe_rl.types import Completion
 
-# Shown for a sampled id that the tokenizer does not know. Such ids exist because models pad their vocabulary.
+# Shown for a sampled id that is unknown to the tokenizer. Such ids exist because models pad their vocabulary.
 _UNKNOWN = "\ufffd"
-# Byte-level vocabularies, as GPT-2's, write a token with one letter for each byte: those that can be printed as
-# themselves in Latin-1, the others with the letters from U+0100 on.
+# Byte-level vocabularies, like GPT-2's, write a token with one letter per byte: bytes that are printable in Latin-1 as
+# themselves, all others with the letters from U+0100 on.
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTES = {chr(byte): bytes([byte]) for byte in _PRINTED} | {
     chr(0x100 + at): bytes([byte]) for at, byte in enumerate(sorted(set(range(0x100)) - set(_PRINTED)))
 }
-# A token that is one byte, in vocabularies of characters.
+# A single-byte token in a character vocabulary.
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -40,12 +40,12 @@ class TextCodec:
     """Converts text to token ids and back with the tokenizer of a checkpoint. Adds no tokens and hides none."""
 
     def __init__(self, model_path: Path | str, stop_token_ids: Iterable[int], stop: Sequence[str] = ()):
-        """Load the tokenizer of the checkpoint folder `model_path`: tokenizer.json, or else what `transformers` makes
-        of a sentencepiece or tiktoken file.
+        """Load the tokenizer of the checkpoint folder `model_path`: tokenizer.json, or else a sentencepiece or tiktoken
+        file converted by `transformers`.
 
         Raises:
-            DataError: there is no tokenizer, or it does not know one of the `stop_token_ids`, or no tokens give one of
-                the `stop` strings.
+            DataError: there is no tokenizer, it lacks one of the `stop_token_ids`, or no tokens decode to one of the
+                `stop` strings.
         """
         self._tokenizer = _read_tokenizer(Path(model_path))
         self._added = self._tokenizer.get_added_tokens_decoder()
@@ -64,7 +64,7 @@ class TextCodec:
         for at, text in enumerate(stop):
             if text.strip() not in self.decode(self.encode(text)):
                 raise DataError(
-                    "no tokens of the tokenizer give this text, so it would never end a completion",
+                    "no tokens of the tokenizer decode to this text, so it would never end a completion",
                     where={"key": f"rollout.stop.{at}", "folder": model_path},
                     got=repr(text),
                     expected=f"a text like {self.decode(self.encode(text))!r}",
@@ -79,7 +79,7 @@ class TextCodec:
 
     @property
     def vocabulary(self) -> int:
-        """Return the largest id that the tokenizer gives, plus 1."""
+        """Return the tokenizer's largest id plus 1."""
         return max(self._known) + 1
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -106,8 +106,9 @@ class TextCodec:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of all ids. Special tokens are spelt out, and unknown ids become U+FFFD.
 
-        A verifier must see exactly what the policy wrote. If special tokens were dropped, a completion with one inside
-        its answer would look well-formed. The caller leaves out the stop token (see `Completion.text_token_ids`).
+        A verifier must see exactly what the policy wrote. If special tokens were dropped, a completion with a special
+        token inside its answer would look well-formed. The caller leaves out the stop token (see
+        `Completion.text_token_ids`).
         """
         spans: list[list[int]] = [[]]
         for token in ids:
@@ -118,12 +119,12 @@ class TextCodec:
         return _UNKNOWN.join(self._tokenizer.decode(span, skip_special_tokens=False) if span else "" for span in spans)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes that each token stands for. Joined, they are the UTF-8 of what `decode` returns, but a part
-        of a character has its own bytes, where a text has U+FFFD."""
+        """Return the bytes of each token. Joined, they are the UTF-8 of `decode`'s text, except that a part of a
+        character keeps its bytes where the text has U+FFFD."""
         found, text = [self._bytes(token) for token in ids], self.decode(ids)
         whole = b"".join(found)
         spaces = len(whole) - len(whole.lstrip(b" "))
-        if spaces > len(text) - len(text.lstrip(" ")):  # some tokenizers drop one at the start
+        if spaces > len(text) - len(text.lstrip(" ")):  # some tokenizers drop a space at the start
             found[0] = found[0][1:]
         return found
 
@@ -142,20 +143,20 @@ class TextCodec:
         """Return the text of a completion, without the stop token or stop string that ended it.
 
         Raises:
-            DataError: the tokens do not give the stop string that the sampler found.
+            DataError: the tokens do not decode to the stop string that the sampler found.
         """
         text, stop = self.decode(completion.text_token_ids), completion.stop_string
         if stop is None:
             return text
-        # The sampler reads over ids that the tokenizer does not know, and keeps a space at the start that some
-        # tokenizers drop.
+        # The sampler skips ids that are unknown to the tokenizer, and keeps a space at the start that some tokenizers
+        # drop.
         found = re.compile(f"{_UNKNOWN}*".join(map(re.escape, stop)))
         if (match := found.search(text)) is not None:
             return text[: match.start()]
         if found.match(f" {text}"):
             return ""
         raise DataError(
-            "the tokens of a completion do not give the stop string that ended it",
+            "the tokens of a completion do not decode to the stop string that ended it",
             where={"request": completion.key},
             got=repr(text[-200:]),
             expected=repr(stop),
@@ -176,7 +177,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
             got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             fault="tokenizer",
         ) from error
-    # A tokenizer.json may carry either; both would change prompts without a word.
+    # A tokenizer.json may enable either; both would silently change prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -186,7 +187,7 @@ def _convert(folder: Path) -> Tokenizer:
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in json.loads(settings.read_bytes()):
         raise DataError(
-            "this tokenizer needs Python code of its own, which is never run",
+            "this tokenizer needs its own Python code, which is never run",
             where={"key": "model.path", "folder": folder},
             got="auto_map in tokenizer_config.json, and no tokenizer.json",
             do=f"make a tokenizer.json once: moe-rl export --tokenizer {folder} --out tokenizer (--help says more)",
@@ -196,8 +197,8 @@ def _convert(folder: Path) -> Tokenizer:
 
 
 def transformers_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer that `transformers` makes of a checkpoint folder."""
-    from transformers import AutoTokenizer  # imported late: this takes seconds, and most runs do without
+    """Load the tokenizer of a checkpoint folder with `transformers`."""
+    from transformers import AutoTokenizer  # imported late: this takes seconds, and most runs do not need it
 
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
@@ -209,16 +210,16 @@ class ChatTemplate:
         """Load the template of the checkpoint folder `model_path`. chat: the settings `task.chat`.
 
         Raises:
-            DataError: the model has no template, or the template does not use what the settings give it.
+            DataError: the model has no template, or the template ignores one of the settings.
         """
         self._chat = chat or ChatConfig()
         where: About = {"key": "task.chat", "folder": model_path}
         try:
             self._tokenizer = transformers_tokenizer(Path(model_path))
             template = self._tokenizer.get_chat_template(tools=list(self._chat.tools) or None)
-        except Exception as error:  # the library raises errors of every kind
+        except Exception as error:  # the library raises arbitrary exceptions
             raise DataError(
-                "the model has no usable chat template, and a prompt is to be a chat",
+                "the model has no usable chat template, but a prompt is a chat",
                 where=where,
                 got=str(error).partition("\n")[0],
                 do="put the template into chat_template.jinja in the folder, or give prompts as text",
@@ -238,7 +239,7 @@ class ChatTemplate:
         """Return the messages of a prompt: the system message of the settings, and the prompt's own.
 
         Raises:
-            ValueError: the prompt is no chat that a model can answer. The text is for the user.
+            ValueError: a model cannot answer the prompt as a chat. The text is for the user.
         """
         own = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(one) for one in prompt]
         if not own:
@@ -248,21 +249,22 @@ class ChatTemplate:
         if self._chat.system is None:
             return tuple(own)
         if own[0]["role"] == "system":
-            raise ValueError("the prompt has a system message of its own, and task.chat.system gives another")
+            raise ValueError("the prompt has its own system message, but task.chat.system sets another")
         return ({"role": "system", "content": self._chat.system}, *own)
 
     def history(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of messages alone, with the system message and the tools of the settings. The template may
-        raise."""
+        """Return the text of messages without the beginning of an answer, with the settings' system message and tools.
+        The template may raise."""
         system = () if self._chat.system is None else ({"role": "system", "content": self._chat.system},)
         return self._applied((*system, *messages), self._chat.tools, answers=False)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text that the model continues with its answer. tools: of the prompt; () for those of the settings.
+        """Return the text that the model continues with its answer. tools: the prompt's tools; () for those of the
+        settings.
 
         Raises:
             NotShown: the text does not show a part of the messages or the tools.
-            ValueError: the template refuses the messages, or the settings give other tools. The text is for the user.
+            ValueError: the template refuses the messages, or the settings set other tools. The text is for the user.
         """
         given = self._tools(tools)
         text = self._text(messages, given)
@@ -272,9 +274,9 @@ class ChatTemplate:
     def tokens(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], codec: TextCodec
     ) -> tuple[str, tuple[int, ...], bool]:
-        """Return what `render` does, its tokens, and whether messages or tools spell special tokens.
+        """Return the text from `render`, its tokens, and whether messages or tools spell special tokens.
 
-        These are tokens of text. Only the template's own are control tokens.
+        Spelt special tokens become ordinary text tokens. Only the template's own are control tokens.
 
         Raises:
             ValueError: see `render`.
@@ -288,10 +290,10 @@ class ChatTemplate:
     def _tools(self, own: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return the tools of a prompt: its own, or those of the settings."""
         if own and self._chat.tools:
-            raise ValueError("the row has tools of its own, and task.chat.tools gives others")
+            raise ValueError("the row has its own tools, but task.chat.tools sets others")
         if own and not re.search(r"\btools\b", self._tokenizer.get_chat_template(tools=list(own))):
             raise ValueError(
-                "the model's chat template shows no tools, and the row has some; set tools=null in the source to "
+                "the model's chat template shows no tools, but the row has some; set tools=null in the source to "
                 f"train without them: {len(own)} tools"
             )
         return own or self._chat.tools
@@ -299,7 +301,7 @@ class ChatTemplate:
     def _text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
             return self._applied(messages, tools, answers=True)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
     def _applied(
@@ -322,7 +324,7 @@ def _message(message: Any) -> Mapping[str, Any]:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("a message holds something else than text")
+        raise ValueError("a message holds something other than text")
     if not isinstance(content, str | list) and "tool_calls" not in message:
         raise ValueError("a message has no content")
     return message

@@ -1,4 +1,4 @@
-"""Finds what ends a turn of the assistant in a model's chats, and tells where that ends no completion."""
+"""Finds the text that ends the assistant's turn in a model's chats, and reports if that would not end a completion."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _CHAT = ({"role": "user", "content": _ASKS}, {"role": "assistant", "content": _A
 
 
 def turn_ends(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> tuple[str, str] | None:
-    """Return what the chat template writes behind an answer: before the next message, and at the end of a chat.
+    """Return the chat template's text after an answer: before the next message, and at the end of a chat.
 
     Args:
         write: returns the text of messages, without the beginning of an answer. It may raise.
 
     Returns:
-        None where that cannot be seen: the template refuses such chats, or does not show the answer.
+        None if that cannot be determined: the template refuses such chats, or does not show the answer.
     """
     try:
         asked_again, last = (write(chat) for chat in ((*_CHAT, {"role": "user", "content": _AGAIN}), _CHAT))
-    except Exception:  # a template raises what it likes
+    except Exception:  # a template may raise anything
         return None
     _, shown, behind = asked_again.rpartition(_ANSWERS)
     between, again, _ = behind.partition(_AGAIN)
@@ -38,9 +38,9 @@ def endless_problem(
     model_stops: Collection[int],
     rollout: RolloutConfig,
 ) -> Problem | None:
-    """Return what is wrong where a model that answers as its chat template shows would never end its turn.
+    """Return a problem if a model that follows its chat template would never end its turn.
 
-    A config that names a stop of its own has said how completions end.
+    There is none if the config sets its own stop.
 
     Args:
         write: see `turn_ends`.
@@ -67,11 +67,11 @@ def endless_problem(
     if not between.strip():
         return None
     return describe(
-        "no completion would end: the chat template ends a turn of the assistant with text, which is no token",
+        "no completion would end: the chat template ends a turn of the assistant with text, not with a token",
         where={"key": "rollout.stop"},
         got=repr(between),
         expected=f"one of the model's end-of-sequence tokens: {stops}",
         do=f"give rollout.stop a text that ends a turn, such as {between.strip().splitlines()[0]!r}, or let the "
-        "template write an end-of-sequence token behind an answer",
+        "template write an end-of-sequence token after an answer",
         fault="endless",
     )

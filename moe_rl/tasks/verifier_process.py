@@ -22,12 +22,12 @@ _MAX_ANSWER_BYTES = 1 << 20
 _TAIL_BYTES = 2048
 
 Scores = dict[str, float | str]
-"""What the reward functions gave for one item: for each the value, or why there is none."""
+"""The reward functions' results for one item: each a value, or the reason why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierJob:
-    """Calls that one worker makes after one another, within one time limit.
+    """Calls that one worker makes one after another, within one time limit.
 
     Attributes:
         items: indices of the items.
@@ -41,7 +41,7 @@ class VerifierJob:
 
 class _Lost(Exception):
     """Signals that a worker died, hung or sent an invalid answer, and was removed. begun: the reward whose call it had
-    started; "" before the first.
+    begun; "" before the first.
     """
 
     def __init__(self, reason: str, begun: str):
@@ -52,7 +52,7 @@ class _Lost(Exception):
 class VerifierPlace:
     """Runs one worker and replaces it when it is lost. One thread uses it at a time; only `end` may come from another.
 
-    parameters: those of each function, as reported by a worker. All places share them; empty until then.
+    parameters: parameters of each function, shared by all places; empty until a worker has reported them.
     """
 
     def __init__(self, load: Load, parameters: dict[str, RewardParameters]):
@@ -62,7 +62,7 @@ class VerifierPlace:
         self.process: WorkerProcess[Answer] | None = None
 
     def end(self) -> None:
-        """Kill the worker for good. The thread that waits for its answer gets RewardError."""
+        """Kill the worker for good. A thread that waits for its answer gets RewardError."""
         with self._lock:
             self._ended = True
             if self.process is not None:
@@ -89,7 +89,7 @@ class VerifierPlace:
 
         Raises:
             ConfigError: a function cannot be used.
-            RewardError: workers started earlier, but none starts any more.
+            RewardError: no worker starts, although workers started earlier.
         """
         for _ in range(_START_ATTEMPTS):
             problems = self._start()
@@ -148,7 +148,9 @@ class VerifierPlace:
         deadline = time.monotonic() + job.limit
         begun, results = "", [Scores() for _ in job.items]
         process = self.process
-        assert process is not None  # `start` ran before, and whoever removes a worker starts another or ends the pool
+        assert (
+            process is not None
+        )  # `start` ran before, and removing a worker is followed by a new start or the end of the pool
         for reward, rows in job.calls.items():
             try:
                 process.send(Call(reward, rows), deadline)

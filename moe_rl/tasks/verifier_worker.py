@@ -1,9 +1,9 @@
 """Runs as the verifier process: imports the reward functions and calls them, one call at a time, for a `VerifierPool`.
 
-It is started as `python -m moe_rl.tasks.verifier_worker SOCKET_FD PARENT_PID`, in a session of its own. It reads one
+It is started as `python -m moe_rl.tasks.verifier_worker SOCKET_FD PARENT_PID`, in its own session. It reads one
 call at a time and never ahead, so while a function runs, the process holds only the data of that call.
 
-A reward function is a plain or async callable. It gets the arguments that it names as parameters, and nothing else.
+A reward function is a plain or async callable. It gets only the arguments that it names as parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _MAX_FILE_BYTES = 64 << 20
 
 
 class RewardFunction(Message, frozen=True):
-    """Says what to import. settings: None for the function itself, otherwise arguments of a callable that returns it.
+    """Describes what to import. settings: None for the function itself, otherwise arguments of a callable that returns
+    it.
 
     batched: whether each argument is a list with one item per row.
     """
@@ -73,13 +74,13 @@ class Unusable(Message, frozen=True):
 
 
 class Returned(Message, frozen=True):
-    """Sent by the worker: for each row the number, or why there is none."""
+    """Sent by the worker: for each row the number, or the reason why there is none."""
 
     values: list[float | str]
 
 
 class Raised(Message, frozen=True):
-    """Sent by the worker: the function raised an exception, or did not return what it should."""
+    """Sent by the worker: the function raised an exception, or returned a wrong value."""
 
     detail: str
 
@@ -121,7 +122,7 @@ async def _wait_for(awaitable: Any) -> object:
 
 
 def _number(value: object) -> float | str:
-    """Return a reward as float, or say why it is none."""
+    """Return a reward as float, or the reason why it is not one."""
     if isinstance(value, BaseException):
         return sentence(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -172,7 +173,7 @@ def _load(channel: Channel, functions: dict[str, RewardFunction]) -> tuple[dict[
 
 
 def _parameters(path: str, function: Callable[..., object]) -> RewardParameters:
-    """Return the parameters that can be given by name. Raises ValueError for one that cannot, and has no default."""
+    """Return the parameters that can be given by name. Raises ValueError for a positional one without a default."""
     needed, optional = [], []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -190,7 +191,7 @@ def _parameters(path: str, function: Callable[..., object]) -> RewardParameters:
 def _answer(function: _Function, call: Call, runner: asyncio.Runner) -> Returned | Raised:
     try:
         return function([json.loads(row) for row in call.rows], runner)
-    except BaseException as error:  # any exception, even SystemExit, is a failure of this call alone
+    except BaseException as error:  # any exception, even SystemExit, fails only this call
         return Raised(f"raised {sentence(error)}")
 
 

@@ -1,7 +1,7 @@
 """Runs reward functions in separate processes, so that no fault of a function stops the run or changes another reward.
 
 If a function raises, hangs, dies or returns no finite number, its item gets a failed `Verdict`; other items are not
-affected, except those of the same batch. A failed verdict has no reward. Counting it as a wrong answer would add noise
+affected, except those of the same batch. A failed verdict has no reward: counting it as a wrong answer would add noise
 to training.
 
 The process boundary contains accidents, not attacks: reward functions are the user's own code (`WorkerProcess`).
@@ -37,11 +37,11 @@ class RewardItem:
     """Holds one completion to verify.
 
     Attributes:
-        completion: its text without the stop token or stop string.
+        completion: the text without the stop token or stop string.
         columns, messages: as in `Prompt`.
         finish_reason, stop_token_id, stop_string: as in `Completion`.
         completion_token_ids: the tokens of `completion`, and those of the stop string.
-        seal: of the completion, for its verdict.
+        seal: the completion's seal, for its verdict.
     """
 
     prompt: str
@@ -55,7 +55,7 @@ class RewardItem:
     seal: str = ""
 
     def arguments(self, parameters: RewardParameters) -> dict[str, Any]:
-        """Return the values of a function's parameters: built-in arguments, or else the columns of these names.
+        """Return the values of a function's parameters: built-in arguments, or else the columns with these names.
 
         Raises:
             ValueError: there is no column for a parameter without a default.
@@ -75,7 +75,7 @@ def _empty(prompt: Prompt) -> RewardItem:
 def check_failed_fraction(
     verdicts: SequenceOf[Verdict], limit: float, what: str = "too many verifications failed"
 ) -> None:
-    """Raise RewardError if more than the fraction `limit` of the verdicts failed. The message names the commonest
+    """Raise RewardError if more than the fraction `limit` of the verdicts failed. The message names the most common
     reasons.
     """
     failed = [verdict for verdict in verdicts if not verdict.scored]
@@ -87,7 +87,7 @@ def check_failed_fraction(
         where={"key": "task.max_failed_fraction"},
         got=f"{len(failed)} of {len(verdicts)}",
         expected=f"at most {limit:.0%}",
-        do="mend what gives the rewards, or raise task.max_failed_fraction or its time limit. Reasons: "
+        do="fix the source of the rewards, or raise task.max_failed_fraction or its time limit. Reasons: "
         + "; ".join(f"{count} x {reason}" for reason, count in reasons),
         fault="too many",
     )
@@ -96,17 +96,16 @@ def check_failed_fraction(
 class VerifierPool:
     """Scores completions with the configured reward functions in worker processes. Use as a context manager.
 
-    Construction starts the workers. Workers end with the pool and with this process. What is judged at the same time,
-    in threads or in an event loop, shares the workers: calls are made first in, first out.
+    The constructor starts the workers. Workers end with the pool and with this process. Concurrent judging, in threads
+    or in an event loop, shares the workers: calls are made first in, first out.
 
     Args:
-        timeout_seconds: the time limit, by the monotonic clock, for all functions of one item together that take one
-            item a call. A call with a batch of items has a limit of its own, of the same length unless its kind of
-            reward says another.
+        timeout_seconds: the time limit, by the monotonic clock, for all unbatched functions of one item together. A
+            call with a batch of items has its own limit, of the same length unless its kind of reward sets another.
         generators: options of the generators of prompts by task name, for rewards of kind `reasoning_gym`.
 
     Raises:
-        ConfigError: naming the config key, for a function that does not exist or has parameters without a name.
+        ConfigError: naming the config key, for a function that does not exist or has parameters that cannot be named.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class VerifierPool:
         self.parameters: dict[str, RewardParameters] = {}
         self._places = [VerifierPlace(load, self.parameters) for _ in range(workers)]
         # The threads live as long as the pool, because the kernel kills a worker when the thread that started it ends.
-        # There are as many as places, so a thread always finds a free one.
+        # There are as many threads as places, so a thread always finds a free place.
         self._threads = ThreadPoolExecutor(workers)
         self._free: SimpleQueue[VerifierPlace] = SimpleQueue()
         self._closed = False
@@ -144,7 +143,7 @@ class VerifierPool:
 
     @classmethod
     def of(cls, task: TaskConfig, *, workers: int | None = None) -> VerifierPool:
-        """Start the verifiers of a task, as many as `workers` says, or as the config says."""
+        """Start the verifiers of a task. workers: their number; None: as in the config."""
         return cls(
             task.rewards,
             timeout_seconds=task.verifier_timeout_seconds,
@@ -186,7 +185,7 @@ class VerifierPool:
             raise ConfigError(problems)
 
     def try_out(self, prompts: SequenceOf[Prompt], limit: float) -> None:
-        """Score an empty completion of each prompt, so that rewards that always fail are told before a run starts.
+        """Score an empty completion of each prompt, so that rewards that always fail are found before a run starts.
 
         Raises:
             RewardError: more than half of the verifications failed, and more than the fraction `limit`.
@@ -196,8 +195,8 @@ class VerifierPool:
         check_failed_fraction(self.score(items), max(limit, 0.5), what)
 
     def check_answers(self, prompts: SequenceOf[Prompt], limit: float) -> list[str]:
-        """Let the kinds that read the right answer read those of these prompts. Return a note if some cannot be read:
-        no completion of such a prompt will have a reward.
+        """Let the reward kinds that parse right answers parse those of these prompts. Return a note if some cannot be
+        read: no completion of such a prompt will have a reward.
 
         Raises:
             RewardError: more than the fraction `limit` cannot be read.
@@ -228,7 +227,7 @@ class VerifierPool:
         """Return one verdict per item, in order. Takes at most about the time limit per item, even if verifiers hang.
 
         Raises:
-            RewardError: no worker can be started any more. The pool is then closed.
+            RewardError: no worker can be started. The pool is then closed.
         """
         with self.judging() as judging:
             for number, item in enumerate(items):
@@ -236,7 +235,7 @@ class VerifierPool:
             return judging.verdicts()
 
     def judging(self, rewards: Mapping[str, RewardConfig] | None = None) -> Judging:
-        """Begin to score items that come one by one. rewards: those of the pool that count; None: all.
+        """Begin scoring items that arrive one by one. rewards: which of the pool's rewards to use; None: all.
 
         Raises:
             RewardError: the pool is closed.
@@ -246,12 +245,12 @@ class VerifierPool:
         return Judging(self, self.rewards if rewards is None else rewards)
 
     async def judge(self, items: SequenceOf[RewardItem]) -> list[Verdict]:
-        """Return as `score` does, in an event loop, where other calls may wait at the same time.
+        """Score items as `score` does, in an event loop, where other calls may wait at the same time.
 
-        If it is cancelled, calls that no worker has begun are not made.
+        Cancelling it drops the calls that no worker has begun.
 
         Raises:
-            RewardError: no worker can be started any more. Every other call then raises too.
+            RewardError: no worker can be started. Every other call then raises too.
         """
         with self.judging() as judging:
             for number, item in enumerate(items):
@@ -281,22 +280,22 @@ class VerifierPool:
 
 
 class Judging:
-    """Scores items that come one by one, in any order, while others are still made.
+    """Scores items that arrive one by one, in any order, while others are still sampled.
 
-    The call for one item begins as soon as the item is there. Batches are cut from the items in the order of their
-    numbers, so a batch waits for all items before its last one. As a context manager it takes back, at its end, the
-    calls that no worker has begun.
+    The call for an item begins as soon as the item arrives. Batches take the items in the order of their numbers, so a
+    batch waits for all items before its last one. As a context manager it finally cancels the calls that no worker has
+    begun.
     """
 
     def __init__(self, pool: VerifierPool, rewards: Mapping[str, RewardConfig]):
         self._pool, self._rewards = pool, rewards
         batched = {name: one for name, one in rewards.items() if one.batch is not None}
         self._single, self._batched = [name for name in rewards if name not in batched], batched
-        self._results: list[Scores] = []  # of every item that came
+        self._results: list[Scores] = []  # of every item that has arrived
         self._seals: list[str] = []  # of these items
         self._places: dict[int, int] = {}  # by the number of an item: the place of its result
         self._calls: list[tuple[VerifierJob, _Call]] = []
-        self._rows: dict[int, tuple[int, _Row]] = {}  # those that are in no batch yet, by number
+        self._rows: dict[int, tuple[int, _Row]] = {}  # items in no batch yet, by number
         self._next = 0  # the number of the next item for a batch
         self._open: dict[tuple[str, tuple[str, ...]], list[tuple[int, bytes]]] = {}  # batches that are not full
 
@@ -308,7 +307,7 @@ class Judging:
             call.cancel()
 
     def add(self, number: int, item: RewardItem) -> None:
-        """Take an item. The items are numbered from 0. If one comes again, the last one counts."""
+        """Add an item. The items are numbered from 0. If a number is added again, the last item counts."""
         at = self._places[number] = len(self._results)
         result: Scores = {}
         row: _Row = {}
@@ -331,7 +330,7 @@ class Judging:
                 self._next += 1
 
     def calls(self) -> list[_Call]:
-        """Return the calls that score the items. None comes after this."""
+        """Return the calls that score the items. No item may be added after this."""
         for number in sorted(self._rows):
             self._fill(*self._rows.pop(number))
         for name, arguments in list(self._open):
@@ -342,7 +341,7 @@ class Judging:
         """Return one verdict per item, in the order of their numbers, when all are scored.
 
         Raises:
-            RewardError: no worker can be started any more. The pool is then closed.
+            RewardError: no worker can be started. The pool is then closed.
         """
         self.calls()
         try:
@@ -356,7 +355,7 @@ class Judging:
         return [replace(self._verdict(self._results[at]), of=self._seals[at]) for at in places]
 
     def _fill(self, at: int, row: _Row) -> None:
-        """Put an item into a batch of each reward that takes batches, and call those that are full."""
+        """Put an item into a batch of each reward that takes batches, and start the full ones."""
         for name, reward in self._batched.items():
             if name in row:
                 arguments, encoded = row[name]  # the items of a batch have the same arguments
@@ -375,10 +374,10 @@ class Judging:
         self._calls.append((job, self._pool.submit(job)))
 
     def _verdict(self, result: Scores) -> Verdict:
-        """Combine what the reward functions gave for one item."""
+        """Combine the reward functions' results for one item."""
         parts: dict[str, float] = {}
         for name in self._rewards:
-            value = result.get(name)  # None: no function of an item is called when one of them cannot be
+            value = result.get(name)  # None: if one function of an item cannot be called, none is
             if isinstance(value, str):
                 return Verdict("failed", None, detail=f"{name}: {value}")
             if value is not None:
@@ -391,7 +390,7 @@ class Judging:
 
 
 _Row = dict[str, tuple[tuple[str, ...], bytes]]
-"""The arguments of an item for each reward: their names, and all of them as JSON."""
+"""The arguments of an item for each reward: their names, and their values as JSON."""
 
 
 _Call = Future[list[Scores]]
@@ -399,14 +398,14 @@ _Call = Future[list[Scores]]
 
 
 def _encoded(arguments: Mapping[str, Any]) -> bytes:
-    """Encode arguments as JSON. It keeps integers of any size, which msgpack does not."""
+    """Encode arguments as JSON, which keeps integers of any size, unlike msgpack."""
     return json.dumps(arguments, ensure_ascii=False, default=_plain).encode()
 
 
 def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON value")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
 def _function(reward: RewardConfig, generators: Mapping[str, Mapping[str, Any]]) -> RewardFunction:

@@ -1,8 +1,8 @@
-"""Runs a user's code in a child process: starts it, talks to it within time limits, and ends all that it started.
+"""Runs a user's code in a child process: starts it, talks to it within time limits, and ends everything it started.
 
-The process boundary contains accidents, not attacks: the code is the user's own. When a worker is ended, so are its
-process group and, on whatever way they left it, all processes that have its mark in the environment that they were
-started with. Only a process that leaves the group and clears that environment stays.
+The process boundary contains accidents, not attacks: the code is the user's own. Ending a worker also ends its process
+group and, even if they left it, all processes that were started with its mark in their environment. Only a process that
+leaves the group and clears that environment survives.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class WorkerProcess[Answer: Message]:
     The kernel kills the worker when the thread that started it ends.
 
     Args:
-        module: run as `python -m MODULE SOCKET_FD PARENT_PID`, in a session of its own.
-        answers: decodes what it sends.
+        module: run as `python -m MODULE SOCKET_FD PARENT_PID`, in its own session.
+        answers: decodes its messages.
         longest: largest answer in bytes.
         tail_bytes: how much of the end of its output is kept.
         python: interpreter to run it with; None: this one. Another one needs the packages that the module imports, and
-            moe_rl itself where that is installed rather than a checkout.
+            moe_rl itself unless that is a checkout.
 
     Raises:
         OSError: the process cannot be started.
@@ -114,7 +114,7 @@ class WorkerProcess[Answer: Message]:
                 self._poll.unregister(self._output)
 
     def _drain(self) -> bool:
-        """Read some of the worker's output and keep its end. Return False when no more will come."""
+        """Read some of the worker's output and keep its end. Return False at the end of the output."""
         try:
             data = os.read(self._output, _READ_BYTES)
         except BlockingIOError:
@@ -124,8 +124,8 @@ class WorkerProcess[Answer: Message]:
 
     def end(self) -> None:
         """Kill the process group."""
-        # The pid names the group until it is reaped, even if the worker is already dead: processes that it forked are
-        # in the group too.
+        # The pid names the group until the worker is reaped, even if it is already dead: its forked processes are in
+        # the group too.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -162,10 +162,10 @@ def _environment(mark: str, python: Path | None) -> dict[str, str]:
 def _kill_marked(mark: str) -> None:
     """Kill every process that was started with this mark in its environment, until none is left.
 
-    The kernel keeps the environment that a program was started with, and a forked child has that of its parent.
+    The kernel keeps the environment that a program was started with; a forked child has its parent's.
     """
     wanted, deadline, searches = mark.encode(), time.monotonic() + _KILL_SECONDS, 0
-    # One search may miss a process that starts another program just then.
+    # One search may miss a process that is just starting another program.
     while searches < _SEARCHES and time.monotonic() < deadline:
         found = [pid for pid in _pids() if wanted in _started_with(pid).split(b"\0")]
         searches = 0 if found else searches + 1
@@ -181,5 +181,5 @@ def _pids() -> list[int]:
 def _started_with(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended, or belongs to somebody else
+    except OSError:  # it has ended, or belongs to another user
         return b""

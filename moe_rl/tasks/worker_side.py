@@ -1,4 +1,4 @@
-"""Provides what every worker of `WorkerProcess` does on its side: its channel, its limits, and naming its faults."""
+"""Provides the worker's side of `WorkerProcess`: its channel, its limits, and its error messages."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def open_channel[Incoming: Message](
 ) -> Channel[Incoming]:
     """Return the channel to the parent, and make this process end with it."""
     belong_to(parent_pid)
-    # Programs that this process starts would inherit that SIGTERM is ignored, and nothing could ask them to end. A
-    # handler is not inherited.
+    # Programs started by this process would inherit an ignored SIGTERM, so they could not be asked to end. A handler is
+    # not inherited.
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.set_inheritable(socket_fd, False)
     return Channel(socket.socket(fileno=socket_fd), questions)
 
 
 def limit_resources(memory_bytes: int, file_bytes: int) -> None:
-    """Limit this process, and each that it starts: address space, size of a file, and no core dumps."""
+    """Limit this process and those that it starts: address space, file size, and no core dumps."""
     wanted = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: file_bytes,
@@ -55,8 +55,8 @@ def resolve(path: str) -> Callable[..., object]:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the type and the text of an exception in ASCII, cut to a length that a message can have. It names the
-    limit of `limit_resources` that the process has met."""
+    """Return the type and text of an exception in ASCII, cut to a message's length. Names the limit of
+    `limit_resources` that the process has hit."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # str(exception) itself may raise

@@ -1,1 +1,1 @@
-"""Runs environments, in which a model acts over many turns, each episode in a process of its own."""
+"""Runs environments, in which a model acts over many turns, each episode in its own process."""

@@ -1,4 +1,4 @@
-"""Offers the model to an environment: the session of one episode, as its code sees it."""
+"""Gives an environment access to the model: the session of one episode."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moe_rl.messages import Message
 
 
 class SessionAccess(Message, frozen=True):
-    """Says how a session of the gateway is reached, and what it may use.
+    """Describes how to reach a session of the gateway, and its limits.
 
     Attributes:
-        name: of the session, as its owner knows it.
-        url: for clients of Anthropic's API. base_url: for those of OpenAI's. Both hold the key.
+        name: the owner's name of the session.
+        url: for clients of Anthropic's API. base_url: for those of OpenAI's. Both contain the key.
         key: API key, for clients that take the gateway's own address.
-        turns, tokens: limits that the session was opened with; None where the gateway's own hold.
+        turns, tokens: limits that the session was opened with; None: the gateway's own limits apply.
     """
 
     name: str
@@ -35,8 +35,8 @@ class ChatReply:
     """Holds the next message of a dialogue.
 
     Attributes:
-        message: the assistant's: role, content (None if it is empty), and where there are any, reasoning_content and
-            tool_calls. It may be put behind the others as it is.
+        message: the assistant's: role, content (None if empty), and reasoning_content and tool_calls if there are any.
+            It can be appended to the dialogue as it is.
         finish_reason: stop, tool_calls, or length for a message that was cut off.
     """
 
@@ -45,12 +45,12 @@ class ChatReply:
 
 
 class ChatError(Exception):
-    """Says that the gateway refused a request, or could not answer it.
+    """Raised if the gateway refuses a request or cannot answer it.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         code: the gateway's name of the fault. session_limit: the session has used its turns, tokens or time.
-            context_length_exceeded: the dialogue is longer than the model takes.
+            context_length_exceeded: the dialogue exceeds the model's length limit.
     """
 
     def __init__(self, status: int, code: str, text: str):
@@ -59,9 +59,9 @@ class ChatError(Exception):
 
 
 class AgentSession:
-    """Lets an environment ask the model.
+    """Lets an environment query the model.
 
-    A harness with a client of its own gives it `base_url` (OpenAI's packages) or `url` (Anthropic's), and `key`.
+    A harness passes its own client `base_url` (OpenAI's packages) or `url` (Anthropic's), and `key`.
 
     Attributes:
         url, base_url, key, turns, tokens: as in `SessionAccess`.
@@ -75,13 +75,13 @@ class AgentSession:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
     ) -> dict[str, Any]:
-        """Ask as `ask` does, and return the message alone."""
+        """Call `ask`, and return only the message."""
         return (await self.ask(messages, tools=tools, **sampling)).message
 
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
     ) -> ChatReply:
-        """Ask for the next message of a dialogue, which is one turn of the session.
+        """Request the next message of a dialogue, which is one turn of the session.
 
         Args:
             messages, tools: as in OpenAI's chat completions.
@@ -101,18 +101,18 @@ class AgentSession:
 
 
 async def _post(url: str, body: bytes) -> tuple[int, bytes]:
-    """Send JSON, on a connection of its own, and return the status and the body of the answer.
+    """Send JSON over a new connection, and return the status and body of the answer.
 
-    Every episode imports this module anew, and a library for HTTP takes longer to import than a short episode lasts.
-    The time limit of the episode is the only one. No proxy is asked: it would see the key.
+    Every episode imports this module anew, and an HTTP library takes longer to import than a short episode lasts. The
+    time limit of the episode is the only one. No proxy is used: it would see the key.
     """
     to = urlsplit(url)
-    assert to.hostname is not None  # the gateway tells its whole address
+    assert to.hostname is not None  # the gateway returns its full address
     reader, writer = await asyncio.open_connection(
         to.hostname, to.port or (443 if to.scheme == "https" else 80), ssl=to.scheme == "https" or None
     )
     try:
-        # The server leaves the connection open, so that it hears how we close it: once the answer is read, or before.
+        # The server keeps the connection open, to notice whether we close it before or after reading the answer.
         head = f"POST {to.path} HTTP/1.1\r\nHost: {to.netloc}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
@@ -120,11 +120,9 @@ async def _post(url: str, body: bytes) -> tuple[int, bytes]:
         fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in others)}
         return int(first.split()[1]), await reader.readexactly(int(fields["content-length"]))
     except asyncio.IncompleteReadError as error:
-        raise ConnectionError(
-            f"the gateway went away within its answer: {len(error.partial)} bytes of it came"
-        ) from None
+        raise ConnectionError(f"the gateway disconnected during its answer, after {len(error.partial)} bytes") from None
     except KeyError:
-        raise ConnectionError("the gateway's answer does not say how long it is: a proxy changed it") from None
+        raise ConnectionError("the gateway's answer does not state its length: a proxy changed it") from None
     finally:
         writer.close()
 

@@ -1,7 +1,7 @@
-"""Runs episodes of an environment side by side, each in a process of its own, so that no fault of one stops another.
+"""Runs episodes of an environment concurrently, each in its own process, so that no fault of one stops another.
 
 An episode whose environment raises, crashes, hangs, uses too much memory or returns no reward has failed: it has no
-reward, and its traceback is kept. Counting it as a reward of 0 would teach the model from faults of the environment.
+reward, and its traceback is kept. Counting it as a reward of 0 would train the model on faults of the environment.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _TAIL_BYTES = 16384
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Says how an episode ended.
+    """Describes how an episode ended.
 
     Attributes:
         rewards: one reward, or one for each turn of the session; None if the episode failed.
         problem: why it failed; "" if it did not.
-        traceback: where it failed: the exception's, or the end of what the process wrote, with its stacks.
+        traceback: where it failed: the exception's traceback, or the end of the process's output, with its stacks.
         seconds: how long it took, without the import of the environment.
     """
 
@@ -97,15 +97,15 @@ class _Run:
 class EnvironmentPool:
     """Runs episodes of one environment in processes. Use as a context manager.
 
-    Construction imports the environment in a process once, to see that it can be used.
+    The constructor imports the environment once in a process, to check that it can be used.
 
     Args:
         environment: dotted path of an async function `run(session, row)`.
-        concurrent: most episodes that run at once.
+        concurrent: maximum number of concurrent episodes.
         seconds: time limit of an episode, by the monotonic clock, without the import.
         memory_limit_mib: address space that each process of an episode may map.
-        python: interpreter for the episodes, from 3.12 on, with packages of its own; None: this one. It needs msgspec,
-            and moe_rl where that is installed rather than a checkout.
+        python: interpreter for the episodes, 3.12 or later, with its own packages; None: this one. It needs msgspec,
+            and moe_rl unless that is a checkout.
 
     Raises:
         ConfigError: the environment cannot be used.
@@ -143,7 +143,7 @@ class EnvironmentPool:
 
     @classmethod
     def of(cls, environment: EnvironmentConfig, *, concurrent: int | None = None) -> EnvironmentPool:
-        """Start the pool that a config describes, or one for fewer episodes at once."""
+        """Start the pool that a config describes. concurrent: fewer concurrent episodes than in the config."""
         return cls(
             environment.run,
             concurrent=environment.concurrent if concurrent is None else concurrent,
@@ -167,10 +167,10 @@ class EnvironmentPool:
         self._threads.shutdown()
 
     async def play(self, access: SessionAccess, row: Mapping[str, Any]) -> Episode:
-        """Run one episode when there is room, and return how it ended. If this is cancelled, the episode is killed.
+        """Run one episode once there is room, and return how it ended. Cancelling this kills the episode.
 
         Args:
-            row: JSON values by their names.
+            row: JSON values by name.
 
         Raises:
             RewardError: the pool is closed.
@@ -187,7 +187,7 @@ class EnvironmentPool:
             self._runs.discard(run)
 
     def _episode(self, run: _Run, play: Play | None) -> Episode:
-        """Run an episode in a process; without `play` only import the environment."""
+        """Run an episode in a process; without `play`, only import the environment."""
         try:
             process = run.start()
         except OSError as error:

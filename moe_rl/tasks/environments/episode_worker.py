@@ -1,6 +1,6 @@
 """Runs as the process of one episode: imports the environment and runs it once, for an `EnvironmentPool`.
 
-It is started as `python -m moe_rl.tasks.environments.episode_worker SOCKET_FD PARENT_PID`, and killed when it has
+It is started as `python -m moe_rl.tasks.environments.episode_worker SOCKET_FD PARENT_PID`, and killed after it has
 answered. An environment is an async callable `run(session, row)` that returns a reward, or a list with one reward for
 each turn of the session.
 """
@@ -27,8 +27,8 @@ from moe_rl.tasks.worker_side import limit_resources, open_channel, resolve, sen
 
 _MAX_FILE_BYTES = 1 << 30
 _MAX_TRACEBACK = 16000
-# A hang that an event loop cannot end, such as an endless loop, writes its stacks and is killed this much later. A busy
-# machine may need seconds to write them.
+# A hang that the event loop cannot interrupt, such as an endless loop, writes its stacks and is killed this many
+# seconds after the time limit. A busy machine may need seconds to write them.
 STACKS_AFTER, KILL_AFTER = 0.5, 5.0
 
 
@@ -56,13 +56,13 @@ class Prepared(Message, frozen=True):
 
 
 class Played(Message, frozen=True):
-    """Sent by the worker: what the environment returned, one reward or one for each turn."""
+    """Sent by the worker: the environment's result, one reward or one for each turn."""
 
     rewards: float | list[float]
 
 
 class Broken(Message, frozen=True):
-    """Sent by the worker: the environment cannot be used, raised, or did not return what it should."""
+    """Sent by the worker: the environment cannot be used, raised, or returned a wrong value."""
 
     problem: str
     traceback: str
@@ -94,7 +94,7 @@ def main(socket_fd: int, parent_pid: int) -> None:
         if os.getpid() != pid:  # a child that the environment forked has returned into this function
             os._exit(1)
         channel.send(answer)
-        channel.receive()  # wait to be killed: an end from here on would run the environment's handlers of exit
+        channel.receive()  # wait to be killed: exiting would run the environment's exit handlers
 
 
 def _load(path: str) -> Callable[..., object]:
@@ -109,15 +109,15 @@ def _load(path: str) -> Callable[..., object]:
 
 def _outcome(environment: Callable[..., object], play: Play) -> Played | Broken:
     try:
-        # The loop is never closed: that would wait for threads and tasks which the environment left behind.
+        # The loop is never closed: that would wait for the environment's remaining threads and tasks.
         value = asyncio.Runner().run(_run(environment, play))
         return value if isinstance(value, Broken) else _rewards(value)
-    except BaseException as error:  # any exception, even SystemExit, is a failure of this episode alone
+    except BaseException as error:  # any exception, even SystemExit, fails only this episode
         return Broken(f"raised {sentence(error)}", _traceback(error))
 
 
 async def _run(environment: Callable[..., Any], play: Play) -> object:
-    """Return what the environment returns within its time."""
+    """Return the environment's result within its time limit."""
     try:
         async with asyncio.timeout(play.seconds) as limit:
             waiting = environment(AgentSession(play.access, play.seconds), json.loads(play.row))
@@ -131,7 +131,7 @@ async def _run(environment: Callable[..., Any], play: Play) -> object:
 
 
 def _rewards(value: object) -> Played | Broken:
-    """Return what the environment returned as numbers. The pool checks their size."""
+    """Return the environment's result as numbers. The pool checks their size."""
     found = value if isinstance(value, list) else [value]
     rewards = []
     for at, one in enumerate(found):
@@ -143,7 +143,7 @@ def _rewards(value: object) -> Played | Broken:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of an exception, and of those that led to it. A long one loses its beginning."""
+    """Return the traceback of an exception and its causes. A long one loses its beginning."""
     try:
         text = "".join(traceback.format_exception(error))
     except Exception:  # str(exception) itself may raise

@@ -1,4 +1,4 @@
-"""Plays the rows of a data set against a gateway: opens a session for each, runs the environment in it, finishes it."""
+"""Plays the rows of a data set through a gateway: opens a session for each, runs the environment in it, finishes it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CALL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PlayedRow:
-    """Says what came of one row.
+    """Describes the result of one row.
 
     Attributes:
         row: its number, from 0.
         session: name of its session.
         rewards, problem, traceback, seconds: as in `Episode`.
-        turns, undelivered, branches, tokens, sampled_tokens: what the session has.
+        turns, undelivered, branches, tokens, sampled_tokens: the session's counts.
     """
 
     row: int
@@ -43,7 +43,7 @@ class PlayedRow:
 
     @property
     def reward(self) -> float | None:
-        """Return the reward of the episode: the sum of those of its turns; None if it failed."""
+        """Return the reward of the episode, the sum over its turns; None if it failed."""
         return sum(self.rewards) if isinstance(self.rewards, tuple) else self.rewards
 
 
@@ -52,7 +52,7 @@ class GatewayOwner:
 
     Args:
         url: address of the gateway.
-        turns, tokens: limits of each session; None: those of the gateway.
+        turns, tokens: limits of each session; None: the gateway's.
     """
 
     def __init__(self, url: str, token: str, *, turns: int | None = None, tokens: int | None = None):
@@ -69,7 +69,7 @@ class GatewayOwner:
         await self._client.aclose()
 
     async def open(self, group: str) -> SessionAccess:
-        """Open a session of a group. Raises EngineError if the gateway does not."""
+        """Open a session of a group. Raises EngineError if the gateway refuses."""
         answer = await self._post("/sessions", {"group": group} | self._limits)
         if answer.status_code != 200:
             raise self._refused(answer)
@@ -77,7 +77,7 @@ class GatewayOwner:
         return SessionAccess(told["session"], told["url"], told["base_url"], told["key"], self._turns, self._tokens)
 
     async def finish(self, name: str) -> tuple[dict[str, Any], str]:
-        """Finish a session. Return what it has, and what the gateway found wrong with it ("" for nothing).
+        """Finish a session. Return its counts, and the fault that the gateway found in it ("" for none).
 
         Raises:
             EngineError: the gateway cannot be reached, or has lost the session.
@@ -110,7 +110,7 @@ class GatewayOwner:
 async def play_rows(
     rows: Sequence[Mapping[str, Any]], pool: EnvironmentPool, owner: GatewayOwner
 ) -> AsyncIterator[PlayedRow]:
-    """Yield what came of each row, as they end. No session is open before the pool has room for its episode.
+    """Yield the result of each row as it ends. A session is opened only once the pool has room for its episode.
 
     Raises:
         EngineError: the gateway refuses a session, or is lost.

@@ -6,7 +6,7 @@ from moe_rl.errors import describe, with_extra
 
 
 def missing(extra: str, error: ImportError) -> ImportError:
-    """Return the error of an adapter whose package cannot be imported."""
+    """Return the error for an adapter whose package cannot be imported."""
     return ImportError(
         describe(
             "a package of this adapter cannot be imported",

@@ -1,17 +1,17 @@
-"""Plays an environment that an OpenEnv server offers, over the protocol of its clients.
+"""Plays an environment on an OpenEnv server, over its client protocol.
 
     GET  /schema   the fields of an action
     WS   /ws       one episode: {"type": "reset" | "step" | "close", "data": {...}} there, {"type": "observation",
                    "data": {"observation", "reward", "done"}} or {"type": "error", "data": {"message", "code"}} back
 
-The server's routes POST /reset and /step are not used: each call of them gets an environment of its own, so they cannot
-hold an episode of several steps.
+The server's routes POST /reset and /step are not used: each call gets its own environment, so they cannot run an
+episode of several steps.
 
 A row has
 
-    url         of the server, such as http://127.0.0.1:8000
+    url         URL of the server, such as http://127.0.0.1:8000
     reset       arguments of reset, such as {"seed": 3} (default none)
-    prompt      what the model is told first (default: the fields of an action, and to answer with one as JSON)
+    prompt      first message to the model (default: the fields of an action, and to answer with one as JSON)
     sampling    fields of each request, such as max_tokens (default none)
 """
 
@@ -33,12 +33,12 @@ except ImportError as error:
 
 _SCHEMA_SECONDS = 30.0
 _LONGEST_ANSWER = 100 << 20
-# Actions of environments whose steps are calls of MCP tools.
+# Action types of environments whose steps are calls of MCP tools.
 _OF_TOOLS = {"Action", "CallToolAction", "ListToolsAction"}
 
 
 class _RefusedAction(Exception):
-    """An action that the environment does not take. The text is for the model."""
+    """An action that the environment does not accept. The text is for the model."""
 
 
 async def run(session: AgentSession, row: dict[str, Any]) -> list[float]:
@@ -48,7 +48,7 @@ async def run(session: AgentSession, row: dict[str, Any]) -> list[float]:
     messages = [{"role": "system", "content": row.get("prompt") or _prompt(schema)}]
     rewards: list[float] = []
     address = urlsplit(url)._replace(scheme="wss" if url.startswith("https") else "ws").geturl()
-    # The time limit of the episode is the only one. A proxy is none of ours.
+    # The time limit of the episode is the only one. No proxy is used.
     async with connect(f"{address}/ws", max_size=_LONGEST_ANSWER, open_timeout=None, proxy=None) as server:
         told = await _asked(server, url, "reset", row.get("reset", {}))
         while not told.get("done"):
@@ -75,7 +75,7 @@ async def _action_schema(url: str) -> dict[str, Any]:
         answer = await client.get(f"{url}/schema")
     if answer.status_code != 200:
         raise EngineError(
-            "this is no OpenEnv server",
+            "this is not an OpenEnv server",
             where={"url": f"{url}/schema"},
             got=f"status {answer.status_code}: {answer.text[:200]}",
             expected="the schema of its actions",
@@ -83,7 +83,7 @@ async def _action_schema(url: str) -> dict[str, Any]:
     schema: dict[str, Any] = answer.json()["action"]
     if schema.get("title") in _OF_TOOLS:
         raise EngineError(
-            "an environment whose actions are calls of MCP tools is not served",
+            "environments whose actions are calls of MCP tools are not supported",
             where={"url": url},
             got=schema["title"],
             expected="actions with fields of their own",
@@ -98,7 +98,7 @@ def _prompt(schema: dict[str, Any]) -> str:
 
 
 def _action(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the action that the model wrote: a JSON object, or the value of the one field that an action must have.
+    """Return the model's action: a JSON object, or the value of the only required field of an action.
 
     Raises:
         _RefusedAction: it is neither.
@@ -122,7 +122,7 @@ async def _asked(server: ClientConnection, url: str, kind: str, data: dict[str, 
     """Return the answer to a message.
 
     Raises:
-        _RefusedAction: the environment does not take the action.
+        _RefusedAction: the environment does not accept the action.
         EngineError: the server failed.
     """
     await server.send(json.dumps({"type": kind, "data": data}))

@@ -1,17 +1,17 @@
-"""Plays a text game of the package `textarena`, alone or against players that a function of yours plays.
+"""Plays a text game of the package `textarena`, alone or against players that your function plays.
 
 A row has
 
     game        id of the game, such as GuessTheNumber-v0
-    seed        of the game (default 0)
-    arguments   of textarena.make, such as {"max_turns": 5} (default none)
-    players     how many there are (default 1)
-    player      which of them the model is, from 0 (default 0)
-    opponent    with several players: dotted path of a function that plays the others. It gets what the game tells
-                a player, and returns the move
+    seed        seed of the game (default 0)
+    arguments   arguments of textarena.make, such as {"max_turns": 5} (default none)
+    players     number of players (default 1)
+    player      the model's player number, from 0 (default 0)
+    opponent    with several players: dotted path of a function that plays the others. It gets the game's text for a
+                player, and returns the move
     sampling    fields of each request, such as max_tokens (default none)
 
-The game tells the model only what is new to it, so each turn continues the one before.
+The game sends the model only new text, so each turn continues the previous one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise missing("textarena", error) from error
 
-# The form of a game without wrappers: others repeat the whole history in each observation.
+# The variant of a game without wrappers: other variants repeat the whole history in each observation.
 _RAW = "-raw"
 _UNFINISHED = 0.0
 
@@ -44,7 +44,7 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
     done = False
     while not done:
         turn, observation = game.get_observation()
-        # The player's own moves come back; the model has said its own already.
+        # Observations repeat the player's own moves, which the model already has.
         told = "\n".join(text for sender, text, _ in observation if sender != turn)
         if turn != player:
             move = opponent(told)
@@ -66,7 +66,7 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
 def _opponent(path: str | None, players: int) -> Callable[[str], str]:
     if (path is None) != (players == 1):
         raise DataError(
-            "the players of a game do not fit together",
+            "players and opponent of a game do not match",
             where={"field": "opponent"},
             got=f"{path} with {players} players",
             expected="a dotted path with several players, and none with one",

@@ -1,14 +1,14 @@
-"""Runs a task of an environment of the package `verifiers`, whose agents ask the session's model.
+"""Runs a task of an environment of the package `verifiers`, whose agents use the session's model.
 
 A row has
 
     environment   config of the environment, such as {"taskset": {"id": "my-taskset"}, "agent": {"max_turns": 8}}
     task          number of the task in its taskset (default 0)
-    seat          with several agents: the name of the one whose reward counts
+    seat          with several agents: the name of the agent whose reward counts
     sampling      fields of each request, such as max_tokens (default none)
 
-An agent with a client of its own in the config, such as a judge, keeps it. Agents run in a subprocess of the episode
-unless the config names another runtime: the package's own default is a sandbox of its provider.
+An agent that has its own client in the config, such as a judge, keeps it. Agents run in a subprocess of the episode
+unless the config names another runtime: the package's default is its provider's sandbox.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
 
 
 def _here(config: vf.EnvConfig) -> vf.EnvConfig:
-    """Return the config with the runtime of agents that name none: a subprocess."""
+    """Return the config with a subprocess as the runtime of agents that name none."""
     local = {"runtime": vf.SubprocessConfig()}
     agents = agent_config_fields(config).items()
     changed = {name: spec.model_copy(update=local) for name, spec in agents if "runtime" not in spec.model_fields_set}
@@ -66,7 +66,7 @@ def _reward(episode: vf.Episode, seat: str | None) -> float:
     if len(traces) != 1:
         names = ", ".join(sorted({trace.agent.name for trace in episode.traces}))
         raise DataError(
-            "the reward of one agent counts",
+            "only the reward of one agent can count",
             where={"field": "seat"},
             got=f"{len(traces)} runs of {seat or 'any agent'}",
             expected=f"the name of one that ran once, of {names}",

@@ -1,1 +1,1 @@
-"""Shows environments to copy: a tool, a game, and a harness with a client of its own."""
+"""Shows environments to copy: a tool, a game, and a harness with its own client."""

@@ -14,7 +14,7 @@ from moe_rl.tasks.environments.agent_session import AgentSession, ChatError
 
 
 def tool(description: str) -> dict[str, Any]:
-    """Return the tool, in OpenAI's form. description: what the model is told of it."""
+    """Return the tool, in OpenAI's form. description: the model's description of it."""
     return {
         "type": "function",
         "function": {
@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:/\d+)?")
 
 
 async def run(session: AgentSession, row: dict[str, Any]) -> float:
-    """Return 1 if the last number that the model says is the row's answer, else 0."""
+    """Return 1 if the model's last number is the row's answer, else 0."""
     said, _ = await converse(session, row["question"], TOOL, answer, _MOST_TOKENS)
     return float(is_right(said, row["answer"]))
 
@@ -56,15 +56,15 @@ async def converse(
     answer_call: Callable[[dict[str, str]], str],
     max_tokens: int,
 ) -> tuple[str, int]:
-    """Let the model call a tool until it says something without a call, at most for a few turns.
+    """Let the model call a tool until it answers without a call, at most for a few turns.
 
     Args:
         offered: the tool.
-        answer_call: returns what the model gets for a call.
-        max_tokens: most tokens of a turn.
+        answer_call: returns the result of a call.
+        max_tokens: maximum tokens per turn.
 
     Returns:
-        What it says in the end, "" if it comes to no end; and how many calls it made.
+        The final text, "" if there is none, and the number of calls.
     """
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     calls = 0
@@ -73,7 +73,7 @@ async def converse(
             reply = await session.chat(messages, tools=[offered], max_tokens=max_tokens)
         except ChatError as error:
             if error.code in ("session_limit", "context_length_exceeded"):
-                break  # the model used up what it has, which is no fault of the environment
+                break  # the model has used up its limits, which is not a fault of the environment
             raise
         messages.append(reply)
         if not reply.get("tool_calls"):
@@ -92,7 +92,7 @@ def is_right(said: str, wanted: object) -> bool:
 
 
 def answer(function: dict[str, str], compute: Callable[[str], Fraction] | None = None) -> str:
-    """Return what the model gets for a call of the tool. What it did wrong is told as text, so that it can mend it.
+    """Return the tool's result for the model. Errors are returned as text, so that the model can correct them.
 
     compute: computes the expression, as `calculate` does, which is the default.
     """
@@ -108,7 +108,7 @@ def answer(function: dict[str, str], compute: Callable[[str], Fraction] | None =
 
 
 def calculate(expression: str) -> Fraction:
-    """Compute an expression exactly. Nothing but numbers and the four operations is ever run.
+    """Compute an expression exactly. Only numbers and the four operations are ever evaluated.
 
     Raises:
         ValueError: it is something else, or too long.

@@ -11,7 +11,7 @@ _MOST_GUESSES = 8
 
 
 async def run(session: AgentSession, row: dict[str, Any]) -> list[float]:
-    """Return a reward for each turn: 1 for the number, 0 for another one, -0.1 for none."""
+    """Return a reward for each turn: 1 for the right number, 0 for a wrong one, -0.1 for none."""
     secret, largest = int(row["secret"]), int(row.get("largest", 100))
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": f"Find my number from 1 to {largest}. Say one number at a time."}
@@ -22,7 +22,7 @@ async def run(session: AgentSession, row: dict[str, Any]) -> list[float]:
             reply = await session.chat(messages, max_tokens=64)
         except ChatError as error:
             if error.code in ("session_limit", "context_length_exceeded"):
-                break  # what was earned until then counts
+                break  # the rewards so far count
             raise
         guess = re.search(r"\d+", reply["content"] or "")
         if guess is None:

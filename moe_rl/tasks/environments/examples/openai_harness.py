@@ -1,4 +1,4 @@
-"""Runs an agent that brings its own client, the package `openai` as it is. A row has a question and its answer.
+"""Runs an agent with its own client, the unmodified package `openai`. A row has a question and its answer.
 
 The agent knows nothing of moe_rl: it gets an address and a key.
 """
@@ -14,13 +14,13 @@ from moe_rl.tasks.environments.agent_session import AgentSession
 
 
 async def run(session: AgentSession, row: dict[str, Any]) -> float:
-    """Return 1 if the row's answer is in what the agent says in the end, else 0."""
+    """Return 1 if the agent's final text contains the row's answer, else 0."""
     said = await answer_and_check(AsyncOpenAI(base_url=session.base_url, api_key=session.key), row["question"])
     return float(str(row["answer"]) in said)
 
 
 async def answer_and_check(client: AsyncOpenAI, question: str) -> str:
-    """Ask a question, let the model check its own answer, and return what it then says."""
+    """Ask a question, let the model check its own answer, and return its next text."""
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": question}]
     first = await client.chat.completions.create(model="policy", messages=messages, max_tokens=256)
     messages += [

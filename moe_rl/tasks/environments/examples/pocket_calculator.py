@@ -26,19 +26,19 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
 
 
 def reward(said: str, calls: int, row: dict[str, Any]) -> float:
-    """Return the reward for what the model says in the end, after some calls."""
+    """Return the reward for the model's final text after some calls."""
     if not calculator.is_right(said, row["answer"]):
         return 0.0
     return max(0.0, 1.0 - _CALL_COST * max(0, calls - row["calls"]))
 
 
 def answer(function: dict[str, str]) -> str:
-    """Return what the model gets for a call of the tool."""
+    """Return the tool's result for the model."""
     return calculator.answer(function, compute)
 
 
 def compute(expression: str) -> Fraction:
-    """Compute one operation on two whole numbers. Raises ValueError for anything else, and what is too long."""
+    """Compute one operation on two whole numbers. Raises ValueError for anything else or too long."""
     if not _OPERATION.fullmatch(expression):
         raise ValueError("expected one operation on two whole numbers")
     return calculator.calculate(expression)
