@@ -1,11 +1,11 @@
 """Decides whether replay lowers the policy KL, from the paired difference of k3, native less replayed.
 
-The difference is looked at a few times, each time with about twice as many tokens. Looking repeatedly gives chance
-several occasions, so the number of looks is planned before the first one, and each interval has the confidence
-1 - 5% / looks (Bonferroni). Whatever look decides, the decision is wrong with a probability of about 5% at most.
+The difference is tested in a few looks, each with about twice as many tokens. Repeated looks raise the chance of a
+false decision, so their number is planned before the first one, and each interval has confidence 1 - 5% / looks
+(Bonferroni). Whichever look decides, the decision is wrong with a probability of about 5% at most.
 
-Whole prompts are resampled, because completions of a prompt are alike. A bootstrap interval of few prompts is too
-narrow, so it is widened by Student's quantile over the normal one.
+Whole prompts are resampled, because completions of a prompt are correlated. A bootstrap interval of few prompts is too
+narrow, so it is widened by the ratio of Student's quantile to the normal one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from moe_rl.comparison.passes import TokenOwners
 from moe_rl.comparison.quantities import CONFIDENCE, Bootstrap, Estimate
 
-# The limits of a narrow interval lie far out, where 2,000 resamples would leave only a handful.
+# The limits of a high-confidence interval are far out, where 2,000 resamples would leave only a handful.
 RESAMPLES = 10_000
 
 Outcome = Literal["lower", "higher", "undecided"]
@@ -29,7 +29,7 @@ Outcome = Literal["lower", "higher", "undecided"]
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Holds what a look needs of one sequence: sums over its completion tokens.
+    """Holds one sequence's sums over its completion tokens, as a look needs them.
 
     Attributes:
         prompt: token ids.
@@ -43,7 +43,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Shows the paired difference with all tokens so far, in nats per token. difference: with its interval."""
+    """Holds the paired difference over all tokens so far, in nats per token. difference: with its interval."""
 
     sequences: int
     prompts: int
@@ -52,18 +52,18 @@ class Look:
 
     @property
     def outcome(self) -> Outcome:
-        """Return whether replay lowers or raises k3, as far as the interval tells."""
+        """Return whether the interval shows that replay lowers or raises k3."""
         return "lower" if self.difference.low > 0 else "higher" if self.difference.high < 0 else "undecided"
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Tells how the question was decided.
+    """Describes how the question was decided.
 
     Attributes:
-        confidence: of each interval.
-        planned: tokens at which the looks were planned.
-        budget: tokens that might be compared.
+        confidence: confidence of each interval.
+        planned: token counts of the planned looks.
+        budget: maximum number of tokens to compare.
     """
 
     outcome: Outcome
@@ -74,7 +74,7 @@ class Decision:
 
 
 def plan_looks(tokens: int, budget: int) -> list[int]:
-    """Return the numbers of tokens to look at: those that there are, twice as many each time, and last the budget."""
+    """Return the token counts of the looks: first all existing tokens, then doubled each time, last the budget."""
     planned = [tokens]
     while 2 * planned[-1] < budget:
         planned.append(2 * planned[-1])
@@ -85,10 +85,10 @@ def decide(first: Sequence[Sums], budget: int, more: Callable[[int], Sequence[Su
     """Look, and get more sequences until the difference is decided or the budget is spent.
 
     Args:
-        first: the sequences that there are.
-        budget: number of completion tokens, those of `first` included.
-        more: samples and scores about so many further tokens.
-        seed: of the bootstrap.
+        first: the existing sequences.
+        budget: number of completion tokens, including those of `first`.
+        more: samples and scores about this many further tokens.
+        seed: seed of the bootstrap.
     """
     planned = plan_looks(sum(one.tokens for one in first), budget)
     confidence = 1 - (1 - CONFIDENCE) / len(planned)
@@ -97,15 +97,15 @@ def decide(first: Sequence[Sums], budget: int, more: Callable[[int], Sequence[Su
         if looks[-1].outcome != "undecided" or not math.isfinite(looks[-1].difference.value):
             break
         missing = target - looks[-1].tokens
-        if missing > 0:  # else the last round was longer than it was meant to be
+        if missing > 0:  # otherwise the last round was longer than planned
             sequences += more(missing)
         looks.append(look(sequences, confidence, seed))
     return Decision(looks[-1].outcome, looks, planned, confidence, budget)
 
 
 def look(sequences: Sequence[Sums], confidence: float, seed: int) -> Look:
-    """Estimate the difference from these sequences. A single prompt says nothing of others: its sequences are resampled
-    then."""
+    """Estimate the difference from these sequences. With a single prompt its sequences are resampled, and the interval
+    covers no other prompts."""
     by_prompt: dict[tuple[int, ...], list[Sums]] = {}
     for one in sequences:
         by_prompt.setdefault(one.prompt, []).append(one)
@@ -121,8 +121,8 @@ def look(sequences: Sequence[Sums], confidence: float, seed: int) -> Look:
 def _widening(groups: int, confidence: float) -> float:
     """Return how much wider Student's interval of a mean over `groups` values is than the bootstrap's.
 
-    Two terms of the expansion of Student's quantile (Abramowitz and Stegun 26.7.5), and the deviation with groups - 1
-    in the place of groups.
+    Uses two terms of the expansion of Student's quantile (Abramowitz and Stegun 26.7.5), and the deviation with
+    groups - 1 instead of groups.
     """
     z, freedom = NormalDist().inv_cdf((1 + confidence) / 2), max(1, groups - 1)
     student = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

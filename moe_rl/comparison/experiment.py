@@ -33,13 +33,13 @@ from moe_rl.train.run_folder import RunFolder
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Says what to compare.
+    """Describes what to compare.
 
     Attributes:
-        run: The folder of a run; None samples now.
-        precisions: The precisions of the samplers to sample with now.
+        run: The folder of a run; None: sample now.
+        precisions: The precisions of the samplers for sampling now.
         out: Folder for results.
-        budget_tokens: Number of completion tokens up to which more are sampled while the verdict is open.
+        budget_tokens: While the verdict is open, sample up to this many completion tokens.
     """
 
     config: Config
@@ -51,7 +51,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Detail:
-    """Holds what the plots need beside the result: the passes of the first three rows, and their tokens."""
+    """Holds further data for the plots: the passes of the result's first three rows, and their tokens."""
 
     owners: TokenOwners
     before: Pass
@@ -63,7 +63,7 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
     """Run the comparison. All ranks call this together.
 
     Returns:
-        The result as it is written to routing_kl.json, and what the plots need.
+        The result as written to routing_kl.json, and the further data for the plots.
 
     Raises:
         DataError, CheckpointError, TraceError, EngineError: The input cannot be compared.
@@ -118,7 +118,7 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """Holds what it takes to sample with the weights that the comparison is about, and to score what was sampled."""
+    """Samples with the weights under comparison, and scores the samples."""
 
     config: Config
     facts: ModelFacts
@@ -147,9 +147,9 @@ class _Sampling:
 
 
 def _decide(first: Measurement, sampling: _Sampling, step: int) -> Decision:
-    """Look at the first sequences, and sample on with the same weights until the paired difference is decided.
+    """Look at the first sequences, and continue sampling with the same weights until the paired difference is decided.
 
-    More prompts are taken from the training prompts, in an order of their own.
+    Further prompts come from the training prompts, in a separate order.
     """
     config, asked = sampling.config, sampling.asked
     size = config.rollout.group_size
@@ -229,7 +229,7 @@ def _setup(
 
 
 def _load(policy: Policy, weights: Weights) -> int:
-    """Load these weights into the policy. Returns the number of the run's optimizer updates that made them."""
+    """Load these weights into the policy. Returns the number of optimizer updates that made them."""
     updates = 0 if weights.path is None else checkpoint.load_weights(weights.path, policy)["updates"]
     return updates if weights.version else 0
 

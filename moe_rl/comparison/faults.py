@@ -1,9 +1,9 @@
-"""Plants faults, to show what a wrong trace would do and which check refuses it.
+"""Plants faults, to show the effect of a wrong trace and which check refuses it.
 
-Each of three faults is planted in three places. In the trace: routes are stored that differ from those that left the
-engine; the store, the validator or the checksums must refuse them. After reading: the trainer exchanges routes; the
-session's checksums must refuse them. Past every check: the session gets the wrong routes as if they were right, so that
-no check can refuse them, and the measured numbers must get worse.
+Each of three faults is planted in three places. In the trace: the stored routes differ from those that left the engine;
+the store, the validator or the checksums must refuse them. After reading: the trainer swaps routes; the session's
+checksums must refuse them. Past every check: the session gets the wrong routes with matching checksums, so that no
+check can refuse them, and the measured numbers must get worse.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAULTS = SHIFTED, PERMUTED, SWAPPED = "routes shifted by one token", "layers per
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Tells what happened to one fault in one place.
+    """Describes the outcome of one fault in one place.
 
     Attributes:
         where: The place, in words.
@@ -48,10 +48,10 @@ def self_test(scorer: Scorer, spec: TraceSpec, version: int, worse: Callable[[Pa
     """Plant every fault in every place. All ranks call this together.
 
     Args:
-        worse: Returns for each quantity how much worse a pass with wrong routes is than honest replay.
+        worse: Returns, for each quantity, how much worse a pass with wrong routes is than honest replay.
 
     Returns:
-        What happened to each fault. "problems" lists faults that were not refused, or that made nothing worse.
+        The outcome of each fault. "problems" lists faults that were not refused, or that made nothing worse.
     """
     problems: list[str] = []
     places: list[Refusal] = []
@@ -87,7 +87,7 @@ def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchR
 
 
 def in_the_tables(fault: str, scorer: Scorer) -> Refusal:
-    """Exchange routes after they were read and checksums computed: the session must refuse the dispatched routes."""
+    """Swap routes after reading them and computing their checksums: the session must refuse the dispatched routes."""
     tables = [replace(table, routes=_planted(fault, table)) for table in scorer.tables]
     session = scorer.policy.session(tables, mode="replay", name=fault)
     message = ""
@@ -106,7 +106,7 @@ def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], 
     if first.routes is None:
         raise ReplayError("there are no recorded routes to plant faults in", where={"request": first.key})
     fed = _fed(first)
-    # Another sequence that begins with the same tokens would have the right routes.
+    # Another sequence with the same first tokens would have the right routes.
     other = next((s for s in sequences if not np.array_equal(_fed(s)[: len(fed)], fed)), None)
     for fault, where, write in _WAYS:
         if other is None and write is _of_the_other:
@@ -173,7 +173,7 @@ _WAYS: tuple[tuple[str, str, Callable], ...] = (
 
 
 def _planted(fault: str, table: MicrobatchRoutes) -> dict[int, torch.Tensor]:
-    """Return routes {layer: [R, K]} with whole rows or layers exchanged, so that every expert set stays valid."""
+    """Return routes {layer: [R, K]} with whole rows or layers swapped, so that every expert set stays valid."""
     layers = sorted(table.routes)
     if fault == PERMUTED:
         return {layer: table.routes[layers[at - 1]] for at, layer in enumerate(layers)}
@@ -198,7 +198,7 @@ def _sources(fault: str, table: MicrobatchRoutes) -> torch.Tensor:
 
 
 def _first_of_all_ranks(message: str) -> str | None:
-    """Return the first rank's message that is not empty, on every rank; None if all are empty."""
+    """Return, on every rank, the first non-empty message in rank order; None if all are empty."""
     said = [world.broadcast(message, str, source=rank) for rank in range(dist.get_world_size())]
     return next(filter(None, said), None)
 

@@ -1,4 +1,4 @@
-"""Writes routing_kl.html and the text that the command prints: what was compared, the results, and the evidence."""
+"""Writes routing_kl.html and the command's printed text: the compared data, the results, and the evidence."""
 
 from __future__ import annotations
 

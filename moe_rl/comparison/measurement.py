@@ -19,7 +19,7 @@ from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.trace import TraceSpec
 
 POLICY = ("k1", "k3", "F(2)", "F(5)", "abs")
-# Quantities that a run also logs at each step, under their names in `MismatchSums.metrics`. They get no interval.
+# Quantities that a run also logs at each step, by their names in `MismatchSums.metrics`. They get no interval.
 LOGGED = (
     "perplexity_train",
     "perplexity_rollout",
@@ -33,7 +33,7 @@ LOGGED = (
 
 
 def policy_sums(one: Pass, owners: TokenOwners) -> dict[str, np.ndarray]:
-    """Return the sums [B] of each quantity of the policy over the completion tokens of each sequence."""
+    """Return the sums [B] of each policy quantity over the completion tokens of each sequence."""
     return quantities.policy_sums(one.logprobs, owners.rollout_logprobs, owners.tokens, owners.sequences)
 
 
@@ -64,7 +64,7 @@ class Measurement:
         return [self._row(name, one, native, staleness) for name, one in self.passes.items()]
 
     def rescored(self, name: str, staleness: int) -> list[dict[str, Any]]:
-        """Return the table rows with the policy's current weights and the routes of the weights that sampled."""
+        """Return the table rows with the policy's current weights and the routes from the sampling weights."""
         native, _ = self.scorer.run("observe", f"native {name}", router_kl=True)
         passes = {"native": native} | self._replays(name)
         return [self._row(route, one, native, staleness) for route, one in passes.items()]
@@ -136,8 +136,8 @@ class Measurement:
         return found
 
     def _by_prompt(self, before: np.ndarray, after: np.ndarray) -> dict[str, Any] | None:
-        """Return intervals from resampling whole prompts, because completions of a prompt are alike; None for a single
-        prompt."""
+        """Return intervals from resampling whole prompts, because completions of a prompt are correlated; None for a
+        single prompt."""
         owners = self.owners
         if owners.prompts.max() == 0:
             return None
@@ -151,7 +151,7 @@ class Measurement:
         )
 
     def noise(self, again: Pass) -> dict[str, Any]:
-        """Compare another native pass with the first: this is the noise without any replay."""
+        """Compare another native pass with the first, which gives the noise without replay."""
         native = self.passes["native"]
         distance = np.abs(again.logprobs.astype(np.float64) - native.logprobs)
         both = policy_sums(again, self.owners), policy_sums(native, self.owners)
@@ -166,7 +166,7 @@ class Measurement:
         }
 
     def worse(self, one: Pass) -> dict[str, Any]:
-        """Compare a pass with wrong routes with the honest replay, paired. Values above 0 mean that it got worse."""
+        """Compare a pass with wrong routes to the honest replay, paired. Values above 0 mean that it is worse."""
         honest, wrong = self._sums(self.passes["R3"], "all"), self._sums(one, "all")
         counts = {"k3": self.lengths, "F(2)": self.lengths, "set_mismatch": honest["positions"]}
         return {

@@ -1,6 +1,6 @@
 """Runs forward passes over one set of sequences, with the trainer's own packing, routes, session and model.
 
-All ranks call everything together. Results are combined from all ranks and equal on each: per-token values in the order
+All ranks call everything together. Results are gathered from all ranks and equal on each: per-token values in the order
 of the sequences, whichever rank, microbatch, pipeline stage or slice computed them.
 
 Legend: B sequences, N completion tokens, R forwarded tokens (rows), L MoE layers of the model, E experts.
@@ -31,7 +31,7 @@ LOGITS = "router_logits"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOwners:
-    """Says which sequence each value of a pass belongs to.
+    """Maps each value of a pass to its sequence.
 
     Attributes:
         tokens: int [N], number of the sequence of each completion token.
@@ -78,11 +78,11 @@ class Pass:
 
     Attributes:
         logprobs: float32 [N], from the trainer.
-        choices: The routers' own choice compared with the record, in all rows and layers.
+        choices: The routers' own choices compared with the record, in all rows and layers.
         router_kl: float64 [L, R], KL(sampler || trainer) of the router's distribution; NaN in rows whose logits the
             sampler did not store. None if it stored none, or if it was not requested.
         applied_mismatch, applied_checked: (sequence, layer) pairs, summed over ranks; 0 without replay.
-        consumed, expected: How often routes were taken, and should be; 0 without replay.
+        consumed, expected: How often routes were taken, and how often they should be; 0 without replay.
     """
 
     logprobs: np.ndarray
@@ -99,8 +99,8 @@ class Scorer:
     share.
 
     Raises:
-        TraceError, RouteValidationError, ReplayError: Routes are missing, damaged or wrong, or were made by other
-            weights than `weight_version`, the version that sampled. Raised on all ranks.
+        TraceError, RouteValidationError, ReplayError: Routes are missing, damaged or wrong, or come from other weights
+            than `weight_version`, the version that sampled. Raised on all ranks.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class Scorer:
     ) -> tuple[Pass, ReplaySession]:
         """Run one pass under `tables`, by default the recorded routes.
 
-        The routers' own choice is always compared with the record, whatever the tables are.
+        The routers' own choices are always compared with the record, whatever the tables.
 
         Args:
-            router_kl: Also compare the routers' logits, where the sampler stored its own.
+            router_kl: Also compare the routers' logits, where the sampler stored its logits.
 
         Raises:
             ReplayError: The ledger is not exact, or a route was not applied.
@@ -181,7 +181,7 @@ class Scorer:
                 places = [np.arange(*self._first_token[i : i + 2]) for i in microbatch.indices]
                 if places:
                     whole[torch.from_numpy(np.concatenate(places)).to(whole.device)] = values
-        dist.all_reduce(whole)  # adding zeros changes no bit of a rank's values
+        dist.all_reduce(whole)  # adding zeros leaves a rank's values bit-identical
         return whole.cpu().numpy()
 
     def _gather_choices(self, compared: list[Compared]) -> Choices:
@@ -228,7 +228,7 @@ class Scorer:
         """Read the router logits that the sampler stored, for the M rows of this rank that have them. One entry per
         microbatch.
 
-        An entry has the rows' places int [M] among the R rows, their rows int [M] at this rank's routers, and the
+        An entry has the rows' indices int [M] among the R rows, their indices int [M] at this rank's routers, and the
         logits float32 [M, L, E].
         """
         found = []
@@ -254,7 +254,7 @@ class Scorer:
         return torch.tensor([self.spec.moe_layers.index(layer) for layer in self.policy.layers], device=world.device())
 
     def _row_places(self) -> list[torch.Tensor]:
-        """Return one tensor per microbatch: the place among the R rows of each row that this rank's routers see; -1 for
+        """Return one tensor per microbatch: for each row at this rank's routers its index among the R rows; -1 for
         padding."""
         places = []
         for microbatch in self.microbatches:

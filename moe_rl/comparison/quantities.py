@@ -1,7 +1,7 @@
 """Computes the four quantities: from per-token values to means with intervals. Pure numpy, float64.
 
-Every mean is a sum over sequences divided by the number of tokens or of (token, layer) positions. Its interval is a
-percentile interval of the bootstrap over sequences (Efron & Tibshirani 1993, chapter 13): sequences are drawn with
+Every mean is a sum over sequences divided by the number of tokens or of (token, layer) positions. Its interval is the
+percentile interval of a bootstrap over sequences (Efron & Tibshirani 1993, chapter 13): sequences are drawn with
 replacement, and both sums are computed again. Before and after use the same draws, so a difference is paired by
 sequence.
 
@@ -35,11 +35,11 @@ class Estimate:
 
 
 class Bootstrap:
-    """Draws S seeded resamples of B sequences. Everything that is compared uses the same resamples.
+    """Draws S seeded resamples of B sequences. All compared values use the same resamples.
 
     Args:
         clusters: int [B], 0 to C - 1. Sequences of a cluster are drawn together. None draws each sequence by itself.
-        confidence: of the intervals.
+        confidence: confidence of the intervals.
 
     Raises:
         ValueError: There are fewer than two clusters, so their variation is unknown.
@@ -106,7 +106,7 @@ def policy_sums(logprobs: np.ndarray, rollout_logprobs: np.ndarray, owners: np.n
 
 
 def quantiles(logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> dict[str, float]:
-    """Return the median, 99th percentile and maximum of |d|, in nats. An interval of a maximum would mean nothing."""
+    """Return the median, 99th percentile and maximum of |d|, in nats. An interval of a maximum would be meaningless."""
     size = np.abs(np.asarray(logprobs, np.float64) - np.asarray(rollout_logprobs, np.float64))
     p50, p99 = np.percentile(size, [50, 99])
     return {"abs_p50": float(p50), "abs_p99": float(p99), "abs_max": float(size.max())}
@@ -193,7 +193,7 @@ def by_layer(values: np.ndarray, rows: np.ndarray) -> list[float]:
 
 
 def busiest(differs: np.ndarray, owners: np.ndarray, sequences: Seq[int], limit: int) -> int:
-    """Return the sequence, of at most `limit` rows, with the most positions that differ; the first of equals."""
+    """Return the sequence of at most `limit` rows with the most differing positions. Ties go to the first."""
     rows = np.bincount(owners)
     count = np.bincount(owners, differs.sum(0))
     fitting = [i for i in sequences if rows[i] <= limit] or [min(sequences, key=lambda i: rows[i])]

@@ -36,7 +36,7 @@ class Source:
 
     Attributes:
         sampler: The sampler's precision, in words.
-        left_out: Number of sequences that lack some of their routes and are not compared.
+        left_out: Number of sequences not compared, because some of their routes are missing.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Weights:
 
 
 def initial(config: Config) -> Weights:
-    """Return the weights that a run of this config starts from. Raises CheckpointError: model.from_run has them not."""
+    """Return the weights that a run of this config starts from. Raises CheckpointError: model.from_run lacks them."""
     start = config.model
     if start.from_run is None:
         return Weights(0, None)
@@ -75,7 +75,7 @@ def of_run(folder: RunFolder, config: Config) -> tuple[int, list[Weights]]:
     steps = KeptRollouts(folder.rollouts, TraceStore(folder.trace)).steps() if folder.trace.is_dir() else []
     lag = config.pipeline.lag
     if config.pipeline.by_group:
-        steps = [step for step in steps if step == 1]  # the rollouts of later steps are of several versions
+        steps = [step for step in steps if step == 1]  # the rollouts of later steps mix several versions
     versions = {step: max(0, step - 1 - lag) for step in steps}
     scorable = [step for step, version in versions.items() if not version or version in saved]
     if not scorable:
@@ -93,7 +93,7 @@ def of_run(folder: RunFolder, config: Config) -> tuple[int, list[Weights]]:
 
 
 def stored(config: Config, folder: RunFolder, step: int) -> Source:
-    """Return the rollouts of one step of a run, read by rank 0."""
+    """Return the rollouts of one step of a run, which rank 0 reads."""
     store = TraceStore(folder.trace)
     batch = KeptRollouts(folder.rollouts, store).load(step) if dist.get_rank() == 0 else None
     batch = world.broadcast(batch, RolloutBatch)
@@ -106,12 +106,12 @@ def precision_of(rollout: RolloutConfig) -> str:
 
 
 def own_precision(rollout: RolloutConfig) -> str:
-    """Return the name that `in_precision` takes for the sampler of these settings."""
+    """Return the name for `in_precision` of the sampler with these settings."""
     return rollout.dtype if rollout.weights == "exact" else "fp8"
 
 
 def in_precision(rollout: RolloutConfig, precision: str) -> RolloutConfig:
-    """Return the settings with a sampler in "bfloat16", "float32" or "fp8". The last has float8 weights and keeps the
+    """Return the settings with a sampler in "bfloat16", "float32" or "fp8". "fp8" has float8 weights and keeps the
     config's dtype for computation."""
     update = {"weights": "fp8_e4m3"} if precision == "fp8" else {"weights": "exact", "dtype": precision}
     return rollout.model_copy(update=update)
@@ -124,7 +124,7 @@ def prompts_of_config(config: Config) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def prompt_source(config: Config, seed: int) -> PromptSource:
-    """Return the training prompts in the order that the seed gives."""
+    """Return the training prompts in the order of this seed."""
     return PromptSource(load_task(config, TextCodec(config.model.path, ())).train, seed)
 
 
@@ -135,13 +135,13 @@ def asked_of(name: str, prompts: list[Prompt], config: Config) -> list[tuple[str
 
 
 class LiveSampler:
-    """Samples from an engine of its own, which gets the policy's weights. All ranks make it and call it together.
+    """Samples from its own engine, which gets the policy's weights. All ranks construct and call it together.
 
     The engine runs until `close`.
 
     Args:
         precision: See `in_precision`.
-        folder: For traces and log, in place of those of an earlier comparison.
+        folder: For traces and log; replaces those of an earlier comparison.
 
     Raises:
         EngineError: On rank 0.
@@ -161,7 +161,7 @@ class LiveSampler:
                 self._engine = VllmEngine(engine_settings(self._config, facts, self._folder.path))
             world.broadcast("ready" if self._engine else None, str)
             other = config.model.from_run is not None or rollout.weights != "exact"
-            if version or other:  # otherwise the engine has read the initial model itself
+            if version or other:  # otherwise the engine has already loaded the initial model
                 WeightSender(policy, rollout, self._folder.sync, world).send(self._engine, version)
         except BaseException:
             self.close()
@@ -192,7 +192,7 @@ class LiveSampler:
 def weights_digest(policy: Policy, dtype: str) -> str:
     """Return the xxh3-128 digest of all weights under their Hugging Face names in this precision.
 
-    It does not depend on the parallel layout. All ranks call this together.
+    The digest does not depend on the parallel layout. All ranks call this together.
     """
     dense, experts = world.holds_first_replica()
     mine = tensor_digests(policy.export(DTYPES[dtype], dense=dense, experts=experts))
