@@ -1,1 +1,1 @@
-"""Logs what a run measures, and writes the pages that show it."""
+"""Logs the measurements of a run, and writes the pages that show them."""

@@ -1,4 +1,5 @@
-"""Writes, lists and reads what a run keeps when a check ends it, so that `moe-rl explain` can say who was right.
+"""Writes, lists and reads the evidence that a run keeps when a check ends it, so that `moe-rl explain` can find who was
+right.
 
 RUN/evidence/step000002-alignment/
     evidence.json          an `Evidence`
@@ -25,7 +26,7 @@ from moe_rl.errors import DataError
 FOLDER = "evidence"  # inside the run folder
 _FILE, _ROWS, WEIGHTS = "evidence.json", "rows.safetensors", "weights"
 ABSENT = 65535
-"""Stands in `record` and `applied` for experts that are not known."""
+"""Marks unknown experts in `record` and `applied`."""
 ARRAYS = {
     "tokens": "int32 [T + 1], token ids",
     "record": "uint16 [T, L, K], the experts that the sampler recorded",
@@ -36,18 +37,18 @@ ARRAYS = {
     "trainer_logits": "float32 [T, L, E], the logits of these routers",
     "trainer_logprobs": "float32 [T], the trainer's of each row's next token, in the same pass, at temperature 1",
 }
-"""Shapes and meaning of the arrays of a sequence. What is not known of a sequence is left out."""
+"""Shapes and meaning of the arrays of a sequence. Unknown arrays are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptWeights:
-    """Says where weights lie.
+    """Describes where weights are stored.
 
     Attributes:
         version: the weights after this step.
-        path: relative to the folder of the evidence; absolute for what lies elsewhere.
-        published: whether it is a Hugging Face checkpoint; otherwise one of the run's own.
-        updates: number of updates that were made after this version.
+        path: relative to the folder of the evidence; absolute if elsewhere.
+        published: whether it is a Hugging Face checkpoint; otherwise a checkpoint of the run.
+        updates: number of updates made after this version.
     """
 
     version: int
@@ -61,8 +62,9 @@ class KeptRows:
     """Names a sequence of the evidence.
 
     Attributes:
-        versions: (version of the weights, number of rows that they made), in turn.
-        intact: whether the record in the trace has the checksum of what left the sampler's engine; None without one.
+        versions: (weight version, number of its rows), in order of the rows.
+        intact: whether the record in the trace has the checksum taken as it left the sampler's engine; None without
+            one.
     """
 
     key: str
@@ -72,20 +74,20 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Holds what a check said, when, and what is kept.
+    """Holds a check's message, its time, and a description of what is kept.
 
     Attributes:
-        step: in which the run ended.
+        step: the step in which the run ended.
         what: name of the fault.
         error, message: type and text of the error.
-        version: of the trainer's weights in its passes. updates: how many updates it had made since.
+        version: the trainer's weight version in its passes. updates: number of its updates since.
         lr: learning rate of the last update; None before the first.
-        staleness: how many versions older than the trainer's the weights are that made the oldest row.
-        power: of the alignment test; None where it gave no verdict.
-        temperature: at which the sampler's log-probabilities were taken.
-        truncated: whether it sampled from a part of the vocabulary, so that these differ from the trainer's.
+        staleness: by how many versions the weights of the oldest row are older than the trainer's.
+        power: power of the alignment test; None if it gave no verdict.
+        temperature: temperature of the sampler's log-probabilities.
+        truncated: whether it sampled from only part of the vocabulary, so that these differ from the trainer's.
         trainer_dtype, sampler_dtype: precisions. sampler_weights: how the sampler stores them, see rollout.weights.
-        weights: where they lie.
+        weights: where they are stored.
         left_out: what is not kept, and why.
         sequences: their arrays are in `read_rows`.
     """
@@ -121,7 +123,7 @@ def size_of(folder: Path) -> int:
 
 
 def name_of(step: int, what: str) -> str:
-    """Return the name of the folder for what was found in a step. what: in words."""
+    """Return the folder name for a finding in a step. what: the finding in words."""
     return f"step{step:06d}-{re.sub('[^a-z0-9]+', '-', what.lower()).strip('-') or 'refused'}"
 
 
@@ -139,7 +141,7 @@ def abandon(hidden: Path) -> None:
 
 
 def publish(hidden: Path, limit: int) -> Path:
-    """Give a hidden folder its name and return it, once there is room: the oldest evidence of the run goes first.
+    """Delete the oldest evidence until there is room, then give a hidden folder its final name and return it.
 
     limit: bytes of all evidence of a run.
     """
@@ -165,7 +167,7 @@ def write(folder: Path, evidence: Evidence, rows: Mapping[str, np.ndarray]) -> N
 
 
 def read(folder: Path) -> Evidence:
-    """Read what is kept of a check. Raises DataError for a damaged file."""
+    """Read the evidence of a check. Raises DataError for a damaged file."""
     file = folder / _FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=Evidence)

@@ -1,7 +1,7 @@
-"""Draws one plot of a page: an inline SVG in the page's text colour, or a sentence that says why there is none.
+"""Draws one plot of a page: an inline SVG in the page's text colour, or a sentence on why there is none.
 
-All pages share the colours, axes and legends defined here. Colours have the same meaning in all plots: blue is what the
-run trains on, orange is native routing.
+All pages share the colours, axes and legends defined here. Colours have the same meaning in all plots: blue is the
+routing that the run trains on, orange is native routing.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PHASES = (
     ("checkpoint", YELLOW),
     ("export", OLIVE),
 )
-"""The colour of each part of a step, in the order of a step."""
+"""The colour of each part of a step, in the order of the parts."""
 
 MOST_POINTS = 1000
 """Largest number of points that outline one line or one band, however long the run is."""
 MOST_MARKS = 250
 """Largest number of marks on a line: more would overlap in the width of a plot."""
-_BAR_POINTS = 8  # that outline one bar
+_BAR_POINTS = 8  # points that outline one bar
 
 INK = "#010203"  # placeholder that `_svg` replaces with `currentColor`
 
@@ -71,7 +71,7 @@ STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Holds one plot of a page. svg and figure are None if nothing was measured, and `reading` then says so.
+    """Holds one plot of a page. If nothing was measured, svg and figure are None and `reading` says so.
 
     Attributes:
         direction: in words, whether high or low values are good.
@@ -105,10 +105,10 @@ def figure_of(
 
 
 def thinned(*series: ArrayLike, most: int) -> np.ndarray:
-    """Return which points of series of the same length to draw, as ascending places; all of them up to `most`.
+    """Return the ascending indices of the points to draw of series of equal length; all of them up to `most`.
 
-    A longer series is cut into runs of the same length. The places of the least and the largest value of each run stay,
-    and the first and the last place. What stays for one of the series stays for all of them.
+    Longer series are cut into runs of equal length. The indices of each run's minimum and maximum are kept, and the
+    first and the last index. An index kept for one series is kept for all.
     """
     rows = np.atleast_2d(np.asarray(series, float))
     count = rows.shape[1]
@@ -121,7 +121,7 @@ def thinned(*series: ArrayLike, most: int) -> np.ndarray:
 
 
 def line(axes: Axes, steps: ArrayLike, values: ArrayLike, color: str, label: str | None, **style) -> None:
-    """Draw a line, thinned where it is long."""
+    """Draw a line, thinned if it is long."""
     # A single point makes no line: show it as a dot.
     style.setdefault("marker", "o" if np.size(steps) == 1 else None)
     kept = thinned(values, most=MOST_MARKS if style["marker"] else MOST_POINTS)
@@ -129,17 +129,17 @@ def line(axes: Axes, steps: ArrayLike, values: ArrayLike, color: str, label: str
 
 
 def band(axes: Axes, steps: ArrayLike, low: ArrayLike, high: ArrayLike, color: str, alpha: float) -> None:
-    """Fill the area between two lines, thinned where they are long."""
+    """Fill the area between two lines, thinned if they are long."""
     kept = thinned(low, high, most=MOST_POINTS // 2)
     ends = (np.asarray(values)[kept] for values in (low, high))
     axes.fill_between(np.asarray(steps)[kept], *ends, color=color, alpha=alpha, linewidth=0)
 
 
 def stacked_bars(axes: Axes, steps: ArrayLike, parts: Sequence[tuple[str, str, ArrayLike]]) -> int:
-    """Stack parts on each other, one bar a step, and return the number of bars.
+    """Stack parts on each other, one bar per step, and return the number of bars.
 
-    Where there are many steps, only those with the lowest and the highest bars are drawn (see `thinned`). A bar then
-    reaches to the next one. Each part is one path, so the cost of drawing does not grow with the steps.
+    With many steps, only those with the lowest and the highest bars are drawn (see `thinned`). A bar then extends to
+    the next one. Each part is one path, so the cost of drawing does not grow with the steps.
 
     Args:
         parts: label, colour and heights of each part, from the bottom up.

@@ -6,7 +6,7 @@ import math
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Format a fraction. NaN is the fraction of nothing, such as of no completion that could be verified."""
+    """Format a fraction. NaN means a fraction of nothing, for example if no completion could be verified."""
     return "-" if value is None or math.isnan(value) else f"{100 * value:.{digits}f}%"
 
 

@@ -1,4 +1,4 @@
-"""Writes and reads `history.jsonl`: one line for each time that processes began or resumed the run."""
+"""Writes and reads `history.jsonl`: one line for each start or resume of the run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RunStart:
 
     Attributes:
         time: local time with its offset from UTC, in ISO 8601.
-        after: number of steps that were done before.
+        after: number of steps done before.
         ranks: number of training ranks.
         device: name of the device that rank 0 trains on, such as "NVIDIA H100 80GB HBM3"; "CPU" for none.
         changed: old and new value of each config key that this start changed, and old and new digest of each input
-            of the run that had changed. What was not there is None.
-        config: the resolved config of this start; empty in a line that an older version wrote.
+            of the run that had changed. None stands for a missing value.
+        config: the resolved config of this start; empty in lines from an older version.
     """
 
     time: str
@@ -45,7 +45,7 @@ def record(
     changed: Mapping[str, tuple[Any, Any]],
     config: Mapping[str, Any],
 ) -> None:
-    """Append a line for a start that happens now. The line is durable on return.
+    """Append a line for the current start. The line is durable on return.
 
     Raises:
         DiskError: it cannot be written.
@@ -56,5 +56,5 @@ def record(
 
 
 def read_history(run_dir: Path) -> list[RunStart]:
-    """Read the history of a run, oldest start first. Raises MoeRLError, naming the line, if one cannot be read."""
+    """Read the history of a run, oldest start first. Raises MoeRLError naming the line that cannot be read."""
     return read_lines(run_dir / FILE, RunStart)

@@ -23,14 +23,14 @@ class StepFile[T]:
 
     Args:
         kind: the dataclass of a line.
-        what: what error messages call the lines.
+        what: name of the lines in error messages.
     """
 
     def __init__(self, path: Path, kind: type[T], what: str):
         self._path, self._kind, self._what = path, kind, what
 
     def write(self, values: Iterable[T]) -> None:
-        """Append lines. Raises DiskError when they cannot be written."""
+        """Append lines. Raises DiskError if they cannot be written."""
         data = encode(values)
         what = f"{self._what} could not be written"
         with writing(what, self._path, size=len(data)), self._path.open("ab", buffering=0) as file:

@@ -1,7 +1,7 @@
 """Writes and reads `metrics.jsonl`: one JSON object per line, appended during the run.
 
-The last key of a line is `checksum`, the xxh3-64 of the JSON of its other keys, so that a changed digit is noticed. A
-line without it, which an older version or another program wrote, is read as it is.
+The last key of a line is `checksum`, the xxh3-64 of the JSON of its other keys, so that a changed digit is detected. A
+line without it, from an older version or another program, is accepted unchecked.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class RunLines:
 
     @property
     def mode(self) -> Mode:
-        """Return replay.mode, as the logged keys show it."""
+        """Return replay.mode, inferred from the logged keys."""
         if not any("routing/applied_mismatch" in row for row in self.train):
             return "off"
         return "r3" if any("routing/shadow_mismatch" in row for row in self.train) else "r2"
 
     @property
     def replay(self) -> bool:
-        """Tell whether the trainer ran under the sampler's routes (r3)."""
+        """Return whether the trainer replayed the sampler's routes (r3)."""
         return self.mode == "r3"
 
 
@@ -92,7 +92,7 @@ def _checksum(row: Row) -> str:
 
 
 def values(row: Row) -> dict[str, float | None]:
-    """Return the metrics of a line. One that was not finite is None."""
+    """Return the metrics of a line. A value that was not finite is None."""
     return {key: value for key, value in row.items() if key not in ("step", "kind", "nonfinite", _CHECKSUM)}
 
 

@@ -117,7 +117,7 @@ class RunLog:
         return self._evaluations.get(step)
 
     def note(self, text: str) -> None:
-        """Print one line that is not a metric."""
+        """Print one line of text that is not a metric."""
         self._print(text)
 
     @contextmanager
@@ -134,7 +134,7 @@ class RunLog:
             self._progress.update(self._task, description=before)
 
     def rewind(self, step: int) -> None:
-        """Drop atomically every line with a step >= `step`, and an incomplete last line. A resumed run logs these steps
+        """Atomically drop every line with a step >= `step`, and an incomplete last line. A resumed run logs these steps
         again.
         """
         self._file.close()
@@ -181,8 +181,8 @@ class RunLog:
             self._show(text)
 
     def _show(self, text: str) -> None:
-        # With both streams on one terminal, a line must be printed through the bar, or it would break the bar. A
-        # redirected stdout gets plain lines.
+        # With both streams on one terminal, a line must be printed through the progress bar, or it would break the bar.
+        # A redirected stdout gets plain lines.
         if self._console is not None and sys.stdout.isatty():
             self._console.print(Text(text), soft_wrap=True)
         else:
@@ -216,7 +216,7 @@ class RunLog:
         if self._mode != "off":
             taken = f"{m['routing/consumed']:.0f}/{m['routing/expected']:.0f}"
             routes += [f"{m['routing/applied_mismatch']:.0f}", taken]
-        # Sampling and training together over the whole step: the throughput that a user sees.
+        # Sampling and training together over the whole step: the throughput for the user.
         tokens = m["rollout/sequences"] * m["rollout/completion_tokens_mean"]
         rate = tokens / m["time/step"] if m["time/step"] > 0 else float("nan")
         return [

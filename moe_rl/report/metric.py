@@ -1,4 +1,4 @@
-"""Describes one reported number: its name, unit and direction, its meaning, and what a bad value means."""
+"""Describes one reported number: its name, unit, direction, meaning, and the meaning of a bad value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Metric:
     Attributes:
         when: "every step": required in each training line. "when measured": may be absent. "evaluation": only in
             evaluation lines.
-        modes: the values of replay.mode under which the metric exists. Other modes refuse it.
+        modes: the values of replay.mode under which the metric exists. Other modes reject it.
     """
 
     key: str

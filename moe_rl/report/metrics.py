@@ -1,4 +1,4 @@
-"""Lists every number that a run reports: its name, unit and direction, what it means, and what a bad value means.
+"""Lists every number that a run reports: its name, unit, direction, meaning, and the meaning of a bad value.
 
 The order is that of docs/generated/metrics.md. `registry.py` holds runs to this list.
 """
@@ -32,13 +32,13 @@ ALL = (
         "Mean of one reward function, before its weight.",
         "One part rises while the part that matters falls: the weights let the policy exploit one part."),
     Metric("reward/overlong_penalty", "reward", "higher",
-        "Mean of what task.overlong adds to the reward of a sampled completion; it is 0 or below. reward/mean does not "
-        "include it. Logged only with task.overlong.",
+        "Mean term that task.overlong adds to the reward of a sampled completion; it is 0 or below. reward/mean does "
+        "not include it. Logged only with task.overlong.",
         "Far below 0: most completions come near rollout.max_completion_tokens.",
         "when measured"),
     Metric("reward/kl_penalty", "reward", "higher",
-        "Mean of what the KL to the reference adds to the reward of a trained sequence: -objective.kl_coef x the sum "
-        "of the KL over the completion. reward/mean does not include it. Logged only with objective.kl_in: reward.",
+        "Mean term that the KL to the reference adds to the reward of a trained sequence: -objective.kl_coef x the sum"
+        " of the KL over the completion. reward/mean does not include it. Logged only with objective.kl_in: reward.",
         "As large as the differences between rewards: the policy mainly learns to stay near the reference.",
         "when measured"),
     # Output of the sampler.
@@ -98,10 +98,10 @@ ALL = (
         "rollout.dynamic_sampling_rounds > 1.",
         "Above 0: the prompts are too easy or too hard, or there are too few rounds.",
         "when measured"),
-    # The pool of an asynchronous run. Ages are numbers of weight versions.
+    # The pool of an asynchronous run. Ages are in weight versions.
     Metric("pipeline/staleness", "versions", "lower",
-        "Mean over the groups that the step trains on of: version of the step's weights - version with which the group "
-        "began. It is the sum of the next two.",
+        "Mean of (version of the step's weights - version with which the group began), over the groups that the step "
+        "trains on. It is the sum of the next two.",
         "Near the bound: samplers run far ahead, and a lower bound costs little.",
         "when measured"),
     Metric("pipeline/staleness_in_flight", "versions", "lower",
@@ -125,8 +125,8 @@ ALL = (
         "Far above pipeline/versions_mean: few very long completions.",
         "when measured"),
     Metric("pipeline/kv_age", "versions", "lower",
-        "Mean over the sampled tokens of: version that sampled the token - oldest version that made KV it attends to. "
-        "0 where KV is computed again with new weights.",
+        "Mean of (version that sampled the token - oldest version whose KV it attends to), over the sampled tokens. 0 "
+        "where KV is computed again with new weights.",
         "Grows together with policy_kl/k3: KV of older weights harms.",
         "when measured"),
     Metric("pipeline/prefilled_again", "fraction", "lower",
@@ -139,8 +139,8 @@ ALL = (
         "Always 0: the samplers are the slower side.",
         "when measured"),
     Metric("pipeline/sampler_idle_fraction", "fraction", "lower",
-        "Fraction of the places for requests, over all servers and the time since the last step, that had none. While "
-        "new weights go in all count as idle.",
+        "Fraction of all servers' request slots that were idle, over the time since the last step. During a weight "
+        "update all count as idle.",
         "High with pipeline/queued above 0: the trainer is the slower side. High with pipeline/queued at 0: verifiers "
         "or the longest completions hold the groups up.",
         "when measured"),
@@ -161,19 +161,20 @@ ALL = (
         "Falls to 1 where tools should be used: the model answers without them.",
         "when measured"),
     Metric("episode/turns_quantile/<name>", "turns", "neutral",
-        "Turns than which 5, 25, 50, 75 and 95% of the episodes have fewer (p05 to p95).",
+        "Number of turns below which 5, 25, 50, 75 and 95% of the episodes lie (p05 to p95).",
         "p95 at task.environment.turns: the limit ends episodes.",
         "when measured"),
     Metric("episode/undelivered", "turns", "lower",
-        "Turns that were sampled and that no agent received: their client went away before. They are not trained on, "
-        "and count against no limit and in no reward.",
+        "Sampled turns that no agent received, because the client went away. They are not trained on, and count in no "
+        "limit or reward.",
         "Above 0: clients give up too early. A time limit lets only short completions through, which are then learnt; "
         "raise it, or bound completions by max_tokens.",
         "when measured"),
     Metric("episode/other_system", "turns", "lower",
-        "Turns that would continue an earlier one if the system's text were the same. Each is a branch from the root.",
-        "Above 0: something in the system's text changes with each request, such as the time. Leave it out: every turn "
-        "computes its whole history again, in sampling and in training.",
+        "Turns that fail to continue an earlier one only because the system prompt differs. Each is a branch from the "
+        "root.",
+        "Above 0: something in the system prompt changes with each request, such as the time. Leave it out: every turn"
+        " computes its whole history again, in sampling and in training.",
         "when measured"),
     Metric("episode/branches_mean", "branches", "neutral",
         "Mean number of branches of an episode: histories that no turn continues.",
@@ -181,19 +182,19 @@ ALL = (
         "that drops earlier thinking. Every branch computes its history again in training.",
         "when measured"),
     Metric("episode/sequences_mean", "sequences", "neutral",
-        "Mean number of sequences that an episode is trained on as. It is the number of branches where the weights did "
-        "not change within the episode.",
+        "Mean number of training sequences per episode. It is the number of branches if the weights did not change "
+        "within the episode.",
         "Far above episode/branches_mean: weights change often while episodes are played.",
         "when measured"),
     Metric("episode/inserted_fraction", "fraction", "neutral",
-        "Fraction of the tokens behind the first sampled one that the model was given between its turns, such as the "
-        "results of tools. They are forwarded with their recorded routes, and are in no loss.",
-        "Near 1: training computes mostly what the model did not say.",
+        "Fraction of the tokens after the first sampled one that were given to the model between its turns, such as "
+        "the results of tools. They are forwarded with their recorded routes, and are not in the loss.",
+        "Near 1: training computes mostly tokens that the model did not sample.",
         "when measured"),
     Metric("episode/failed", "episodes", "must be 0",
         "Episodes without a reward, because the environment raised, hung, crashed or returned none. They are not "
         "trained on, and failed_episodes.log of the run folder has their tracebacks.",
-        "Above 0: mend the environment. Above task.max_failed_fraction the run ends.",
+        "Above 0: fix the environment. Above task.max_failed_fraction the run ends.",
         "when measured"),
     # Agreement of sampler and trainer on the policy: same tokens, same weights, two engines.
     Metric("policy_kl/k1", "nats/token", "neutral",
@@ -208,8 +209,8 @@ ALL = (
         "policy_kl/k3 of the tokens that were sampled this many weight versions before the trainer's: 0, 1, 2-3, 4-7 "
         "or 8+. With pipeline.kv: keep, a token has the largest lag of its sequence so far. Logged only for lags that "
         "occur, and not in a synchronous run whose tokens and rows all have lag 0.",
-        "That of lag 0 above policy_kl/k3 of a synchronous run: a fault between the engines, not staleness. Grows "
-        "steeply with the lag: the policy moves too fast for samples this old.",
+        "Lag 0 above policy_kl/k3 of a synchronous run: a fault between the engines, not staleness. Grows steeply with"
+        " the lag: the policy moves too fast for samples this old.",
         "when measured"),
     Metric("policy_kl/tokens_lag/<name>", "tokens", "neutral",
         "Tokens of each lag that policy_kl/k3_lag is a mean over.",

@@ -34,7 +34,7 @@ _TEMPLATES.filters |= {name: getattr(numbers, name) for name in FILTERS} | {"pla
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Holds one number at the head of a page. under: a line that explains it. to: the new value, where `value` has
+    """Holds one number at the head of a page. under: a line that explains it. to: the new value, if `value` has
     changed.
     """
 
@@ -48,8 +48,8 @@ def render(template: str, **values: Any) -> str:
     """Render a whole page.
 
     Args:
-        values: those of the template and of base.html: title, kicker, heading, facts, tiles; optional source (a line
-            below the facts) and warnings.
+        values: the variables of the template and of base.html: title, kicker, heading, facts, tiles; optional source (a
+            line below the facts) and warnings.
 
     Raises:
         jinja2.UndefinedError: a value is missing.

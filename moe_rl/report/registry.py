@@ -1,7 +1,7 @@
 """Checks logged metrics against the list in `metrics.py`, and writes that list as a document.
 
-A metric outside the list cannot be logged, and a metric promised for every step cannot be left out, so the list is
-always right. `make generated` writes the document.
+Only listed metrics can be logged, and a metric promised for every step must be logged, so the list is always right.
+`make generated` writes the document.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EVALUATION_ALLOWED = ("time/eval",)
 
 
 def find(key: str) -> Metric | None:
-    """Return the metric that describes this key. A member of a family is described by its family."""
+    """Return the metric that describes this key; for a member of a family, that is the family's."""
     if key in METRICS:
         return None if METRICS[key].family else METRICS[key]
     for metric in ALL:

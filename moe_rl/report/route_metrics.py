@@ -71,7 +71,7 @@ ROUTES = (
     Metric("routing/shadow_mismatch_lag/<name>", "fraction", "lower",
         "routing/shadow_mismatch of the rows that were routed this many weight versions before the trainer's: 0, 1, "
         "2-3, 4-7 or 8+. Logged only for lags that occur, and not where all tokens and rows are of lag 0.",
-        "That of lag 0 above routing/shadow_mismatch of a synchronous run: a fault, not staleness.",
+        "Lag 0 above routing/shadow_mismatch of a synchronous run: a fault, not staleness.",
         "when measured", modes=("r3",)),
     Metric("routing/native_mismatch_lag/<name>", "fraction", "lower",
         "routing/native_mismatch of the rows that were routed this many weight versions before the trainer's.",

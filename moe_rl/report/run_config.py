@@ -25,7 +25,7 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Return each flat key that is not the same in all configs, with its values. A config without it has None."""
+    """Return each flat key whose value is not the same in all configs, with its values. None: the config lacks it."""
     keys = dict.fromkeys(key for config in configs for key in config)
     found = [(key, [config.get(key) for config in configs]) for key in keys]
     return [(key, values) for key, values in found if any(value != values[0] for value in values[1:])]

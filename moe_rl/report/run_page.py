@@ -21,14 +21,14 @@ from moe_rl.report.timeline import read_timeline
 from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state
 
 FILE = "report.html"
-_SAMPLES = 4  # of each kind on the page
-_FULL_COLOUR = 0.2  # nats of difference from which a token has the full colour
+_SAMPLES = 4  # per kind on the page
+_FULL_COLOUR = 0.2  # difference in nats at which a token has the full colour
 
 
 def write_report(run_dir: Path) -> Path:
     """Write report.html from metrics.jsonl, summary.json and config.yaml of a run folder; return its path.
 
-    The last two may be missing after a stopped run. The report then says so and computes its numbers from the lines.
+    The last two may be missing if the run was stopped. The report then says so and computes its numbers from the lines.
     """
     run_dir = Path(run_dir)
     run = read_run(run_dir)
@@ -169,8 +169,8 @@ def _exact_percent(value: float | None) -> str:
 
 
 def _samples(samples: list[SampleLine]) -> list[tuple[str, list[tuple[SampleLine, list[dict[str, Any]]]]]]:
-    """Return titles, and samples with their tokens: some of the first step, some of the last, and those that differ
-    most."""
+    """Return titles, and samples with their tokens: some of the first step, some of the last, and the most different
+    ones."""
     if not samples:
         return []
     first, last = min(one.step for one in samples), max(one.step for one in samples)
@@ -181,14 +181,14 @@ def _samples(samples: list[SampleLine]) -> list[tuple[str, list[tuple[SampleLine
 
 
 def _trackers(run_dir: Path, run: RunLines) -> list[tuple[str, TrackerState, int]]:
-    """Return name and state of each tracker, and the number of metric lines that there were to send."""
+    """Return name and state of each tracker, and the number of metric lines to send."""
     names = sorted(path.stem for path in (run_dir / FOLDER).glob("*.json"))
     return [(name, read_state(run_dir, name), len(run.train) + len(run.eval)) for name in names]
 
 
 def _tokens(sample: SampleLine) -> list[dict[str, Any]]:
-    """Return the sampled tokens with their colours: how far the engines differ, and in how many layers the routers
-    do."""
+    """Return the sampled tokens with their colours, which show how far the engines differ and in how many layers the
+    routers do."""
     differences: list[float] | list[None] = sample.differences or [None] * len(sample.pieces)
     tokens = []
     for at, (piece, difference) in enumerate(zip(sample.pieces, differences, strict=True)):
@@ -218,7 +218,7 @@ def _first_and_last(run: RunLines) -> list[Row]:
 
 
 def _rate_title(name: str) -> str:
-    """Say in words which prompts a pass rate is of, and how they were sampled."""
+    """Describe which prompts a pass rate covers, and how they were sampled."""
     room, _, rest = name.partition("/")
     source, _, k = rest.rpartition("/")
     said = {"pass_rate": "all", "pass_rate_greedy": "all, greedy", "source": rest, "pass_at": f"{source}, pass@{k}"}

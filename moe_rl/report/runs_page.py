@@ -35,12 +35,12 @@ from moe_rl.report.run_config import differing, flat, read_config
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, CYAN, YELLOW, GREY)
 MOST = len(_COLOURS)
-"""Largest number of runs on one page: each has a colour of its own."""
+"""Largest number of runs on one page: each has its own colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """Holds what the page needs of one run. `label` names it in plots. `config` is flat, by dotted key."""
+    """Holds the data of one run for the page. `label` names it in plots. `config` is flat, by dotted key."""
 
     label: str
     name: str
@@ -49,7 +49,7 @@ class ReportedRun:
     config: dict[str, Any]
 
 
-# (name, key of summary.json, how it is written)
+# (name, key of summary.json, formatter)
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Steps", "steps", count),
     ("Held-out pass rate, first", "heldout_pass_rate_first", percent),
@@ -80,7 +80,7 @@ _PLOTS = (
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares 2 to `MOST` runs. They may still go on. Returns `path`.
+    """Write a page that compares 2 to `MOST` runs, which may still be running. Returns `path`.
 
     Raises:
         MoeRLError: lines of a run cannot be read.

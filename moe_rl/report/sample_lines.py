@@ -14,27 +14,27 @@ FILE = "samples.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class SampleLine:
-    """Holds one sequence of a step, as the policy wrote it and as both engines saw it.
+    """Holds one sequence of a step: the policy's text, and the values of both engines.
 
     Attributes:
         step: the training step that sampled the sequence and trained on it.
         key: the request's name in messages and in the trace.
-        prompt, completion: texts. The completion leaves out the stop token, and what was inserted.
-        reward: what the advantage was computed from, length terms included.
+        prompt, completion: texts. The completion omits the stop token and inserted text.
+        reward: the reward from which the advantage was computed, including length terms.
         parts: value of each reward function.
-        advantages: advantage of the sequence, or of each of its turns; None for one that is not finite. Empty if the
-            sequence was not trained on.
+        advantages: advantage of the sequence, or of each of its turns; None for a value that is not finite. Empty if
+            the sequence was not trained on.
         finish_reason: "stop" or "length".
         versions: which weights sampled which of its tokens.
         prompt_tokens: number of tokens in the prompt.
         pieces: text of each sampled token [T], the stop token included.
         sampler_logprobs: log-probabilities [T] of the sampled tokens in the sampler, in nats; None where it is
             not finite.
-        trainer_logprobs: the same in the trainer, in the pass that runs on the sampler's weights. Empty if the sequence
-            was not in that pass.
+        trainer_logprobs: the same in the trainer, in the pass with the sampler's weights. Empty if the sequence was not
+            in that pass.
         differing_layers: for each forwarded token (all but the last sampled one), the number of MoE layers whose router
             would choose other experts in the trainer. Empty as above.
-        inserted: what the model was given between its turns.
+        inserted: the text given to the model between its turns.
     """
 
     step: int
@@ -55,7 +55,7 @@ class SampleLine:
 
     @property
     def weights(self) -> str:
-        """Return which versions sampled it, as text, with the tokens of each if there are several."""
+        """Describe which versions sampled it, with the tokens of each if there are several."""
         if len(self.versions) == 1:
             return str(self.versions[0].weight_version)
         return ", then ".join(f"{span.weight_version} ({span.tokens} tokens)" for span in self.versions)
@@ -81,14 +81,14 @@ class SampleLine:
         return sum(sizes) / len(sizes) if sizes else math.nan
 
     def layers_at(self, token: int) -> int | None:
-        """Return the number of layers that differ at sampled token `token`. None for the last one, which is not
-        forwarded, and where nothing was measured."""
+        """Return the number of layers that differ at sampled token `token`. None for the last token, which is not
+        forwarded, and if nothing was measured."""
         row = self.prompt_tokens + token + sum(one.tokens for one in self.inserted if one.after <= token)
         return self.differing_layers[row] if row < len(self.differing_layers) else None
 
 
 class SampleFile(StepFile[SampleLine]):
-    """Appends to samples.jsonl of a run. It lives on one rank."""
+    """Appends to samples.jsonl of a run, on one rank."""
 
     def __init__(self, run_dir: Path):
         super().__init__(Path(run_dir) / FILE, SampleLine, "the samples of the run")

@@ -1,4 +1,4 @@
-"""Reads how fast each side of a run was, for the plan of the next one."""
+"""Reads the speed of each side of a run, to plan the next one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRAINING = ("time/placement", "time/routes", "time/logprobs", "time/train")
 
 
 def read_speeds(given: str) -> Speeds:
-    """Read what the option --speeds was given: two numbers with a comma between them, or the folder of a run.
+    """Parse the option --speeds: two numbers separated by a comma, or the folder of a run.
 
     Raises:
         ConfigError: it is neither.
@@ -61,7 +61,7 @@ def measured_speeds(run_dir: Path) -> Speeds | None:
 
 
 def _busy(row: Row) -> float:
-    """Return the share of the time and of the samplers' places that `throughput/sampled_tokens_per_second` of a step
-    made use of. Where sampling is timed alone, that is all.
+    """Return the share of the time and of the samplers' slots that a step's `throughput/sampled_tokens_per_second`
+    used. It is 1 if sampling is timed alone.
     """
     return 1.0 - row.get("pipeline/sampler_idle_fraction", 0.0)

@@ -20,7 +20,7 @@ def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
     summary.json.
 
     Raises:
-        ValueError: a fact has the name of a computed key, or names a replay mode that the lines contradict.
+        ValueError: a fact has the name of a computed key, or states a replay mode that contradicts the lines.
     """
     run = read_run(run_dir)
     measured = measure(run)
@@ -28,7 +28,7 @@ def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
     if clash:
         raise ValueError(
             describe(
-                "a fact would overwrite what was measured",
+                "a fact would overwrite a measured value",
                 where={"folder": run_dir / FILE},
                 got=", ".join(clash),
                 do="leave these keys out of the facts",
@@ -131,7 +131,7 @@ def _total(run: RunLines, key: str) -> float | None:
 
 
 def _exact(run: RunLines) -> bool | None:
-    """Tell whether every step applied each expected route exactly once, sent no row elsewhere, and counted its
+    """Return whether every step applied each expected route exactly once, sent no row elsewhere, and counted its
     fallbacks.
     """
     if run.mode == "off":

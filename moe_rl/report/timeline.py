@@ -1,6 +1,6 @@
-"""Writes and reads `timeline.jsonl`: what samplers, verifiers and trainers did in a run and when, one interval a line.
+"""Writes and reads `timeline.jsonl`: when samplers, verifiers and trainers did what in a run, one interval per line.
 
-A side that does nothing has no interval: it waits. In a synchronous run each side waits while another one works.
+A waiting side has no interval. In a synchronous run each side waits while another works.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_rl.report.json_lines import StepFile, read_lines
 
 FILE = "timeline.jsonl"
 Side = Literal["sampler", "verifier", "trainer"]
-WEIGHTS = "sync"  # new weights travel: samplers and trainers take part
+WEIGHTS = "sync"  # transfer of new weights: occupies samplers and trainers
 _SHORTEST = 1e-3  # seconds
 
 SIDES: dict[str, tuple[Side, ...]] = {
@@ -33,17 +33,17 @@ SIDES: dict[str, tuple[Side, ...]] = {
     "export": ("trainer",),
     WEIGHTS: ("sampler", "trainer"),
 }
-"""The sides of each part of a step. The names are those of the metrics time/<name>. Where a batch is sampled at once,
+"""The sides of each part of a step. The names are those of the metrics time/<name>. If a batch is sampled at once,
 "reward" begins when its last completion has ended, and earlier verdicts are part of "sample"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Describes what a side did from `begin` to `end`, in seconds since 1970.
+    """Describes a side's work from `begin` to `end`, in seconds since 1970.
 
     Attributes:
         what: a key of SIDES.
-        step: the step that was under way, or the next one.
+        step: the step that was running, or the next one.
     """
 
     side: Side
@@ -55,7 +55,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Describes the time of one step: from the end of the last weight transfer, or of a restart, to the end of its own.
+    """Describes the time of one step: from the end of the previous weight transfer, or of a restart, to the end of its
+    own.
 
     Attributes:
         busy: seconds in which each side did something, transfers of weights included.
@@ -67,7 +68,7 @@ class Window:
     busy: dict[Side, float]
 
     def idle(self, side: Side) -> float:
-        """Return the share of the time in which a side did nothing."""
+        """Return the share of the time in which a side was idle."""
         return 1 - self.busy[side] / (self.end - self.begin)
 
 
@@ -75,7 +76,7 @@ class Timeline(StepFile[Interval]):
     """Appends to timeline.jsonl of a run. It lives on one rank.
 
     Attributes:
-        step: the step that is under way, or the next one.
+        step: the current step, or the next one.
     """
 
     def __init__(self, run_dir: Path):
@@ -84,9 +85,9 @@ class Timeline(StepFile[Interval]):
         self._epoch = time.time() - time.perf_counter()
 
     def add(self, what: str, begin: float, end: float) -> None:
-        """Append what went on from `begin` to `end`. Left out is what is of no side, or shorter than a millisecond.
+        """Append an interval from `begin` to `end`, unless it belongs to no side or is shorter than a millisecond.
 
-        begin, end: of time.perf_counter, which all processes of a host share.
+        begin, end: times of time.perf_counter, which all processes of a host share.
         """
         sides = SIDES.get(what, ())
         if sides and end - begin >= _SHORTEST:
@@ -94,7 +95,7 @@ class Timeline(StepFile[Interval]):
             self.write(Interval(side, what, begin, end, self.step) for side in sides)
 
     def rewind(self, step: int) -> None:
-        """Go on with `step`: drop the intervals of it and of later steps."""
+        """Continue with `step`: drop its intervals and those of later steps."""
         super().rewind(step)
         self.step = step
 
@@ -105,7 +106,7 @@ def read_timeline(run_dir: Path) -> list[Interval]:
 
 
 def windows(intervals: Sequence[Interval]) -> list[Window]:
-    """Cut a run into the steps that have ended. The time between two processes of the run belongs to none of them."""
+    """Cut a run into its ended steps. The time between two processes of the run belongs to no step."""
     by_step: dict[int, list[Interval]] = {}
     for one in intervals:
         by_step.setdefault(one.step, []).append(one)
@@ -124,12 +125,12 @@ def windows(intervals: Sequence[Interval]) -> list[Window]:
 
 
 def idle_share(found: Sequence[Window], side: Side) -> float:
-    """Return the share of the time of these steps in which a side did nothing."""
+    """Return the share of these steps' time in which a side was idle."""
     return 1 - sum(one.busy[side] for one in found) / sum(one.end - one.begin for one in found)
 
 
 def _merged(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
-    """Return the union of intervals as intervals that do not meet, in order."""
+    """Return the union of intervals as disjoint intervals, in order."""
     spans: list[tuple[float, float]] = []
     for begin, end in sorted((one.begin, one.end) for one in intervals):
         if spans and begin <= spans[-1][1]:
@@ -140,6 +141,6 @@ def _merged(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
 
 
 def _within(spans: list[tuple[float, float]], begin: float, end: float) -> float:
-    """Return the seconds between two times that lie in these spans, which `_merged` made."""
+    """Return the seconds between two times that are inside these spans from `_merged`."""
     first, last = bisect_right(spans, begin, key=itemgetter(1)), bisect_left(spans, end, key=itemgetter(0))
     return sum(min(end, to) - max(begin, since) for since, to in spans[first:last])

@@ -1,4 +1,4 @@
-"""Draws what samplers, verifiers and trainers did and when, with a sentence that says how long each side waited."""
+"""Draws when samplers, verifiers and trainers worked, with a sentence on how long each side waited."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ROWS: dict[Side, tuple[str, float]] = {
     "verifier": ("verifiers", 1.0),
     "trainer": ("trainers", 0.0),
 }
-_WAITING: tuple[Side, ...] = ("sampler", "trainer")  # whose idle time is told
+_WAITING: tuple[Side, ...] = ("sampler", "trainer")  # sides whose idle time is reported
 
 
 def panels(intervals: Sequence[Interval]) -> list[Panel]:
-    """Return the time line of the last steps, and the idle share of each side in all steps."""
+    """Return the timeline of the last steps, and the idle share of each side in all steps."""
     steps = windows(intervals)
     with matplotlib.rc_context(STYLE):
         return [_timeline(intervals, steps), _idle(steps)]
@@ -63,7 +63,7 @@ def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> Panel:
 
 
 def _steps(axes: Axes, steps: Sequence[Window], begin: float) -> None:
-    """Number the steps above the rows, and part them by lines."""
+    """Number the steps above the rows, and separate them by lines."""
     for one in steps:
         axes.axvline(one.end - begin, color=INK, alpha=0.3, linewidth=0.7)
         axes.text((one.begin + one.end) / 2 - begin, 2.55, f"{one.step}", ha="center", va="center", fontsize=8.5)

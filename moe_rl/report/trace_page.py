@@ -1,6 +1,7 @@
 """Draws a trace store as PNG files and one HTML page.
 
-The plots show how popular experts are, which are chosen together, and where two stores of the same sequences disagree.
+The plots show the popularity of experts, which are chosen together, and where two stores of the same sequences
+disagree.
 
 Legend for shapes: T tokens, L MoE layers, E experts per layer, K top-k experts per token.
 """
@@ -44,9 +45,9 @@ _DPI = 160
 # The colour scale ends at this factor above and below 1, for loads and lifts.
 _SCALE = 3.0
 _COLORS = "RdBu_r"
-# Pseudo-count added to the seen and to the expected number of each pair of experts.
+# Pseudo-count added to the observed and expected number of each pair of experts.
 _PRIOR = 5.0
-# A position with fewer sets than this is not drawn, because its fraction would be noise.
+# Positions with fewer sets than this are not drawn, because their fraction would be noise.
 _FEW_SETS = 200
 
 
@@ -54,10 +55,10 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
     """Write trace.html and one PNG per plot into a folder; return their paths.
 
     Args:
-        other: a second store for the disagreement. Records with equal keys are compared.
+        other: a second store for the disagreement plots. Records with equal keys are compared.
 
     Raises:
-        TraceError: a store is empty or has several models, or the two stores have no sequence in common.
+        TraceError: a store is empty or has several models, or the two stores share no sequence.
     """
     facts: dict[str, Any] = inspect(selection)
     if len(facts["models"]) != 1 or not facts["models"][0]["sequences"]:
@@ -210,12 +211,13 @@ def _load(counts_LE: np.ndarray) -> np.ndarray:
 
 
 def _lift(pairs_EE: np.ndarray, top_k: int) -> np.ndarray:
-    """Return pairs seen / pairs expected, with _PRIOR added to each so that rare pairs stay near 1.
+    """Return observed pairs / expected pairs, with _PRIOR added to each so that rare pairs stay near 1.
 
     The result is NaN on the diagonal and for experts that were never chosen.
 
     pairs_EE: tokens for which both experts were chosen; on the diagonal, tokens for which the expert was chosen. With K
-    experts per token, independent experts with frequencies p and q meet in about p q (K - 1) / K of the tokens.
+    experts per token, independent experts with frequencies p and q are both chosen for about p q (K - 1) / K of the
+    tokens.
     """
     chosen_E = np.diag(pairs_EE).astype(np.float64)
     tokens = chosen_E.sum() / top_k
@@ -229,8 +231,7 @@ def _lift(pairs_EE: np.ndarray, top_k: int) -> np.ndarray:
 def _together(lift_EE: np.ndarray) -> np.ndarray:
     """Return an order that puts experts next to each other if they are chosen together.
 
-    It sorts by the eigenvector of the second smallest eigenvalue of the Laplacian of the graph whose edge weights are
-    lifts.
+    It sorts by the eigenvector of the second smallest eigenvalue of the graph Laplacian with lifts as edge weights.
     """
     near = np.clip(np.nan_to_num(lift_EE), 0, 4)
     degree = near.sum(axis=1)

@@ -1,7 +1,7 @@
-"""Speaks to TensorBoard, Weights & Biases and MLflow, each through its own library.
+"""Connects to TensorBoard, Weights & Biases and MLflow, each through its own library.
 
-A library is imported when its tracker is opened. Addresses, accounts and keys come from the environment variables that
-the library documents, never from the config of a run.
+A library is imported when its tracker is opened. Addresses, accounts and keys come from the library's documented
+environment variables, never from a run's config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_rl.report import run_config
 from moe_rl.report.sample_lines import SampleLine
 
 _SHOWN = ("key", "prompt", "completion", "reward", "advantages", "finish_reason", "mismatch")
-# The longest list of parameters that MLflow takes at once.
+# The most parameters that MLflow accepts at once.
 _PARAMETERS = 100
 
 
@@ -30,8 +30,8 @@ class TrackedRun:
         path: the run folder.
         folder: where the tracker may keep files.
         config: the resolved config, by section.
-        id: the name that an earlier process of this run got from the tracker, "" for a new run.
-        again_from: the first step that is logged again, because the run went back to a checkpoint; None if it did not.
+        id: the tracker's name for the run from an earlier process; "" for a new run.
+        again_from: the first step that is logged again after the run went back to a checkpoint; None if it did not.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes what a run logs. Any call may raise any error, and may take long.
+    """Receives a run's logs. Any call may raise any error, and may take long.
 
     Attributes:
         id: the tracker's name for the run.
@@ -57,16 +57,16 @@ class Tracker(Protocol):
     place: str
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Take the metrics of a step or of an evaluation. Values that were not finite are NaN."""
+        """Receive the metrics of a step or an evaluation. Values that were not finite are NaN."""
 
     def samples(self, step: int, lines: list[SampleLine]) -> None:
-        """Take the samples of one step."""
+        """Receive the samples of one step."""
 
     def report(self, summary: dict[str, Any]) -> None:
-        """Take the report of the finished run: summary.json, and report.html where the tracker can show it."""
+        """Receive the report of the finished run: summary.json, and report.html if the tracker can show it."""
 
     def close(self, *, finished: bool) -> None:
-        """Deliver everything and end. finished: whether the run came to its end."""
+        """Deliver everything and end. finished: whether the run has finished."""
 
 
 class TensorBoard:
@@ -81,7 +81,7 @@ class TensorBoard:
         self.id, self.place = run.path.name, str(run.folder / "tensorboard")
         self._writer = EventFileWriter(self.place)
         if run.again_from is not None:
-            # TensorBoard then leaves out the metrics that earlier files have of these steps.
+            # TensorBoard then drops the metrics of these steps in earlier files.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(run.again_from, session_log=start)
         if not run.id:
@@ -113,7 +113,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends a run to Weights & Biases, or to files of it with WANDB_MODE=offline."""
+    """Sends a run to Weights & Biases, or to its local files with WANDB_MODE=offline."""
 
     def __init__(self, run: TrackedRun):
         import wandb
@@ -130,7 +130,7 @@ class WeightsAndBiases:
             settings=wandb.Settings(console="off"),
         )
         self.id, self.place = self._run.id, self._run.url or str(Path(self._run.dir).parent)
-        # W&B's own step may never go back, as the step of a resumed run does.
+        # W&B's own step may never decrease, but the step of a resumed run does.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -172,7 +172,7 @@ class MLflow:
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         now = int(1000 * time.time())
-        # MLflow allows only these characters, and the name of a level may have others.
+        # MLflow allows only these characters, but the name of a level may have others.
         found = [self._metric(re.sub(r"[^\w\-. :/]", "_", key), value, now, step) for key, value in values.items()]
         self._client.log_batch(self.id, metrics=found)
 
@@ -197,11 +197,11 @@ OPEN: dict[TrackerName, type[TensorBoard] | type[WeightsAndBiases] | type[MLflow
 
 def _shown(line: SampleLine) -> dict[str, Any]:
     """Return the columns of a sample. A mismatch that was not measured is None, because JSON has no NaN. Advantages are
-    a text: a table takes no lists of different lengths."""
+    text, because a table cannot hold lists of different lengths."""
     found = {name: getattr(line, name) for name in _SHOWN}
     return found | {"advantages": line.shown_advantages, "mismatch": line.mismatch if line.mismatch >= 0 else None}
 
 
 def _as_code(text: str) -> str:
-    """Return Markdown that shows a text as it is."""
+    """Return Markdown that shows a text verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])

@@ -1,4 +1,4 @@
-"""Keeps what a tracker has got of a run, in `trackers/<name>.json` of the run folder."""
+"""Keeps a tracker's progress through a run in `trackers/<name>.json` of the run folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FOLDER = "trackers"
 
 @dataclass(slots=True)
 class TrackerState:
-    """Says how far a tracker has got, and what went wrong.
+    """Describes a tracker's progress and failures.
 
     Attributes:
-        id: the tracker's own name for the run, under which a resumed run goes on. "" before it has one.
+        id: the tracker's own name for the run, which a resumed run reuses. "" before it has one.
         place: where to look at the run: an address or a folder.
-        metrics, samples: number of lines of metrics.jsonl and samples.jsonl that the tracker has got.
-        reported: whether it has got the report of the finished run.
+        metrics, samples: number of lines of metrics.jsonl and samples.jsonl that the tracker has received.
+        reported: whether it has received the report of the finished run.
         failures: how often it failed.
         error: the last failure, "" if there was none.
     """
@@ -40,7 +40,7 @@ def state_file(run_dir: Path, name: str) -> Path:
 
 
 def read_state(run_dir: Path, name: str) -> TrackerState:
-    """Read the state of a tracker. Without a file the tracker has got nothing.
+    """Read the state of a tracker. Without a file it has received nothing.
 
     A damaged file counts as a failure, and everything is sent again.
     """

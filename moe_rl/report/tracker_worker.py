@@ -1,10 +1,11 @@
-"""Sends a run to one tracker, from a process of its own: `python -m moe_rl.report.tracker_worker ...`.
+"""Sends a run to one tracker, from its own process: `python -m moe_rl.report.tracker_worker ...`.
 
 The process follows metrics.jsonl and samples.jsonl of the run folder. It ends when its standard input is closed, after
-it has sent what is left. A line on standard input says that the run is finished and that its report is to be sent too.
-A call that takes longer than the time limit ends the process, and so does any error. `trackers.py` starts it again.
+sending the remaining lines. A line on standard input means that the run is finished and that its report must be sent
+too. A call that exceeds the time limit ends the process, as does any error. `trackers.py` starts it
+again.
 
-Exit status: 0 done; 1 a call took too long; 2 an error, which the tracker's state tells.
+Exit status: 0 done; 1 a call took too long; 2 an error, which is in the tracker's state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ERROR_CHARACTERS = 500
 
 
 class _Tail:
-    """Reads the complete lines that a file has got since the last look."""
+    """Reads the complete lines added to a file since the last read."""
 
     def __init__(self, path: Path, begin: int):
         self._path, self._skip, self._offset = path, begin, 0
@@ -60,7 +61,7 @@ class _Worker:
         self._ended = self._finished = False
 
     def follow(self, metrics: int, samples: int) -> None:
-        """Send the run until it has ended. metrics, samples: number of lines that the files had at the start."""
+        """Send the run until it has ended. metrics, samples: number of lines in the files at the start."""
         state = self._state
         back = metrics < state.metrics or samples < state.samples
         state.metrics, state.samples = min(state.metrics, metrics), min(state.samples, samples)
@@ -102,7 +103,7 @@ class _Worker:
         self._save()
 
     def _wait(self) -> None:
-        """Wait until it is time to look again, or the run says something. The end has one time limit as a whole."""
+        """Wait until the next poll or a signal from the run. One time limit covers the whole end."""
         readable, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
         if readable:
             said = os.read(sys.stdin.fileno(), 4096)
@@ -113,7 +114,7 @@ class _Worker:
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """End the process if a call takes too long, even one that never gives the interpreter back."""
+        """End the process if a call takes too long, even one that never releases the interpreter."""
         if self._ended:
             yield
             return
@@ -151,4 +152,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # what a library does at exit could wait for its server without a limit
+    os._exit(status)  # a library's exit handlers could wait for its server forever

@@ -1,8 +1,8 @@
 """Starts and watches the processes that send a run to experiment trackers.
 
-A tracker follows the files of the run folder in a process of its own (`tracker_worker.py`), so a step never waits for a
-tracker, and a slow tracker loses nothing. A tracker that fails is started again after a pause, and goes on with the
-first line that it has not got. No failure ends the run: it is counted, told once in the log, and shown in the report.
+A tracker follows the files of the run folder in its own process (`tracker_worker.py`), so a step never waits for a
+tracker, and a slow tracker loses nothing. A tracker that fails is restarted after a pause, and continues with the first
+line that it has not received. No failure ends the run: it is counted, logged once, and shown in the report.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from moe_rl.report import lines, sample_lines
 from moe_rl.report.tracker_state import FOLDER, TrackerState, complete_lines, read_state, write_state
 from moe_rl.report.tracker_worker import FAILED, TOO_LONG
 
-_LONGEST_PAUSE = 64  # times the time limit
+_LONGEST_PAUSE = 64  # multiple of the time limit
 
 
 class Trackers:
-    """Sends a run to its trackers. It lives on one rank, and nothing in it raises because of a tracker.
+    """Sends a run to its trackers. Used on one rank; nothing in it raises because of a tracker.
 
     Args:
         seconds: time limit of a call to a tracker, and of the end of the run for all trackers together.
@@ -36,15 +36,15 @@ class Trackers:
         self._seconds = seconds
 
     def look(self) -> None:
-        """Start the trackers that do not run, and tell of those that failed. This takes no time.
+        """Start the trackers that are not running, and report those that failed. Returns at once.
 
-        The first look of a resumed run must come after its files are cut, and before a new line is written.
+        A resumed run must call it first after its files are cut and before a new line is written.
         """
         for one in self._all:
             one.look()
 
     def finish(self) -> None:
-        """Let the trackers send the rest and the report, and wait for that within the time limit."""
+        """Let the trackers send the rest and the report, and wait for them within the time limit."""
         deadline = time.monotonic() + self._seconds
         for one in self._all:
             one.end(report=True)
@@ -52,7 +52,7 @@ class Trackers:
             one.wait(deadline)
 
     def close(self) -> None:
-        """Let the trackers send what is left. Nobody waits for them: each ends within its time limit."""
+        """Let the trackers send the rest, without waiting: each ends within its time limit."""
         for one in self._all:
             one.end(report=False)
 
@@ -75,12 +75,12 @@ class _Followed:
             self._start()
 
     def end(self, *, report: bool) -> None:
-        """Say to the process that the run has ended. With `report`, one that has failed before is started again."""
+        """Tell the process that the run has ended. With `report`, restart a process that has failed."""
         if report:
             self._not_before = 0.0
             self.look()
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.closed:
-            with suppress(OSError):  # it may have failed just now
+            with suppress(OSError):  # it may have just failed
                 if report:
                     self._process.stdin.write(b"report\n")
                 self._process.stdin.close()
@@ -115,7 +115,7 @@ class _Followed:
             self._failed(f"its process could not be started: {error}")
 
     def _ended(self, status: int) -> None:
-        """Take note of how the process ended."""
+        """Record how the process ended."""
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
@@ -139,7 +139,7 @@ class _Followed:
         self._not_before = time.monotonic() + self._seconds * min(2**self._in_a_row, _LONGEST_PAUSE)
         if not self._told:
             log = self._run / FOLDER / f"{self._name}.log"
-            self._note(f"tracker {self._name} failed, and the run goes on without it: {error} (see {log})")
+            self._note(f"tracker {self._name} failed, and the run continues without it: {error} (see {log})")
         self._told = True
 
     def _read(self) -> None:
