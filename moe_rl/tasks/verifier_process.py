@@ -148,9 +148,7 @@ class VerifierPlace:
         deadline = time.monotonic() + job.limit
         begun, results = "", [Scores() for _ in job.items]
         process = self.process
-        assert (
-            process is not None
-        )  # `start` ran before, and removing a worker is followed by a new start or the end of the pool
+        assert process is not None  # `start` ran, and a removal is followed by a new start or the pool's end
         for reward, rows in job.calls.items():
             try:
                 process.send(Call(reward, rows), deadline)
