@@ -63,7 +63,7 @@ class GroupFiles:
         a step      that trained on the group, as long as its rollouts are kept
 
     Args:
-        kept: the rollouts of steps. The trace shards and sessions of groups are beside theirs.
+        kept: the rollouts of steps. The trace shards and sessions of groups are next to theirs.
         ledger: records which groups the steps of an earlier process trained on.
     """
 

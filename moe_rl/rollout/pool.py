@@ -1,5 +1,4 @@
-"""Runs the pool, `python -m moe_rl.rollout.pool FD PARENT_PID`: a process beside rank 0 that samples while the ranks
-train.
+"""Runs the pool, `python -m moe_rl.rollout.pool FD PARENT_PID`: a separate process that samples while the ranks train.
 
     rank 0 (pool_client.PooledRollouts)            pool
     TakeBatch(step n + 1)  ---------------------->  samples the batch of step n + 1

@@ -1,4 +1,4 @@
-"""Answers rank 0's calls to a pool that samples groups one by one, see `group_feed`."""
+"""Answers rank 0's calls in a pool that samples groups one by one, see `group_feed`."""
 
 from __future__ import annotations
 

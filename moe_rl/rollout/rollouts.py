@@ -1,5 +1,5 @@
-"""Does the sampling half of a step: samples completions for prompts and verifies them. Also starts the sampler: a vLLM
-engine in a child process, or the servers that the config names."""
+"""Does the sampling half of a step: samples completions for prompts and verifies them. Also starts the sampler, a vLLM
+engine in a child process, or connects to the config's servers."""
 
 from __future__ import annotations
 

@@ -195,8 +195,8 @@ class VerifierPool:
         check_failed_fraction(self.score(items), max(limit, 0.5), what)
 
     def check_answers(self, prompts: SequenceOf[Prompt], limit: float) -> list[str]:
-        """Let the reward kinds that parse right answers parse those of these prompts. Return a note if some cannot be
-        read: no completion of such a prompt will have a reward.
+        """Read these prompts' right answers with the reward kinds that need them. Return a note if some cannot be read:
+        no completion of such a prompt will have a reward.
 
         Raises:
             RewardError: more than the fraction `limit` cannot be read.

@@ -48,7 +48,7 @@ class Capture:
         self.buffer[: topk_ids.shape[0], self._column[layer_id]] = topk_ids
 
     def clear(self, tokens: int) -> None:
-        """Erase the previous step, so that a layer that does not report leaves no old experts behind."""
+        """Erase the previous step, so that a layer that does not report keeps no old experts."""
         self.buffer[:tokens].fill_(NOT_REPORTED)
 
 

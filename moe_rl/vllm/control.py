@@ -147,7 +147,7 @@ class Scores(msgspec.Struct, frozen=True):
 class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Defines the body of /moe_rl/challenge; the answer is the content of the file `name` in `folder`.
 
-    The server then writes the same content to `name`.answer beside that file.
+    The server then writes the same content to `name`.answer next to that file.
     """
 
     folder: Below

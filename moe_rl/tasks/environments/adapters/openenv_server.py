@@ -86,7 +86,7 @@ async def _action_schema(url: str) -> dict[str, Any]:
             "environments whose actions are calls of MCP tools are not supported",
             where={"url": url},
             got=schema["title"],
-            expected="actions with fields of their own",
+            expected="actions with their own fields",
         )
     return schema
 
