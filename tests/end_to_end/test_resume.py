@@ -31,8 +31,8 @@ def test_a_run_goes_on_with_another_layout(short_run, tmp_path):
     third, as_before = ours[done], theirs[done]
     sampled = [name for name in third if name.startswith(("rollout/", "reward/", "trace/"))]
     assert len(sampled) > 5 and all(third[name] == as_before[name] for name in sampled)
-    # What the trainer makes of it before its first update is the same too, but for the rounding of float32: microbatches
-    # have other sizes, for which some CPUs add in another order.
+    # What the trainer makes of it before its first update is the same too, but for the rounding of float32: for
+    # microbatches of other sizes some CPUs add in another order.
     for name in ("policy_kl/k3", "policy_kl/k3_native", "routing/shadow_mismatch", "routing/native_mismatch"):
         assert third[name] == pytest.approx(as_before[name], rel=1e-5), name
     assert third["optim/updates"] == as_before["optim/updates"]
