@@ -103,7 +103,7 @@ def test_what_a_pause_allows(flight):
         with pytest.raises(WeightSyncError, match=f"version {flight.new}, which the sampler holds"):
             await groups.take_weights(update)
         for call in (lambda: flight.engine.generate(requests, shard="never"), lambda: flight.engine.score([[1, 2, 3]])):
-            with pytest.raises(EngineError, match="pauses"):
+            with pytest.raises(EngineError, match="is paused"):
                 await asyncio.to_thread(call)
         await groups.resume()
 
