@@ -200,8 +200,8 @@ PRINTED = "[{'role': 'user', 'content': 'hi'}]"
 @pytest.mark.parametrize(
     ("row", "keys", "pieces"),
     [
-        ({"prompt": PRINTED}, {}, ["no JSON"]),
-        ({"prompt": '[{"role": "user", "content": "hi"}'}, {}, ["no JSON"]),
+        ({"prompt": PRINTED}, {}, ["not JSON"]),
+        ({"prompt": '[{"role": "user", "content": "hi"}'}, {}, ["not JSON"]),
         ({"prompt": '{"messages": [{"role": "user", "content": "hi"}]}'}, {}, ["prompt.messages"]),
         ({"prompt": '{"role": "user", "content": "hi"}'}, {}, ["list of messages"]),
         ({"prompt": {"messages": CHAT}}, {}, ["dict"]),
