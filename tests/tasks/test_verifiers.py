@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moe_rl.config.load import load_config
@@ -617,8 +618,9 @@ def test_a_bad_function_is_refused_by_config_key(make_pool, helpers, function, p
     with refused(ConfigError, piece, key=f"task.rewards.{name}.function") as caught:
         make_pool("good", function)
     assert len(caught.value.problems) == 1
-    children = [pid for of in Path("/proc/self/task").glob("*/children") for pid in of.read_text().split()]
-    assert not [pid for pid in children if b"moe_rl.tasks.verifier_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    processes = [process.info for process in psutil.process_iter(["ppid", "cmdline"])]
+    mine = [process["cmdline"] or [] for process in processes if process["ppid"] == os.getpid()]
+    assert not [command for command in mine if "moe_rl.tasks.verifier_worker" in command]
 
 
 def test_all_bad_functions_are_named_at_once(make_pool):
