@@ -132,11 +132,11 @@ def test_ranks_that_share_sequences(short_run, tmp_path, layout):
     # each of the two ranks routes its part of the tokens, and counts how many had routes
     assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in ours)
     assert all(row["routing/consumed"] == row["routing/expected"] > 0 for row in ours)
-    # Before the first update both runs hold the same weights and tokens. In bf16 the partial sums of two ranks round
-    # otherwise than whole ones, and so does attention over gathered keys; in float32 nothing of it is left, see
-    # tests/distributed.
+    # Before the first update both runs hold the same weights and tokens. bfloat16 has 8 bits; in float32 only the order
+    # of sums differs, see tests/distributed.
+    near = 2**-8 if "train.dtype=bfloat16" in layout else 2e-3
     assert ours[0]["policy/perplexity_rollout"] == pytest.approx(theirs[0]["policy/perplexity_rollout"], rel=1e-12)
-    assert ours[0]["policy/perplexity_train"] == pytest.approx(theirs[0]["policy/perplexity_train"], rel=2e-3)
+    assert ours[0]["policy/perplexity_train"] == pytest.approx(theirs[0]["policy/perplexity_train"], rel=near)
     for name in ("routing/native_mismatch", "routing/native_token_mismatch"):
         assert ours[0][name] == pytest.approx(theirs[0][name], rel=0.2), name
     for name in ("policy_kl/k3", "policy_kl/k3_native"):
