@@ -1,6 +1,6 @@
 """Loads checkpoints into vLLM that its default loader cannot load. Importing this module registers the loader.
 
-The files of a model with tied embeddings hold only the embedding. Of our models vLLM ties only Qwen3-MoE; for the
+The files of a model with tied embeddings hold only the embedding. vLLM ties only Qwen3-MoE among our models; for the
 others it creates a separate output matrix, finds no values for it, and does not start. Some files also have buffers
 that are computed from config.json; vLLM skips the usual ones, and does not start with others.
 """
