@@ -1,4 +1,4 @@
-"""Implements `moe-rl train` and `moe-rl plan`: finds every problem before any process is started, then starts."""
+"""Implements `moe-rl train` and `moe-rl plan`: asks start_checks.py for every problem, then plans, starts or trains."""
 
 from __future__ import annotations
 
@@ -9,38 +9,34 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.commands import launch
-from moe_rl.config.check import config_problems, problems, refuse
-from moe_rl.config.check_cluster import node_problems, several_nodes, start_problems
-from moe_rl.config.check_files import absent_problems, prompt_problems, vocabulary_problems
-from moe_rl.config.environment import EnvironmentConfig
+from moe_rl.commands.start_checks import (
+    checkpoint_problems,
+    every_problem,
+    inputs_and_changes,
+    model_to_plan,
+    read_task,
+)
+from moe_rl.config.check import refuse
+from moe_rl.config.check_cluster import several_nodes
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import write_json, write_whole
-from moe_rl.doctor.diagnosis import installation_problems, tracker_problems
+from moe_rl.doctor.diagnosis import tracker_problems
 from moe_rl.errors import (
     CollapseError,
     ConfigError,
-    DataError,
     MoeRLError,
-    Problem,
-    RewardError,
     SamplerGone,
     Stopped,
     TraceError,
-    describe,
 )
-from moe_rl.gateway.renderer_trial import renderer_problems
-from moe_rl.models.facts import ModelFacts
-from moe_rl.models.hf import read_model, read_published
-from moe_rl.models.second_reading import reading_problems
 from moe_rl.models.weight_files import notes
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
@@ -48,22 +44,12 @@ from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.planning.peaks import render as render_peaks
 from moe_rl.planning.plan_table import render
 from moe_rl.planning.side_balance import Speeds, side_balance
-from moe_rl.report.history import read_history
-from moe_rl.report.lines import read_run
 from moe_rl.report.side_speeds import measured_speeds, read_speeds
-from moe_rl.rollout.attach import attach_problems
-from moe_rl.tasks.environments.environment_pool import EnvironmentPool
-from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.tasks.prompts import TaskPrompts, load_task
-from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec, stop_tokens
-from moe_rl.tasks.turn_end import endless_problem
-from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.train import run_folder
 from moe_rl.train.last_words import tell
 from moe_rl.train.peers import STOPPED
 from moe_rl.train.replayed_run import replay_problems
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.train.run_inputs import RunInput, input_problems, read_inputs
 
 SAMPLER_GONE, COLLAPSED = 3, 4
 _EPILOG = """
@@ -73,10 +59,6 @@ stop (SIGTERM) or run.max_hours was used, and it ended after a step: continue it
 status of the rank that ended first. torchrun reports it as exitcode, and itself exits with 1.
 """
 
-# Prompts of each source on which the rewards are tried.
-_TRIED = 8
-# Prompts of each source whose right answer is read before a run starts.
-_READ = 1000
 # A rank that torchrun has not ended after this time prints its own error.
 _FIRST_TELLS_SECONDS = 20.0
 
@@ -186,9 +168,9 @@ def run(options: argparse.Namespace) -> int:
             return _plan(config, folder, world_size, options)
         if "WORLD_SIZE" not in os.environ:
             return launch.start(world_size, _program(), config.checkpoint.grace_seconds)
-        found, task = _problems(config, folder, world_size, first=rank == 0, again=options.step == 0)
-        inputs, changed = _read_inputs(config, folder, task, options.accept)
-        refuse(found + changed + _checkpoint_problems(config, folder, options.step))
+        found, task = every_problem(config, folder, world_size, first=rank == 0, again=options.step == 0)
+        inputs, changed = inputs_and_changes(config, folder, task, options.accept)
+        refuse(found + changed + checkpoint_problems(config, folder, options.step))
     except MoeRLError as error:
         # Every rank of a node finds the same problems, and the first one prints them. torchrun ends all ranks as soon
         # as one ends, so the others wait.
@@ -304,13 +286,13 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
     elif folder is not None:
         speeds = measured_speeds(folder.path)
     balance = None if speeds is None else side_balance(config, world_size, speeds)
-    facts, found, absent = _model_to_plan(config, world_size, begins=folder is None, first=True)
+    facts, found, absent = model_to_plan(config, world_size, begins=folder is None, first=True)
     (absent if absent else found).extend(tracker_problems(config))
     plan = asked = None
     if facts is not None:
-        task, wrong = (None, []) if absent else _read_task(config, facts, found)
+        task, wrong = (None, []) if absent else read_task(config, facts, found)
         found += wrong + replay_problems(config, task)
-        found += _read_inputs(config, folder, task, options.accept)[1]
+        found += inputs_and_changes(config, folder, task, options.accept)[1]
         plan = make_plan(config, facts, world_size, None if task is None else task.count)
         print(render(plan, balance))
         for line in task.notes() if task else ():
@@ -337,144 +319,3 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
         result |= {"balance": dataclasses.asdict(balance)} if balance else {}
         write_json(file, result)
     return 2 if found else 0
-
-
-def _model_to_plan(
-    config: Config, world_size: int, *, begins: bool, first: bool
-) -> tuple[ModelFacts | None, list[Problem], list[Problem]]:
-    """Return the model (None if it cannot be read), the problems, and what this machine lacks to start the run.
-
-    The last list is empty unless a run is planned without its checkpoint. `begins`: the run makes its first step, and
-    needs the weights that it starts from. `first`: this is a plan or rank 0, which reads config.json once more through
-    transformers.
-    """
-    installed = installation_problems(config)
-    if begins:
-        installed += run_folder.start_problems(config)
-    if config.model.published is not None and not config.model.path.is_dir():
-        facts = read_published(config.model.published)
-        here = describe(
-            "the checkpoint, planned with model.published", where={"key": "model.path"}, got=f"no {config.model.path}"
-        )
-        found = [*config_problems(config, facts, world_size), *prompt_problems(config)]
-        return facts, found, [here, *absent_problems(config), *installed]
-    found = problems(config, world_size) + installed
-    try:
-        facts = read_model(config.model.path)
-    except ConfigError:
-        return None, found, []  # already among the problems
-    if first and not found:  # it takes seconds
-        found = reading_problems(config.model.path / "config.json", facts)
-    return facts, found, []
-
-
-def _problems(
-    config: Config, folder: RunFolder | None, world_size: int, *, first: bool, again: bool
-) -> tuple[list[Problem], TaskPrompts | None]:
-    """Return every problem with starting here, and on rank 0 the prompts.
-
-    first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
-    """
-    facts, found, absent = _model_to_plan(config, world_size, begins=folder is None or again, first=first)
-    found += [*node_problems(os.environ), *start_problems(config), *(tracker_problems(config) if first else ())]
-    task = None
-    if facts is not None:
-        plan = make_plan(config, facts, world_size)
-        found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
-        if first and not absent:
-            task, wrong = _read_task(config, facts, found)
-            found += wrong + replay_problems(config, task)
-        sampled = config.run.replays is None
-        if config.rollout.servers and sampled and first and not absent + found:
-            found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
-    return absent + found, task
-
-
-def _read_inputs(
-    config: Config, folder: RunFolder | None, task: TaskPrompts | None, accepted: Sequence[str]
-) -> tuple[list[RunInput], list[Problem]]:
-    """Return the run's inputs, and a problem for each one that has changed since the resumed or replayed run began.
-
-    Nothing is compared if the prompts could not be read, or on ranks other than the first.
-    """
-    if task is None:
-        return [], []
-    inputs = read_inputs(config, task)
-    return inputs, input_problems(folder, config, inputs, accepted)
-
-
-def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple[TaskPrompts | None, list[Problem]]:
-    """Read the prompts, and try the rewards unless nothing will be scored. Return the prompts and the new problems.
-
-    Nothing is read if a problem of the task or the model was found: it would only be reported again.
-    """
-    if any(str(problem.about.get("key", "")).startswith(("task.", "model.")) for problem in found):
-        return None, []
-    try:
-        codec = TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop)
-        wrong = list(vocabulary_problems(config, facts, codec.vocabulary))
-        if wrong:
-            return None, wrong
-        task = load_task(config, codec)
-        if config.run.replays:
-            return task, []
-        if config.task.environment is not None:
-            return task, _try_environment(config, config.task.environment)
-        if task.has_chats:
-            write = ChatTemplate(config.model.path, config.task.chat).history
-            if endless := endless_problem(write, codec, facts.eos_token_ids, config.rollout):
-                return task, [endless]
-        return _try_rewards(config, task)
-    except DataError as error:
-        return None, [problem for problem in error.problems if problem not in found]
-
-
-def _try_rewards(config: Config, task: TaskPrompts) -> tuple[TaskPrompts, list[Problem]]:
-    """Import the reward functions as the run will, and try them. Return the task with notes on them, and the
-    problems."""
-    limit = config.task.max_failed_fraction
-    try:
-        with VerifierPool.of(config.task, workers=1) as verifiers:
-            verifiers.check_arguments(task.columns())
-            told = verifiers.check_answers(task.first(_READ), limit)
-            verifiers.try_out(task.first(_TRIED), limit)
-    except ConfigError as error:
-        return task, error.problems
-    except RewardError as error:
-        return task, [error.message]
-    return dataclasses.replace(task, told=tuple(told)), []
-
-
-def _try_environment(config: Config, environment: EnvironmentConfig) -> list[Problem]:
-    """Import the environment as the run will, and try the renderer of its chats. Return the problems."""
-    if found := renderer_problems(config):
-        return found
-    try:
-        EnvironmentPool.of(environment, concurrent=1).close()
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def _checkpoint_problems(config: Config, folder: RunFolder | None, step: int | Literal["best"] | None) -> list[Problem]:
-    """Return the problems of --resume: a missing checkpoint, or damaged lines that the run would continue."""
-    if folder is None:
-        return []
-    try:
-        done = 0 if step == 0 else checkpoints.step_of(checkpoints.find(folder.checkpoints, step))
-        read_run(folder.path)
-        read_history(folder.path)
-        PromptLedger.of_run(folder.path, config.pipeline).check(done)
-    except MoeRLError as error:
-        return [error.message]
-    if done > config.run.steps:
-        return [
-            describe(
-                "the run has made more steps",
-                where={"key": "run.steps"},
-                got=config.run.steps,
-                expected=f"at least {done}, the steps of the checkpoint",
-                do="raise it, or choose an earlier checkpoint with --step",
-            )
-        ]
-    return []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.commands import plan, train
+from moe_rl.commands import plan, start_checks, train
 from moe_rl.config.check import refuse
 from moe_rl.config.load import load_config
 from moe_rl.errors import ConfigError, DataError
@@ -157,7 +157,7 @@ def told(*overrides):
     """Return the problems that a start would find; the run starts only when there is none."""
     try:
         config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*OURS, *overrides])
-        refuse(train._problems(config, None, 2, first=True, again=False)[0])
+        refuse(start_checks.every_problem(config, None, 2, first=True, again=False)[0])
     except (ConfigError, DataError) as error:
         return [problem for problem in error.problems if problem.about]
     return []
@@ -172,7 +172,7 @@ def test_a_right_answer_that_cannot_be_read_is_a_note(here):
     lines(here / "train.jsonl", [*GOOD, GOOD[0] | {"id": "a", "answer": "x"}])
     config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*OURS, "task.rewards={n: {kind: numeric}}",
                          "task.pass_reward=n", "task.max_failed_fraction=0.2"])  # fmt: skip
-    found, task = train._problems(config, None, 2, first=True, again=False)
+    found, task = start_checks.every_problem(config, None, 2, first=True, again=False)
     assert found == [] and "1 of 9" in task.notes()[-1] and "sums/a: n: " in task.notes()[-1]
 
 

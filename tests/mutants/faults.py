@@ -1987,7 +1987,7 @@ MUTANTS: list[Mutant] = [
         "commands",
         (
             "rewards not tried",
-            "train.py",
+            "start_checks.py",
             "verifiers.try_out(task.first(_TRIED), limit)",
             "pass",
             "A reward that always fails is found when the sampler has started.",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.commands import train
+from moe_rl.commands import start_checks
 from moe_rl.config.load import load_config
 from moe_rl.gateway.rendering import ChatRenderer
 from moe_rl.tasks.environments.examples.calculator import calculate
@@ -28,7 +28,7 @@ EOS = 1
 def test_the_run_has_no_problem(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(CONFIG, [])
-    assert train._problems(config, None, 2, first=True, again=False)[0] == []
+    assert start_checks.every_problem(config, None, 2, first=True, again=False)[0] == []
 
 
 def test_the_config_has_room_for_every_turn(lesson):

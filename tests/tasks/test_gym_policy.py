@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.commands import train
+from moe_rl.commands import start_checks
 from moe_rl.config.load import load_config
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
@@ -25,7 +25,7 @@ def config(monkeypatch):
 
 
 def problems(config):
-    return train._problems(config, None, 2, first=True, again=False)[0]
+    return start_checks.every_problem(config, None, 2, first=True, again=False)[0]
 
 
 @pytest.mark.long

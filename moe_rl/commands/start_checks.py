@@ -1,0 +1,189 @@
+"""Finds every problem of a run before any process is started: its model, files, prompts, rewards and checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.config.check import config_problems, problems
+from moe_rl.config.check_cluster import node_problems, start_problems
+from moe_rl.config.check_files import absent_problems, prompt_problems, vocabulary_problems
+from moe_rl.config.environment import EnvironmentConfig
+from moe_rl.config.schema import Config
+from moe_rl.doctor.diagnosis import installation_problems, tracker_problems
+from moe_rl.errors import (
+    ConfigError,
+    DataError,
+    MoeRLError,
+    Problem,
+    RewardError,
+    describe,
+)
+from moe_rl.gateway.renderer_trial import renderer_problems
+from moe_rl.models.facts import ModelFacts
+from moe_rl.models.hf import read_model, read_published
+from moe_rl.models.second_reading import reading_problems
+from moe_rl.planning.cluster_plan import make_plan
+from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
+from moe_rl.report.history import read_history
+from moe_rl.report.lines import read_run
+from moe_rl.rollout.attach import attach_problems
+from moe_rl.tasks.environments.environment_pool import EnvironmentPool
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import TaskPrompts, load_task
+from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec, stop_tokens
+from moe_rl.tasks.turn_end import endless_problem
+from moe_rl.tasks.verifiers import VerifierPool
+from moe_rl.train import run_folder
+from moe_rl.train.replayed_run import replay_problems
+from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.run_inputs import RunInput, input_problems, read_inputs
+
+# Prompts of each source on which the rewards are tried.
+_TRIED = 8
+# Prompts of each source whose right answer is read before a run starts.
+_READ = 1000
+
+
+def model_to_plan(
+    config: Config, world_size: int, *, begins: bool, first: bool
+) -> tuple[ModelFacts | None, list[Problem], list[Problem]]:
+    """Return the model (None if it cannot be read), the problems, and what this machine lacks to start the run.
+
+    The last list is empty unless a run is planned without its checkpoint. `begins`: the run makes its first step, and
+    needs the weights that it starts from. `first`: this is a plan or rank 0, which reads config.json once more through
+    transformers.
+    """
+    installed = installation_problems(config)
+    if begins:
+        installed += run_folder.start_problems(config)
+    if config.model.published is not None and not config.model.path.is_dir():
+        facts = read_published(config.model.published)
+        here = describe(
+            "the checkpoint, planned with model.published", where={"key": "model.path"}, got=f"no {config.model.path}"
+        )
+        found = [*config_problems(config, facts, world_size), *prompt_problems(config)]
+        return facts, found, [here, *absent_problems(config), *installed]
+    found = problems(config, world_size) + installed
+    try:
+        facts = read_model(config.model.path)
+    except ConfigError:
+        return None, found, []  # already among the problems
+    if first and not found:  # it takes seconds
+        found = reading_problems(config.model.path / "config.json", facts)
+    return facts, found, []
+
+
+def every_problem(
+    config: Config, folder: RunFolder | None, world_size: int, *, first: bool, again: bool
+) -> tuple[list[Problem], TaskPrompts | None]:
+    """Return every problem with starting here, and on rank 0 the prompts.
+
+    first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
+    """
+    facts, found, absent = model_to_plan(config, world_size, begins=folder is None or again, first=first)
+    found += [*node_problems(os.environ), *start_problems(config), *(tracker_problems(config) if first else ())]
+    task = None
+    if facts is not None:
+        plan = make_plan(config, facts, world_size)
+        found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
+        if first and not absent:
+            task, wrong = read_task(config, facts, found)
+            found += wrong + replay_problems(config, task)
+        sampled = config.run.replays is None
+        if config.rollout.servers and sampled and first and not absent + found:
+            found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
+    return absent + found, task
+
+
+def inputs_and_changes(
+    config: Config, folder: RunFolder | None, task: TaskPrompts | None, accepted: Sequence[str]
+) -> tuple[list[RunInput], list[Problem]]:
+    """Return the run's inputs, and a problem for each one that has changed since the resumed or replayed run began.
+
+    Nothing is compared if the prompts could not be read, or on ranks other than the first.
+    """
+    if task is None:
+        return [], []
+    inputs = read_inputs(config, task)
+    return inputs, input_problems(folder, config, inputs, accepted)
+
+
+def read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple[TaskPrompts | None, list[Problem]]:
+    """Read the prompts, and try the rewards unless nothing will be scored. Return the prompts and the new problems.
+
+    Nothing is read if a problem of the task or the model was found: it would only be reported again.
+    """
+    if any(str(problem.about.get("key", "")).startswith(("task.", "model.")) for problem in found):
+        return None, []
+    try:
+        codec = TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop)
+        wrong = list(vocabulary_problems(config, facts, codec.vocabulary))
+        if wrong:
+            return None, wrong
+        task = load_task(config, codec)
+        if config.run.replays:
+            return task, []
+        if config.task.environment is not None:
+            return task, _try_environment(config, config.task.environment)
+        if task.has_chats:
+            write = ChatTemplate(config.model.path, config.task.chat).history
+            if endless := endless_problem(write, codec, facts.eos_token_ids, config.rollout):
+                return task, [endless]
+        return _try_rewards(config, task)
+    except DataError as error:
+        return None, [problem for problem in error.problems if problem not in found]
+
+
+def _try_rewards(config: Config, task: TaskPrompts) -> tuple[TaskPrompts, list[Problem]]:
+    """Import the reward functions as the run will, and try them. Return the task with notes on them, and the
+    problems."""
+    limit = config.task.max_failed_fraction
+    try:
+        with VerifierPool.of(config.task, workers=1) as verifiers:
+            verifiers.check_arguments(task.columns())
+            told = verifiers.check_answers(task.first(_READ), limit)
+            verifiers.try_out(task.first(_TRIED), limit)
+    except ConfigError as error:
+        return task, error.problems
+    except RewardError as error:
+        return task, [error.message]
+    return dataclasses.replace(task, told=tuple(told)), []
+
+
+def _try_environment(config: Config, environment: EnvironmentConfig) -> list[Problem]:
+    """Import the environment as the run will, and try the renderer of its chats. Return the problems."""
+    if found := renderer_problems(config):
+        return found
+    try:
+        EnvironmentPool.of(environment, concurrent=1).close()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def checkpoint_problems(config: Config, folder: RunFolder | None, step: int | Literal["best"] | None) -> list[Problem]:
+    """Return the problems of --resume: a missing checkpoint, or damaged lines that the run would continue."""
+    if folder is None:
+        return []
+    try:
+        done = 0 if step == 0 else checkpoints.step_of(checkpoints.find(folder.checkpoints, step))
+        read_run(folder.path)
+        read_history(folder.path)
+        PromptLedger.of_run(folder.path, config.pipeline).check(done)
+    except MoeRLError as error:
+        return [error.message]
+    if done > config.run.steps:
+        return [
+            describe(
+                "the run has made more steps",
+                where={"key": "run.steps"},
+                got=config.run.steps,
+                expected=f"at least {done}, the steps of the checkpoint",
+                do="raise it, or choose an earlier checkpoint with --step",
+            )
+        ]
+    return []
