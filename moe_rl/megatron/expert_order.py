@@ -33,7 +33,7 @@ def expert_weights(moe: MoELayer) -> list[dict[str, torch.nn.Parameter]]:
     for name, parameter in moe.experts.named_parameters():
         slot = _SLOT.search(name)
         assert slot is not None  # both modules number the parameters of their experts
-        found[int(slot[1] or slot[2])][name.replace(slot[0], "")] = parameter
+        found[int(slot[1] or slot[2])][name[: slot.start()] + name[slot.end() :]] = parameter
     return found
 
 

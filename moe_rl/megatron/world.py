@@ -44,9 +44,16 @@ def join(*, timeout_seconds: float) -> None:
 
 
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
-    """Create Megatron's parallel groups from the ranks that joined, replacing earlier groups."""
+    """Create Megatron's parallel groups from the ranks that joined, replacing earlier groups.
+
+    They wait as long as the group of all ranks.
+    """
     clear()
     parallel_state.initialize_model_parallel(**group_sizes(parallel))
+    # Megatron takes a time, 30 minutes by default, but does not give it to all of its groups. Torch has no public way.
+    timeout = dist.group.WORLD._get_backend(device()).options._timeout
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timeout, group)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
