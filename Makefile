@@ -9,6 +9,8 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 # GPU=1 makes the environment of a machine with GPUs instead; `make clean` before changing over.
 REQUIREMENTS := requirements/$(if $(GPU),gpu,cpu).txt
+# A CUDA toolkit may lack headers that torch's wheels bring: nccl.h, cusparse.h. Those of the toolkit come first.
+HEADERS = CPATH="$$(ls -d $(abspath $(VENV))/lib/python3.12/site-packages/nvidia/*/include | paste -sd :)$${CPATH:+:$$CPATH}"
 PATCHES := $(wildcard patches/vllm/*/*)
 
 # Two stamps, each written last: an interrupted install leaves none and is done again.
@@ -104,7 +106,7 @@ $(INSTALLED): $(REQUIREMENTS)
 	echo "Making $(VENV) with $$("$$python" -V): about 6 GB, a few minutes."; \
 	"$$python" -m venv --clear $(VENV)
 	@$(PIP) install -qq --no-deps -r $(REQUIREMENTS)
-	@$(if $(GPU),$(PIP) install -qq --no-deps --no-build-isolation -r requirements/gpu_built.txt) # needs torch there
+	@$(if $(GPU),$(HEADERS) $(PIP) install -qq --no-deps --no-build-isolation -r requirements/gpu_built.txt) # takes torch
 	@touch $@
 
 # A vLLM that an older patch series changed is put back as published before the present one goes in.

@@ -22,6 +22,7 @@ from moe_rl.doctor.machine import (
     Machine,
     Requirement,
     found_version,
+    transformer_engine_fault,
 )
 from moe_rl.errors import About, ConfigError, Problem, describe, with_extra
 from moe_rl.models.hf import read_model
@@ -50,7 +51,7 @@ def installation_problems(config: Config | None = None) -> list[Problem]:
     """
     found = {part: found_version(part) for part in ALWAYS if part is not VLLM}
     unfit = [_unfit(part, version) for part, version in found.items() if not fits(part, version)]
-    problems = list(unfit)
+    problems = [*unfit, *_engine()]
     if config is None or not config.rollout.servers:
         problems += patches.problems(capture="patch" if config is None else config.rollout.capture)
     if config is not None and config.train.delay_wgrad_compute:
@@ -73,6 +74,18 @@ def tracker_problems(config: Config) -> Iterator[Problem]:
                 expected="the address of an MLflow server",
                 do="set MLFLOW_TRACKING_URI, or leave mlflow out",
             )
+
+
+def _engine() -> Iterator[Problem]:
+    if fault := transformer_engine_fault():
+        yield describe(
+            "its parts do not belong together; megatron would import it and fail",
+            where={"part": TRANSFORMER_ENGINE.name},
+            got=fault,
+            expected="transformer-engine, its library for CUDA and its library for torch, of one version",
+            do="install transformer-engine-torch of the same version, which takes nvcc (make venv GPU=1), or uninstall "
+            "every part",
+        )
 
 
 def _apart_gradients(engine: str) -> Iterator[Problem]:

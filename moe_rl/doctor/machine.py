@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sysconfig
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,6 +70,10 @@ ALWAYS = (PYTHON, TORCH, MEGATRON, VLLM, TRANSFORMERS, SAFETENSORS, NUMPY, PYDAN
 GPU = (CUDA, NCCL, TRANSFORMER_ENGINE, APEX)
 PARTS = ALWAYS + GPU
 
+# What transformer-engine's wheels are called, and where their libraries are. Built from source it is all one.
+_ENGINE_PARTS = ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch")
+_ENGINE_WHEEL = "transformer_engine/wheel_lib"
+
 ApexKind = Literal["absent", "NVIDIA's", "NVIDIA's, without its CUDA extensions", "unrelated"]
 
 
@@ -109,12 +114,14 @@ def found_version(part: Requirement) -> str:
         return platform.python_version()
     if part is CUDA:
         return cuda_of_torch()
-    for distribution in part.distributions:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return ""
+    return next((found for one in part.distributions if (found := _version(one))), "")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
 
 
 def cuda_of_torch() -> str:
@@ -140,6 +147,24 @@ def apex_kind() -> ApexKind:
     if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
         return "unrelated"
     return "NVIDIA's" if importlib.util.find_spec("amp_C") else "NVIDIA's, without its CUDA extensions"
+
+
+def transformer_engine_fault() -> str:
+    """Return why the installed transformer-engine cannot be imported; "" if it can, or if there is none.
+
+    It has three parts of one version: Python files, a library, and another library for torch. Decided by files and
+    versions, because the import may end this process.
+    """
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or not found_version(TRANSFORMER_ENGINE):
+        return ""
+    roots = [*(Path(folder).parent for folder in spec.submodule_search_locations or ()), sysconfig.get_path("purelib")]
+    folders = [Path(root, below) for root in roots for below in ("", "transformer_engine", _ENGINE_WHEEL)]
+    for library in ("libtransformer_engine", "transformer_engine_torch"):
+        if not any(any(folder.glob(f"{library}*.so")) for folder in folders):
+            return f"no {library}*.so"
+    parts = {part: found for part in _ENGINE_PARTS if (found := _version(part))}
+    return "" if len(set(parts.values())) == 1 else ", ".join(f"{part} {found}" for part, found in parts.items())
 
 
 def gpus() -> tuple[Gpu, ...]:

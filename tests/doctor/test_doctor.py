@@ -192,6 +192,41 @@ def test_which_apex_this_is(tmp_path, monkeypatch, whole_installation, files, ki
     assert verdict(made_up(apex=kind, **{APEX.name: "0.1"}), APEX) == kind
 
 
+ENGINE = {"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2", "transformer-engine-torch": "2.20.2"}
+LIBRARIES = ("libtransformer_engine.so", "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so")
+IN_WHEELS = [f"transformer_engine/wheel_lib/{file}" for file in LIBRARIES]
+
+
+@pytest.mark.parametrize(
+    ("distributions", "libraries", "fault"),
+    [
+        ({}, (), ""),
+        (ENGINE, IN_WHEELS, ""),
+        ({"transformer-engine": "2.21.dev0"}, [f"transformer_engine/{file}" for file in LIBRARIES], ""),  # from source
+        ({"transformer-engine": "2.21.dev0"}, LIBRARIES, ""),  # from source, editable
+        # pip leaves the torch part out unless it is asked for. The import then dies with FileNotFoundError.
+        (ENGINE | {"transformer-engine-torch": ""}, IN_WHEELS[:1], "no transformer_engine_torch*.so"),
+        (ENGINE | {"transformer-engine-cu13": ""}, IN_WHEELS[1:], "no libtransformer_engine*.so"),
+        (ENGINE | {"transformer-engine-torch": "2.19.0"}, IN_WHEELS, "transformer-engine-torch 2.19.0"),
+    ],
+)
+def test_every_part_of_transformer_engine_must_be_there(
+    tmp_path, monkeypatch, whole_installation, distributions, libraries, fault
+):
+    """Megatron takes only an ImportError for an engine that is not there."""
+    write(tmp_path, *(["transformer_engine/__init__.py"] if distributions else []), *libraries)
+    for name, version in distributions.items():
+        if version:
+            folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    problems = installation_problems()
+    assert "transformer_engine" not in sys.modules and len(problems) == bool(fault)
+    for problem in problems:
+        tells(problem, fault, part=TRANSFORMER_ENGINE.name)
+
+
 def test_gpus_are_what_the_driver_tells(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559'\necho 'NVIDIA H200, 143771'\n")
