@@ -158,8 +158,9 @@ def transformer_engine_fault() -> str:
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or not found_version(TRANSFORMER_ENGINE):
         return ""
-    roots = [*(Path(folder).parent for folder in spec.submodule_search_locations or ()), sysconfig.get_path("purelib")]
-    folders = [Path(root, below) for root in roots for below in ("", "transformer_engine", _ENGINE_WHEEL)]
+    roots = [Path(folder).parent for folder in spec.submodule_search_locations or ()]
+    roots.append(Path(sysconfig.get_path("purelib")))
+    folders = [root / below for root in roots for below in ("", "transformer_engine", _ENGINE_WHEEL)]
     for library in ("libtransformer_engine", "transformer_engine_torch"):
         if not any(any(folder.glob(f"{library}*.so")) for folder in folders):
             return f"no {library}*.so"

@@ -34,6 +34,13 @@ from moe_rl.replay.tables import MicrobatchRoutes
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def product_precision(dtype: str) -> str:
+    """Return what a model of this dtype multiplies in on this rank's device: its dtype, or "tf32" for float32 where
+    TransformerEngine, which has no switch for this, or torch rounds."""
+    rounds = torch.cuda.is_available() and (HAVE_TE or torch.backends.cuda.matmul.allow_tf32)
+    return "tf32" if dtype == "float32" and rounds else dtype
+
+
 def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Return Megatron's config for a model: its layers, the style of its routers, no dropped tokens."""
     dtype, interleaved = DTYPES[train.dtype], parallel.virtual_pipeline > 1

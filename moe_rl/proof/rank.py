@@ -78,6 +78,7 @@ def _seen(trial: Trial) -> dict:
         sessions = [first, second]
     weights = hf_map.export(map(unwrap, policy.chunks), trial.facts, dense=True, experts=True)
     return {
+        "precision": model.product_precision(case.train_config.dtype),
         "logprobs": trial.by_sequence(logprobs),
         "grad_norm": result.grad_norm,
         "weights": {name: tensor.cpu().clone() for name, tensor in weights},

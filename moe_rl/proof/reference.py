@@ -102,7 +102,12 @@ class IndependentModel:
 
 
 def reference(
-    checkpoint: Path, routes: list[np.ndarray] | None, *, aux: float = 0.0, microbatches: Iterable[Seq[int]] = ()
+    checkpoint: Path,
+    routes: list[np.ndarray] | None,
+    *,
+    aux: float = 0.0,
+    microbatches: Iterable[Seq[int]] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Reference:
     """Compute logprobs and the gradients of the loss
 
@@ -111,8 +116,9 @@ def reference(
     Args:
         routes: One array [T, L, K] per sequence, the experts that every token takes; None means the model's own choice.
         microbatches: The sequences of each microbatch. The imbalance is computed per microbatch.
+        dtype: Of the model and its passes.
     """
-    model = IndependentModel(checkpoint)
+    model = IndependentModel(checkpoint, dtype=dtype)
     facts = model.facts
     sequences, _ = batch(facts)
     logprobs: dict[int, torch.Tensor] = {}

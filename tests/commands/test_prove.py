@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 from moe_rl.commands import prove
 from moe_rl.commands.prove import BEGIN, END
 from moe_rl.errors import ConfigError, ReplayError
+from moe_rl.models.hf import read_model
+from moe_rl.proof import precision
+from moe_rl.proof.batch import batch, make_checkpoint
 from moe_rl.proof.cases import LAYOUTS, RECORDED, Case, parse
-from moe_rl.proof.matrix import largest, merged
+from moe_rl.proof.matrix import Proof, Proved, largest, merged
+from moe_rl.proof.reference import reference
 from tests.support.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -53,12 +58,42 @@ def test_a_layout_that_cannot_be_is_refused_before_it_runs(capsys):
 
 
 @pytest.mark.long
-def test_a_layout_of_ones_own_is_proven(tmp_path, capsys):
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-6), ("bfloat16", 2e-2)])
+def test_a_layout_of_ones_own_is_proven(tmp_path, capsys, dtype, within):
     """By ranks that the command starts. What a proof is worth: tests/distributed/test_proof.py."""
-    assert run("--ranks", "2", "parallel.expert=2", "--json", str(tmp_path / "proof.json")) == 0
+    own = ("parallel.expert=2", f"train.dtype={dtype}")
+    assert run("--ranks", "2", *own, "--json", str(tmp_path / "proof.json")) == 0
     assert "exact in 1 of 1 cases" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "proof.json").read_text())
-    assert row["exact"] and row["gradients"] < 1e-6 < 1e-2 < row["control"]["gradients"]
+    assert row["exact"] and row["gradients"] < row["tolerance"] <= within < row["control"]["gradients"]
+
+
+def test_a_gpu_may_differ_by_its_rounding_and_no_more(tmp_path, monkeypatch):
+    """As a GPU's, products drop the bits that TF32 has not, which is twice as far off as the nearest TF32 is."""
+    proof = Proof(make_checkpoint(tmp_path / "model"), tmp_path)
+    _, routes = batch(read_model(proof.checkpoint))
+    with monkeypatch.context() as patched, precision.Tf32():
+        patched.setattr(precision, "to_tf32", truncated)
+        gpu = reference(proof.checkpoint, routes)
+    free = proof.reference(forced=False)
+
+    def exact(gradients, rounds="tf32", wrong=0):
+        counts = {"maps": 12, "with_grad": 12, "wrong_received": 0}
+        seen = {"precision": rounds, "logprobs": gpu.logprobs, "tallies": [{}, {"consumed": 12, "expected": 12}]}
+        taken = [{**seen, "grads": gradients, "dispatch": {**counts, "wrong_maps": wrong}}]
+        off = [{**seen, "grads": free.gradients, "dispatch": {**counts, "wrong_maps": 12}}]
+        case = Case(1)
+        return Proved(proof.judge(case, taken), proof.judge(replace(case, mode="observe"), off)).exact
+
+    assert exact(gpu.gradients)
+    assert not exact(gpu.gradients, "float32") and not exact(gpu.gradients, wrong=1)
+    for part in ("mlp.experts.3.down_proj", "mlp.gate", "self_attn.q_proj"):
+        name = f"model.layers.0.{part}.weight"
+        assert not exact({**gpu.gradients, name: gpu.gradients[name] * 0.9}), name
+
+
+def truncated(values):
+    return (values.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
 @pytest.mark.parametrize(
