@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import msgspec
@@ -115,14 +116,21 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of `own` on a rank that sends, once. It holds at most one own tensor, and two rounds of
-        other ranks: while one round is yielded, the next arrives."""
-        arrivals = self._arrivals()
-        for rank, at, infos in self._passing:
-            if rank == self.rank:
-                for name, tensor in self._rounds[at].tensors:
-                    self._digests.add(name, tensor)
-                    yield name, tensor
-            else:
+        other ranks: while one round is yielded, the next arrives, unless this rank must make a round before.
+
+        Another rank may need this one's part in that round before it can send its own. A receive that is asked for
+        earlier runs on the GPU until then, and a cudaFree in this rank would wait for it: both would wait for ever.
+        """
+        for own, run in groupby(self._passing, key=lambda passed: passed[0] == self.rank):
+            if own:
+                for _, at, _ in run:
+                    for name, tensor in self._rounds[at].tensors:
+                        self._digests.add(name, tensor)
+                        yield name, tensor
+                continue
+            theirs = list(run)
+            arrivals = self._arrivals(theirs)
+            for _, _, infos in theirs:
                 yield from self._handed_over(next(arrivals), infos)
 
     def digested(self, infos: list[TensorInfo]) -> list[TensorInfo]:
@@ -153,12 +161,10 @@ class WeightStream:
                 dist.send(octets, self.senders[self._sender[self.rank]])
             del octets  # otherwise the bytes of two rounds would be held at once
 
-    def _arrivals(self) -> Iterator[Tensor]:
-        """Yield the bytes of each round of another rank, and receive the next round meanwhile."""
+    def _arrivals(self, rounds: list[tuple[int, int, list[TensorInfo]]]) -> Iterator[Tensor]:
+        """Yield the bytes of each of these rounds of other ranks, and receive the next one meanwhile."""
         before: tuple[int, dist.Work, Tensor] | None = None
-        for rank, _, infos in self._passing:
-            if rank == self.rank:
-                continue
+        for rank, _, infos in rounds:
             count = sum(info.size for info in infos) + _DIGEST_BYTES * len(infos)
             octets = torch.empty(count, dtype=torch.uint8, device=self.device)
             work = dist.irecv(octets, rank)

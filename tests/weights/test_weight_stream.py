@@ -115,6 +115,22 @@ def test_the_next_round_of_another_rank_arrives_while_one_is_sent(messages, arri
     assert arriving.most == 2 and arriving.open == 0, "more than two would need more memory"
 
 
+def test_nothing_is_asked_for_while_a_rank_makes_its_own_round(messages, arriving, others):
+    """The other ranks may need it there before they can send. With NCCL an early receive keeps the GPU busy."""
+    first, *rest = streams(rounds_of({f"own.{n}": torch.ones(1) for n in range(3)}, 3), *[rounds_of(others, 4)] * 2)
+    for one in rest:
+        one.hand_over()
+    messages[:] = [messages[number] for turn in range(4) for number in (turn, turn + 4)]  # round by round
+    open_in_own = []
+    first._rounds = [
+        stream.Round(one.whole, (open_in_own.append(arriving.open) or item for item in one.tensors))
+        for one in first._rounds
+    ]
+    assert dict(iter(first)).keys() == {"own.0", "own.1", "own.2", *others}
+    assert open_in_own == [0, 0, 0] and arriving.asked == 8
+    assert arriving.most == 2, "within a round of all ranks, the next one still arrives early"
+
+
 @pytest.mark.parametrize("flipped", [False, True])
 def test_bytes_of_another_rank_that_changed_on_the_way_to_its_sender_are_refused(
     taker, others, messages, arriving, flipped
