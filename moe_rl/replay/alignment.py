@@ -40,7 +40,7 @@ from torch import Tensor
 from moe_rl.replay import id_claims, row_claims
 from moe_rl.replay.claims import CLAIMS, CORE, Bets, Claim, History, judge
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
-from moe_rl.replay.regret import LayerSeen, RowsSeen, Watched
+from moe_rl.replay.regret import FineRows, Kept, RowsSeen, Watched, WholeRows, whole_layers
 from moe_rl.replay.row_places import PassRows, RowPlaces
 
 
@@ -91,8 +91,11 @@ class AlignmentTest:
     ):
         self._layers, self._groups, self._history = layers, groups, history or History()
         self._watched = Watched.of(PassRows.of(places))
-        self._rows = [self._watched.of_microbatch(number, device) for number in range(len(places))]
-        self._seen: dict[tuple[int, int], LayerSeen] = {}
+        self._device, self._numbers, self._blocks = device, range(len(places)), self._watched.blocks()
+        self._fine = Kept(layers, self._watched.of_microbatches(self._numbers, device, fine=True))
+        self._whole_layers: list[int] = []
+        self._waiting: dict[range, Kept] = {}
+        self._whole: dict[range, WholeRows] = {}
         self._names: dict[int, Seq[str]] = {}
         self._pieces = [one.pieces for one in places]
 
@@ -105,7 +108,19 @@ class AlignmentTest:
         """
         # Some dozen small calls follow. The CPU back end's mode would double their time, and none names a device.
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self._seen[microbatch, layer] = LayerSeen.of(routes, native, scores, self._rows[microbatch], self._groups)
+            seen = (routes, native, scores.detach())
+            self._fine.put(microbatch, layer, seen)
+            self._whole_layers = self._whole_layers or whole_layers(self._layers, routes.shape[1])
+            if layer not in self._whole_layers:
+                return
+            block = next(one for one in self._blocks if microbatch in one)
+            if block not in self._waiting:
+                recorded = self._watched.of_microbatches(block, self._device, fine=False)
+                self._waiting[block] = Kept(self._whole_layers, recorded)
+            if self._waiting[block].put(microbatch, layer, seen):
+                ids, choice, of_experts = self._waiting.pop(block).kept
+                rows = self._watched.of_block(block, self._device)
+                self._whole[block] = WholeRows.of(ids, choice, of_experts, rows, self._groups)
 
     def compared(self, microbatch: int, names: Seq[str]) -> None:
         """Note that a microbatch was observed in all layers. names: its sequences."""
@@ -113,7 +128,7 @@ class AlignmentTest:
 
     def verdict(self) -> Alignment | None:
         """Judge the passes. Returns None until every microbatch was compared."""
-        if len(self._names) < len(self._rows):
+        if len(self._names) < len(self._numbers):
             return None
         if not self._layers or not len(self._watched.rows.row):
             return Alignment()
@@ -121,9 +136,8 @@ class AlignmentTest:
             return Alignment(tuple(judge(tests, self._history) for tests in self._tests()))
 
     def _tests(self) -> Iterator[Bets]:
-        by_layer = [[self._seen[number, layer] for layer in self._layers] for number in range(len(self._rows))]
-        seen = RowsSeen(by_layer, self._watched, self._layers)
-        rows = self._watched.rows
+        rows, fine = self._watched.rows, FineRows.of(*self._fine.kept)
+        seen = RowsSeen(self._watched, self._layers, self._groups, fine, [self._whole[one] for one in self._blocks])
         fresh = not (rows.lag > 0).any()
         yield from layer_tests(LayerSample.of(seen), self._layers, fresh=fresh)
         yield from row_claims.sequence_tests(seen, fresh=fresh)
@@ -131,7 +145,7 @@ class AlignmentTest:
         yield from row_claims.special_rows(seen)
         yield row_claims.stuck_rows(seen, self._name)
         yield row_claims.pieces(seen, self._piece)
-        ids = id_claims.FineRows.of(seen)
+        ids = id_claims.IdRows.of(seen)
         yield id_claims.single_ids(seen, ids)
         yield id_claims.some_rows(seen, ids)
         yield id_claims.labels(seen, ids)

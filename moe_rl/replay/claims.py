@@ -140,7 +140,7 @@ def judge(tests: Bets, history: History) -> Claim:
 
 def log_e(x: Tensor, sign: float = -1.0) -> Tensor:
     """Return the log e-value of the values x [U, ...] over axis 0, float64. sign 1: of -x."""
-    logs = torch.stack([torch.log1p(sign * bet * x.double()).sum(0) for bet in _BETS])
+    logs = torch.stack([torch.log1p(sign * bet * x).sum(0).double() for bet in _BETS])
     return torch.logsumexp(logs, 0) - math.log(len(_BETS))
 
 
@@ -154,9 +154,9 @@ def log_e_by(x: Tensor, of: Tensor, count: int, sign: float = -1.0) -> Tensor:
 def by_cluster(x: Tensor, cluster: Tensor, valid: Tensor | None = None) -> Tensor:
     """Return the means of x [N, ...] by cluster [N]. A cluster without a valid row has 0."""
     count = int(cluster.max()) + 1 if len(cluster) else 0
-    ones = torch.ones_like(x) if valid is None else valid.to(x.dtype).expand_as(x)
-    total = x.new_zeros(count, *x.shape[1:]).index_add_(0, cluster, x * ones)
-    return total / x.new_zeros(count, *x.shape[1:]).index_add_(0, cluster, ones).clamp(min=1)
+    weights = x.new_ones(len(x), *[1] * (x.ndim - 1)) if valid is None else valid.to(x.dtype)
+    total, rows = (x.new_zeros(count, *one.shape[1:]).index_add_(0, cluster, one) for one in (x * weights, weights))
+    return total / rows.clamp(min=1)
 
 
 def no_noise(x: Tensor) -> Tensor:

@@ -43,8 +43,9 @@ class LayerSample:
     def of(cls, seen: RowsSeen) -> LayerSample:
         """Take the sampled rows of a pass."""
         rows, at = seen.watched.rows, seen.watched.sample
+        fine = seen.on_device(np.searchsorted(seen.watched.fine, at))
         where = (rows.sequence[at], rows.position[at], rows.context[at])
-        return cls(seen.table("sample_ids"), seen.table("sample_scores"), *where)
+        return cls(seen.fine.ids[:, fine], seen.fine.regret.of_experts(fine), *where)
 
     @classmethod
     def of_choice(
@@ -58,9 +59,7 @@ class LayerSample:
         """
         layers, rows, _ = ids.shape
         scores = torch.zeros(layers, rows, experts).scatter_(2, torch.from_numpy(choice), 1.0)
-        everything = torch.arange(rows)
-        regret = [Regret.of(torch.from_numpy(choice[layer]), scores[layer]) for layer in range(layers)]
-        alone = torch.stack([one.of_experts(everything) for one in regret])
+        alone = Regret.of(torch.from_numpy(choice), scores).of_experts(torch.arange(rows))
         return cls(torch.from_numpy(ids), alone, sequence, position, np.arange(rows))
 
 
@@ -94,7 +93,7 @@ def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[
         there = np.clip(at - shift, 0, len(sample.position) - 1)
         same = sample.sequence[there] == sample.sequence[at]
         valid = torch.from_numpy(same & (sample.position[at] - sample.position[there] == shift)).to(device)
-        other = fit(there)
+        other = fit(there) if shift else here
         x = no_noise(own[:, :, None] - (away - other)) * valid[:, None, None]
         record.append(log_e(x))
         # The record of (j, t - shift) on layer i mirrors that of (i, t) on layer j.

@@ -4,15 +4,18 @@ Regret is (mean score of the router's own top-k - mean score of the recorded exp
 It is 0 for the router's own choice and 1 for random experts. A near tie costs nothing, a wrong row about 1, one wrong
 expert of K about 1 / K.
 
-`LayerSeen` keeps a few numbers for each row of a (microbatch, layer), and the scores of some hundred rows. All stays on
-the device. The faults that measure a claim's power are planted here, from other rows of the same microbatch.
+Two kinds of measurements are made, all on the device. All rows are measured in a few layers (`WholeRows`), for the
+claims about whole rows: a block of microbatches at a time, since many small calls take longer than a large one. Some
+thousand rows are kept as they are in every layer (`FineRows`) until the pass is judged, for the claims about layers and
+single ids.
 
-Legend: N recorded rows of a microbatch, S sampled rows, P rows paired with rows of another sequence, Q rows at special
-places, F rows whose single ids are tested, E experts, K top-k.
+Legend: N recorded rows of a block, F fine rows, P rows paired with rows of another sequence, Q rows at special
+places, L layers, W layers in which whole rows are measured, E experts, K top-k.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -20,14 +23,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_rl.replay.row_places import SAMPLED_ROWS, PassRows, pairs
+from moe_rl.replay.row_places import SAMPLED_ROWS, PassRows, pairs, windows
 
 FINE_ROWS = 2048
-"""Number of rows of a pass that are tested for single wrong ids."""
+"""Number of rows of a pass that are kept in every layer, besides the sampled ones."""
 
-_VARIED = ("wrong", "depth", "come", "gone", "inside")
+BLOCK_ROWS = 4096
+"""Number of rows from which on a block of microbatches is measured."""
+
+MANY_IDS = 16
+"""A record of this many ids, in all layers, seldom fits another row clearly better than its own."""
+
+_LAYERS = 8
 
 SPECIAL = ("last prompt row", "first completion row", "every 16th row")
+
+
+def whole_layers(layers: Seq[int], top_k: int) -> list[int]:
+    """Choose the layers in which all rows are measured: eight, or as many as hold MANY_IDS ids, spread evenly."""
+    count = min(len(layers), max(_LAYERS, -(-MANY_IDS // top_k)))
+    return [layers[at] for at in np.linspace(0, len(layers) - 1, count).round().astype(int)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,67 +53,61 @@ class Watched:
         rows: All recorded rows.
         pairs: For "prompts" and "completions" int64 [2, M], indices into `rows`.
         special: For each of SPECIAL, indices into `rows`.
-        sample, paired, placed, fine: The rows of each kind: int64, sorted indices into `rows`.
+        sample, fine, paired, placed: The rows of each kind: int64, sorted indices into `rows`. `fine` includes
+            `sample`.
     """
 
     rows: PassRows
     pairs: dict[str, np.ndarray]
     special: dict[str, np.ndarray]
     sample: np.ndarray
+    fine: np.ndarray
     paired: np.ndarray
     placed: np.ndarray
-    fine: np.ndarray
 
     @classmethod
     def of(cls, rows: PassRows) -> Watched:
         """Choose the rows."""
-        chosen = pairs(rows)
-        follows = rows.before != np.arange(len(rows.before))
+        chosen, count = pairs(rows), len(rows.before)
+        follows = rows.before != np.arange(count)
         places = (rows.position == rows.prompt - 1, rows.position == rows.prompt, rows.position % 16 == 0)
         special = {name: _some(np.flatnonzero(follows & at)) for name, at in zip(SPECIAL, places, strict=True)}
+        sample = windows(count, SAMPLED_ROWS)
         return cls(
             rows,
             chosen,
             special,
-            rows.windows(SAMPLED_ROWS),
+            sample,
+            np.union1d(windows(count, FINE_ROWS), sample),
             np.unique(np.concatenate([one.ravel() for one in chosen.values()])),
             np.unique(np.concatenate([*special.values()])),
-            rows.windows(FINE_ROWS),
         )
 
-    def of_microbatch(self, number: int, device: torch.device) -> MicrobatchRows:
-        """Return the same for one microbatch, on the device. Indices count its recorded rows."""
-        here, rows = self.rows.of_microbatch(number), self.rows
-        count = here.stop - here.start
-        rng = np.random.default_rng(number)
+    def blocks(self) -> list[range]:
+        """Join consecutive microbatches until they have BLOCK_ROWS rows."""
+        starts, found, first = self.rows.starts, [], 0
+        for end in range(1, len(starts)):
+            if starts[end] - starts[first] >= BLOCK_ROWS or end == len(starts) - 1:
+                found.append(range(first, end))
+                first = end
+        return found
 
-        def mine(chosen: np.ndarray) -> Tensor:
-            inside = chosen[(chosen >= here.start) & (chosen < here.stop)] - here.start
-            return torch.from_numpy(inside).to(device)
+    def of_block(self, block: range, device: torch.device) -> BlockRows:
+        """Return the rows of a block, on the device. Indices count its recorded rows."""
+        start, stop = self.rows.starts[[block.start, block.stop]].tolist()
+        random = np.random.default_rng(block.start).integers(0, max(stop - start, 1), stop - start)
+        chosen = (one[slice(*np.searchsorted(one, (start, stop)))] for one in (self.paired, self.placed))
+        indices = (self.rows.before[start:stop], start + random, *chosen)
+        return BlockRows(*(torch.from_numpy(one - start).to(device) for one in indices))
 
-        drawn = (rng.integers(0, max(count, 1), count), rng.integers(0, 1 << 30, (2, count)))
-        recorded, before, other, numbers = (
-            torch.from_numpy(one).to(device) for one in (rows.row[here], rows.before[here] - here.start, *drawn)
-        )
-        sample, paired, placed, fine = (mine(one) for one in (self.sample, self.paired, self.placed, self.fine))
-        return MicrobatchRows(
-            recorded=recorded,
-            before=before,
-            other=other,
-            drawn=numbers,
-            sample=sample,
-            paired=paired,
-            placed=placed,
-            fine=fine,
-            repeated=torch.stack([mine(one) for one in _windows(self.sample, rows)]),
-        )
-
-
-def _windows(sample: np.ndarray, rows: PassRows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sampled rows that follow another sampled row, and for each the first row of its run of neighbours."""
-    starts = np.r_[True, (np.diff(sample) != 1) | (rows.before[sample[1:]] == sample[1:])][: len(sample)]
-    first = sample[np.maximum.accumulate(np.where(starts, np.arange(len(sample)), 0))] if len(sample) else sample
-    return sample[~starts], first[~starts]
+    def of_microbatches(self, numbers: range, device: torch.device, *, fine: bool) -> dict[int, Tensor]:
+        """Return the indices of the recorded rows, or of the fine ones, among the R rows of each microbatch."""
+        rows, starts, found = self.rows, self.rows.starts, {}
+        for number in numbers:
+            start, stop = starts[number : number + 2].tolist()
+            chosen = self.fine[slice(*np.searchsorted(self.fine, (start, stop)))] if fine else slice(start, stop)
+            found[number] = torch.from_numpy(rows.row[chosen]).to(device)
+        return found
 
 
 def _some(rows: np.ndarray) -> np.ndarray:
@@ -107,138 +116,130 @@ def _some(rows: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MicrobatchRows:
-    """Holds the rows of `Watched` in one microbatch, on the device.
+class BlockRows:
+    """Holds the rows of `Watched` in a block of microbatches, on the device.
 
     Attributes:
-        recorded: [N], the recorded rows among the R rows of the microbatch.
         before, other: [N], the row before in the same sequence, and a row drawn at random.
-        drawn: [2, N], random numbers below 2**30.
-        sample, paired, placed, fine: [S], [P], [Q], [F].
-        repeated: [2, F'], sampled rows, and for each the first row of its window of neighbours.
+        paired, placed: [P], [Q].
     """
 
-    recorded: Tensor
     before: Tensor
     other: Tensor
-    drawn: Tensor
-    sample: Tensor
     paired: Tensor
     placed: Tensor
-    fine: Tensor
-    repeated: Tensor
+
+
+LayerRows = tuple[Tensor, Tensor, Tensor]
+"""Rows of one layer: the record and the router's own choice, integers [n, K]; what the router ranks by, [n, E]."""
+
+
+class Kept:
+    """Keeps rows of some microbatches in some layers until all are there.
+
+    Args:
+        layers: Global layer numbers.
+        rows: Indices of the rows among the R rows of each microbatch, by its number.
+    """
+
+    def __init__(self, layers: Seq[int], rows: Mapping[int, Tensor]):
+        self._at = {layer: at for at, layer in enumerate(layers)}
+        ends = np.cumsum([len(one) for one in rows.values()]).tolist()
+        self._rows = {
+            number: (one, slice(end - len(one), end)) for (number, one), end in zip(rows.items(), ends, strict=True)
+        }
+        self._shape, self._left = (len(layers), ends[-1]), len(layers) * len(rows)
+        self.kept: tuple[Tensor, ...] = ()
+
+    def put(self, microbatch: int, layer: int, seen: LayerRows) -> bool:
+        """Keep what these layer's rows show. Returns whether everything is there now."""
+        if not self.kept:
+            self.kept = tuple(one.new_empty(*self._shape, one.shape[1]) for one in seen)
+        rows, here = self._rows[microbatch]
+        for kept, one in zip(self.kept, seen, strict=True):
+            kept[self._at[layer], here] = one if len(one) == len(rows) else one.index_select(0, rows)
+        self._left -= 1
+        return not self._left
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerSeen:
-    """Holds the measurements of one (microbatch, layer) that the tests need.
+class WholeRows:
+    """Holds what the rows of a microbatch show in W layers. A mean is over these layers.
 
     Attributes:
-        own: [N], regret of the recorded experts on their own row.
-        apart: [N], regret of the choice of another row: how far the two are apart.
-        away: [N], regret of the recorded experts on the other row.
-        stuck: bool [N], the recorded experts are those of the row before.
-        run: [N], regret of the first row of the run of equal records that the row is in.
-        kept_groups: bool [N], the recorded experts belong to groups that the router would choose. A near tie between
-            two groups replaces many experts at once.
-        run_apart: [N], how far the row and the first row of its run are apart; the smaller of both directions.
-        repeated, first, first_apart, first_groups: [F'], for the sampled rows after the first of a window: regret of
-            the first row's record, here and on its own row; how far the two rows are apart; and kept_groups of that
-            record here.
-        late: [Q], regret of the recorded experts on the row before.
-        early: [Q], regret of the experts recorded for the row before.
+        own: [N], mean regret of the recorded experts on their own row.
+        apart: [N], mean regret of the choice of another row: how far the two are apart.
+        away: [N], mean regret of the recorded experts on the other row.
+        stuck: int64 [N], number of layers in which the recorded experts are those of the row before.
+        stuck_own, stuck_run, stuck_apart: [N], means over these layers of: `own`; the same for the first row of the run
+            of equal records that the row is in; how far the two are apart, the smaller of both directions. Layers whose
+            groups of experts differ count 0: a near tie between two groups replaces many experts at once.
+        late: [Q], mean regret of the recorded experts on the row before.
+        early: [Q], mean regret of the experts recorded for the row before.
         step: [Q], how far the row and the row before are apart.
-        wrong, depth, come, gone: [4, F], of the record; of the record with one id replaced; of the other row's record;
-            and of the record with the same expert in every row. They hold the number of ids that the router would not
-            choose, their mean regret, the lowest-scoring of them, and the expert that the router misses most.
-        inside: bool [4, F], kept_groups of these four.
-        ids, choice: int64 [F, K].
-        used: int64 [1, E], how often each expert is recorded.
-        sample_ids, sample_scores: [S, K], [S, E]: recorded experts; regret of each expert alone.
-        pair_ids, pair_choice, pair_scores: [P, K], [P, K], [P, E].
+        pair_ids, pair_choice, pair_scores: [W, P, K], [W, P, K], [W, P, E].
     """
 
     own: Tensor
     apart: Tensor
     away: Tensor
     stuck: Tensor
-    run: Tensor
-    kept_groups: Tensor
-    run_apart: Tensor
-    repeated: Tensor
-    first: Tensor
-    first_apart: Tensor
-    first_groups: Tensor
+    stuck_own: Tensor
+    stuck_run: Tensor
+    stuck_apart: Tensor
     late: Tensor
     early: Tensor
     step: Tensor
-    wrong: Tensor
-    depth: Tensor
-    come: Tensor
-    gone: Tensor
-    inside: Tensor
-    ids: Tensor
-    choice: Tensor
-    used: Tensor
-    sample_ids: Tensor
-    sample_scores: Tensor
     pair_ids: Tensor
     pair_choice: Tensor
     pair_scores: Tensor
 
     @classmethod
-    def of(cls, routes: Tensor, native: Tensor, scores: Tensor, rows: MicrobatchRows, groups: int) -> LayerSeen:
-        """Measure one layer.
+    def of(cls, ids: Tensor, choice: Tensor, scores: Tensor, rows: BlockRows, groups: int) -> WholeRows:
+        """Measure the rows.
 
         Args:
-            routes, native, scores: [R, K], [R, K], [R, E], of all rows of the microbatch.
-            groups: Number of groups of experts among which the router chooses first.
+            ids, choice, scores: [W, N, K], [W, N, K], [W, N, E].
+            groups: Number of groups of experts, among which a router chooses first.
         """
-        ids, choice, scores = (
-            one if len(rows.recorded) == len(one) else one.index_select(0, rows.recorded)
-            for one in (routes, native, scores.detach())
-        )
         ids, choice, scores = ids.long(), choice.long(), scores.float()
         regret = Regret.of(choice, scores)
-        here = torch.arange(len(ids), device=ids.device)
-        sets = _salts(scores.shape[1], ids.device)[ids].sum(1)
-        stuck = (sets == sets[rows.before]) & (rows.before != here)
-        start = torch.where(stuck, torch.zeros_like(here), here).cummax(0)[0]
-        own, other = regret(ids), rows.other
-        fine, placed, sample, paired = rows.fine, rows.placed, rows.sample, rows.paired
-        behind = rows.before[placed]
-        later, first = rows.repeated
+        other, before, placed, paired = rows.other, rows.before, rows.placed, rows.paired
+        here = torch.arange(ids.shape[1], device=ids.device)
+        salts = _salts(scores.shape[2], ids.device)
+        sets = salts.index_select(0, ids.reshape(-1)).view(ids.shape).sum(2)
+        stuck = (sets == sets.index_select(1, before)) & (before != here)
+        start = torch.where(stuck, 0, here).cummax(1)[0]  # [W, N]
+        own, behind = regret(ids), before[placed]
+        first = choice.gather(1, start[:, :, None].expand(choice.shape))
+        run_apart = torch.minimum(regret(first), regret(choice, start))
+        inside = stuck & same_groups(ids, choice, groups, scores.shape[2])
+        count = stuck.sum(0)
+
+        def of_stuck(values: Tensor) -> Tensor:
+            return (values * inside).sum(0) / count.clamp(min=1)
+
         return cls(
-            own=own,
-            apart=regret(choice[other]),
-            away=regret(ids, other),
-            stuck=stuck,
-            run=own[start],
-            kept_groups=_same_groups(ids, choice, groups, scores.shape[1]),
-            run_apart=torch.minimum(regret(choice[start]), regret(choice, start)),
-            repeated=regret(ids[first], later),
-            first=own[first],
-            first_apart=torch.minimum(regret(choice[first], later), regret(choice[later], first)),
-            first_groups=_same_groups(ids[first], choice[later], groups, scores.shape[1]),
-            late=regret(ids[placed], behind),
-            early=regret(ids[behind], placed),
-            step=torch.minimum(regret(choice[behind], placed), regret(choice[placed], behind)),
-            **_single_ids(ids, choice, regret, rows, groups),
-            ids=ids[fine],
-            choice=choice[fine],
-            used=torch.bincount(ids.flatten(), minlength=scores.shape[1])[None],
-            sample_ids=ids[sample],
-            sample_scores=regret.of_experts(sample),
-            pair_ids=ids[paired],
-            pair_choice=choice[paired],
-            pair_scores=regret.of_experts(paired),
+            own=own.mean(0),
+            apart=regret(choice.index_select(1, other)).mean(0),
+            away=regret(ids, other).mean(0),
+            stuck=count,
+            stuck_own=of_stuck(own),
+            stuck_run=of_stuck(own.gather(1, start)),
+            stuck_apart=of_stuck(run_apart),
+            late=regret(ids[:, placed], behind).mean(0),
+            early=regret(ids[:, behind], placed).mean(0),
+            step=torch.minimum(regret(choice[:, behind], placed), regret(choice[:, placed], behind)).mean(0),
+            pair_ids=ids[:, paired],
+            pair_choice=choice[:, paired],
+            pair_scores=scores[:, paired],
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regret:
-    """Computes regrets of rows. best, spread: [N], the mean score of a row's own choice, and how much higher it is than
-    that of random experts. scores: [N, E]."""
+    """Computes regrets of rows. best, spread: [L, N], the mean score of a row's own choice, and how much higher it is
+    than that of random experts. scores: [L, N, E]."""
 
     scores: Tensor
     best: Tensor
@@ -246,22 +247,38 @@ class Regret:
 
     @classmethod
     def of(cls, choice: Tensor, scores: Tensor) -> Regret:
-        """choice: int64 [N, K]."""
-        best = scores.gather(1, choice).mean(1)
+        """choice: int64 [L, N, K]."""
+        best = _mean(scores.gather(2, choice))
         # Where all experts score alike, every choice has regret 0.
-        return cls(scores, best, (best - scores.mean(1)).clamp(min=0) + 1e-6 * best.abs() + 1e-30)
+        return cls(scores, best, (best - _mean(scores)).clamp(min=0) + 1e-6 * best.abs() + 1e-30)
 
     def __call__(self, ids: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return the regrets [n] of the experts [n, K] on these rows [n], from 0 to 1. None: on all rows."""
+        """Return the regrets [L, n] of the experts [L, n, K] on these rows, [n] or [L, n], from 0 to 1. None: on all
+        rows."""
         if rows is None:
-            return ((self.best - self.scores.gather(1, ids).mean(1)) / self.spread).clamp(0, 1)
-        flat = rows[:, None] * self.scores.shape[1] + ids
-        mean = self.scores.reshape(-1).index_select(0, flat.reshape(-1)).view(ids.shape).mean(1)
-        return ((self.best[rows] - mean) / self.spread[rows]).clamp(0, 1)
+            return self.mean(ids).clamp(0, 1)
+        layers, count, experts = self.scores.shape
+        at = torch.arange(layers, device=ids.device)[:, None] * count + rows  # [L, n]
+        flat = at[:, :, None] * experts + ids
+        scores, best, spread = (
+            one.reshape(-1).index_select(0, of.reshape(-1)).view(of.shape)
+            for one, of in ((self.scores, flat), (self.best, at), (self.spread, at))
+        )
+        return ((best - _mean(scores)) / spread).clamp(0, 1)
+
+    def mean(self, ids: Tensor) -> Tensor:
+        """Return the regrets [L, N] of the experts [L, N, K], without limits."""
+        return (self.best - _mean(self.scores.gather(2, ids))) / self.spread
 
     def of_experts(self, rows: Tensor) -> Tensor:
-        """Return the regret of every single expert, [n, E]. The regret of K experts is the mean of theirs."""
-        return (self.best[rows, None] - self.scores.index_select(0, rows)) / self.spread[rows, None]
+        """Return the regret of every single expert on these rows [n], [L, n, E]. That of K experts is the mean of
+        theirs."""
+        return (self.best[:, rows, None] - self.scores.index_select(1, rows)) / self.spread[:, rows, None]
+
+
+def _mean(values: Tensor) -> Tensor:
+    """Return the mean over the last axis; for few values `Tensor.mean` takes a third longer."""
+    return values.sum(-1) / values.shape[-1]
 
 
 def _salts(experts: int, device: torch.device) -> Tensor:
@@ -269,76 +286,86 @@ def _salts(experts: int, device: torch.device) -> Tensor:
     return torch.from_numpy(np.random.default_rng(7).integers(-(1 << 62), 1 << 62, experts)).to(device)
 
 
-def _single_ids(ids: Tensor, choice: Tensor, regret: Regret, rows: MicrobatchRows, groups: int) -> dict[str, Tensor]:
-    """Measure the single ids of some rows, as recorded and with three faults planted."""
-    fine, top_k, experts = rows.fine, ids.shape[1], regret.scores.shape[1]
-    mine, own = ids[fine], choice[fine]
-    new, slot = rows.drawn[0, fine, None] % experts, rows.drawn[1, fine, None] % top_k
-    one, stuck = (
-        mine.scatter(1, slot, torch.where((mine == id).any(1, keepdim=True), mine.gather(1, slot), id))
-        for id in (new, new[:1].expand_as(new))
-    )
-    alone = regret.of_experts(fine)
-    chosen = alone.gather(1, own)
-    found: dict[str, list[Tensor]] = {name: [] for name in _VARIED}
-    for at in (mine, one, ids[rows.other[fine]], stuck):
-        each, equal = alone.gather(1, at), at[:, :, None] == own[:, None, :]
-        right, taken = equal.any(2), equal.any(1)
-        wrong = top_k - right.sum(1)
-        found["wrong"].append(wrong)
-        found["depth"].append(each.mean(1).clamp(min=0) * (wrong > 0) * top_k / wrong.clamp(min=1))
-        lowest = each.masked_fill(right, -torch.inf).argmax(1, keepdim=True)
-        missed = chosen.masked_fill(taken, torch.inf).argmin(1, keepdim=True)
-        found["come"].append(at.gather(1, lowest)[:, 0])
-        found["gone"].append(own.gather(1, missed)[:, 0])
-        found["inside"].append(_same_groups(at, own, groups, experts))
-    return {name: torch.stack(values) for name, values in found.items()}
-
-
-def _same_groups(ids: Tensor, choice: Tensor, groups: int, experts: int) -> Tensor:
-    """Return bool [n], whether all recorded ids [n, K] belong to groups of experts that the choice [n, K] has too."""
+def same_groups(ids: Tensor, choice: Tensor, groups: int, experts: int) -> Tensor:
+    """Return bool [...], whether all recorded ids [..., K] belong to groups of experts that the choice [..., K] has
+    too. A router without groups has one, so the answer has one element there."""
     if groups == 1:
-        return torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        return torch.ones((), dtype=torch.bool, device=ids.device)
     size = experts // groups
-    both = (ids.new_zeros(len(ids), groups).scatter_(1, one // size, 1) for one in (ids, choice))
-    recorded, chosen = both
-    return (recorded <= chosen).all(1)
+    recorded, chosen = (ids.new_zeros(*ids.shape[:-1], groups).scatter_(-1, one // size, 1) for one in (ids, choice))
+    return (recorded <= chosen).all(-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FineRows:
+    """Holds the rows of a pass that are kept in every layer.
+
+    Attributes:
+        ids, choice: int64 [L, F, K].
+        regret: Of these rows.
+        other: [F], for each another of these rows, drawn at random.
+        own, apart, away: [L, F], as in `WholeRows`, by layer.
+    """
+
+    ids: Tensor
+    choice: Tensor
+    regret: Regret
+    other: Tensor
+    own: Tensor
+    apart: Tensor
+    away: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, choice: Tensor, scores: Tensor) -> FineRows:
+        """Measure the rows: integers [L, F, K], integers [L, F, K], [L, F, E]."""
+        ids, choice, scores = ids.long(), choice.long(), scores.float()
+        count = ids.shape[1]
+        other = torch.from_numpy(np.random.default_rng(0).integers(0, max(count, 1), count)).to(ids.device)
+        regret = Regret.of(choice, scores)
+        return cls(ids, choice, regret, other, regret(ids), regret(choice[:, other]), regret(ids, other))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsSeen:
-    """Joins what all microbatches and layers of a pass show.
+    """Joins what all blocks and layers of a pass show.
 
     Attributes:
-        seen: LayerSeen by microbatch, by layer.
         watched: The rows.
         layers: [L], global layer numbers.
+        groups: Number of groups of experts.
+        fine: The rows that are kept.
+        by_block: What whole rows show.
     """
 
-    seen: Seq[Seq[LayerSeen]]
     watched: Watched
     layers: Seq[int]
+    groups: int
+    fine: FineRows
+    by_block: Seq[WholeRows]
 
     @property
     def top_k(self) -> int:
         """Return the number of experts of a row."""
-        return self.seen[0][0].ids.shape[1]
+        return self.fine.ids.shape[2]
+
+    @property
+    def whole_layers(self) -> int:
+        """Return the number of layers in which whole rows are measured."""
+        return self.by_block[0].pair_ids.shape[0]
 
     @property
     def experts(self) -> int:
         """Return the number of experts of a layer."""
-        return self.seen[0][0].used.shape[1]
+        return self.fine.regret.scores.shape[2]
 
-    def table(self, name: str) -> Tensor:
-        """Return an attribute of LayerSeen with the layers as first axis, and the rows of all microbatches end to
-        end."""
-        axis = 1 if name in _VARIED else 0
-        by_layer = ([getattr(one, name) for one in parts] for parts in zip(*self.seen, strict=True))
-        return torch.stack([torch.cat(parts, axis) for parts in by_layer])
+    def whole(self, name: str) -> Tensor:
+        """Return an attribute of WholeRows with the rows of all blocks end to end."""
+        parts = [getattr(one, name) for one in self.by_block]
+        return torch.cat(parts, 1 if parts[0].ndim == 3 else 0)
 
     def on_device(self, values: np.ndarray) -> Tensor:
         """Return host values on the device of the pass."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.seen[0][0].own.device)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.fine.own.device)
 
     def clusters(self, values: np.ndarray) -> Tensor:
         """Number the rows from 0 by value: equal values get the same number."""

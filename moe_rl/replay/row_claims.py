@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from moe_rl.replay.claims import RARE, Bets, by_cluster, log_e, log_e_by, no_noise, rarely
-from moe_rl.replay.regret import RowsSeen
+from moe_rl.replay.regret import MANY_IDS, Regret, RowsSeen, same_groups
 
 # Rows nearer than this, in regret, cannot be told apart.
 _APART = 0.2
-# A record with this many ids, in all layers, seldom fits another row clearly better than its own.
-_MANY_IDS = 16
 _RUN = 32
 # A record is related to its rows if chance explains that with a probability below one in a hundred.
 _RELATED = math.log(100.0)
@@ -28,10 +26,9 @@ _RELATED = math.log(100.0)
 def sequence_tests(seen: RowsSeen, *, fresh: bool) -> Iterator[Bets]:
     """Make the tests of the claims "prompts" and "completions". The layers of a row count together."""
     watched, paired = seen.watched, seen.watched.paired
-    ids, choice, scores = seen.table("pair_ids"), seen.table("pair_choice"), seen.table("pair_scores")
-
-    def regret(of: Tensor, rows: Tensor) -> Tensor:  # of: [L, M, K] -> [M]
-        return scores[:, rows].gather(2, of).mean(2).clamp(0, 1).mean(0)
+    ids, choice = seen.whole("pair_ids"), seen.whole("pair_choice")
+    regret = Regret.of(choice, seen.whole("pair_scores"))
+    on_own_row = regret(ids).mean(0)
 
     for what, pair in watched.pairs.items():
         if not pair.shape[1]:
@@ -40,11 +37,14 @@ def sequence_tests(seen: RowsSeen, *, fresh: bool) -> Iterator[Bets]:
         record: list[Tensor] = []
         planted: list[Tensor] = []
         texts: list[str] = []
-        for one, two in (pair, pair[::-1]):
-            here, other = (seen.on_device(np.searchsorted(paired, side)) for side in (one, two))
-            unit = seen.clusters(watched.rows.context[one])
-            own, fit, theirs = (regret(ids[:, mine], on) for mine, on in ((here, here), (here, other), (other, other)))
-            near, left = regret(choice[:, other], here), regret(ids[:, other], here)
+        sides = [seen.on_device(np.searchsorted(paired, side)) for side in pair]
+        units = [seen.clusters(watched.rows.context[side]) for side in pair]
+        # The regret of each side's record, and of its choice, on the other side.
+        there = [regret(ids[:, a], b).mean(0) for a, b in (sides, sides[::-1])]
+        near_there = [regret(choice[:, a], b).mean(0) for a, b in (sides, sides[::-1])]
+        for here, other in ((0, 1), (1, 0)):
+            own, theirs = on_own_row[sides[here]], on_own_row[sides[other]]
+            fit, left, near, unit = there[here], there[other], near_there[other], units[here]
             told = near >= _APART
             ratio = _of_unrelated(near, told, fresh)
             # The planted fault is the record of the other row, which fits that row as well as before. It stands for a
@@ -63,9 +63,11 @@ def sequence_tests(seen: RowsSeen, *, fresh: bool) -> Iterator[Bets]:
 
 def no_rows(seen: RowsSeen, *, fresh: bool) -> Bets:
     """Make the tests of the claim "no rows": is the record of a layer unrelated to its rows?"""
-    own, away, each = seen.table("own"), seen.table("away"), seen.table("apart")
+    own, away, each = seen.fine.own, seen.fine.away, seen.fine.apart
     apart = each.mean(1, keepdim=True)
-    unit = _stale_clusters(seen)
+    rows, at = seen.watched.rows, seen.watched.fine
+    # Older weights may be wrong in the same way wherever a token is, so such rows count once per token.
+    unit = seen.clusters(np.where(rows.lag[at] > 0, rows.token[at].astype(np.uint64), rows.context[at]))
     ratio = _of_unrelated(apart, apart >= _APART, fresh)
     related = log_e(by_cluster(no_noise(away - own).T, unit), 1.0)
     mean = own.mean(1).tolist()
@@ -81,7 +83,7 @@ def no_rows(seen: RowsSeen, *, fresh: bool) -> Bets:
 def special_rows(seen: RowsSeen) -> Iterator[Bets]:
     """Make the tests of rows at special places: do they hold the row before? The layers of a row count together."""
     watched, rows = seen.watched, seen.watched.rows
-    own, late, early, step = (seen.table(name).mean(0) for name in ("own", "late", "early", "step"))
+    own, late, early, step = (seen.whole(name) for name in ("own", "late", "early", "step"))
     for name, at in watched.special.items():
         if not len(at):
             yield Bets.none(name)
@@ -91,7 +93,7 @@ def special_rows(seen: RowsSeen) -> Iterator[Bets]:
         told = step[here] >= _APART
         # The planted fault is the record of the row before, which fits its own row as well as before.
         values = [(own[mine], late[here]), (early[here], own[behind])]
-        if len(seen.layers) * seen.top_k >= _MANY_IDS:
+        if seen.whole_layers * seen.top_k >= MANY_IDS:
             record, plan = (rarely(fit, other, told, unit) for fit, other in values)
         else:
             record, plan = (log_e(by_cluster(no_noise(other - fit) * told, unit)) for fit, other in values)
@@ -104,14 +106,10 @@ def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
     row of the run better than their own? name: returns the name of a sequence."""
     sequences, of = np.unique(seen.watched.rows.sequence, return_inverse=True)
     count = len(sequences)
-    if len(seen.layers) * seen.top_k < _MANY_IDS:  # rows of so few ids are equal by chance
+    if seen.whole_layers * seen.top_k < MANY_IDS:  # rows of so few ids are equal by chance
         return Bets.none("stuck rows")
-    stuck, inside = seen.table("stuck"), seen.table("kept_groups")
-    layers = stuck.sum(0)
-    own, run, apart = (
-        (seen.table(one) * stuck * inside).sum(0) / layers.clamp(min=1) for one in ("own", "run", "run_apart")
-    )
-    told = (layers >= max(1, min(_MANY_IDS / seen.top_k, len(seen.layers)))) & (apart >= _APART)
+    own, run, apart = (seen.whole(name) for name in ("stuck_own", "stuck_run", "stuck_apart"))
+    told = (seen.whole("stuck") >= max(1, MANY_IDS / seen.top_k)) & (apart >= _APART)
 
     def value(told: Tensor, own: Tensor, run: Tensor) -> Tensor:
         hit = (own > 0.1) & (run < own / 2)
@@ -120,9 +118,12 @@ def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
     size = np.bincount(of)
     mine = value(told, own, run)
     # The planted faults are runs of rows that repeat their first row, of _RUN rows if the sequence is long enough.
-    kept = seen.table("first_groups")
-    repeated, first, near = ((seen.table(one) * kept).mean(0) for one in ("repeated", "first", "first_apart"))
-    each = value(near >= _APART, repeated, first).mean()
+    fine, (later, first) = seen.fine, _repeated(seen)
+    ids, choice = fine.ids[:, first], fine.choice
+    inside = same_groups(ids, choice[:, later], seen.groups, seen.experts)
+    near = torch.minimum(fine.regret(choice[:, first], later), fine.regret(choice[:, later], first))
+    here, there, near = ((one * inside).mean(0) for one in (fine.regret(ids, later), fine.own[:, first], near))
+    each = value(near >= _APART, here, there).mean()
     return Bets(
         "stuck rows",
         mine.new_zeros(count).index_add_(0, seen.on_device(of), mine),
@@ -139,7 +140,7 @@ def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
     a piece."""
     numbers, of = np.unique(seen.watched.rows.piece, return_inverse=True)
     count, of = len(numbers), seen.on_device(of)
-    own, apart, away = (seen.table(one).mean(0) for one in ("own", "apart", "away"))
+    own, apart, away = (seen.whole(one) for one in ("own", "apart", "away"))
     told = apart >= _APART
     ratio = _of_unrelated(apart, told, fresh=True)
 
@@ -186,8 +187,11 @@ def _unrelated(values: Tensor, related: Tensor) -> Tensor:
     return torch.where(related < _RELATED, log_e(values), -math.inf)
 
 
-def _stale_clusters(seen: RowsSeen) -> Tensor:
-    """Number clusters of rows. Older weights may be wrong in the same way wherever a token is, so such rows count once
-    per token."""
-    rows = seen.watched.rows
-    return seen.clusters(np.where(rows.lag > 0, rows.token.astype(np.uint64), rows.context))
+def _repeated(seen: RowsSeen) -> tuple[Tensor, Tensor]:
+    """Return the sampled rows that follow another sampled row, and for each the first row of its run of neighbours.
+    Both are indices into the fine rows."""
+    sample, before = seen.watched.sample, seen.watched.rows.before
+    starts = np.r_[True, before[sample[1:]] != sample[:-1]][: len(sample)]
+    first = sample[np.maximum.accumulate(np.where(starts, np.arange(len(sample)), 0))]
+    later, first = (np.searchsorted(seen.watched.fine, one[~starts]) for one in (sample, first))
+    return seen.on_device(later), seen.on_device(first)

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 SAMPLED_ROWS = 256
 """Number of rows of a pass that are compared with other layers, of pairs of prompts, and of pairs of completions."""
@@ -67,36 +66,43 @@ class RowPlaces:
         for number, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
             starts = sorted({*range(0, min(prompt, length), _PIECE), *range(min(prompt, length), length, _PIECE)})
             pieces += [(number, a, b - 1) for a, b in zip(starts, [*starts[1:], length], strict=True)]
-        families = [
-            xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids[:prompt], np.int64)) >> 1
-            for ids, prompt in zip(tokens, prompts, strict=True)
-        ]
-        powers = np.cumprod(np.full(max(lengths, default=0), _BASE))
-        hashed = [_hashes(np.asarray(ids).astype(np.uint64), powers) for ids in tokens]
-        prefix, context = (np.concatenate([one[side] for one in hashed]) for side in (0, 1))
+        first = np.cumsum([0, *lengths])[:-1]
+        position = np.arange(sum(lengths)) - np.repeat(first, lengths)
+        token = np.concatenate(tokens).astype(np.int64)
+        prefix, context = _hashes(token.astype(np.uint64), position)
+        asked = np.minimum(prompts, lengths)
+        families = np.where(asked > 0, prefix[first + asked - 1], 0)
         return cls(
             np.repeat(np.arange(len(lengths)), lengths)[rows],
-            np.concatenate([np.arange(length) for length in lengths])[rows],
+            position[rows],
             recorded[rows],
             np.asarray(prompts, np.int64),
-            np.asarray(families, np.int64),
+            families.view(np.int64),
             np.repeat(np.arange(len(pieces)), [last - first + 1 for _, first, last in pieces])[rows],
             tuple(pieces),
-            np.concatenate(tokens).astype(np.int64)[rows],
+            token[rows],
             prefix[rows],
             context[rows],
             np.zeros(len(prefix), np.int64)[rows] if lag is None else lag[rows],
         )
 
 
-def _hashes(ids: np.ndarray, powers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each token of a sequence a hash of all tokens up to it, and one of the last four, uint64 [T] each."""
-    prefix = np.cumsum((ids + np.uint64(1)) * powers[: len(ids)], dtype=np.uint64)
+def _hashes(ids: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each token a hash of all tokens of its sequence up to it, and one of the last four, uint64 [R] each.
+
+    Args:
+        ids, position: uint64 [R], int64 [R], of sequences end to end.
+    """
+    ids = ids + np.uint64(1)
+    powers = np.cumprod(np.full(int(position.max(initial=-1)) + 1, _BASE))
+    total = np.cumsum(ids * powers[position], dtype=np.uint64)
+    first = np.arange(len(ids)) - position
+    prefix = total - np.where(first > 0, total[first - 1], np.uint64(0))
     context = np.zeros(len(ids), np.uint64)
     for back in range(_ALIKE):
         before = np.zeros(len(ids), np.uint64)
-        before[back:] = ids[: len(ids) - back] + np.uint64(1)
-        context = context * _BASE + before
+        before[back:] = ids[: len(ids) - back]
+        context = context * _BASE + np.where(position >= back, before, np.uint64(0))
     return prefix, context
 
 
@@ -157,12 +163,6 @@ class PassRows:
         """Return the slice of a microbatch's rows."""
         return slice(int(self.starts[number]), int(self.starts[number + 1]))
 
-    def windows(self, count: int) -> np.ndarray:
-        """Choose about `count` of the rows, in short runs that are spread over all microbatches."""
-        each = max(4 * _WINDOW, count // max(1, len(self.starts) - 1))
-        spans = zip(self.starts, self.starts[1:], strict=False)
-        return np.concatenate([np.arange(0), *(windows(np.arange(a, b), each) for a, b in spans)])
-
 
 def pairs(rows: PassRows) -> dict[str, np.ndarray]:
     """Choose rows at the same place of two sequences, after the first token in which these differ.
@@ -209,9 +209,9 @@ def _neighbours(chosen: np.ndarray, index: np.ndarray, ring: np.ndarray, rows: P
     return found[:, rows.prefix[found[0]] != rows.prefix[found[1]]]
 
 
-def windows(rows: np.ndarray, count: int) -> np.ndarray:
-    """Choose about `count` of the rows, in short runs spread over all of them."""
-    if len(rows) <= count:
-        return rows
-    starts = np.linspace(0, len(rows) - _WINDOW, count // _WINDOW).astype(int)
-    return rows[np.unique(starts[:, None] + np.arange(_WINDOW))]
+def windows(rows: int, count: int) -> np.ndarray:
+    """Choose about `count` of the rows, in short runs that are spread over all of them. Returns sorted indices."""
+    if rows <= count:
+        return np.arange(rows)
+    starts = np.linspace(0, rows - _WINDOW, count // _WINDOW).astype(int)
+    return np.unique(starts[:, None] + np.arange(_WINDOW))

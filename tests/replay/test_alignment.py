@@ -12,6 +12,7 @@ import torch
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, PASSES, Bets, History, judge, log_e
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
+from moe_rl.replay.regret import BLOCK_ROWS, whole_layers
 from moe_rl.replay.row_places import PassRows, RowPlaces, pairs
 
 LAYERS, TOP_K, EXPERTS = (1, 2, 4, 5), 4, 32
@@ -51,7 +52,7 @@ class Pass:
             sampler += shape.drift * move[:, np.concatenate(self.tokens)]
         self.lag = np.full(self.scores.shape[1], shape.lag)
         self.record = np.argsort(-sampler, -1)[..., : shape.top_k]
-        self.layers = LAYERS[: shape.layers]
+        self.layers = LAYERS[: shape.layers] if shape.layers <= len(LAYERS) else range(shape.layers)
 
     def test(self, record=None, microbatches=1, history=None):
         """Judge the pass, or the pass with another record."""
@@ -241,6 +242,26 @@ def test_stuck_rows_and_other_pieces_are_named_with_their_sequence():
     assert status(long.test())["pieces"] == "proven"
 
 
+def test_a_long_pass_is_seen_by_a_part_of_its_rows_and_layers():
+    """All rows are measured in eight layers, a block of microbatches at a time, and 2,304 rows in every layer."""
+    long = Pass(6, layers=12, groups=30, siblings=1, completion=300)
+    assert long.record.shape[1] > 2 * BLOCK_ROWS
+    found = long.test(microbatches=10)
+    assert not found.faults and {status(found)[name] for name in (*CORE, "pieces", "stuck rows")} == {"proven"}
+    record, starts = long.record.copy(), long.starts
+    record[:, starts[20] + 138 : starts[20] + 202] = record[:, starts[4] + 138 : starts[4] + 202]
+    found = long.test(record, microbatches=10)
+    assert refused(found) == {"pieces"}
+    assert [text.split(":")[0] for text in found.faults] == ["s20 has other rows at tokens 138 to 201"]
+    layers = [*range(12)]
+    for at in layers:  # a layer that is not among the eight
+        if at not in whole_layers(layers, TOP_K):
+            found = long.test(layer_of(long.record, at, one_id(long, np.random.default_rng(1))[at]), microbatches=10)
+            assert refused(found) == {"single ids"}
+            assert found.faults == [f"layer {at}: 1 of {TOP_K} recorded experts are wrong in every row"]
+            break
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -356,7 +377,7 @@ def test_a_single_sequence_tells_a_swapped_layer():
 
 def test_the_evidence_is_an_e_value():
     """Its mean over values without a preference is 1, so it exceeds 1 / alpha with a probability below alpha."""
-    every = torch.tensor(list(itertools.product((-1.0, 0.0, 1.0), repeat=4))).T
+    every = torch.tensor(list(itertools.product((-1.0, 0.0, 1.0), repeat=4)), dtype=torch.float64).T
     assert float(torch.exp(log_e(every)).mean()) == pytest.approx(1, rel=1e-12)
     needed = math.log(len(CLAIMS) * PASSES * 5 / ALPHA)
     for size, expected in ((needed - 1e-9, "weak"), (needed, "refused")):
