@@ -19,7 +19,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from moe_rl.config.check import refuse
 from moe_rl.config.load import load_config
+from moe_rl.config.passed_on import passed_problems
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, EngineError, MoeRLError, SamplerGone
 from moe_rl.vllm.api_server import ServerSettings, serve
@@ -181,6 +183,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
     if given := [f"--{name.replace('_', '-')}" for name in _OF_THE_RUN if getattr(options, name) is not None]:
         raise EngineError("says this already", where={"option": "--config"}, got=", ".join(given), do="leave it out")
     config = load_config(options.config, options.overrides)
+    refuse(list(passed_problems(config)))
     if config.rollout.capture == "native":
         raise EngineError(
             "A server cannot record with vLLM's own capture", where={"key": "rollout.capture"}, got="native"
@@ -210,4 +213,5 @@ def engine_arguments(config: Config) -> dict[str, object]:
         max_concurrent=rollout.max_concurrent,
         kv_cache_mib=rollout.kv_cache_mib,
         gpus=config.cluster.gpus_per_engine if config.cluster is not None else 1,
+        passed=rollout.vllm,
     )

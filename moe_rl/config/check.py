@@ -14,6 +14,7 @@ from moe_rl.config.check_cluster import engine_problems
 from moe_rl.config.check_environment import environment_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.check_layout import layout_problems
+from moe_rl.config.passed_on import passed_problems
 from moe_rl.config.schema import Config
 from moe_rl.config.stale_data import stale_problems
 from moe_rl.errors import About, ConfigError, Problem, describe, did_you_mean
@@ -61,6 +62,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *_replay_problems(config),
         *_head_problems(config),
         *engine_problems(config),
+        *passed_problems(config),
         *layout_problems(config.parallel, config.train, facts, world_size),
         *_share_problems(config, world_size),
     ]
@@ -91,13 +93,13 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
             expected=0,
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-    if longest > facts.max_position_embeddings:
+    if longest > facts.longest:
         yield describe(
             "longer than the model's positions",
             where={"key": "rollout.max_prompt_tokens + rollout.max_completion_tokens"},
             got=longest,
-            expected=f"at most max_position_embeddings = {facts.max_position_embeddings}",
-            do="shorten one of them",
+            expected=f"at most {facts.longest}, by max_position_embeddings and YaRN",
+            do="shorten one of them, or scale the model's angles with YaRN (rope_scaling in its config.json)",
         )
     if config.rollout.top_k >= facts.vocab:
         yield describe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -80,6 +80,10 @@ class RolloutConfig(Section):
     class, for a vLLM that may not be patched. native: vLLM's own capture (Model Runner V2, which needs a GPU)."""
     router_logits_fraction: Fraction = 0.0
     """Fraction of the tokens whose router logits are stored with their routes. Native capture cannot store any."""
+    vllm: dict[str, Any] = {}
+    """Further fields of vLLM's EngineArgs that moe_rl does not set, for the engine or servers of the run, such as
+    kv_cache_dtype, quantization, speculative_config, enable_prefix_caching or max_num_batched_tokens.
+    docs/howto/one_node.md says which are refused, and why."""
     startup_timeout_seconds: Seconds = 300.0
     """Time limit for an engine to start, and for a server to load new weights."""
     servers: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -151,7 +151,8 @@ class TrainConfig(Section):
     """Sets how the policy is updated."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the trainer's parameters. Main gradients and the optimizer state are always float32."""
+    """Precision of the trainer's parameters. Main gradients and the optimizer state are float32, unless
+    `megatron_optimizer` says otherwise."""
     updates_per_step: Count = 1
     """Number of optimizer updates per rollout batch. Each uses its own share of the prompt groups."""
     microbatch_tokens: Count
@@ -184,6 +185,13 @@ class TrainConfig(Section):
     bias stays."""
     optimizer: OptimizerConfig
     """Settings of the optimizer."""
+    megatron: dict[str, Any] = {}
+    """Further fields of Megatron's TransformerConfig that moe_rl does not set, such as recompute_granularity and
+    recompute_modules, fp8, or apply_rope_fusion. docs/howto/one_node.md says which are refused, and why."""
+    megatron_optimizer: dict[str, Any] = {}
+    """Further fields of Megatron's OptimizerConfig and DistributedDataParallelConfig that moe_rl does not set, such as
+    use_precision_aware_optimizer, main_grads_dtype, exp_avg_dtype, optimizer_cpu_offload, or grad_reduce_in_fp32
+    (false: gradients are summed in the parameters' precision). Precisions are written as text: bfloat16."""
 
     def problems(self) -> Iterator[Problem]:
         if self.recompute_layers > 1 and self.recompute not in ("uniform", "block"):

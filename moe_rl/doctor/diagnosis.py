@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from moe_rl.config.check_cluster import server_problems
 from moe_rl.config.check_files import absent_problems, file_problems
+from moe_rl.config.passed_on import needs_engine
 from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.doctor.machine import (
     ALWAYS,
@@ -51,11 +52,11 @@ def installation_problems(config: Config | None = None) -> list[Problem]:
     """
     found = {part: found_version(part) for part in ALWAYS if part is not VLLM}
     unfit = [_unfit(part, version) for part, version in found.items() if not fits(part, version)]
-    problems = [*unfit, *_engine()]
+    problems = [*unfit, *_broken_engine()]
     if config is None or not config.rollout.servers:
         problems += patches.problems(capture="patch" if config is None else config.rollout.capture)
-    if config is not None and config.train.delay_wgrad_compute:
-        problems += _apart_gradients(found_version(TRANSFORMER_ENGINE))
+    if config is not None:
+        problems += _engine_problems(config, found_version(TRANSFORMER_ENGINE))
     return problems
 
 
@@ -76,7 +77,7 @@ def tracker_problems(config: Config) -> Iterator[Problem]:
             )
 
 
-def _engine() -> Iterator[Problem]:
+def _broken_engine() -> Iterator[Problem]:
     if fault := transformer_engine_fault():
         yield describe(
             "its parts do not belong together; megatron would import it and fail",
@@ -88,15 +89,16 @@ def _engine() -> Iterator[Problem]:
         )
 
 
-def _apart_gradients(engine: str) -> Iterator[Problem]:
-    if not (engine and SpecifierSet(">=2.3").contains(engine, prereleases=True)):
+def _engine_problems(config: Config, engine: str) -> Iterator[Problem]:
+    """Yield a problem for each setting that only TransformerEngine implements. engine: its version, "" if absent."""
+    fit = bool(engine) and SpecifierSet(">=2.3").contains(engine, prereleases=True)
+    for key in needs_engine(config) if not fit else ():
         yield describe(
-            "this needs TransformerEngine's linear layers, which can compute the gradients "
-            "of weights later than those of activations",
-            where={"key": "train.delay_wgrad_compute"},
+            "only TransformerEngine implements it",
+            where={"key": key},
             got=f"transformer-engine {engine}" if engine else "no transformer-engine",
             expected="transformer-engine 2.3 or later",
-            do="install it (it needs a GPU), or set train.delay_wgrad_compute=false",
+            do="install it (it needs a GPU), or remove the setting",
         )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from moe_rl.config.passed_on import DTYPES as DTYPE_NAMES
 from moe_rl.config.training import ParallelConfig, TrainConfig
+from moe_rl.errors import ConfigError
 from moe_rl.megatron import hf_map, router_gradients, world
 from moe_rl.megatron.hf_files import CheckpointReader
 from moe_rl.megatron.router import ReplayRouter
@@ -44,7 +49,8 @@ def product_precision(dtype: str) -> str:
 def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Return Megatron's config for a model: its layers, the style of its routers, no dropped tokens."""
     dtype, interleaved = DTYPES[train.dtype], parallel.virtual_pipeline > 1
-    config = (TransformerConfig if facts.latent is None else MLATransformerConfig)(
+    ours = partial(
+        TransformerConfig if facts.latent is None else MLATransformerConfig,
         num_layers=facts.layers,
         hidden_size=facts.hidden_size,
         num_attention_heads=facts.heads,
@@ -114,11 +120,31 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         **_recomputation(train),
         **_latent_attention(facts),
     )
+    with _naming("train.megatron", train.megatron):
+        config = ours(**_values(train.megatron))
     if facts.yarn is not None and facts.latent is None:
         # Megatron reads these from its config, although the config has no such fields.
         for name, value in _yarn(facts.yarn).items():
             setattr(config, f"yarn_{name}", value)
     return config
+
+
+def _values(passed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that are passed on to Megatron, with precisions as torch's."""
+    return {name: getattr(torch, value) if value in DTYPE_NAMES else value for name, value in passed.items()}
+
+
+@contextmanager
+def _naming(key: str, passed: Mapping[str, Any]) -> Iterator[None]:
+    """Turn Megatron's refusal of settings that are passed on into a ConfigError that names them."""
+    try:
+        yield
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        if not passed:
+            raise
+        raise ConfigError(
+            f"megatron refuses these settings: {error}", where={"key": key}, got=dict(passed), do="change them"
+        ) from error
 
 
 def _runs(layers_per_run: tuple[int, ...]) -> list[list[str]] | None:
@@ -310,20 +336,18 @@ def wrap_for_training(
     chunks: list[torch.nn.Module], config: TransformerConfig, train: TrainConfig
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Add data parallelism with float32 main gradients, and the optimizer, distributed or whole on every rank."""
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=train.distributed_optimizer,
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        delay_wgrad_compute=train.delay_wgrad_compute,
-    )
+    passed = train.megatron_optimizer
+    ours = {"use_distributed_optimizer": train.distributed_optimizer, "grad_reduce_in_fp32": True}
+    ours |= {"overlap_grad_reduce": False, "delay_wgrad_compute": train.delay_wgrad_compute}
+    ddp_config = DistributedDataParallelConfig(**ours | _of(DistributedDataParallelConfig, passed))
     # In later chunks all gradients are ready at the same time: buckets would only make more, smaller messages.
     chunks = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
     settings = train.optimizer
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
+    with _naming("train.megatron_optimizer", passed):
+        optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
             min_lr=settings.min_lr,
@@ -336,10 +360,16 @@ def wrap_for_training(
             bf16=config.bf16,
             fp16=False,
             params_dtype=config.params_dtype,
-        ),
-        chunks,
-    )
+            **_of(OptimizerConfig, passed),
+        )
+        optimizer = get_megatron_optimizer(optimizer_config, chunks)
     return chunks, optimizer
+
+
+def _of(section: type, passed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are passed on to this config class."""
+    names = {field.name for field in fields(section)}
+    return {name: value for name, value in _values(passed).items() if name in names}
 
 
 def learning_rate_schedule(

@@ -26,8 +26,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from moe_rl.config.bypasses import bypasses
 from moe_rl.errors import About, ConfigError
-from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.layers import (
     ExpertOutput,
     GroupedExperts,
@@ -52,7 +52,8 @@ def replay_spec(config: TransformerConfig, vp_stage: int | None = None) -> Trans
     Raises:
         ConfigError: The config has settings under which replay is not exact.
     """
-    refuse_bypasses(config)
+    if found := list(bypasses(vars(config))):
+        raise ConfigError(found)
     if HAVE_TE:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:

@@ -34,13 +34,16 @@ def join(*, timeout_seconds: float) -> None:
     Chooses the device backend once: CUDA with NCCL if there is a GPU, otherwise the host with gloo.
     """
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        backend = "nccl"
+        # With a device, torch connects all ranks at once. Otherwise it would make a communicator for each pair of ranks
+        # that a weight sync sends between (pytorch/pytorch#129140).
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        backend, place = "nccl", {"device_id": device}
     else:
         torch.set_num_threads(1)  # one rank per core: more threads would only take turns
-        backend = "gloo"
+        backend, place = "gloo", {}
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone, **place)
 
 
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:

@@ -118,6 +118,12 @@ class ModelFacts:
     glu_clamp: float | None = None
 
     @property
+    def longest(self) -> int:
+        """Return the number of positions that the model has. With YaRN, software scales those before it."""
+        scaled = 0 if self.yarn is None else int(self.yarn.positions * self.yarn.factor)
+        return max(self.max_position_embeddings, scaled)
+
+    @property
     def cache_width(self) -> int:
         """Return the numbers per token and layer in a sampler's KV cache."""
         if self.latent is not None:
@@ -298,6 +304,14 @@ def yarn(read: Fields, rope: Rope) -> Yarn | None:
         mscale=number("mscale") if scales else None,
         mscale_all_dim=number("mscale_all_dim") if scales else None,
     )
+
+
+def yarn_without_scales(read: Fields, rope: Rope) -> Yarn | None:
+    """Read YaRN as `yarn`, and refuse mscale, which only latent attention has."""
+    scaled = yarn(read, rope)
+    if scaled is not None and scaled.mscale is not None:
+        read.wrong(f"{rope.key}.mscale and .mscale_all_dim", scaled.mscale, "no value: software reads them differently")
+    return scaled
 
 
 @dataclass(frozen=True, slots=True)

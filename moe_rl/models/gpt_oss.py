@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.models.facts import Fields, ModelFacts, Rope, yarn
+from moe_rl.models.facts import Fields, ModelFacts, Rope, yarn_without_scales
 from moe_rl.models.weight_table import Weight, grouped_query_attention, routed_mlp, stacked_experts
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -26,15 +26,13 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any
     if "head_dim" not in read.raw:
         read.wrong("head_dim", None, "the published value: without the key transformers takes 64")
     rope.whole(read)
-    scaled = yarn(read, rope)
+    scaled = yarn_without_scales(read, rope)
     if scaled is None:
         read.wrong(f"{rope.key}.rope_type", rope.given["rope_type"], "'yarn' with its numbers: vLLM knows no other")
     else:
         for key in ("beta_fast", "beta_slow"):
             if key not in rope.given:
                 read.wrong(f"{rope.key}.{key}", None, "a number: vLLM needs the key")
-        if scaled.mscale is not None:
-            read.wrong(f"{rope.key}.mscale and .mscale_all_dim", scaled.mscale, "no value: vLLM does not read them")
     if top_k == 1:
         read.wrong(
             "num_experts_per_tok", 1, "at least 2: with one expert its weight is always 1 and the router cannot learn"

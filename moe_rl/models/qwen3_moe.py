@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.models.facts import Fields, ModelFacts, Rope
+from moe_rl.models.facts import Fields, ModelFacts, Rope, yarn_without_scales
 from moe_rl.models.weight_table import Weight, dense_mlp, grouped_query_attention, routed_mlp, separate_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -34,7 +34,6 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any
     if read.raw.get("sliding_window") is not None:  # has no effect, but must be a number
         read.count("sliding_window", least=0)
     read.only("shared_expert_intermediate_size", 0)
-    rope.plain(read)
     rope.whole(read)
     return {
         "moe_layers": moe_layers,
@@ -50,6 +49,7 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any
         "attention_bias": False,
         "qk_norm": True,
         "mtp_layers": 0,
+        "yarn": yarn_without_scales(read, rope),
     }
 
 

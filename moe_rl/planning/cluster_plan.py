@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from moe_rl.config.check_files import count_prompts, together
 from moe_rl.config.layout import Layout, chunk_layers, make_layout
+from moe_rl.config.passed_on import not_planned
 from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import parameter_count
@@ -54,6 +55,7 @@ class Plan:
         stages: the pipeline stages from first to last.
         limit_bytes: GPU memory available to a stage. None without a cluster.
         dispatch_bytes: bytes that a rank sends to experts in a layer of a microbatch. The same number comes back.
+        not_planned: keys of settings for Megatron and vLLM whose effect is not in these numbers.
     """
 
     layout: Layout
@@ -67,6 +69,7 @@ class Plan:
     sampler: SamplerMemory
     storage: Storage
     transfer: Transfer
+    not_planned: tuple[str, ...]
 
     @property
     def fullest(self) -> Stage:
@@ -106,6 +109,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
         sampler=make_sampler(config, facts, batch),
         storage=make_storage(config, facts, layout, batch),
         transfer=planned_transfer(config, world_size),
+        not_planned=not_planned(config),
     )
 
 

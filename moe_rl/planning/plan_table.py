@@ -28,6 +28,8 @@ def render(plan: Plan, balance: SideBalance | None = None) -> str:
     for title, section in sections.items():
         lines.append(title)
         lines += [f"  {label:<{labels}}  {value:>{values}}  {note}".rstrip() for label, value, note in section]
+    if plan.not_planned:
+        lines.append(f"not planned: {', '.join(plan.not_planned)}")
     return "\n".join(lines)
 
 

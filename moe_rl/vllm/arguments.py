@@ -7,6 +7,7 @@ imported late, so that errors in the arguments are reported quickly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -86,7 +87,14 @@ def needs_loader(model: Path) -> bool:
 
 
 def sized(
-    *, dtype: str, seed: int, max_model_len: int, max_concurrent: int, kv_cache_mib: int, gpus: int = 1
+    *,
+    dtype: str,
+    seed: int,
+    max_model_len: int,
+    max_concurrent: int,
+    kv_cache_mib: int,
+    gpus: int = 1,
+    passed: Mapping[str, object],
 ) -> dict[str, object]:
     """Return the arguments that a run's config decides.
 
@@ -97,6 +105,7 @@ def sized(
         max_concurrent: sequences decoded at once.
         kv_cache_mib: size of the KV cache.
         gpus: number of GPUs that share one replica of the weights.
+        passed: further arguments, `rollout.vllm`.
     """
     return {
         "dtype": dtype,
@@ -109,6 +118,7 @@ def sized(
         "block_size": _BLOCK_SIZE,
         "tensor_parallel_size": gpus,
         "enforce_eager": True,
+        **passed,
     }
 
 

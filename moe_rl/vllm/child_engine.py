@@ -62,18 +62,19 @@ class ChildEngine:
                 head=settings.head,
             )
         self._llm = vllm.LLM(
-            **arguments.fixed(
-                settings.model_path,
-                capture=settings.capture,
-                recording=recording,
-                reads_text=settings.reads_text,
-            ),
             **arguments.sized(
                 dtype=settings.dtype,
                 seed=settings.seed,
                 max_model_len=settings.max_model_len,
                 max_concurrent=settings.max_concurrent,
                 kv_cache_mib=settings.kv_cache_mib,
+                passed=settings.passed,
+            )
+            | arguments.fixed(
+                settings.model_path,
+                capture=settings.capture,
+                recording=recording,
+                reads_text=settings.reads_text,
             ),
             # Servers have their own GPUs, which they never release.
             enable_sleep_mode=settings.sleeps and not self._on_cpu,

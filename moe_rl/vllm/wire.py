@@ -9,7 +9,7 @@ trainer -- Numbered(7, Generate) --> engine      several calls at once, each wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,7 @@ class EngineSettings:
         support, log_normalizer, router_logits_fraction, head: as in recording.Recording.
         sleeps: whether the engine must support sleep.
         reads_text: whether the engine must support stop strings.
+        passed: further arguments of vLLM.
         yields: whether the trainer's ranks have priority on a CPU. They wait for each other: one without a core delays
             all.
     """
@@ -61,6 +62,7 @@ class EngineSettings:
     sleeps: bool = False
     reads_text: bool = False
     yields: bool = False
+    passed: dict[str, object] = field(default_factory=dict)
 
 
 class Start(Message, frozen=True):

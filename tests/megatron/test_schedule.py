@@ -26,14 +26,13 @@ LENGTHS = [(5, 4), (3, 6), (6, 3)]  # (prompt, completion): one microbatch each,
 class Run:
     """A policy, its microbatches with random routes, and a loss."""
 
-    def __init__(self, recompute="none"):
+    def __init__(self, recompute="none", **settings):
         from moe_rl.megatron.microbatch import pack
         from moe_rl.megatron.policy import Policy
 
         facts, rng = read_model(POLICY), np.random.default_rng(5)
-        train = TrainConfig(
-            dtype="float32", microbatch_tokens=8, recompute=recompute, optimizer=OptimizerConfig(lr=1e-3)
-        )
+        settings = {"dtype": "float32", "optimizer": OptimizerConfig(lr=1e-3)} | settings
+        train = TrainConfig(microbatch_tokens=8, recompute=recompute, **settings)
         self.policy = Policy(facts, train, ParallelConfig(), POLICY, temperature=1.0)
         self.microbatches, self.tables = [], []
         for number, (prompt, completion) in enumerate(LENGTHS):

@@ -1,9 +1,13 @@
 """Tests the process groups of a rank."""
 
+from datetime import timedelta
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from moe_rl.megatron import world
 from tests.megatron.conftest import TIMEOUT_SECONDS
 
 
@@ -14,3 +18,14 @@ def test_every_group_waits_as_long_as_the_ranks_were_told_to():
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     waits = {group.group_desc: seconds for group, seconds in zip(groups, timeouts, strict=True)}
     assert len(waits) > 10 and set(waits.values()) == {TIMEOUT_SECONDS}, waits
+
+
+@pytest.mark.parametrize(("gpu", "given"), [(True, {"device_id": torch.device("cuda", 3)}), (False, {})])
+def test_ranks_with_gpus_connect_once_and_not_in_pairs(gpu, given, monkeypatch):
+    """Without a device, torch makes a communicator for each two ranks that send to each other."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    cuda = mock.patch.multiple(torch.cuda, is_available=lambda: gpu, set_device=mock.DEFAULT)
+    with cuda, mock.patch("torch.distributed.init_process_group") as init:
+        world.join(timeout_seconds=9)
+    assert init.call_args.kwargs == {"timeout": timedelta(seconds=9)} | given

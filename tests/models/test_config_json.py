@@ -140,7 +140,7 @@ def _facts(config, family: str) -> dict:
         "tie_word_embeddings": _is(bool, config.tie_word_embeddings), "rope_theta": _is(float, rope["rope_theta"]),
         "rotary_fraction": _is(float, rope.get("partial_rotary_factor", 1.0)), "yarn": None, "qk_norm": False,
     }  # fmt: skip
-    if family in ("qwen3_moe", "glm4_moe") and rope["rope_type"] != "default":
+    if family == "glm4_moe" and rope["rope_type"] != "default":
         raise Unusable("no such angles here")
     if rope["rope_type"] == "yarn":
         scales = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -306,7 +306,7 @@ def test_a_file_written_out_in_full_has_the_same_numbers(base, tmp_path):
         ({"rope_theta": 5e5}, "rope_theta", ("500000.0", "1000000.0")),
         ({"norm_topk_prob": False}, "norm_topk_prob", ("False", "True")),
         ({"num_hidden_layers": 2}, "num_hidden_layers", ("2", "3")),
-        ({"rope_scaling": YARN}, "rope_scaling.rope_type", ("yarn", "default")),
+        ({"rope_scaling": YARN}, "rope_parameters", ("Yarn(factor=2.0", "None")),
     ],
 )
 def test_a_plan_refuses_a_file_that_transformers_reads_differently(

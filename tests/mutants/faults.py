@@ -135,6 +135,14 @@ MUTANTS: list[Mutant] = [
     *_room(
         "config",
         (
+            "capacity of a rank not refused",
+            "bypasses.py",
+            "name in settings and one[0](settings[name])",
+            'name in settings and name != "moe_expert_rank_capacity_factor" and one[0](settings[name])',
+            "A setting that drops recorded rows starts a run.",
+            "tests/megatron/test_bypasses.py",
+        ),
+        (
             "a section that is not asked",
             "check.py",
             "*config.export.problems(),",
@@ -1662,14 +1670,6 @@ MUTANTS: list[Mutant] = [
             'module == "torch" and hasattr(torch, name)',
             "A checkpoint file may call functions of torch.",
             "tests/megatron/test_unpickling.py",
-        ),
-        (
-            "capacity of a rank not refused",
-            "bypasses.py",
-            "config.moe_expert_rank_capacity_factor is not None,",
-            "config.moe_expert_capacity_factor is not None,",
-            "A setting that drops recorded rows starts a run.",
-            "tests/megatron/test_bypasses.py",
         ),
         (
             "chunk rows from the microbatch's start",

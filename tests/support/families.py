@@ -33,6 +33,7 @@ LATENT = GLM | {
 }
 # Positions so few that dimensions of every kind are there: fast, slow and mixed.
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+PLAIN_YARN = YARN | {"beta_fast": 8, "beta_slow": 1}
 OSS_YARN = YARN | {"beta_fast": 8.0, "beta_slow": 1.0, "truncate": False}
 YARN |= {"beta_fast": 8, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7}
 FIVE = {"num_hidden_layers": 5, "rope_parameters": YARN}
@@ -40,6 +41,8 @@ MODELS = {
     # a dense layer between layers with experts; weights renormalised over the chosen experts, and not
     "qwen-mixed": ("Qwen3Moe", {"num_experts": 16, "mlp_only_layers": [2], "norm_topk_prob": True}),
     "qwen-every-second": ("Qwen3Moe", {"num_experts": 16, "decoder_sparse_step": 2, "norm_topk_prob": False}),
+    # angles scaled for longer sequences
+    "qwen-yarn": ("Qwen3Moe", {"num_experts": 16, "rope_parameters": PLAIN_YARN}),
     # 2 of 4 groups, everything optional on
     "glm-groups": ("Glm4Moe", GLM | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}),
     # like the smaller published one: no groups, no query and key norms

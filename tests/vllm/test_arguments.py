@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -77,6 +78,27 @@ def test_engine_and_server_are_started_alike(of_engine, of_server, overrides):
     assert recorded == served and recorded["head"] == (5 if overrides else 0)
     assert {name: server[name] for name in engine} == engine
     assert ("worker_cls" in engine) == bool(overrides)
+
+
+PASSED = {
+    "enable_prefix_caching": False,
+    "block_size": 64,
+    "max_num_batched_tokens": 96,
+    "stream_interval": 16,
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    "enforce_eager": False,
+}
+
+
+def test_what_the_config_passes_on_reaches_both(of_engine, of_server):
+    override = f"rollout.vllm={json.dumps(PASSED)}"
+    for given in (of_engine(override), of_server(override)):
+        assert {name: given[name] for name in PASSED} == PASSED
+
+
+def test_a_server_refuses_what_a_run_would_refuse(capsys):
+    assert main(["serve", "--config", CONFIG, "rollout.vllm.enable_prefix_cachin=true"]) == 2
+    assert "Did you mean enable_prefix_caching?" in capsys.readouterr().err
 
 
 def test_a_server_has_more_only_for_the_requests_that_come_over_http(of_engine, of_server):

@@ -1,0 +1,75 @@
+"""Settings that a config passes on to Megatron and vLLM: which are taken, and why others are refused."""
+
+import pytest
+
+from moe_rl.config.check import config_problems
+from moe_rl.config.load import dump_config, load_config
+from moe_rl.config.passed_on import MEGATRON, OPTIMIZER, VLLM, fields, needs_engine, not_planned
+from moe_rl.models.hf import read_model
+from tests.support.refusals import tells
+
+CONFIG = "configs/tiny_moe_cpu.yaml"
+TAKEN = [
+    "train.megatron={recompute_granularity: selective, recompute_modules: [core_attn], fp8: hybrid}",
+    "train.megatron_optimizer={use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16, decoupled_lr: 0.01}",
+    "rollout.vllm={speculative_config: {method: ngram}, kv_cache_dtype: fp8, stream_interval: 16}",
+]
+
+
+def found(*overrides):
+    config = load_config(CONFIG, list(overrides))
+    return config_problems(config, read_model(config.model.path), 2)
+
+
+def test_fields_of_the_installed_versions_are_taken(tmp_path):
+    assert found(*TAKEN) == []
+    config = load_config(CONFIG, TAKEN)
+    assert list(needs_engine(config)) == [
+        "train.megatron.fp8",
+        "train.megatron_optimizer.use_precision_aware_optimizer",
+    ]
+    assert [key.rpartition(".")[2] for key in not_planned(config)] == [
+        "recompute_granularity", "recompute_modules", "fp8", "decoupled_lr",
+        "speculative_config", "kv_cache_dtype", "stream_interval",
+    ]  # fmt: skip
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "facts"),
+    [
+        ("train.megatron.recompute_module=[moe]", {"do": "did you mean recompute_modules?"}),
+        ("train.megatron.num_layers=2", {"got": 2}),
+        ("train.megatron.fp8=e5m2", {"expected": ("e4m3", "hybrid")}),
+        ("train.megatron.bias_activation_fusion=1", {"expected": "bool"}),
+        ("train.megatron.moe_router_fusion=true", {"expected": "off"}),
+        ("train.megatron.cuda_graph_impl=local", {"expected": "none"}),
+        ("train.megatron.moe_input_jitter_eps=0.1", {"expected": "off"}),
+        ("train.megatron.timers=null", {}),
+        ("train.megatron.inference_rng_tracker=true", {}),
+        ("train.megatron.rotary_interleaved=true", {}),
+        ("train.megatron_optimizer.exp_avg_dtype=int4", {"expected": ("float32", "bfloat16")}),
+        ("train.megatron_optimizer.overlap_param_gather=true", {}),
+        ("train.megatron_optimizer.lr=0.1", {"got": 0.1}),
+        ("rollout.vllm.max_num_seqs=3", {"do": "rollout.max_concurrent"}),
+        ("rollout.vllm.data_parallel_size=2", {}),
+        ("rollout.vllm.kv_transfer_config={}", {}),
+        ("rollout.vllm.stream_intervall=3", {"do": "did you mean stream_interval?"}),
+    ],
+)
+def test_what_is_unknown_or_breaks_a_run_is_refused_by_name(override, facts):
+    (problem,) = found(override)
+    do = facts.pop("do", "")
+    assert do.lower() in problem.lower()
+    tells(problem, key=override.partition("=")[0], **facts)
+
+
+def test_recomputation_is_set_in_one_place():
+    (problem,) = found("train.recompute=moe", "train.megatron.recompute_modules=[core_attn]")
+    tells(problem, key="train.megatron.recompute_modules", given="train.recompute is moe")
+
+
+@pytest.mark.parametrize("passed", [MEGATRON, OPTIMIZER, VLLM], ids=["megatron", "optimizer", "vllm"])
+def test_every_name_of_a_list_is_a_field_of_the_installed_version(passed):
+    assert passed.ours - fields(passed.classes).keys() == set()
