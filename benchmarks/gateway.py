@@ -41,7 +41,7 @@ from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.gateway.web import GatewayApp
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.rollout.group_sampler import EngineGroups
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore
 from moe_rl.types import GenerateRequest
@@ -98,23 +98,24 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     model = make_model(options.model, folder / "model")
     chat_tokenizer(model)
     facts = read_model(model)
-    engine = VllmEngine(
-        EngineSettings(
-            model_path=model,
-            dtype="bfloat16",
-            max_model_len=LONGEST,
-            max_concurrent=options.sessions,
-            kv_cache_mib=512,
-            trace_root=folder / "trace",
-            model_fingerprint=options.model,
-            log_path=folder / "engine.log",
-            startup_timeout_seconds=600.0,
-            seed=0,
-        )
+    settings = EngineSettings(
+        model_path=model,
+        dtype="bfloat16",
+        max_model_len=LONGEST,
+        max_concurrent=options.sessions,
+        kv_cache_mib=512,
+        trace_root=folder / "trace",
+        model_fingerprint=options.model,
+        log_path=folder / "engine.log",
+        startup_timeout_seconds=600.0,
+        seed=0,
     )
-    with engine, Gateway(engine, model, facts.vocab, folder, options) as gateway:
+    with (
+        Blocking(VllmEngine(settings)) as engine,
+        Gateway(engine.sampler, model, facts.vocab, folder, options) as gateway,
+    ):
         gateway.talk(0)  # warms up
-        straight = Straight(engine, gateway.sessions[0], folder / "trace", options)
+        straight = Straight(engine.sampler, gateway.sessions[0], folder / "trace", options)
         straight.talk("warm", parents=True)
         ratios: list[float] = []
         rates: dict[str, list[float]] = {"gateway": [], "engine": []}
@@ -192,7 +193,7 @@ class Gateway:
 
     def __init__(self, engine: VllmEngine, model: Path, vocabulary: int, folder: Path, options: argparse.Namespace):
         self._options = options
-        turns = TurnSampler(EngineGroups(engine), SamplerBounds(LONGEST, vocabulary, False, 192), seed=1)
+        turns = TurnSampler(engine, SamplerBounds(LONGEST, vocabulary, False, 192), seed=1)
         renderer, codec = ChatRenderer(model, {"name": "qwen3"}), TextCodec(model, ())
         journals = SessionJournals(folder / "sessions")
         self.gateway = AgentGateway("model", renderer, codec, turns, SessionBook(1 << 16, WIDE), journals, ())
@@ -240,7 +241,7 @@ class Straight:
     """Sends the same dialogues to the engine as token ids, from this process."""
 
     def __init__(self, engine: VllmEngine, example: Session, trace: Path, options: argparse.Namespace):
-        self._groups, self._options = EngineGroups(engine), options
+        self._engine, self._options = engine, options
         self._inputs = [turn.input_ids for turn in example.turns]
         self._seeds = itertools.count(1)
 
@@ -263,7 +264,7 @@ class Straight:
             request = GenerateRequest(
                 f"{name}/{turn}", ids + new, seed, self._options.tokens, 1.0, (), parent=parent if parents else None
             )
-            (one,) = await self._groups.sample_group(0, [request], shard=f"{name}-{turn}", leave=asyncio.Event())
+            (one,) = await self._engine.sample(0, [request], shard=f"{name}-{turn}", leave=asyncio.Event())
             ids, parent = one.prompt_token_ids + one.token_ids, one.routes
 
 

@@ -23,6 +23,7 @@ from output import tell
 from weight_sync import make_checkpoint, settings
 
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.vllm.wire import SLEEPING_PARTS
 
 
@@ -39,7 +40,7 @@ def main() -> int:
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     model = make_checkpoint(folder / "model", options.mib)
-    engine = VllmEngine(replace(settings(model, folder), kv_cache_mib=options.kv_cache_mib, sleeps=True))
+    engine = Blocking(VllmEngine(replace(settings(model, folder), kv_cache_mib=options.kv_cache_mib, sleeps=True)))
     result: dict[str, object] = {"weights MiB": options.mib, "KV cache MiB": options.kv_cache_mib}
 
     def timed(what: str, call: Callable[[], object]) -> object:

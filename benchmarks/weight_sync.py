@@ -35,6 +35,7 @@ from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.training import ParallelConfig
 from moe_rl.megatron import world
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.vllm.wire import EngineSettings
 from moe_rl.weights.conservation import Content, PartSums, cut, parts_of
 from moe_rl.weights.digest import tensor_digests
@@ -65,9 +66,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     device = str(world.device())
     tensors = {n: t for part in sorted(model.glob("*.safetensors")) for n, t in load_file(part, device).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    samplers: dict[str, Drain | VllmEngine] = {}
+    samplers: dict[str, Drain | Blocking] = {}
     if options.ways:
-        samplers = {"received": Drain(model, device), "loaded": VllmEngine(settings(model, folder))}
+        samplers = {"received": Drain(model, device), "loaded": Blocking(VllmEngine(settings(model, folder)))}
     seconds: dict[str, list[float]] = {}
     octets = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
     target = octets.clone()

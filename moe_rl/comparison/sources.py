@@ -21,6 +21,7 @@ from moe_rl.replay.routes import missing_rows
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.rollout.rollouts import engine_settings, generate_request
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.tasks.prompts import PromptSource, load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceStore
@@ -153,12 +154,12 @@ class LiveSampler:
         rollout = in_precision(config.rollout, precision)
         self._config, self._facts, self._version = config.model_copy(update={"rollout": rollout}), facts, version
         self._folder, self._rounds = RunFolder(folder), 0
-        self._engine: VllmEngine | None = None
+        self._engine: Blocking | None = None
         try:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._folder.path, ignore_errors=True)
                 self._folder.trace.mkdir(parents=True)
-                self._engine = VllmEngine(engine_settings(self._config, facts, self._folder.path))
+                self._engine = Blocking(VllmEngine(engine_settings(self._config, facts, self._folder.path)))
             world.broadcast("ready" if self._engine else None, str)
             other = config.model.from_run is not None or rollout.weights != "exact"
             if version or other:  # otherwise the engine has already loaded the initial model

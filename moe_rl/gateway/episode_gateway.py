@@ -33,7 +33,7 @@ from moe_rl.gateway.sessions import FinishedSession, Session, SessionLimits
 from moe_rl.gateway.standalone import gateway_over
 from moe_rl.gateway.web import GatewayApp
 from moe_rl.models.facts import ModelFacts
-from moe_rl.rollout.group_sampler import GroupSampler
+from moe_rl.rollout.sampler import Sampler
 from moe_rl.rollout.trajectories import EpisodeRequest, Trajectory
 from moe_rl.tasks.environments.agent_session import SessionAccess
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool, Episode
@@ -59,7 +59,7 @@ class EpisodeGateway:
         store: the routes of the run.
     """
 
-    def __init__(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path, store: TraceStore):
+    def __init__(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path, store: TraceStore):
         assert config.task.environment is not None
         self._config, self._environment, self._failures = config, config.task.environment, run_dir / FAILURES
         renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
@@ -208,7 +208,7 @@ class EpisodeThread:
     Use as a context manager. Arguments as in EpisodeGateway.
     """
 
-    def __init__(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path, store: TraceStore):
+    def __init__(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path, store: TraceStore):
         self.episodes = EpisodeGateway(config, facts, sampler, run_dir, store)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)

@@ -11,17 +11,17 @@ from moe_rl.config.schema import Config
 from moe_rl.gateway.episode_gateway import EpisodeGateway, EpisodeThread
 from moe_rl.models.facts import ModelFacts
 from moe_rl.rollout import pool
-from moe_rl.rollout.group_sampler import GroupSampler
+from moe_rl.rollout.sampler import Sampler
 from moe_rl.trace import TraceStore
 
 
 class _Environments:
     """Makes the episode players, see pool.Environments."""
 
-    def beside(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path) -> EpisodeGateway:
+    def beside(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path) -> EpisodeGateway:
         return EpisodeGateway(config, facts, sampler, run_dir, TraceStore(run_dir / "trace"))
 
-    def alone(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path) -> EpisodeThread:
+    def alone(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path) -> EpisodeThread:
         return EpisodeThread(config, facts, sampler, run_dir, TraceStore(run_dir / "trace"))
 
 

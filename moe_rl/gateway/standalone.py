@@ -36,9 +36,8 @@ from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.rollout.fleet_groups import FleetGroups
-from moe_rl.rollout.group_sampler import EngineGroups, GroupSampler
 from moe_rl.rollout.rollouts import engine_settings
+from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceStore
 from moe_rl.vllm.api_server import bound_socket, make_token, url_of
@@ -102,7 +101,7 @@ def run_gateway(settings: GatewaySettings) -> None:
 
 
 def gateway_over(
-    sampler: GroupSampler,
+    sampler: Sampler,
     config: Config,
     facts: ModelFacts,
     renderer: ChatRenderer,
@@ -146,21 +145,19 @@ def _leave(*_: object) -> None:
     raise SystemExit(0)
 
 
-def _sampler(
-    config: Config, facts: ModelFacts, folder: Path, stack: contextlib.ExitStack
-) -> tuple[GroupSampler, int, bool]:
+def _sampler(config: Config, facts: ModelFacts, folder: Path, stack: contextlib.ExitStack) -> tuple[Sampler, int, bool]:
     """Return the sampler, the version of its weights, and whether it finds stop strings."""
     if not config.rollout.servers:
         # Clients send stop strings.
         engine = VllmEngine(replace(engine_settings(config, facts, folder), reads_text=True))
         stack.callback(engine.close)
-        return EngineGroups(engine), 0, True
+        return engine, 0, True
     if problems := attach_problems(config, facts, config.run.runs_dir):
         raise EngineError(problems)
     fleet = ServerFleet.attach(config, folder / "trace", adopt=False)
     stack.callback(fleet.close)
     served = [server.recording() for server in fleet.servers.values()]
-    return FleetGroups(fleet), served[0].weight_version, all(one.reads_text for one in served)
+    return fleet, served[0].weight_version, all(one.reads_text for one in served)
 
 
 async def _serve(

@@ -1,4 +1,4 @@
-"""Samples the turns of sessions through a GroupSampler: one call and one trace shard for the samples of a prompt.
+"""Samples the turns of sessions through a Sampler: one call and one trace shard for the samples of a prompt.
 
 The record of a turn continues its parent's, so shared prefixes are stored once. If the weights have changed since the
 parent was sampled, the prefix is computed again, with other routes; the record then holds the rows of the whole prompt
@@ -18,7 +18,7 @@ import xxhash
 from moe_rl.errors import SamplerGone
 from moe_rl.gateway.asking import SamplingWish
 from moe_rl.gateway.sessions import PendingTurns, Session
-from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
+from moe_rl.rollout.sampler import Sampler, ServerLost
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import sampling
 
@@ -51,7 +51,7 @@ class TurnSampler:
             computed again.
     """
 
-    def __init__(self, sampler: GroupSampler, bounds: SamplerBounds, *, seed: int, version: int = 0):
+    def __init__(self, sampler: Sampler, bounds: SamplerBounds, *, seed: int, version: int = 0):
         self.bounds, self.version = bounds, version
         self.counts: Counter[str] = Counter(sampled_again=0, lost_tokens=0, recorded_anew=0, over_older_rows=0)
         self._sampler, self._seed = sampler, seed
@@ -109,7 +109,7 @@ class TurnSampler:
                 version, parent = self.version, self._record(session, place)
                 requests = self._requests(call, seed, place, wish, parent, record=recorded)
                 shard = f"{session.shards or session.name}-{number}" + (f"-again{again}" if again else "")
-                sampled = await self._sampler.sample_group(at, requests, shard=shard, leave=leave)
+                sampled = await self._sampler.sample(at, requests, shard=shard, leave=leave)
             except ServerLost as lost:
                 self.counts["sampled_again"] += 1
                 self.counts["lost_tokens"] += lost.tokens

@@ -1,11 +1,11 @@
-"""Runs the sampler for the trainer: one vLLM engine in a child process. Imports neither vLLM nor torch.
+"""Runs one vLLM engine in a child process: a `Sampler` with one place. Imports neither vLLM nor torch.
 
-    parent (trainer rank 0)                        child (moe_rl.vllm.child)
-    VllmEngine.generate(requests)  -- Generate -->  vLLM, in-process
-                                   <-- Alive ----   after every step
-                                   <-- RequestsEnded -  completions, as they end
-                                   <-- Generated -  tokens, logprobs, references to routes
-                                                    routes ----> trace store
+    parent (rank 0, or the pool)                child (moe_rl.vllm.child)
+    VllmEngine.sample(0, requests)  -- Generate -->  vLLM, in-process
+                                    <-- Alive ----   after every step
+                                    <-- RequestsEnded -  completions, as they end
+                                    <-- Generated -  tokens, logprobs, references to routes
+                                                     routes ----> trace store
 
 Several calls may run at once, see `numbered_calls`. A child that ends or stops answering raises SamplerGone in each,
 see `child_process`.
@@ -13,9 +13,10 @@ see `child_process`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from queue import SimpleQueue
-from typing import Self
+from contextlib import suppress
+from typing import Any
 
 from moe_rl.errors import EngineError, WeightSyncError
 from moe_rl.messages import Message
@@ -47,7 +48,7 @@ class VllmEngine:
         )
         self.pid = self._child.pid
         self.calls = NumberedCalls(self._child)
-        self.workers, self.address = 1, "127.0.0.1"
+        self.workers, self.address, self.lost = 1, "127.0.0.1", dict[str, str]()
         try:
             ready = self._child.start(wire.Start(settings), wire.Ready, settings.startup_timeout_seconds)
             if isinstance(ready, wire.Failed):
@@ -57,55 +58,81 @@ class VllmEngine:
             self.close()
             raise
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None, ended: Hears = nobody
+    @property
+    def places(self) -> Sequence[int]:
+        return (0,)
+
+    async def sample(
+        self,
+        place: int,
+        requests: Sequence[GenerateRequest],
+        *,
+        shard: str,
+        leave: asyncio.Event | None = None,
+        ended: Hears = nobody,
     ) -> list[Completion]:
-        """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
-
-        The result depends only on the weights and the requests: the prefix cache is emptied before each call.
-
-        Args:
-            requests: what to sample.
-            shard: name of the new trace shard.
-            enough: number of finished completions to wait for. The other requests are then aborted; they return the
-                tokens so far, with finish_reason "abort" and their routes marked.
-            ended: as in Sampler.generate. If it raises, the engine becomes unusable.
+        """Sample one completion per request, see Sampler.sample.
 
         Raises:
             EngineError: a request exceeds the model's length, a key is repeated, or the shard exists.
         """
-        if not requests:
-            return []
-        call = wire.Generate(list(requests), shard, enough, alone=True)
-        return self._call(call, wire.Generated, ended).completions
+        loop, errors = asyncio.get_running_loop(), list[Exception]()
+
+        def tell(completions: list[tuple[int, Completion]]) -> None:
+            try:
+                for at, completion in completions:
+                    ended(at, completion)
+            except Exception as error:
+                errors.append(error)
+                self.calls.leave(number)
+
+        def hear(completions: list[tuple[int, Completion]]) -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(tell, completions)
+
+        number, answer = self.calls.submit(wire.Generate(list(requests), shard, alone=leave is None), hear)
+        sampled = asyncio.wrap_future(answer)
+        left = asyncio.ensure_future((leave or asyncio.Event()).wait())
+        waits: set[asyncio.Future[Any]] = {sampled, left}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not sampled.done():
+                self.calls.leave(number)
+            reply = await sampled
+            if errors:
+                raise errors[0]
+            return self.checked(reply, wire.Generated).completions
+        finally:
+            left.cancel()
+            if not sampled.done():  # no caller waits any more
+                self.calls.leave(number)
 
     def name(self) -> str:
         """Return the engine's name for messages."""
         return f"the vLLM engine, log {self._settings.log_path}"
 
-    def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
-        """Score token sequences, see Sampler.score; returns one element."""
-        scored = self._call(wire.Score(list(map(list, runs)), shard), wire.Scored)
+    async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        scored = await self._call(wire.Score(list(map(list, runs)), shard), wire.Scored)
         return [ScoredTokens(scored.logprobs, scored.routes, self.name())]
 
-    def counts(self) -> dict[str, int]:
-        """Return the recorder's counts, see Sampler.counts."""
-        return self._call(wire.AskCounts(), wire.Counted).counts
+    async def counts(self) -> dict[str, int]:
+        return (await self._call(wire.AskCounts(), wire.Counted)).counts
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Load one part of new weights. After the final part, everything sampled carries its version.
+    async def pause(self) -> None:
+        await self._call(wire.Pause(), wire.Paused)
 
-        Raises WeightSyncError if the engine refuses the part; the message says which weights it then holds.
-        """
-        self._call(wire.Update(update), wire.Updated)
+    async def take_weights(self, update: WeightUpdate) -> None:
+        await self._call(wire.Update(update), wire.Updated)
 
-    def sleep(self, level: int) -> bool:
+    async def resume(self) -> None:
+        await self._call(wire.Resume(), wire.Resumed)
+
+    async def sleep(self, level: int) -> bool:
         """Release memory, see Sampler.sleep. The engine must have been started with `sleeps`."""
-        return self._call(wire.Sleep(level), wire.Slept).gives_back
+        return (await self._call(wire.Sleep(level), wire.Slept)).gives_back
 
-    def wake(self, part: str) -> None:
-        """Take memory back, see Sampler.wake."""
-        self._call(wire.Wake(part), wire.Awake)
+    async def wake(self, part: str) -> None:
+        await self._call(wire.Wake(part), wire.Awake)
 
     def alive(self) -> bool:
         """Return whether the process runs and no call has failed for good."""
@@ -115,12 +142,6 @@ class VllmEngine:
         """End the engine and everything it started. May be called at any time, and repeatedly."""
         self._child.close(wire.Close())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
-
     def checked[R: Message](self, reply: Message, expected: type[R]) -> R:
         """Return a reply of the expected type; raise the error if it carries one."""
         if isinstance(reply, wire.Failed):
@@ -129,16 +150,6 @@ class VllmEngine:
             )
         return self._child.expect(reply, expected)
 
-    def _call[R: Message](self, message: wire.Call, expected: type[R], ended: Hears = nobody) -> R:
-        """Send one call and wait for its reply."""
-        news: SimpleQueue[list[tuple[int, Completion]]] = SimpleQueue()
-        _, answer = self.calls.submit(message, news.put)
-        answer.add_done_callback(lambda _: news.put([]))
-        try:
-            while completions := news.get():
-                for at, completion in completions:
-                    ended(at, completion)
-        except BaseException:
-            self._child.desert()
-            raise
-        return self.checked(answer.result(), expected)
+    async def _call[R: Message](self, call: wire.Call, expected: type[R]) -> R:
+        _, answer = self.calls.submit(call)
+        return self.checked(await asyncio.wrap_future(answer), expected)

@@ -1,12 +1,12 @@
-"""Uses several vLLM servers as one sampler. Each is a replica of the weights; they share the requests of a step.
+"""Uses several vLLM servers as one `Sampler`, whose places they are. Each is a replica of the weights.
 
-generate    every server proves that it holds the latest weights, then samples its share and publishes it as its own
-            shard, step000007-server0, step000007-server1, ...
+sample      a server that samples for one call alone first proves that it holds the latest weights. It publishes what it
+            samples as its own shard: step000007-server0, step000007-server1, ...
 update      is sent to all servers; nothing is sampled anywhere until each has confirmed it
 score       every server scores the same tokens
-loss        a server that fails a call is no longer used. Up to a configured number of losses, the other servers sample
-            its share again, into shards with new names. Nothing refers to shards that the lost server may have
-            published, so nothing is counted twice.
+loss        a server that fails a call is no longer used, up to a configured number of losses. Its calls raise
+            ServerLost; other servers sample their requests again, into shards with new names. Nothing refers to shards
+            that the lost server may have published, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -23,13 +23,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
+from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.attach import folder_problem, servers_of
-from moe_rl.rollout.distribution import assign
-from moe_rl.rollout.sampler import Hears, nobody
+from moe_rl.rollout.sampler import Hears, ServerLost, nobody
 from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.control import Served
+from moe_rl.vllm.sampling import Growing
 from moe_rl.weights.broadcast import reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
 
@@ -95,6 +95,7 @@ class ServerFleet:
         self._load_seconds = load_seconds
         # None before the first update, and after one that some server has not confirmed.
         self._held: dict[int, HeldWeights] | None = None
+        self._calls = 0  # that sample
 
     @classmethod
     def attach(cls, config: Config, trace: Path, *, adopt: bool = True) -> Self:
@@ -153,31 +154,38 @@ class ServerFleet:
         # The config's checks require a host and a port in each URL.
         return reached_by_all([(url.hostname, url.port) for url in urls if url.hostname and url.port])
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None, ended: Hears = nobody
+    @property
+    def places(self) -> Sequence[int]:
+        return tuple(self.servers)
+
+    async def sample(
+        self,
+        place: int,
+        requests: Sequence[GenerateRequest],
+        *,
+        shard: str,
+        leave: asyncio.Event | None = None,
+        ended: Hears = nobody,
     ) -> list[Completion]:
-        """Sample one completion per request, in request order; server n publishes `shard`-server<n>.
+        server, held = self.servers.get(place), self.confirmed().get(place)
+        if server is None or held is None:
+            raise ServerLost(describe("A server is no longer in use", where={"server": place}))
+        samples, shard = [Growing() for _ in requests], f"{shard}-server{place}"
+        self._calls += 1
+        try:
+            if leave is not None:
+                return await server.sample_group(requests, shard, leave, ended, started=held.start, samples=samples)
+            await self._check(place, held)
+            return await server.sample(requests, shard, ended)
+        except EngineError as error:
+            self.lose(place, error)
+            message = describe("A server is lost", where={"server": place, "url": server.url}, got=error)
+            raise ServerLost(message, sum(len(sample.token_ids) for sample in samples)) from error
+        finally:
+            self._calls -= 1
 
-        The result depends only on the weights, the requests and the set of servers.
-
-        Args:
-            requests: what to sample.
-            shard: prefix of the shards' names.
-            enough: number of finished completions to wait for, divided among the servers in proportion to their shares.
-            ended: as in Sampler.generate.
-
-        Raises:
-            SamplerGone: more servers are lost than allowed.
-        """
-        return asyncio.run(self._generate(requests, shard, enough, ended, self.confirmed()))
-
-    def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
-        """Score token sequences, see Sampler.score. Returns one element per server; server n publishes
-        `shard`-server<n>."""
-        return asyncio.run(self.scored(runs, shard))
-
-    async def scored(self, runs: Sequence[Sequence[int]], shard: str | None) -> list[ScoredTokens]:
-        """Score token sequences, see `score`."""
+    async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        """Score token sequences, see Sampler.score. Server n publishes `shard`-server<n>."""
 
         async def one(number: int) -> ScoredTokens:
             await self._check(number, held[number])
@@ -187,29 +195,31 @@ class ServerFleet:
         held = self.confirmed()
         return list((await self.each(one)).values())
 
-    def counts(self) -> dict[str, int]:
+    async def counts(self) -> dict[str, int]:
         """Return the summed counts of the servers that are not lost, see Sampler.counts; includes work for other
         clients."""
-        return asyncio.run(self.counted())
-
-    async def counted(self) -> dict[str, int]:
-        """Return the summed counts, see `counts`."""
 
         async def one(number: int) -> Counter[str]:
             return sum(map(Counter, await self.server(number).counts()), Counter())
 
         return dict(sum((await self.each(one)).values(), Counter()))
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Send one part of an update to all servers, see Sampler.update_weights.
+    async def pause(self) -> None:
+        await self.each(lambda place: self.server(place).pause())
+
+    async def resume(self) -> None:
+        self.confirmed()
+        await self.each(lambda place: self.server(place).resume())
+
+    async def take_weights(self, update: WeightUpdate) -> None:
+        """Send one part of an update to all servers, see Sampler.take_weights.
 
         Raises WeightSyncError for the first server that refuses. After that, nothing is sampled until all servers have
         confirmed a whole update.
         """
-        asyncio.run(self.load(update))
-
-    async def load(self, update: WeightUpdate) -> None:
-        """Send one part of an update, see `update_weights`."""
+        running = [server.url for server in self.servers.values() if not server.paused]
+        if running and (self._calls or len(running) < len(self.servers)):
+            raise WeightSyncError("An update needs a pause of all servers", got=running, do="pause first")
         self._held = None
         sources = self._sources(update.source)
 
@@ -226,50 +236,16 @@ class ServerFleet:
         if update.final:
             self._agree(update.version, held)
 
-    def sleep(self, level: int) -> bool:
+    async def sleep(self, level: int) -> bool:
         """Do nothing and return False: servers have their own GPUs, which no trainer needs."""
         return False
 
-    def wake(self, part: str) -> None:
+    async def wake(self, part: str) -> None:
         """Do nothing: servers do not sleep."""
-
-    def alive(self) -> bool:
-        async def all_answer() -> bool:
-            answers = await asyncio.gather(*(s.served() for s in self.servers.values()), return_exceptions=True)
-            return not any(isinstance(answer, Exception) for answer in answers)
-
-        return asyncio.run(all_answer())
 
     def close(self) -> None:
         """Stop sampling. The servers keep running."""
         self._held = None
-
-    async def _generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        shard: str,
-        enough: int | None,
-        ended: Hears,
-        held: Mapping[int, HeldWeights],
-    ) -> list[Completion]:
-        completions: dict[int, Completion] = {}
-        attempt = 0
-        while lacking := [at for at in range(len(requests)) if at not in completions]:
-            attempt += 1
-            again = f"-again{attempt - 1}" if attempt > 1 else ""
-            shares = assign([requests[at] for at in lacking], list(self.servers))
-            places = {number: [lacking[at] for at in share] for number, share in shares.items()}
-
-            async def sample(number: int, places=places, again=again) -> list[Completion]:
-                mine = [requests[at] for at in places[number]]
-                wanted = None if enough is None else -(-enough * len(mine) // len(requests))
-                await self._check(number, held[number])
-                hear: Hears = lambda at, completion: ended(places[number][at], completion)  # noqa: E731
-                return await self.server(number).sample(mine, f"{shard}-server{number}{again}", wanted, hear)
-
-            for number, sampled in (await self.each(sample, places)).items():
-                completions |= zip(places[number], sampled, strict=True)
-        return [completions[at] for at in range(len(requests))]
 
     async def _check(self, number: int, expected: HeldWeights) -> None:
         """Raise WeightSyncError if a server does not hold the weights that it confirmed last."""
@@ -320,7 +296,6 @@ class ServerFleet:
     async def each[T](
         self,
         call: Callable[[int], Awaitable[T]],
-        numbers: Iterable[int] | None = None,
         *,
         spares: bool = True,
     ) -> dict[int, T]:
@@ -330,11 +305,9 @@ class ServerFleet:
 
         Args:
             call: makes the call for a server number.
-            numbers: the servers' numbers; None: all.
             spares: whether any server may be lost.
         """
-        called = self.servers if numbers is None else numbers
-        tasks = {asyncio.ensure_future(call(number)): number for number in called}
+        tasks = {asyncio.ensure_future(call(number)): number for number in self.servers}
         results: dict[int, T] = {}
         pending = set(tasks)
         try:

@@ -1,7 +1,7 @@
 """Keeps the samplers busy with groups, judges each as soon as it is sampled, and gives every step its batch.
 
     groups.py (which, where, when)
-        -> sampler.sample_group -> verifiers.judge -> group file -> take: batch, prompt ledger, kept rollouts
+        -> sampler.sample -> verifiers.judge -> group file -> take: batch, prompt ledger, kept rollouts
 
 One process and one event loop run it. Every group that is sampled or judged has a task. Weights are updated while
 requests are in flight: all servers stop between two forward steps, load, and continue. With `recompute`, unfinished
@@ -29,12 +29,12 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, PipelineError
 from moe_rl.rollout.batches import PromptGroup, check_drawing, discarded, recorded
 from moe_rl.rollout.group_files import GroupFiles, KeptGroup
-from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
 from moe_rl.rollout.groups import Group, Groups, Reason
 from moe_rl.rollout.kept import RolloutBatch
 from moe_rl.rollout.pieces import all_pieces, joined, sampled_tokens, unfinished
 from moe_rl.rollout.pipeline_metrics import Usage, of_consumed, of_dropped
 from moe_rl.rollout.rollouts import Rollouts
+from moe_rl.rollout.sampler import Sampler, ServerLost
 from moe_rl.rollout.trajectories import LivePlayer, Trajectory
 from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
 from moe_rl.weights.update import WeightUpdate
@@ -84,7 +84,7 @@ class GroupFeed:
     def __init__(
         self,
         rollouts: Rollouts,
-        sampler: GroupSampler,
+        sampler: Sampler,
         files: GroupFiles,
         *,
         step: int,
@@ -299,12 +299,12 @@ class GroupFeed:
             requests = [self._request(work, at) for at in lacking]
             self._calls += 1
             try:
-                sampled = await self.sampler.sample_group(
+                sampled = await self.sampler.sample(
                     place,
                     requests,
                     shard=self.files.shard(cursor),
                     leave=work.leave,
-                    ended=lambda count: self._free(work, count),
+                    ended=lambda *_: self._free(work, 1),
                 )
             finally:
                 self._calls -= 1

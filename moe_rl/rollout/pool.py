@@ -21,7 +21,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -33,10 +33,9 @@ from moe_rl.messages import Channel, Message
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model
 from moe_rl.rollout import pool_wire as wire
-from moe_rl.rollout.fleet_groups import groups_at
-from moe_rl.rollout.group_sampler import GroupSampler
 from moe_rl.rollout.pool_groups import GroupPool
 from moe_rl.rollout.rollouts import Rollouts, Unjudged, start_sampler
+from moe_rl.rollout.sampler import Blocking, Sampler
 from moe_rl.rollout.trajectories import EpisodePlayer, LivePlayer
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
@@ -51,12 +50,12 @@ _ALIVE_SECONDS = 0.5
 class Environments(Protocol):
     """Makes the players of a run's episodes. The gateway implements it, as this room may not import that one."""
 
-    def beside(self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path) -> LivePlayer:
+    def beside(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path) -> LivePlayer:
         """Return a player for the pool's event loop, not yet open."""
         ...
 
     def alone(
-        self, config: Config, facts: ModelFacts, sampler: GroupSampler, run_dir: Path
+        self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path
     ) -> AbstractContextManager[EpisodePlayer]:
         """Return a player with its own thread."""
         ...
@@ -77,7 +76,7 @@ def main(environments: Environments | None = None) -> None:
         engine = rollouts.engine
         line.answer(wire.PoolOpened(engine.vllm_version, engine.workers, engine.address))
         if rollouts.config.pipeline.by_group:
-            asyncio.run(_by_group(line, GroupPool(rollouts, groups_at(engine), call.run_dir, player), player))
+            asyncio.run(_by_group(line, GroupPool(rollouts, engine.sampler, call.run_dir, player), player))
         else:
             _by_batch(line, rollouts)
     os._exit(0)
@@ -151,11 +150,11 @@ def _open(
     task = load_task(config, TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop))
     if config.task.environment is None:
         verifiers = stack.enter_context(VerifierPool.of(config.task))
-        engine = stack.enter_context(closing(start_sampler(config, facts, run_dir)))
+        engine = stack.enter_context(Blocking(start_sampler(config, facts, run_dir)))
         return Rollouts(config, facts, task, engine, verifiers, run_dir, store), None
     assert environments is not None  # rank 0 starts the module that provides them
-    engine = stack.enter_context(closing(start_sampler(config, facts, run_dir)))
-    given = config, facts, groups_at(engine), run_dir
+    engine = stack.enter_context(Blocking(start_sampler(config, facts, run_dir)))
+    given = config, facts, engine.sampler, run_dir
     if config.pipeline.by_group:
         rollouts = Rollouts(config, facts, task, engine, None, run_dir, store)
         return rollouts, environments.beside(*given)

@@ -110,9 +110,6 @@ class PooledSampler:
     def wake(self, part: str) -> None:
         """Do nothing: the sampler does not sleep."""
 
-    def alive(self) -> bool:
-        return self._child.alive()
-
     def close(self) -> None:
         self._child.close(Close())
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from moe_rl.rollout import pool_wire as wire
-from moe_rl.rollout.distribution import assign
 from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
-from moe_rl.rollout.group_sampler import GroupSampler, ServerLost
 from moe_rl.rollout.rollouts import EVALUATED, Rollouts
+from moe_rl.rollout.sampler import Sampler, sample_all
 from moe_rl.rollout.trajectories import LivePlayer
-from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm.wire import AskCounts, Counted, Score, Update
-from moe_rl.weights.update import WeightUpdate
 
 
 class GroupPool:
     """Owns the feed of groups, which begins once rank 0 sends the step and the weight version."""
 
-    def __init__(self, rollouts: Rollouts, sampler: GroupSampler, run_dir: Path, player: LivePlayer | None = None):
+    def __init__(self, rollouts: Rollouts, sampler: Sampler, run_dir: Path, player: LivePlayer | None = None):
         """player: plays the groups, if there is an environment. Must be open."""
         self._rollouts, self._sampler, self._player = rollouts, sampler, player
         self._files = GroupFiles(run_dir / "groups", rollouts.kept, rollouts.ledger)
@@ -52,10 +46,10 @@ class GroupPool:
             case Update(update):
                 if self._player is not None:
                     self._player.hold()
-                await (self._load(update) if self._feed is None else self._feed.update(update))
+                await (self._sampler.take_weights if self._feed is None else self._feed.update)(update)
                 if self._player is not None and update.final:
                     self._player.updated(update.version)
-                return wire.SamplerUpdated(self._rollouts.engine.workers)
+                return wire.SamplerUpdated(self._sampler.workers)
 
     async def close(self) -> None:
         """Keep the tokens sampled so far, for the run's next pool."""
@@ -69,14 +63,6 @@ class GroupPool:
         await self._feed.begin()
         return self._feed.unusable
 
-    async def _load(self, update: WeightUpdate) -> None:
-        """Load one part of weights before any group has begun."""
-        if update.number == 0:
-            await self._sampler.pause()
-        await self._sampler.take_weights(update)
-        if update.final:
-            await self._sampler.resume()
-
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Sample held-out prompts while groups are sampled, and return the metrics."""
         rollouts, answers = self._rollouts, []
@@ -86,28 +72,9 @@ class GroupPool:
             return rollouts.rates(answers)
         for name, asked in zip(EVALUATED, rollouts.evaluation(), strict=True):
             places, requests = [place for place, _ in asked], [one for _, one in asked]
-            completions = await sample_beside(self._sampler, requests, shard=f"{name}-step{step:06d}")
+            shard, never = f"{name}-step{step:06d}", asyncio.Event()
+            completions = await sample_all(self._sampler, requests, shard=shard, leave=never)
             prompts = [rollouts.heldout[place][1] for place in places]
             items = [rollouts.batches.item(*one) for one in zip(prompts, completions, strict=True)]
             answers.append((places, await rollouts.verifiers.judge(items)))
         return rollouts.rates(answers)
-
-
-async def sample_beside(sampler: GroupSampler, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
-    """Sample requests that belong to no group while groups are sampled. Returns one completion per request, in order.
-
-    shard: prefix of the shards' names.
-    """
-    completions: dict[int, Completion] = {}
-    calls = itertools.count()
-
-    async def one(place: int, indices: Sequence[int]) -> None:
-        asked, never = [requests[at] for at in indices], asyncio.Event()
-        with suppress(ServerLost):  # other places sample these requests again
-            sampled = await sampler.sample_group(place, asked, shard=f"{shard}-{next(calls)}", leave=never)
-            completions.update(zip(indices, sampled, strict=True))
-
-    while lacking := [at for at in range(len(requests)) if at not in completions]:
-        shares = assign([requests[at] for at in lacking], sampler.places)
-        await asyncio.gather(*(one(place, [lacking[at] for at in share]) for place, share in shares.items()))
-    return [completions[at] for at in range(len(requests))]

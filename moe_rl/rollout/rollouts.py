@@ -21,7 +21,7 @@ from moe_rl.rollout.episodes import Episodes
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name, shards_of
 from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
-from moe_rl.rollout.sampler import Sampler
+from moe_rl.rollout.sampler import Blocking, Sampler
 from moe_rl.rollout.trajectories import EpisodePlayer, EpisodeRequest, Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
@@ -118,7 +118,7 @@ class Rollouts:
         config: Config,
         facts: ModelFacts,
         task: TaskPrompts,
-        engine: Sampler,
+        engine: Blocking,
         verifiers: VerifierPool | None,
         run_dir: Path,
         store: TraceStore,
@@ -229,7 +229,7 @@ class Rollouts:
 
     def lost_servers(self) -> dict[str, int]:
         """Return how many servers are lost, as a metric; nothing for an engine."""
-        return {"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}
+        return {"rollout/lost_servers": len(self.engine.sampler.lost)} if self.config.rollout.servers else {}
 
     def _round(self, step: int, first: int, done: int, shard: str, clock: Clock) -> SampledRound:
         """Sample one round of prompts of a step, and begin to judge the completions.

@@ -1,11 +1,30 @@
-"""Defines the training loop's interface to a sampler, an engine in a child process or vLLM servers. Imports neither
-vLLM nor torch."""
+"""Defines what samples completions for a run: an engine in a child process, or vLLM servers.
+
+    places        servers, or the one engine; each may run several calls at once
+    sample        one call at one place, as its own trace shard
+    sample_all    one call at every place, which share the requests
+    pause         every place confirms that it runs no forward pass; requests keep their place and KV cache
+    take_weights  sends the weights, only while nothing is forwarded; at the end compares digests and versions
+    resume        every place continues all its requests
+
+A request that had sampled tokens before the update continues with the keys and values of the older weights, and its
+completion records which weights sampled which tokens. Cached prefixes are shared only within one version.
+Alternatively, set `leave` before the pause: the call returns with the tokens so far, and its completions continue as
+new requests.
+
+Imports neither vLLM nor torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, Self
 
+from moe_rl.errors import EngineError
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.weights.update import WeightUpdate
 
@@ -17,14 +36,33 @@ def nobody(*news: object) -> None:
     """Do nothing: the default callback."""
 
 
-class WeightHolder(Protocol):
-    """Holds weights and scores tokens with them.
+class ServerLost(EngineError):
+    """A place is lost, and the others continue. `tokens`: how many the call had sampled there; their rows are lost
+    too."""
 
-    A call raises EngineError, and changes nothing, if the sampler is dead, hangs or refuses. A sampler with incomplete
-    weights refuses to sample and to score with WeightSyncError; a sleeping one with EngineError.
+    def __init__(self, problem: str, tokens: int = 0):
+        super().__init__(problem)
+        self.tokens = tokens
+
+
+class Sampler(Protocol):
+    """Samples completions at several places with the weights that it holds, and scores tokens with them.
+
+    A call raises SamplerGone when the run cannot continue after a loss. It raises EngineError, and changes nothing, if
+    the sampler refuses. A sampler with incomplete weights refuses to sample and to score with WeightSyncError; a
+    sleeping one with EngineError.
+
+    Attributes:
+        lost: servers no longer used, by address, each with the reason; none of an engine.
     """
 
     vllm_version: str
+    lost: dict[str, str]
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Return the numbers of the places that are not lost."""
+        ...
 
     @property
     def workers(self) -> int:
@@ -39,37 +77,71 @@ class WeightHolder(Protocol):
         """Return the address by which these processes reach this host."""
         ...
 
-    def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
-        """Compute the log-probabilities of token sequences on each engine, without its prefix cache.
+    async def sample(
+        self,
+        place: int,
+        requests: Sequence[GenerateRequest],
+        *,
+        shard: str,
+        leave: asyncio.Event | None = None,
+        ended: Hears = nobody,
+    ) -> list[Completion]:
+        """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
+
+        Args:
+            place: where.
+            requests: what to sample.
+            shard: name of the new trace shard, used by this call only; that of a server's shard begins with it.
+            leave: set it to abort unfinished requests. They return the tokens so far, perhaps none, with finish_reason
+                "abort"; the rows of these tokens are published. It may be set during a pause too. None: the call is
+                alone at its place, where the prefix cache is emptied first, so that the result depends only on the
+                weights and the requests.
+            ended: called in the event loop with each completion as soon as it ends, while others continue, but not with
+                aborted ones.
+
+        Raises:
+            ServerLost: the place is lost, with all that this call sampled.
+            EngineError: the place refuses the requests, or has no right record of one.
+        """
+        ...
+
+    async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        """Compute the log-probabilities of token sequences at each place, without its prefix cache.
 
         Args:
             runs: token ids of each sequence, at least 2 each.
-            shard: trace shard for the routes of these forward passes; with several engines, each publishes its own,
+            shard: trace shard for the routes of these forward passes; with several servers, each publishes its own,
                 named after this one. None: no routes are recorded.
 
         Returns:
-            One element per engine that samples.
+            One element per place.
         """
         ...
 
-    def counts(self) -> dict[str, int]:
-        """Return the recorders' counts since they started, summed over the engines, see Recorder; {} without a
+    async def counts(self) -> dict[str, int]:
+        """Return the recorders' counts since they started, summed over the places, see Recorder; {} without a
         recorder."""
         ...
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Load one part of an update, see `weights.update`; returns when it is loaded.
+    async def pause(self) -> None:
+        """Stop sampling. After it returns, no place forwards a token before `resume`. Calls may still begin."""
+        ...
 
-        May be called from a different thread than the one that broadcasts the bytes. After the final part everything
-        sampled carries its version.
+    async def take_weights(self, update: WeightUpdate) -> None:
+        """Load one part of an update, see `weights.update`, while no call runs or in a pause. Returns once it is loaded
+        everywhere. After the final part everything sampled carries its version.
 
         Raises:
-            WeightSyncError: a worker refuses the part, or workers then hold different weights; the message says whether
-                the sampler keeps its old weights.
+            WeightSyncError: a place refuses the part, or places hold different weights after the final one; the message
+                says whether the sampler keeps its old weights.
         """
         ...
 
-    def sleep(self, level: int) -> bool:
+    async def resume(self) -> None:
+        """Continue sampling. Raises WeightSyncError unless all places hold the same complete weights."""
+        ...
+
+    async def sleep(self, level: int) -> bool:
         """Release memory: level 1 the KV cache (weights move to the host), level 2 the KV cache and the weights.
 
         The sampler refuses to sample until it is awake again. Waking takes two calls: `wake("weights")`, then, after
@@ -80,12 +152,8 @@ class WeightHolder(Protocol):
         """
         ...
 
-    def wake(self, part: str) -> None:
+    async def wake(self, part: str) -> None:
         """Take back the memory of "weights" or "kv_cache". Does nothing if that part is awake."""
-        ...
-
-    def alive(self) -> bool:
-        """Return whether the sampler runs and no call has failed for good."""
         ...
 
     def close(self) -> None:
@@ -93,20 +161,139 @@ class WeightHolder(Protocol):
         ...
 
 
-class Sampler(WeightHolder, Protocol):
-    """Samples completions with the weights that it holds."""
+async def sample_all(
+    sampler: Sampler,
+    requests: Sequence[GenerateRequest],
+    *,
+    shard: str,
+    leave: asyncio.Event | None = None,
+    ended: Hears = nobody,
+) -> list[Completion]:
+    """Sample one completion per request, in request order. The places share the requests, see `assign`.
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None, ended: Hears = nobody
-    ) -> list[Completion]:
-        """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
+    If a place is lost, the others sample its share again.
 
-        Args:
-            requests: what to sample.
-            shard: name of the new trace shard.
-            enough: number of finished completions to wait for; the other requests are aborted and return the tokens so
-                far.
-            ended: called in this thread with each completion as soon as it ends, while others continue, but not with
-                aborted ones. Called again for completions that are resampled after a lost server.
-        """
-        ...
+    Args:
+        shard: as in Sampler.sample; every place gets its own, whose name begins with this one.
+        leave: as in Sampler.sample. With None, the result depends only on the weights, the requests and the places.
+        ended: as in Sampler.sample. Called again for completions that are sampled again.
+
+    Raises:
+        SamplerGone: more servers are lost than allowed.
+    """
+    completions: dict[int, Completion] = {}
+
+    async def share(place: int, members: Sequence[int], name: str) -> None:
+        def hear(at: int, completion: Completion) -> None:
+            ended(members[at], completion)
+
+        with suppress(ServerLost):
+            mine = [requests[at] for at in members]
+            sampled = await sampler.sample(place, mine, shard=name, leave=leave, ended=hear)
+            completions.update(zip(members, sampled, strict=True))
+
+    for attempt in itertools.count():
+        lacking = [at for at in range(len(requests)) if at not in completions]
+        if not lacking:
+            break
+        name = f"{shard}-again{attempt}" if attempt else shard
+        shares = assign([requests[at] for at in lacking], sampler.places)
+        calls = [
+            asyncio.ensure_future(share(place, [lacking[at] for at in members], name))
+            for place, members in shares.items()
+        ]
+        try:
+            await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+    return [completions[at] for at in range(len(requests))]
+
+
+def assign(requests: Sequence[GenerateRequest], places: Sequence[int]) -> dict[int, list[int]]:
+    """Distribute requests: place -> indexes of its requests, ascending. Places without requests are left out.
+
+    Requests with the same prompt stay together, so the prompt is computed and stored once. Groups are assigned largest
+    first, each to the place with the least load so far; a request's load is the most tokens it can have. The same
+    requests and places always give the same distribution.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for at, request in enumerate(requests):
+        groups.setdefault(request.prompt_token_ids, []).append(at)
+    load = {
+        members[0]: sum(len(requests[at].prompt_token_ids) + requests[at].max_tokens for at in members)
+        for members in groups.values()
+    }
+    shares: dict[int, list[int]] = {place: [] for place in places}
+    loads = dict.fromkeys(places, 0)
+    for members in sorted(groups.values(), key=lambda members: (-load[members[0]], members[0])):
+        place = min(places, key=lambda place: (loads[place], place))
+        loads[place] += load[members[0]]
+        shares[place] += members
+    return {place: sorted(share) for place, share in shares.items() if share}
+
+
+class LoopThread:
+    """Runs coroutines for callers that wait, in an event loop in a thread that lives as long as the process."""
+
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+
+    def run[R](self, what: Coroutine[Any, Any, R]) -> R:
+        """Return the result of a coroutine. If the wait is interrupted, the coroutine is cancelled."""
+        running = asyncio.run_coroutine_threadsafe(what, self._loop)
+        try:
+            return running.result()
+        except BaseException:
+            running.cancel()
+            raise
+
+
+class Blocking:
+    """Makes the calls of a sampler for callers that wait. Use as a context manager.
+
+    Attributes:
+        sampler: makes the calls.
+    """
+
+    def __init__(self, sampler: Sampler):
+        self.sampler, self._thread = sampler, LoopThread("calls of the sampler")
+        self.vllm_version = sampler.vllm_version
+
+    @property
+    def workers(self) -> int:
+        return self.sampler.workers
+
+    @property
+    def address(self) -> str:
+        return self.sampler.address
+
+    def generate(self, requests: Sequence[GenerateRequest], *, shard: str, ended: Hears = nobody) -> list[Completion]:
+        """Sample one completion per request, see `sample_all`; each place samples for this call alone."""
+        return self._thread.run(sample_all(self.sampler, requests, shard=shard, ended=ended))
+
+    def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        return self._thread.run(self.sampler.score(runs, shard=shard))
+
+    def counts(self) -> dict[str, int]:
+        return self._thread.run(self.sampler.counts())
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        self._thread.run(self.sampler.take_weights(update))
+
+    def sleep(self, level: int) -> bool:
+        return self._thread.run(self.sampler.sleep(level))
+
+    def wake(self, part: str) -> None:
+        self._thread.run(self.sampler.wake(part))
+
+    def close(self) -> None:
+        self.sampler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -40,7 +40,7 @@ from moe_rl.vllm.control import (
     Sink,
 )
 from moe_rl.vllm.recording import RecordingRequest
-from moe_rl.vllm.sampling import Growing, ReportedSpan
+from moe_rl.vllm.sampling import Growing
 from moe_rl.weights.update import Holding, WeightUpdate
 
 _TIDY_SECONDS = 12.0
@@ -68,7 +68,7 @@ class VllmServer:
         token_file: file with the run's token.
         connections: most requests in flight at once.
         timeout_seconds: silence after which the server counts as hung. A completion sends nothing before it is
-            finished, unless `enough` is given.
+            finished.
         folder: of the trace store, below the server's trace root.
         alone: no other client uses the server. Each `generate` then aborts leftover requests, empties the prefix cache
             and starts all requests together in their order, so that the result depends only on weights and requests. It
@@ -93,17 +93,12 @@ class VllmServer:
         self._alone = alone
         self.paused = False
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
         """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
-        Differs from VllmEngine.generate unless the client is `alone`: the server keeps its prefix cache and may serve
-        others at the same time.
-
-        enough: number of finished completions to wait for; the other requests are aborted and return the tokens so far.
+        Unless the client is `alone`, the server keeps its prefix cache and may serve others at the same time.
         """
-        return asyncio.run(self.sample(requests, shard, enough)) if requests else []
+        return asyncio.run(self.sample(requests, shard)) if requests else []
 
     def recording(self) -> Served:
         """Return which model the server samples from and what it records."""
@@ -148,23 +143,17 @@ class VllmServer:
         file."""
         return await self._transport.once("POST", "/moe_rl/challenge", Challenge(folder, name), _TEXT)
 
-    async def sample(
-        self, requests: Sequence[GenerateRequest], shard: str, enough: int | None = None, ended: Hears = nobody
-    ) -> list[Completion]:
-        """Sample completions, see `generate`, and Sampler.generate for `ended`."""
+    async def sample(self, requests: Sequence[GenerateRequest], shard: str, ended: Hears = nobody) -> list[Completion]:
+        """Sample completions, see `generate`, and Sampler.sample for `ended`."""
         async with self._transport.client(2 + self._at_once(requests)) as client:
 
             async def sampled(served: Served) -> list[Growing]:
-                samples = await self._sample(client, requests, shard, enough, ended)
+                samples = await self._sample(client, requests, shard, ended)
                 now = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
                 if (now.start, now.updates) != (served.start, served.updates):
                     raise self._shared("Another client changed the vLLM server's weights during sampling", shard)
-                if enough is None and any(sample.aborted for sample in samples):
+                if any(sample.aborted for sample in samples):
                     raise self._shared("Another client made the vLLM server abort requests", shard)
-                for sample in samples:
-                    if sample.aborted and sample.token_ids:
-                        # vLLM reported no versions, and the weights have not changed.
-                        sample.versions = [ReportedSpan(str(served.weight_version), 0, len(sample.token_ids))]
                 return samples
 
             return await self._recorded(client, requests, shard, sampled)
@@ -174,12 +163,12 @@ class VllmServer:
         requests: Sequence[GenerateRequest],
         shard: str,
         leave: asyncio.Event,
-        ended: Callable[[int], None],
+        ended: Hears,
         *,
         started: str,
         samples: list[Growing],
     ) -> list[Completion]:
-        """Sample completions while other calls do, see GroupSampler.sample_group.
+        """Sample completions while other calls do, see Sampler.sample.
 
         Args:
             started: id of the server start that got the weights; any other start is refused.
@@ -245,7 +234,6 @@ class VllmServer:
         client: httpx.AsyncClient,
         requests: Sequence[GenerateRequest],
         shard: str,
-        enough: int | None,
         ended: Hears,
     ) -> list[Growing]:
         """Return the results so far of all requests; at most `connections` run at a time, or all at once when alone."""
@@ -260,8 +248,7 @@ class VllmServer:
                     requests[at],
                     samples[at],
                     shard,
-                    # An aborted request has no final answer, so a caller that may abort requests streams the tokens.
-                    stream=enough is not None,
+                    stream=False,
                     priority=at if self._alone else 0,
                     forever=self._alone,
                 )
@@ -269,22 +256,17 @@ class VllmServer:
             if not samples[at].aborted:
                 ended(at, samples[at].completion(requests[at], {}))
 
-        wanted = len(requests) if enough is None else min(enough, len(requests))
         if self._alone:
             await self._transport.call(client, "POST", "/moe_rl/hold", None, _NOTHING)
         tasks = [asyncio.create_task(one(at)) for at in range(len(requests))]
         watches = [self._together(client, len(requests)), self._watch(client)] if self._alone else []
         try:
-            await _finished(tasks, wanted, watches)
+            await _finished(tasks, watches)
         finally:
             # The server aborts a request whose connection is closed.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for request, sample in zip(requests, samples, strict=True):
-            if enough is not None:
-                sample.finish_reason = sample.finish_reason or "abort"
-            _refuse_unfinished(request, sample)
         return samples
 
     async def _stream(
@@ -293,7 +275,7 @@ class VllmServer:
         requests: Sequence[GenerateRequest],
         shard: str,
         leave: asyncio.Event,
-        ended: Callable[[int], None],
+        ended: Hears,
         samples: list[Growing],
     ) -> None:
         """Fill `samples` with the results of all requests, or with the results so far once `leave` is set."""
@@ -311,7 +293,9 @@ class VllmServer:
                 samples[at] = Growing(finish_reason="abort")
             else:
                 streams[at].result()
-                ended(int(not samples[at].aborted))
+                _refuse_unfinished(requests[at], samples[at])
+                if not samples[at].aborted:
+                    ended(at, samples[at].completion(requests[at], {}))
 
         async def abort() -> None:
             await leave.wait()
@@ -326,13 +310,11 @@ class VllmServer:
 
         ends = [asyncio.create_task(end(at)) for at in range(len(requests))]
         try:
-            await _finished(ends, len(ends), [self._watch(client), abort()])
+            await _finished(ends, [self._watch(client), abort()])
         finally:
             for task in (*streams, *ends):
                 task.cancel()
             await asyncio.gather(*streams, *ends, return_exceptions=True)
-        for request, sample in zip(requests, samples, strict=True):
-            _refuse_unfinished(request, sample)
 
     def _at_once(self, requests: Sequence[GenerateRequest]) -> int:
         return len(requests) if self._alone else self._connections
@@ -378,16 +360,15 @@ def _refuse_unfinished(request: GenerateRequest, sample: Growing) -> None:
         raise EngineError("The vLLM server ended an answer early", where={"request": request.key})
 
 
-async def _finished(tasks: Sequence[asyncio.Task], wanted: int, watches: Sequence[Awaitable[None]]) -> None:
-    """Wait until `wanted` tasks are finished. Raises the first exception of a task or a watch."""
+async def _finished(tasks: Sequence[asyncio.Task], watches: Sequence[Awaitable[None]]) -> None:
+    """Wait until these tasks are finished. Raises the first exception of a task or a watch."""
     beside = [asyncio.ensure_future(watch) for watch in watches]
     pending = {*tasks, *beside}
     try:
-        while wanted > 0:
+        while not pending.isdisjoint(tasks):
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            wanted -= len(done.difference(beside))
     finally:
         for watch in beside:
             watch.cancel()

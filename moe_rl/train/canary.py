@@ -25,7 +25,8 @@ from moe_rl.replay.claims import ALPHA, History, judge
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.routes import RowPolicy
 from moe_rl.replay.tables import MicrobatchRoutes
-from moe_rl.rollout.sampler import WeightHolder
+from moe_rl.rollout.pool_client import PooledSampler
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.trace import RouteRecord, TraceSpec, TraceStore, validate
 from moe_rl.train.assignment import agreed
 from moe_rl.types import ScoredTokens, Sequence, sampled_by
@@ -98,7 +99,9 @@ class Canary:
         # The last version that was scored: the trainer's log-probabilities [S], and those of each sampler.
         self._last: tuple[int, np.ndarray, dict[str, np.ndarray]] | None = None
 
-    def compare(self, own: Native, sampler: WeightHolder | None, version: int, *, exact: float = 0.0) -> Heard:
+    def compare(
+        self, own: Native, sampler: Blocking | PooledSampler | None, version: int, *, exact: float = 0.0
+    ) -> Heard:
         """Let the sampler score the runs, and compare. The result is the same on all ranks.
 
         own: what `natively` returned for this version. sampler: given on rank 0 only. version: of the weights that both
@@ -112,7 +115,7 @@ class Canary:
         heard = agreed(lambda: None if sampler is None else self._heard(*own, version, exact), "canary")
         return world.broadcast(heard, Heard)
 
-    def score(self, sampler: WeightHolder, version: int) -> None:
+    def score(self, sampler: Blocking | PooledSampler, version: int) -> None:
         """Let the sampler score the runs, and keep its scores until it scores the next version."""
         self.store.remove(*self._shards())  # left by a run that ended during a comparison
         self.scored, self.records = sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"), {}

@@ -36,11 +36,11 @@ from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
 from moe_rl.report.timeline import Timeline
 from moe_rl.report.trackers import Trackers
-from moe_rl.rollout.fleet_groups import groups_at
 from moe_rl.rollout.kept import RolloutBatch, kept_steps
 from moe_rl.rollout.pool_client import PooledRollouts, PooledSampler
 from moe_rl.rollout.replayed import ReplayedRollouts
 from moe_rl.rollout.rollouts import Rollouts, canary_runs, start_sampler
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
@@ -179,12 +179,12 @@ class Trainer:
             return PooledRollouts(config, task, pool, run_dir, self.store)
         if config.task.environment is None:
             verifiers = stack.enter_context(VerifierPool.of(config.task))
-            engine = stack.enter_context(closing(start_sampler(config, self.facts, run_dir)))
+            engine = stack.enter_context(Blocking(start_sampler(config, self.facts, run_dir)))
             return Rollouts(config, self.facts, task, engine, verifiers, run_dir, self.store)
         from moe_rl.gateway.episode_gateway import EpisodeThread  # needs the extra `gateway`
 
-        engine = stack.enter_context(closing(start_sampler(config, self.facts, run_dir)))
-        player = stack.enter_context(EpisodeThread(config, self.facts, groups_at(engine), run_dir, self.store))
+        engine = stack.enter_context(Blocking(start_sampler(config, self.facts, run_dir)))
+        player = stack.enter_context(EpisodeThread(config, self.facts, engine.sampler, run_dir, self.store))
         return Rollouts(config, self.facts, task, engine, None, run_dir, self.store, player)
 
     def sample(self, step: int, clock: Clock) -> RolloutBatch | None:

@@ -160,8 +160,13 @@ class ChildEngine:
 
     def leave(self, number: int) -> None:
         """Abort the unfinished requests of a call, if it is still running."""
-        if (call := self.running.get(number)) is not None and call.unfinished:
-            self._abort_rest(call)
+        if (call := self.running.get(number)) is None:
+            return
+        left = [at for at, output in enumerate(call.outputs) if not output.finish_reason]
+        self._llm.llm_engine.abort_request([f"{number}-{at}" for at in left])
+        for at in left:
+            call.outputs[at].abort()
+        call.unfinished = 0
 
     def _generate(self, number: int, call: wire.Generate) -> None:
         self._check_ready()
@@ -177,12 +182,11 @@ class ChildEngine:
             self._forget_prefixes()
         source = self._source if any(request.record for request in call.requests) else None
         asks = [RecordingRequest.of(request, call.shard) if source is not None else None for request in call.requests]
-        grows = call.enough is not None or not call.alone
         prompts = [
-            (request.prompt_token_ids, _parameters(request, ask, grows))
+            (request.prompt_token_ids, _parameters(request, ask, grows=not call.alone))
             for request, ask in zip(call.requests, asks, strict=True)
         ]
-        self._begin(SampledCall(number, source, call.shard, call.requests, asks, call.enough), prompts)
+        self._begin(SampledCall(number, source, call.shard, call.requests, asks), prompts)
 
     def _score(self, number: int, runs: list[list[int]], shard: str | None) -> None:
         self._check_ready()
@@ -215,16 +219,6 @@ class ChildEngine:
                 call.unfinished -= 1
                 if isinstance(call, SampledCall):
                     self._ended.append((call, int(at)))
-        for call in self.running.values():
-            if call.enough is not None and call.unfinished and len(call.requests) - call.unfinished >= call.enough:
-                self._abort_rest(call)
-
-    def _abort_rest(self, call: RunningCall) -> None:
-        left = [at for at, output in enumerate(call.outputs) if not output.finish_reason]
-        self._llm.llm_engine.abort_request([f"{call.number}-{at}" for at in left])
-        for at in left:
-            call.outputs[at].abort()
-        call.unfinished = 0
 
     def _end(self, call: RunningCall, *, wait: bool) -> wire.Reply | Exception | None:
         """Return the reply of a call, or the error, after which its shard is abandoned.

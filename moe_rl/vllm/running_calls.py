@@ -47,7 +47,6 @@ class RunningCall(ABC):
         source: records the requests; None records nothing.
         shard: the shard open there.
         asks: what each request records.
-        enough: as in wire.Generate.
         outputs: the output of each request.
         unfinished: number of unfinished requests.
         publishes: whether the shard is being published.
@@ -58,7 +57,6 @@ class RunningCall(ABC):
     shard: str
     requests: list[GenerateRequest]
     asks: list[RecordingRequest | None]
-    enough: int | None = None
     outputs: list[RequestOutput] = field(init=False)
     unfinished: int = field(init=False)
     publishes: bool = field(default=False, init=False)

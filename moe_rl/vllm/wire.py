@@ -75,14 +75,12 @@ class Generate(Message, frozen=True):
     """Requests completions.
 
     Attributes:
-        enough: number of finished completions after which the others are aborted; None samples all to the end.
         alone: no other call may be running, and the prefix cache is emptied first, so that the result depends only on
             the weights and the requests.
     """
 
     requests: list[GenerateRequest]
     shard: str
-    enough: int | None = None
     alone: bool = False
 
 

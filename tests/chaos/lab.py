@@ -23,6 +23,7 @@ from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.rollout import rollouts
 from moe_rl.rollout.kept import shard_step
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.train import loop
 from moe_rl.train.keep_evidence import Concerned
 from moe_rl.train.run_inputs import read_inputs
@@ -134,7 +135,7 @@ class Lab(Trainer):
 
     def _restart(self) -> None:
         self.main.rollouts.engine.close()
-        engine = rollouts.start_sampler(self.config, self.facts, self.folder.path)
+        engine = Blocking(rollouts.start_sampler(self.config, self.facts, self.folder.path))
         self.main.rollouts.engine = engine
 
     def _weights(self) -> int:

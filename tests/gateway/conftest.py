@@ -27,7 +27,7 @@ from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.gateway.web import GatewayApp
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.rollout.group_sampler import EngineGroups
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion
@@ -158,7 +158,7 @@ def settings(checkpoint, tmp_path_factory) -> EngineSettings:
 
 @pytest.fixture(scope="session")
 def engine(settings):
-    with VllmEngine(settings) as running:
+    with Blocking(VllmEngine(settings)) as running:
         yield running
 
 
@@ -258,6 +258,6 @@ def start_gateway(sampler, settings: EngineSettings, folder: Path, *, renderer=N
 @pytest.fixture(scope="session")
 def running(engine, settings, tmp_path_factory):
     """The gateway over the shared engine, with the renderer of Qwen3."""
-    gateway, stop = start_gateway(EngineGroups(engine), settings, tmp_path_factory.mktemp("gateway"))
+    gateway, stop = start_gateway(engine.sampler, settings, tmp_path_factory.mktemp("gateway"))
     yield gateway
     stop()

@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from moe_rl.gateway.finishing import check_session
-from moe_rl.rollout.group_sampler import EngineGroups
 from tests.gateway.conftest import ADD, start_gateway
 from tests.gateway.test_openai import ask, client_of
 
@@ -31,7 +30,7 @@ def test_a_turn_continues_where_the_template_writes_the_same_tokens(
     shutil.copytree(settings.model_path, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(template)
     place = replace(settings, model_path=tmp_path / "model")
-    gateway, stop = start_gateway(EngineGroups(engine), place, tmp_path, renderer={"name": "default"})
+    gateway, stop = start_gateway(engine.sampler, place, tmp_path, renderer={"name": "default"})
     try:
         opened = gateway.open()
         client = client_of(gateway, opened)

@@ -9,7 +9,6 @@ import pytest
 
 from moe_rl.gateway.finishing import SessionKeeper, check_session
 from moe_rl.gateway.sessions import Session
-from moe_rl.rollout.group_sampler import EngineGroups
 from tests.gateway.conftest import ADD, start_gateway
 from tests.gateway.test_openai import ask, client_of
 
@@ -22,7 +21,7 @@ def started(engine, settings, running, tmp_path):
 
     @contextmanager
     def start():
-        gateway, stop = start_gateway(EngineGroups(engine), settings, tmp_path)
+        gateway, stop = start_gateway(engine.sampler, settings, tmp_path)
         gateway.gateway.turns.version = running.gateway.turns.version
         try:
             yield gateway

@@ -25,7 +25,6 @@ from moe_rl.models.hf import read_model
 from moe_rl.replay.routes import microbatch_routes, read_routes, source_sum
 from moe_rl.rollout.batches import episode_metrics
 from moe_rl.rollout.episodes import Episodes
-from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.rollout.rollouts import Rollouts
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
@@ -69,7 +68,7 @@ def opened(engine, settings, checkpoint, tmp_path, monkeypatch):
         (tmp_path / "config.yaml").write_text(dump_config(config))
         facts, store = read_model(checkpoint), TraceStore(settings.trace_root)
         task = load_task(config, TextCodec(checkpoint, stop_tokens(config, facts)))
-        started.append(EpisodeThread(config, facts, EngineGroups(engine), tmp_path, store).__enter__())
+        started.append(EpisodeThread(config, facts, engine.sampler, tmp_path, store).__enter__())
         return Rollouts(config, facts, task, engine, None, tmp_path, store, started[-1])
 
     yield open_rollouts
@@ -194,7 +193,7 @@ class FailingSampler:
     def __init__(self, error: MoeRLError):
         self.error = error
 
-    async def sample_group(self, place, requests, *, shard, leave):
+    async def sample(self, place, requests, *, shard, leave):
         raise self.error
 
 
@@ -218,7 +217,7 @@ class SlowToLeave:
     def __init__(self):
         self.asked, self.under_way = asyncio.Event(), 0
 
-    async def sample_group(self, place, requests, *, shard, leave):
+    async def sample(self, place, requests, *, shard, leave):
         self.under_way += 1
         self.asked.set()
         await leave.wait()

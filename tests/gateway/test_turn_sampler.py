@@ -11,7 +11,7 @@ from moe_rl.gateway.asking import SamplingWish
 from moe_rl.gateway.finishing import check_session
 from moe_rl.gateway.sessions import Session
 from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
-from moe_rl.rollout.group_sampler import EngineGroups, ServerLost
+from moe_rl.rollout.sampler import ServerLost
 from moe_rl.trace import TraceStore
 from tests.gateway.conftest import LONGEST, VOCAB
 from tests.gateway.session_turns import WIDE, said
@@ -19,26 +19,26 @@ from tests.gateway.session_turns import WIDE, said
 BOUNDS = SamplerBounds(LONGEST, VOCAB, True, 2)
 
 
-class TwoPlaces(EngineGroups):
+class TwoPlaces:
     """One engine as two places. A place that is to be lost fails when its call has sampled.
 
     `running` has the calls of each place, and `most` the most that it had at once.
     """
 
     def __init__(self, engine):
-        super().__init__(engine)
+        self.engine = engine.sampler
         self.there, self.lost, self.running, self.most, self.at = [0, 1], set(), [0, 0], [0, 0], []
 
     @property
     def places(self):
         return tuple(self.there)
 
-    async def sample_group(self, place, requests, *, shard, **more):
+    async def sample(self, place, requests, *, shard, **more):
         self.running[place] += 1
         self.most[place] = max(self.most[place], self.running[place])
         self.at.append(place)
         try:
-            sampled = await super().sample_group(0, requests, shard=f"{shard}-server{place}", **more)
+            sampled = await self.engine.sample(0, requests, shard=f"{shard}-server{place}", **more)
         finally:
             self.running[place] -= 1
         if place in self.lost:
@@ -108,7 +108,7 @@ class ManyWeights:
     def __init__(self):
         self.version, self.asked = 0, []
 
-    async def sample_group(self, place, requests, *, shard, leave):
+    async def sample(self, place, requests, *, shard, leave):
         self.asked.append(requests[0])
         return [said(one.prompt_token_ids, [3], key=one.key, version=self.version) for one in requests]
 

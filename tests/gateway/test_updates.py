@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from moe_rl.gateway.finishing import check_session
-from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.trace.spans import versions_of_rows
 from tests.gateway.test_openai import ask, client_of
 from tests.gateway.test_web import left_while_sampled
@@ -51,7 +50,7 @@ def other_router(checkpoint, others, tmp_path_factory) -> Independent:
 @pytest.fixture
 def flight(running, engine, checkpoint, others, tmp_path):
     """Sends the other weights, and the model's own again after the test."""
-    groups, turns = EngineGroups(engine), running.gateway.turns
+    groups, turns = engine.sampler, running.gateway.turns
     sent = []
 
     async def change(tensors) -> None:

@@ -13,7 +13,6 @@ import pytest
 from moe_rl.errors import SessionError
 from moe_rl.gateway.finishing import SessionKeeper, check_session
 from moe_rl.gateway.sessions import Session
-from moe_rl.rollout.group_sampler import EngineGroups
 from tests.gateway.conftest import ADD
 from tests.gateway.session_turns import WIDE
 from tests.gateway.test_openai import ask, client_of
@@ -54,7 +53,7 @@ def left_while_sampled(running, opened, engine, meanwhile=None) -> Session:
         async with httpx.AsyncClient(trust_env=False) as http:
             client = openai.AsyncOpenAI(api_key=opened["key"], base_url=f"{running.url}/v1", http_client=http)
             asked = asyncio.ensure_future(client.completions.create(model="any", prompt="ab", max_tokens=3000))
-            await forwarded(EngineGroups(engine), 40)
+            await forwarded(engine.sampler, 40)
             if meanwhile is not None:
                 await meanwhile()
             asked.cancel()

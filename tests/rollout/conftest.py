@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm.wire import EngineSettings
 from tests.rollout.serving import MAX_LEN
@@ -94,7 +95,7 @@ def settings(tmp_path_factory) -> EngineSettings:
 
 @pytest.fixture(scope="session")
 def started(settings):
-    with VllmEngine(settings) as running:
+    with Blocking(VllmEngine(settings)) as running:
         yield running
 
 

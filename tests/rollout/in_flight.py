@@ -95,7 +95,7 @@ def refuses_exchanged_versions(completions: list[Completion], store: TraceStore,
 
 
 async def by_broadcast(groups, workers: int, tensors, **about) -> None:
-    """Broadcast an update to a GroupSampler that pauses and has so many workers."""
+    """Broadcast an update to a Sampler that pauses and has so many workers."""
     loop = asyncio.get_running_loop()
 
     def take(part):
@@ -118,7 +118,7 @@ async def keep(groups, send, store, change, *, old, new, name) -> list[Completio
     def sample(number, tokens):
         asked = make_requests(1, 3, prompt=PROMPT, max_tokens=tokens)
         asked = [replace(r, key=f"{number}/{r.key}", seed=r.seed + 50 * number) for r in asked]
-        sampling = groups.sample_group(groups.places[0], asked, shard=f"{name}-{number}", leave=leave)
+        sampling = groups.sample(groups.places[0], asked, shard=f"{name}-{number}", leave=leave)
         return asyncio.ensure_future(sampling)
 
     tasks = [sample(number, ENDLESS) for number in range(3)]
@@ -148,7 +148,7 @@ async def begin_late(groups, send, store, change, *, old, new, name, at_once: in
     """Send an update while two requests of a group wait, as the sampler runs only so many at once. They begin under the
     new weights, although the prompt of their group is cached under the old ones."""
     requests = make_requests(1, at_once + 2, prompt=PROMPT, max_tokens=600)
-    task = groups.sample_group(groups.places[0], requests, shard=f"{name}-late", leave=asyncio.Event())
+    task = groups.sample(groups.places[0], requests, shard=f"{name}-late", leave=asyncio.Event())
     task = asyncio.ensure_future(task)
     await forwarded(groups, PROMPT + 20 * at_once)
     await groups.pause()
@@ -164,7 +164,7 @@ async def recompute(groups, send, store, change, *, old, new, name) -> None:
     parent, whose rows stay as they were, and without, where all rows are of the new weights."""
     place, leave = groups.places[0], asyncio.Event()
     requests = make_requests(1, 2, prompt=PROMPT, max_tokens=ENDLESS)
-    task = asyncio.ensure_future(groups.sample_group(place, requests, shard=f"{name}-before", leave=leave))
+    task = asyncio.ensure_future(groups.sample(place, requests, shard=f"{name}-before", leave=leave))
     await forwarded(groups, 120)
     leave.set()
     parts = await task
@@ -180,7 +180,7 @@ async def recompute(groups, send, store, change, *, old, new, name) -> None:
         for key, parent in (("first", part.routes), ("exact", None)):
             continued.append(replace(request, key=f"{key}/{request.key}", prompt_token_ids=fed, max_tokens=FEW,
                                      parent=parent))  # fmt: skip
-    rest = await groups.sample_group(place, continued, shard=f"{name}-after", leave=asyncio.Event())
+    rest = await groups.sample(place, continued, shard=f"{name}-after", leave=asyncio.Event())
     for at, one in enumerate(rest):
         part, fed = parts[at // 2], one.prompt_token_ids + one.token_ids
         record = store.read(one.routes)

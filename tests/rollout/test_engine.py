@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import torch
 from moe_rl.errors import EngineError
 from moe_rl.objectives.logprobs import Support, token_logprobs, token_scores
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore
 from moe_rl.train.sampling_support import read_head, read_support
@@ -53,9 +55,9 @@ def test_routes_and_logprobs_equal_hugging_face(engine, settings, reference, see
 
 def test_each_completion_is_told_as_it_ends(engine, requests_of, monkeypatch):
     requests = [replace(one, max_tokens=n) for one, n in zip(requests_of(1, 3), (2, 30, 5), strict=True)]
-    told, messages, submit = [], [], engine.calls.submit
+    told, messages, submit = [], [], engine.sampler.calls.submit
     monkeypatch.setattr(
-        engine.calls,
+        engine.sampler.calls,
         "submit",
         lambda call, hears: submit(call, lambda news: messages.append(len(news)) or hears(news)),
     )
@@ -105,8 +107,9 @@ def test_stop_strings_across_tokens(engine, settings, reference, seed, requests_
     free = engine.generate(requests, shard=f"text-0-{seed}")
     stops = two_stop_strings(codec, free)
     asked = [replace(request, stop=("never sampled", *stops)) for request in requests]
-    for shard, enough in ((f"text-1-{seed}", None), (f"text-2-{seed}", len(asked))):
-        stopped = engine.generate(asked, shard=shard, enough=enough)
+    never = asyncio.Event()
+    beside = asyncio.run(engine.sampler.sample(0, asked, shard=f"text-2-{seed}", leave=never))
+    for stopped in (engine.generate(asked, shard=f"text-1-{seed}"), beside):
         check_stopped(codec, free, stopped, stops)
         check_against_reference(stopped, settings, reference)
 
@@ -132,9 +135,9 @@ def test_what_cannot_be_sampled_is_refused_and_the_engine_goes_on(engine, reques
         with pytest.raises(EngineError, match=f"request {request.key}.*{message}"):
             engine.generate(wrong, shard="refused")
     engine.generate([request], shard="refused")
-    with pytest.raises(EngineError, match=rf"refused.*pid {engine.pid}"):
+    with pytest.raises(EngineError, match=rf"refused.*pid {engine.sampler.pid}"):
         engine.generate([request], shard="refused")
-    assert engine.alive()
+    assert engine.sampler.alive()
     assert len(engine.generate([request], shard="refused-2")) == 1
 
 
@@ -154,9 +157,20 @@ def test_the_environment_of_the_ranks_does_not_reach_the_engine(monkeypatch):
 
 
 @pytest.mark.seeds(3)
-def test_enough_completions_leave_the_rest_as_far_as_it_got(engine, settings, reference, seed, requests_of):
+def test_a_call_that_is_left_keeps_the_rest_as_far_as_it_got(engine, settings, reference, seed, requests_of):
     requests = [replace(r, max_tokens=8 if at < 3 else 100) for at, r in enumerate(requests_of(4, 2))]
-    completions = engine.generate(requests, shard=f"enough-{seed}", enough=3)
+
+    async def run():
+        leave, short = asyncio.Event(), []
+
+        def ended(at, completion):
+            short.append(at)
+            if len(short) == 3:
+                leave.set()
+
+        return await engine.sampler.sample(0, requests, shard=f"left-{seed}", leave=leave, ended=ended)
+
+    completions = asyncio.run(run())
     assert [c.finish_reason for c in completions] == ["length"] * 3 + ["abort"] * 5
     assert all(0 < len(c.token_ids) < 100 for c in completions[3:])
     check_against_reference(completions, settings, reference)
@@ -186,7 +200,7 @@ def test_a_dialogue_continues_its_record(engine, settings, reference, seed, requ
     with pytest.raises(EngineError, match="does not continue its parent.*position 0"):
         wrong = replace(request, prompt_token_ids=(dialogue[0] ^ 1, *dialogue[1:]), parent=one.routes)
         engine.generate([wrong], shard=f"turn-3-{seed}")
-    assert engine.alive()
+    assert engine.sampler.alive()
 
 
 @pytest.mark.long
@@ -202,8 +216,8 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         yields=True,
     )
     requests = [replace(request, top_k=10, top_p=0.9) for request in requests_of(2, 1, max_tokens=40)]
-    with VllmEngine(asked) as engine:
-        assert os.getpriority(os.PRIO_PROCESS, engine.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    with Blocking(VllmEngine(asked)) as engine:
+        assert os.getpriority(os.PRIO_PROCESS, engine.sampler.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
         completions = engine.generate(requests, shard="extras")
         codec = TextCodec(settings.model_path, ())
         texts = [[codec.decode([token]) for token in one.token_ids[:-1] if token < TEXTS] for one in completions]

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import moe_rl
 from moe_rl.errors import EngineError, SamplerGone
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.vllm import patches
 from tests.support.processes import alive, state, wait_until
 from tests.weights.sending import by_disk
@@ -29,9 +30,9 @@ pytestmark = pytest.mark.long
 CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
 
 
-def start(settings, folder: Path, **changes) -> VllmEngine:
+def start(settings, folder: Path, **changes) -> Blocking:
     own = {"trace_root": folder / "trace", "log_path": folder / "engine.log", **changes}
-    return VllmEngine(replace(settings, **own))
+    return Blocking(VllmEngine(replace(settings, **own)))
 
 
 def reload_same(engine, checkpoint, folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +54,7 @@ def cramped(settings, tmp_path_factory):
 def test_preempted_requests_are_recorded_right(cramped, settings, reference, requests_of):
     from moe_rl.trace import TraceStore
 
-    folder = cramped._settings.log_path.parent
+    folder = cramped.sampler._settings.log_path.parent
     completions = cramped.generate(requests_of(5, 2, prompt=60, max_tokens=100), shard="tight")
     for completion in completions:
         tokens = completion.prompt_token_ids + completion.token_ids
@@ -66,16 +67,16 @@ def test_preempted_requests_are_recorded_right(cramped, settings, reference, req
 
 
 def test_a_stopped_engine_is_named_and_ended(cramped):
-    os.kill(cramped.pid, signal.SIGSTOP)
-    assert wait_until(lambda: state(cramped.pid) == "T", 5)
+    os.kill(cramped.sampler.pid, signal.SIGSTOP)
+    assert wait_until(lambda: state(cramped.sampler.pid) == "T", 5)
     began = time.monotonic()
     with pytest.raises(
-        SamplerGone, match=rf"hangs \(pid {cramped.pid}, log .*engine.log\): got no sign of life for 8 s"
+        SamplerGone, match=rf"hangs \(pid {cramped.sampler.pid}, log .*engine.log\): got no sign of life for 8 s"
     ):
         cramped.score([CANARY])[0].logprobs[0]
     assert 8 <= time.monotonic() - began < 13
-    assert not cramped.alive()
-    assert not alive(cramped.pid)
+    assert not cramped.sampler.alive()
+    assert not alive(cramped.sampler.pid)
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +91,16 @@ def test_same_weights_leave_every_bit_in_bfloat16(bfloat16, checkpoint, tmp_path
 
 
 def test_an_engine_killed_while_idle_is_named(bfloat16):
-    os.kill(bfloat16.pid, signal.SIGKILL)
+    os.kill(bfloat16.sampler.pid, signal.SIGKILL)
     began = time.monotonic()
     for _ in range(2):
-        with pytest.raises(SamplerGone, match=rf"died \(pid {bfloat16.pid}, log .*engine.log\): got signal SIGKILL"):
+        with pytest.raises(
+            SamplerGone, match=rf"died \(pid {bfloat16.sampler.pid}, log .*engine.log\): got signal SIGKILL"
+        ):
             bfloat16.score([CANARY])[0].logprobs[0]
     assert time.monotonic() - began < 5
-    assert not bfloat16.alive()
-    assert not alive(bfloat16.pid)
+    assert not bfloat16.sampler.alive()
+    assert not alive(bfloat16.sampler.pid)
     bfloat16.close()
     bfloat16.close()
 
@@ -132,7 +135,7 @@ def unrepaired(settings, tmp_path_factory):
 
 
 def test_without_the_reload_patch_the_same_weights_are_silently_other_ones(unrepaired, checkpoint, tmp_path):
-    assert "pristine file loaded" in unrepaired._settings.log_path.read_text()
+    assert "pristine file loaded" in unrepaired.sampler._settings.log_path.read_text()
     before, after = reload_same(unrepaired, checkpoint, tmp_path)
     assert np.abs(before - after).mean() > 1e-2
 
@@ -142,19 +145,21 @@ def test_an_engine_killed_while_sampling_is_named(unrepaired, requests_of):
 
     def kill():
         killed.append(time.monotonic())
-        os.kill(unrepaired.pid, signal.SIGKILL)
+        os.kill(unrepaired.sampler.pid, signal.SIGKILL)
 
     timer = threading.Timer(1.5, kill)
     timer.start()
-    with pytest.raises(SamplerGone, match=rf"died \(pid {unrepaired.pid}, log .*engine.log\): got signal SIGKILL"):
+    with pytest.raises(
+        SamplerGone, match=rf"died \(pid {unrepaired.sampler.pid}, log .*engine.log\): got signal SIGKILL"
+    ):
         for at in range(100):
             unrepaired.generate(requests_of(16, 16, max_tokens=120), shard=f"long-{at}")
     assert time.monotonic() - killed[0] < 5
     # Witness: it was at work; nothing half done is readable.
-    folder = unrepaired._settings.trace_root
+    folder = unrepaired.sampler._settings.trace_root
     assert [path.name for path in folder.iterdir() if path.name.startswith(f".long-{at}")]
     assert f"long-{at}" not in {path.stem for path in folder.iterdir()}
-    assert not alive(unrepaired.pid)
+    assert not alive(unrepaired.sampler.pid)
 
 
 def test_the_engine_does_not_outlive_its_trainer(settings, tmp_path):
@@ -167,7 +172,7 @@ def test_the_engine_does_not_outlive_its_trainer(settings, tmp_path):
             from moe_rl.vllm.wire import EngineSettings
             engine = VllmEngine(EngineSettings(Path({str(settings.model_path)!r}), "float32", 128, 8, 4, None, "",
                 Path({str(tmp_path / "engine.log")!r}), 240.0, 0))
-            print(engine.pid, engine.generate([], shard="none"), flush=True)
+            print(engine.pid, flush=True)
             time.sleep(600)
         """)
     )

@@ -21,11 +21,8 @@ from moe_rl.config.load import load_config
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
-from moe_rl.rollout.distribution import assign
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.rollout.fleet_groups import FleetGroups
-from moe_rl.rollout.group_sampler import ServerLost
-from moe_rl.rollout.sampler import nobody
+from moe_rl.rollout.sampler import Blocking, ServerLost, assign, nobody
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import own_address, reached_by_all
@@ -62,7 +59,7 @@ class Server:
         self._may_fail("served")
         return self.served_
 
-    async def sample(self, requests, shard, enough=None, ended=nobody):
+    async def sample(self, requests, shard, ended=nobody):
         try:
             await asyncio.sleep(30 if self.slow else 0)
             self._may_fail("before")
@@ -128,7 +125,8 @@ def replace_served(served: Served, *, updates: int, version: int, digest: str, s
 def fleet(tmp_path):
     def make(count=2, *, max_lost=0, updated=True, **settings):
         servers = [Server(f"http://host:{n}", **settings) for n in range(count)]
-        made = ServerFleet(servers, tmp_path, "0.32.0", workers=[1, 2, 1][:count], max_lost=max_lost, load_seconds=9)
+        workers = [1, 2, 1][:count]
+        made = Blocking(ServerFleet(servers, tmp_path, "0.32.0", workers=workers, max_lost=max_lost, load_seconds=9))
         if updated:
             made.update_weights(update(tmp_path, 1))
         return made, servers
@@ -207,10 +205,10 @@ def test_within_the_bound_the_others_sample_what_is_lacking_and_nothing_is_doubl
     assert all(one.key == REQUESTS[at].key for at, one in told)
     assert all(dict(told)[at] is one for at, one in enumerate(completions)), "who hears has what is returned"
     assert len(told) == len(REQUESTS) + (when == "after") * 3
-    assert list(made.lost) == ["http://host:1"] and "planted" in made.lost["http://host:1"]
+    assert list(made.sampler.lost) == ["http://host:1"] and "planted" in made.sampler.lost["http://host:1"]
     used = [key for server in (servers[0], servers[2]) for keys in server.shards.values() for key in keys]
     assert sorted(used) == sorted(r.key for r in REQUESTS), "a request was sampled twice by those that are left"
-    again = [name for server in servers for name in server.shards if name.endswith("-again1")]
+    again = [name for server in servers for name in server.shards if "-again1" in name]
     assert again and not servers[1].fails, "the fault did not fire"
     made.generate(REQUESTS, shard="step000002")
     assert not any(name.startswith("step000002") for name in servers[1].shards)
@@ -263,7 +261,9 @@ def test_nothing_is_sampled_before_all_have_the_same_weights(fleet, tmp_path):
     servers[1].fails.append("refuse")
     with pytest.raises(WeightSyncError, match="http://host:1: torn"):
         made.update_weights(update(tmp_path, 2))
-    assert len(servers[0].updates) == 2 and not made.lost, "one that works is not lost, and ends the wait of the other"
+    assert len(servers[0].updates) == 2 and not made.sampler.lost, (
+        "one that works is not lost, and ends the wait of the other"
+    )
     made, servers = fleet()
     servers[1].digest = "another"
     with pytest.raises(WeightSyncError, match="different weights.*digest2.*another"):
@@ -272,11 +272,16 @@ def test_nothing_is_sampled_before_all_have_the_same_weights(fleet, tmp_path):
 
 def test_weights_go_in_when_all_servers_pause_and_all_go_on_when_all_have_them(fleet, tmp_path):
     made, servers = fleet(3)
-    groups = FleetGroups(made)
+    groups = made.sampler
 
     async def run():
+        servers[0].slow = True
+        sampling = asyncio.create_task(groups.sample(0, REQUESTS, shard="g1"))
+        await asyncio.sleep(0)
         with refused(WeightSyncError, got=("http://host:0", "http://host:2")):
             await groups.take_weights(update(tmp_path, 2))
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
         await groups.pause()
         assert all(server.paused for server in servers)
         servers[1].paused = False
@@ -300,18 +305,18 @@ def test_weights_go_in_when_all_servers_pause_and_all_go_on_when_all_have_them(f
 
 def test_a_group_of_a_lost_server_is_lost_and_the_other_places_go_on(fleet):
     made, servers = fleet(2, max_lost=1)
-    groups, never = FleetGroups(made), asyncio.Event()
+    groups, never = made.sampler, asyncio.Event()
 
     async def run():
         assert list(groups.places) == [0, 1]
         servers[1].fails.append("before")
         with refused(ServerLost, server=1, got=("planted",)) as lost:
-            await groups.sample_group(1, REQUESTS, shard="g1", leave=never)
+            await groups.sample(1, REQUESTS, shard="g1", leave=never)
         assert lost.value.tokens == 3
         assert list(groups.places) == [0]
         with refused(ServerLost, server=1):
-            await groups.sample_group(1, REQUESTS, shard="g1-again", leave=never)
-        assert len(await groups.sample_group(0, REQUESTS, shard="g1-again", leave=never)) == len(REQUESTS)
+            await groups.sample(1, REQUESTS, shard="g1-again", leave=never)
+        assert len(await groups.sample(0, REQUESTS, shard="g1-again", leave=never)) == len(REQUESTS)
         assert list(servers[0].shards) == ["g1-again-server0"]
         servers[0].fails.append("pause")
         with pytest.raises(SamplerGone, match="host:0"):
@@ -322,11 +327,11 @@ def test_a_group_of_a_lost_server_is_lost_and_the_other_places_go_on(fleet):
 
 def test_a_server_that_two_calls_lose_is_lost_once(fleet):
     made, servers = fleet(3, max_lost=1)
-    groups, never = FleetGroups(made), asyncio.Event()
+    groups, never = made.sampler, asyncio.Event()
     servers[1].fails += ["before", "pause"]
 
     async def run():
-        group = groups.sample_group(1, REQUESTS, shard="g1", leave=never)
+        group = groups.sample(1, REQUESTS, shard="g1", leave=never)
         lost, paused = await asyncio.gather(group, groups.pause(), return_exceptions=True)
         assert isinstance(lost, ServerLost) and paused is None
         assert not servers[1].fails, "both calls were meant to fail"
@@ -334,7 +339,7 @@ def test_a_server_that_two_calls_lose_is_lost_once(fleet):
 
     asyncio.run(run())
     with refused(EngineError, server=1):
-        made.server(1)
+        made.sampler.server(1)
 
 
 def test_a_broadcast_has_ranks_for_the_workers_of_every_server_that_is_left(fleet, tmp_path):
@@ -371,20 +376,9 @@ def test_a_server_may_be_lost_in_an_update(fleet, tmp_path):
     made, servers = fleet(max_lost=1)
     servers[0].fails.append("update")
     made.update_weights(update(tmp_path, 2))
-    assert list(made.lost) == ["http://host:0"]
+    assert list(made.sampler.lost) == ["http://host:0"]
     made.generate(REQUESTS, shard="step000001")
     assert len(servers[1].shards["step000001-server1"]) == len(REQUESTS)
-
-
-def test_some_of_each_servers_share_may_be_enough(fleet):
-    made, servers = fleet()
-    seen = []
-    for server in servers:
-        server.sample = lambda requests, shard, enough, ended, f=server.sample: (
-            seen.append(enough) or f(requests, shard)
-        )
-    made.generate(REQUESTS, shard="step000001", enough=7)
-    assert seen == [4, 4]
 
 
 @pytest.mark.parametrize("reads", [False, True])

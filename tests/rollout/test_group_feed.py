@@ -15,10 +15,9 @@ from moe_rl.errors import EngineError, PipelineError, RewardError, TraceError
 from moe_rl.report.registry import find
 from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
-from moe_rl.rollout.group_sampler import ServerLost
 from moe_rl.rollout.kept import shard_group, shards_of
-from moe_rl.rollout.pool_groups import sample_beside
 from moe_rl.rollout.rollouts import Rollouts
+from moe_rl.rollout.sampler import ServerLost, nobody, sample_all
 from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.types import Completion, InsertedTokens, RoutePart, RouteRef, Verdict, VersionSpan
 from moe_rl.weights.update import Received, WeightUpdate
@@ -77,18 +76,18 @@ class Servers:
         self.lost = {place: asyncio.Event() for place in self.places}
         self.load = dict.fromkeys(self.places, 0)
 
-    async def sample_group(self, place, requests, *, shard, leave, ended=lambda count: None):
+    async def sample(self, place, requests, *, shard, leave, ended=nobody):
         self.load[place] += len(requests)
         self.most[place] = max(self.most[place], self.load[place])
 
-        async def one(request):
-            completion = await self.sample(request, shard, leave)
+        async def one(at, request):
+            completion = await self.one(request, shard, leave)
             self.load[place] -= 1
             if completion.finish_reason != "abort":
-                ended(1)
+                ended(at, completion)
             return completion
 
-        works = [asyncio.create_task(one(request)) for request in requests]
+        works = [asyncio.create_task(one(*each)) for each in enumerate(requests)]
         lost = asyncio.create_task(self.lost[place].wait())
         try:
             sampled = asyncio.gather(*works)
@@ -105,7 +104,7 @@ class Servers:
         finally:
             lost.cancel()
 
-    async def sample(self, request, shard, leave):
+    async def one(self, request, shard, leave):
         self.asked.append(request)
         base = "/".join(request.key.split("/")[:2])
         draw = Random(base)
@@ -576,7 +575,7 @@ def test_other_requests_are_sampled_beside_the_groups_also_when_a_server_is_lost
         await rig.feed.begin()
         training = asyncio.create_task(rig.train())
         requests = [rig.rollouts.request(f"e{n}", (n % 3,), 1.0) for n in range(12)]
-        sampling = asyncio.create_task(sample_beside(rig.feed.sampler, requests, shard="eval"))
+        sampling = asyncio.create_task(sample_all(rig.feed.sampler, requests, shard="eval", leave=asyncio.Event()))
         await asyncio.sleep(2.5)
         rig.servers.fail(0)
         completions = await sampling
@@ -616,7 +615,7 @@ def test_a_failure_of_the_sampler_ends_the_wait(tmp_path):
 def test_a_request_without_a_token_is_not_asked_again_for_ever(tmp_path):
     async def main():
         rig = Rig(tmp_path)
-        rig.servers.sample = empty
+        rig.servers.one = empty
         await rig.feed.begin()
         await rig.train()
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from moe_rl.errors import EngineError, WeightSyncError
-from moe_rl.rollout.group_sampler import EngineGroups
 from moe_rl.trace import TraceStore
 from tests.rollout.conftest import make_requests
 from tests.rollout.in_flight import (
@@ -31,7 +30,7 @@ NAMES = (f"flight-{number}" for number in itertools.count())
 @pytest.fixture
 def flight(engine, weights, others, reference, other_reference, settings, tmp_path):
     """The shared engine as groups. It gets the other weights by `send`, and its own again after the test."""
-    groups = EngineGroups(engine)
+    groups = engine.sampler
     (one,) = engine.generate(make_requests(1, 1, max_tokens=1), shard=next(NAMES))
     old = one.newest_version
     written = by_disk(tmp_path, others, version=old + 1, replaces=old)
@@ -71,11 +70,11 @@ def test_requests_that_ended_are_told_while_others_go_on(flight):
     async def run():
         requests = [replace(r, max_tokens=n) for r, n in zip(make_requests(1, 3), (2, 30, 5), strict=True)]
         told = []
-        sampling = flight.groups.sample_group(
-            0, requests, shard=f"{flight.name}-told", leave=asyncio.Event(), ended=told.append
+        sampling = flight.groups.sample(
+            0, requests, shard=f"{flight.name}-told", leave=asyncio.Event(), ended=lambda at, one: told.append(at)
         )
         sampled = await sampling
-        assert [len(one.token_ids) for one in sampled] == [2, 30, 5] and told == [1, 1, 1]
+        assert [len(one.token_ids) for one in sampled] == [2, 30, 5] and told == [0, 2, 1]
 
     asyncio.run(run())
 
@@ -87,14 +86,14 @@ def test_what_a_pause_allows(flight):
         groups, leave = flight.groups, asyncio.Event()
         requests = make_requests(1, 2, prompt=PROMPT, max_tokens=ENDLESS)
         update = by_disk(flight.folder, flight.others, version=flight.new, replaces=flight.old)
-        group = asyncio.ensure_future(groups.sample_group(0, requests, shard=f"{flight.name}-left", leave=leave))
+        group = asyncio.ensure_future(groups.sample(0, requests, shard=f"{flight.name}-left", leave=leave))
         await forwarded(groups, 100)
         with pytest.raises(EngineError, match="without a pause"):
             await groups.take_weights(update)
         with pytest.raises(EngineError, match="samples alone"):
             await asyncio.to_thread(flight.engine.generate, requests, shard=f"{flight.name}-alone")
         await groups.pause()
-        waiting = asyncio.ensure_future(groups.sample_group(0, requests, shard=f"{flight.name}-none", leave=leave))
+        waiting = asyncio.ensure_future(groups.sample(0, requests, shard=f"{flight.name}-none", leave=leave))
         await asyncio.sleep(0)
         leave.set()
         assert [(one.finish_reason, one.versions, one.routes) for one in await waiting] == [("abort", (), None)] * 2

@@ -29,12 +29,14 @@ from moe_rl.errors import EngineError, SamplerGone
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems, folder_problem
 from moe_rl.rollout.fleet import ServerFleet
+from moe_rl.rollout.sampler import Blocking, nobody
 from moe_rl.rollout.server import VllmServer
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
 from moe_rl.vllm import api_server
 from moe_rl.vllm.control import GENERATE
+from moe_rl.vllm.sampling import Growing
 from moe_rl.weights.update import Files
 from tests.rollout.conftest import check_stopped, two_stop_strings
 from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, agree, alive, serving, whole_update
@@ -53,6 +55,17 @@ UPDATE = {"version": 1, "replaces": 0, "number": 0, "final": True, "changed": Tr
 def server(checkpoint, tmp_path_factory):
     with serving(checkpoint, tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+def streamed(client: VllmServer, requests, shard: str, *, leave=None, ended=nobody):
+    """Sample while other calls may, as a run in mode async does."""
+    started, samples = client.recording().start, [Growing() for _ in requests]
+
+    async def run():
+        left = asyncio.Event() if leave is None else leave
+        return await client.sample_group(requests, shard, left, ended, started=started, samples=samples)
+
+    return asyncio.run(run())
 
 
 def grow(requests, max_tokens: int) -> list[GenerateRequest]:
@@ -109,8 +122,7 @@ def test_stop_strings_across_tokens(server, reference, checkpoint, requests_of):
     free = server.client().generate(requests, shard="text-0")
     stops = two_stop_strings(codec, free)
     asked = [replace(request, stop=("never sampled", *stops)) for request in requests]
-    for shard, enough in (("text-1", None), ("text-2", len(asked))):
-        stopped = server.client().generate(asked, shard=shard, enough=enough)
+    for stopped in (server.client().generate(asked, shard="text-1"), streamed(server.client(), asked, "text-2")):
         check_stopped(codec, free, stopped, stops)
         agree(server.store, reference, stopped)
 
@@ -132,9 +144,16 @@ def test_rows_from_a_position_on(server, reference, requests_of):
     assert two.routes.start == 0 and len(server.store.read(two.routes).token_ids) == two.routes.rows
 
 
-def test_enough_aborts_the_rest_and_keeps_their_rows(server, reference, requests_of):
+def test_a_call_that_is_left_aborts_the_rest_and_keeps_their_rows(server, reference, requests_of):
     requests = [replace(one, max_tokens=150 if at % 2 else 10) for at, one in enumerate(requests_of(4, 2))]
-    completions = server.client().generate(requests, shard="enough", enough=4)
+    leave, short = asyncio.Event(), []
+
+    def ended(at, completion):
+        short.append(at)
+        if len(short) == 4:
+            leave.set()
+
+    completions = streamed(server.client(), requests, "left", leave=leave, ended=ended)
     cut = [one for one in completions if one.finish_reason == "abort"]
     assert sum(one.finish_reason == "length" for one in completions) >= 4
     assert len(cut) >= 3 and all(0 < len(one.token_ids) < 150 for one in cut), "nothing was cut short"
@@ -244,19 +263,19 @@ def test_a_second_run_takes_the_server_and_the_first_is_told(server, reference, 
     """While the first run trains and while it samples; the second gets its own results, in a store of its own."""
     root, requests = Path(server.ready["trace_root"]), requests_of(2, 4, max_tokens=100)
 
-    def begun(name: str) -> ServerFleet:
+    def begun(name: str) -> Blocking:
         client = server.client(folder=f"{name}/trace", alone=True, timeout_seconds=60)
         asyncio.run(client.adopt())
-        fleet = ServerFleet([client], root, "", workers=[1], max_lost=0, load_seconds=60)
-        return updated(fleet, 1)
+        fleet = ServerFleet([client], root, "0.32.0", workers=[1], max_lost=0, load_seconds=60)
+        return updated(Blocking(fleet), 1)
 
-    def updated(fleet: ServerFleet, version: int) -> ServerFleet:
+    def updated(fleet: Blocking, version: int) -> Blocking:
         update = whole_update(server, checkpoint, version, replaces=version - 1)
         paths = [str(root / path) for path in update.source.paths]
         fleet.update_weights(msgspec.structs.replace(update, source=Files(paths)))
         return fleet
 
-    def sampled(fleet: ServerFleet, name: str) -> None:
+    def sampled(fleet: Blocking, name: str) -> None:
         agree(TraceStore(root / f"{name}/trace"), reference, fleet.generate(requests, shard="step000001"), version=1)
 
     def forwarded() -> int:
@@ -271,16 +290,15 @@ def test_a_second_run_takes_the_server_and_the_first_is_told(server, reference, 
         later = begun("run-c")
         with pytest.raises(SamplerGone, match=f"{server.url}.*HTTP 409: {taken}"):
             updated(idle, 2)
-        for number, enough in enumerate((None, 4)):
-            before = forwarded()
-            with ThreadPoolExecutor(1) as other:
-                under_way = other.submit(later.generate, requests, shard="step000001-x", enough=enough)
-                while forwarded() < before + 100:
-                    assert not under_way.done(), under_way.result()
-                later = begun(f"run-{number}")
-                with pytest.raises(SamplerGone, match=f"(Another client|{taken}).*server 0, {server.url}"):
-                    under_way.result()
-            sampled(later, f"run-{number}")
+        before = forwarded()
+        with ThreadPoolExecutor(1) as other:
+            under_way = other.submit(later.generate, requests, shard="step000001-x")
+            while forwarded() < before + 100:
+                assert not under_way.done(), under_way.result()
+            later = begun("run-d")
+            with pytest.raises(SamplerGone, match=f"(Another client|{taken}).*server 0, {server.url}"):
+                under_way.result()
+        sampled(later, "run-d")
     finally:
         asyncio.run(server.client().adopt())
         server.client().update_weights(whole_update(server, checkpoint, 0, replaces=0))

@@ -10,7 +10,7 @@ import pytest
 
 from moe_rl.errors import SamplerGone, WeightSyncError
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.rollout.fleet_groups import FleetGroups
+from moe_rl.rollout.sampler import Blocking
 from tests.rollout.conftest import make_requests
 from tests.rollout.in_flight import ENDLESS, PROMPT, Change, begin_late, by_broadcast, forwarded, keep, recompute
 from tests.rollout.serving import serving
@@ -28,8 +28,8 @@ def test_a_server_samples_through_updates(checkpoint, weights, others, reference
         root = Path(server.ready["trace_root"])
         client = server.client(alone=True, timeout_seconds=60)
         asyncio.run(client.adopt())
-        fleet = ServerFleet([client], root, "", workers=[1], max_lost=0, load_seconds=60)
-        groups, sync = FleetGroups(fleet), root / "sync"
+        groups = ServerFleet([client], root, "", workers=[1], max_lost=0, load_seconds=60)
+        fleet, sync = Blocking(groups), root / "sync"
         sync.mkdir(parents=True)
 
         def update(version, tensors, **about):
@@ -49,12 +49,12 @@ def test_a_server_samples_through_updates(checkpoint, weights, others, reference
 
         async def pauses():
             requests, leave = make_requests(1, 2, prompt=PROMPT, max_tokens=ENDLESS), asyncio.Event()
-            group = asyncio.ensure_future(groups.sample_group(0, requests, shard="a", leave=leave))
+            group = asyncio.ensure_future(groups.sample(0, requests, shard="a", leave=leave))
             await forwarded(groups, 100)
             with pytest.raises(WeightSyncError, match="pause"):
                 await groups.take_weights(update(6, others))
             await groups.pause()
-            waiting = asyncio.ensure_future(groups.sample_group(0, requests, shard="b", leave=leave))
+            waiting = asyncio.ensure_future(groups.sample(0, requests, shard="b", leave=leave))
             await asyncio.sleep(0.3)
             leave.set()
             assert [(one.finish_reason, one.versions, one.routes) for one in await waiting] == [("abort", (), None)] * 2
@@ -66,11 +66,13 @@ def test_a_server_samples_through_updates(checkpoint, weights, others, reference
             await groups.take_weights(update(6, others))
             await groups.resume()
             requests[0], told = replace(requests[0], max_tokens=5), []
-            sampling = groups.sample_group(0, requests, shard="c", leave=asyncio.Event(), ended=told.append)
+            sampling = groups.sample(
+                0, requests, shard="c", leave=asyncio.Event(), ended=lambda at, one: told.append(at)
+            )
             group = asyncio.ensure_future(sampling)
             while not told:
                 await asyncio.sleep(0.01)
-            assert told == [1] and not group.done(), "the first request has ended, and the other goes on"
+            assert told == [0] and not group.done(), "the first request has ended, and the other goes on"
             server.process.kill()
             with pytest.raises(SamplerGone):
                 await group

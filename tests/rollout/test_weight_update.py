@@ -48,7 +48,7 @@ class Sent:
         """Send the parts and return the refusal of the last one."""
         for one in parts[:-1]:
             self.engine.update_weights(one)
-        with pytest.raises(WeightSyncError, match=f"(?s){message}.*pid {self.engine.pid}") as refusal:
+        with pytest.raises(WeightSyncError, match=f"(?s){message}.*pid {self.engine.sampler.pid}") as refusal:
             self.engine.update_weights(parts[-1])
         return str(refusal.value)
 
@@ -186,7 +186,7 @@ def test_an_engine_that_sleeps_answers_nothing_until_it_is_awake(send, weights, 
     """On a CPU vLLM keeps the memory; the order of the calls is the same."""
     engine = send.engine
     before, version = engine.score([CANARY])[0].logprobs[0], send.version()
-    log = engine._settings.log_path
+    log = engine.sampler._settings.log_path
     seen = log.read_text().count("sleep mode is not supported on CPU")
     assert engine.sleep(1) is False
     with pytest.raises(EngineError, match="The vLLM engine sleeps: got no kv_cache and weights. Wake it first"):

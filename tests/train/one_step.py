@@ -23,7 +23,7 @@ from moe_rl.types import Completion, Provenance, ScoredTokens, Span, sampled_by
 class RandomSampler:
     """Stands in for an engine. It accepts weights and ignores them."""
 
-    vllm_version, workers, address = "none", 1, "127.0.0.1"
+    vllm_version, workers, address, places = "none", 1, "127.0.0.1", (0,)
 
     def __init__(self, config, facts, folder):
         self.vocabulary, self.root, self.version = facts.vocab, folder / "trace", 0
@@ -31,7 +31,7 @@ class RandomSampler:
             facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers
         )
 
-    def generate(self, requests, *, shard, ended):
+    async def sample(self, place, requests, *, shard, leave, ended):
         with ShardWriter(self.root, shard, self.spec) as writer:
             completions = [self._completed(request, writer) for request in requests]
         for at, completion in enumerate(completions):
@@ -52,23 +52,20 @@ class RandomSampler:
             drawing=request.drawing,
         )  # fmt: skip
 
-    def score(self, runs, *, shard=None):
+    async def score(self, runs, *, shard=None):
         return [ScoredTokens([np.zeros(len(run) - 1, np.float32) for run in runs], [], "nobody")]
 
-    def counts(self):
+    async def counts(self):
         return {}
 
-    def update_weights(self, update):
+    async def take_weights(self, update):
         self.version = update.version
 
-    def sleep(self, level):
+    async def sleep(self, level):
         return False
 
-    def wake(self, part):
+    async def wake(self, part):
         pass
-
-    def alive(self):
-        return True
 
     def close(self):
         pass

@@ -15,6 +15,7 @@ import pytest
 from moe_rl.errors import ConfigError, EngineError
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.sampler import Blocking
 from moe_rl.trace import TraceStore
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm.offline import record
@@ -87,7 +88,7 @@ def test_an_offline_llm_records_what_the_engine_of_a_run_does(tmp_path):
         seed=0,
     )
     requests = [GenerateRequest(str(seed), prompt, seed, 8, 1.0, (1,)) for prompt, seed in PROMPTS.items()]
-    with VllmEngine(settings) as engine:
+    with Blocking(VllmEngine(settings)) as engine:
         completions = engine.generate(requests, shard="ids")
     theirs = TraceStore(tmp_path / "trace")
     assert TraceStore(tmp_path / "mine").shards()
