@@ -57,7 +57,6 @@ def gateway_process(checkpoint: Path, folder: Path, *more: str, resume: Path | N
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
     }
     with open(log, "ab") as out:
         process = subprocess.Popen([*command, *more], cwd=ROOT, stdout=out, stderr=out, env=environment)

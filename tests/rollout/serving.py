@@ -94,7 +94,6 @@ def _serving(folder: Path, arguments: Sequence[str], *, tool: Path, place: Path)
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_COMPILE_DISABLE": "1",

@@ -28,7 +28,8 @@ PARTS = {
     ),
     "pairs": Part("all pairs of switches that the checks accept", 2 * 3600, ("benchmarks/pairs.py",)),
     "seeds": Part(
-        "comparisons with independent models, 20 seeds each", 1800, (*_PYTEST, "seeds", "tests"), writes=False
+        "comparisons with independent models, 20 seeds each", 1800,
+        (*_PYTEST, "seeds", "--seeds", "20", "tests/distributed", "tests/rollout"), writes=False,
     ),
     "chaos": Part(
         "faults planted into whole runs", 3600,
