@@ -34,7 +34,7 @@ test: $(READY) ## run the tests that go before every commit
 # One eighth of the long tests, another one for each commit.
 test-part: $(READY) ## run some of the long tests, others for each commit
 	@part="$$(git rev-list --count HEAD)/8"; echo "part $$part of the long tests"; \
-	    $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m long --part "$$part"
+	    $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m "long and not nightly" --part "$$part"
 
 test-seeds: $(READY) ## compare with independent models again, on 20 random models; on 3 where vLLM samples
 	@$(VENV)/bin/python -m pytest -q --seeds 20 -m seeds tests/distributed tests/rollout
@@ -46,7 +46,7 @@ mutants: $(READY) ## plant faults into a copy of the code, see that make test no
 	@$(VENV)/bin/python -m tests.mutants
 
 test-all: $(READY) ## run every test, the long ones too; not those of `make nightly`
-	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m "not gpu and not chaos"
+	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m "not gpu and not chaos and not nightly"
 
 nightly: $(READY) ## run what takes hours, part by part; goes on where it was interrupted: PARTS="chaos soak"
 	@$(VENV)/bin/python -m tools.dev.nightly $(PARTS)

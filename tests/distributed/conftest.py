@@ -14,12 +14,14 @@ from tests.support.independent import clear_checkpoint
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads the markers
 def pytest_collection_modifyitems(items):
-    """A module's USUAL are the cases that `make test` runs: a test with another one is long."""
+    """A test with a case that is not in its module's USUAL is long, and with four ranks nightly."""
     for item in items:
         usual = getattr(item.module, "USUAL", None)
         given = item.callspec.params if usual is not None and hasattr(item, "callspec") else {}
         if any(given[name] not in usual for name in given.keys() & {"case", "plain", "layout", "name"}):
             item.add_marker(pytest.mark.long)
+            if any(isinstance(case, Case) and case.ranks > 2 for case in given.values()):
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,7 @@ def test_the_calculator_trains(launch, tmp_path, capsys):
     assert f"session {session}" in told and "turn 0, first" in told and "mismatch 0.0000" in told
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_goes_on(launch, tmp_path, mode):
     run = launch("killed", *MODES[mode])

@@ -22,7 +22,7 @@ from tests.gateway.test_training import config_of
 from tests.rollout.serving import Running, serving_run
 from tests.support.task import task_of
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.nightly, pytest.mark.timeout(1800)]
 ENVIRONMENTS = Path(__file__).parents[1] / "gateway"
 
 

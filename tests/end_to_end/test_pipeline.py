@@ -89,7 +89,7 @@ def test_the_time_line_shows_both_sides_at_work_at_once(ahead):
         assert all(one.end <= after.begin for one, after in pairwise(own)), side
 
 
-@pytest.mark.parametrize("victim", ["everything", "pool"])
+@pytest.mark.parametrize("victim", ["everything", pytest.param("pool", marks=pytest.mark.nightly)])
 def test_a_killed_run_goes_on_bit_for_bit(ahead, tmp_path, victim):
     """Struck in step 4, while its successor is sampled; the checkpoint is of step 2."""
     run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *AHEAD, "run.steps=5"))
@@ -122,6 +122,7 @@ def exact_match(completion, answer):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_batch_that_was_not_judged_yet_is_judged_again_and_the_run_goes_on_bit_for_bit(
     tmp_path_factory, tmp_path, end
@@ -160,6 +161,7 @@ def test_a_batch_that_was_not_judged_yet_is_judged_again_and_the_run_goes_on_bit
     assert not list((folder / "rollouts").glob("*.sampled"))
 
 
+@pytest.mark.nightly
 def test_a_batch_that_is_lost_is_sampled_again_and_told(ahead, tmp_path):
     """Its old weights are gone, so it is sampled with those of the checkpoint."""
     folder = tmp_path / ahead.folder.name
@@ -209,7 +211,7 @@ def proven(folder: Path) -> list[dict]:
     return [json.loads(line) for line in ledger.path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize("kv", ["keep", pytest.param("recompute", marks=pytest.mark.nightly)])
 def test_groups_are_never_too_old_and_each_prompt_ends_once_also_after_a_kill(tmp_path, kv):
     run = Launch(
         tmp_path,
@@ -241,6 +243,7 @@ def test_groups_are_never_too_old_and_each_prompt_ends_once_also_after_a_kill(tm
     replays(folder, replay.folder, 6)
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_goes_on_with_the_groups_that_it_had_begun(tmp_path):
     run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *ASYNC, "pipeline.max_staleness=2", "run.steps=5"))
     run.until(lambda: "\n 2/5" in run.text())
@@ -264,6 +267,7 @@ STRIKES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strike", STRIKES)
 def test_whoever_is_struck_while_groups_are_sampled_is_named(tmp_path, strike):
     """A verifier is replaced. Every other loss ends the run by name, and the resumed run ends each prompt once."""

@@ -51,7 +51,7 @@ def stop_while_it_samples(run: Launch, server: Running, number: int) -> None:
     run.until(caught)
 
 
-@pytest.mark.parametrize("strike", ["stopped", "killed"])
+@pytest.mark.parametrize("strike", [pytest.param("stopped", marks=pytest.mark.nightly), "killed"])
 def test_a_run_goes_on_when_a_server_is_struck(served, strike):
     """The server that is stopped goes on behind the first run, and the second run can take it."""
     runs, settings, (_, struck) = served

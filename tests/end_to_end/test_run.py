@@ -109,6 +109,7 @@ def test_without_replay_the_mismatch_is_larger_and_a_limit_to_it_ends_the_run(sh
     assert off["policy_kl/k3"] > replayed["policy_kl/k3"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "layout",
     [
@@ -147,6 +148,7 @@ def test_ranks_that_share_sequences(short_run, tmp_path, layout):
     assert 0 < ours[0]["objective/kl_ref"] < ours[1]["objective/kl_ref"]
 
 
+@pytest.mark.nightly
 def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(short_run, tmp_path):
     """The other side of every switch, in one run, and its layers in turns on two pipeline stages."""
     run = Launch(

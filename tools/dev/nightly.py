@@ -27,6 +27,10 @@ PARTS = {
         "one-line faults in a copy of the code, and the test that notices each", 3600, ("-m", "tests.mutants")
     ),
     "pairs": Part("all pairs of switches that the checks accept", 2 * 3600, ("benchmarks/pairs.py",)),
+    "layouts": Part(
+        "four ranks, and whole runs that are struck, resumed and played over servers", 2 * 3600, (*_PYTEST, "nightly"),
+        writes=False,
+    ),
     "seeds": Part(
         "comparisons with independent models, 20 seeds each", 1800,
         (*_PYTEST, "seeds", "--seeds", "20", "tests/distributed", "tests/rollout"), writes=False,
