@@ -214,6 +214,34 @@ def passed_problems(config: Config) -> Iterator[Problem]:
         elif not _accepts(known[name], value):
             expected = ast.unparse(known[name]).replace("torch.dtype", f"one of {', '.join(DTYPES)}")
             yield describe("wrong value", where={"key": key}, got=repr(value), expected=expected)
+    yield from _memory_problems(config)
+
+
+def _memory_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each combination under which the optimizer's state could not be moved, saved or seen."""
+    passed = config.train.megatron_optimizer
+    apart = [key for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload") if passed.get(key)]
+    if apart == ["optimizer_cpu_offload"]:
+        yield describe(
+            "without the precision-aware optimizer the float32 weights would stay on the GPU, too",
+            where={"key": "train.megatron_optimizer.use_precision_aware_optimizer", "given": f"{apart[0]} is true"},
+            got=False,
+            expected=True,
+        )
+    if apart and config.placement.experts != "natural":
+        yield describe(
+            "experts cannot move, because the optimizer holds their state itself",
+            where={"key": "placement.experts", "given": f"train.megatron_optimizer.{apart[0]} is true"},
+            got=config.placement.experts,
+            expected="natural",
+        )
+    if apart and not config.train.distributed_optimizer:
+        yield describe(
+            "only the distributed optimizer can do this",
+            where={"key": "train.distributed_optimizer", "given": f"train.megatron_optimizer.{apart[0]} is true"},
+            got=False,
+            expected=True,
+        )
 
 
 def _reason(passed: Passed, name: str) -> str:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_rl.checkpoint_folder import name_of, to_resume_instead
 from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
-from moe_rl.megatron import rng, unpickling, world
+from moe_rl.megatron import offload, rng, unpickling, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.optimizer_slices import set_slices, sharded_slices
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -290,7 +290,7 @@ def sharded(policy: Policy, *, loading: bool, there: Collection[str] = ()) -> di
     optimizers = {}
     for number, optimizer in enumerate(policy.optimizers):
         # Adam has no moments before its first step, but a checkpoint always contains them.
-        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        offload.begin(optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             optimizers[str(number)] = sharded_slices(optimizer, model, loading=loading, there=there)
         else:
@@ -301,6 +301,10 @@ def sharded(policy: Policy, *, loading: bool, there: Collection[str] = ()) -> di
 
 def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
     """Restore an optimizer from its part of the loaded `sharded` tensors."""
+    if offload.is_offloaded(optimizer):
+        offload.set_steps(optimizer, step)
+        set_slices(optimizer, loaded)
+        return
     state = optimizer.state_dict()
     of_torch = state.get("optimizer", state)
     for group in of_torch["param_groups"]:
@@ -378,8 +382,7 @@ def check_optimizer(path: Path, policy: Policy, saved: Mapping[str, Sequence[int
 
 def optimizer_step(policy: Policy) -> int:
     """Return the number of updates that Adam has made, which its bias correction depends on."""
-    # TransformerEngine's Adam does not count steps in a group without parameters.
-    return max(int(group.get("step", 0)) for group in policy.optimizer.param_groups)
+    return offload.steps(policy.optimizers)
 
 
 def digest(path: Path) -> str:

@@ -22,9 +22,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from moe_rl.megatron.optimizer_slices import KINDS
+
 # Experts as one module each (SequentialMLP), or all in one module (TransformerEngine's grouped linear).
 _SLOT = re.compile(r"local_experts\.(\d+)\.|(\d+)$")
-_KEPT = ("param", "exp_avg", "exp_avg_sq")
 
 
 def expert_weights(moe: MoELayer) -> list[dict[str, torch.nn.Parameter]]:
@@ -115,7 +116,7 @@ def _weights(weights: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 def _state(weights: list[torch.Tensor], like: torch.Tensor, optimizers: list[MegatronOptimizer]) -> torch.Tensor:
     """Return the whole optimizer state of these weights, float32 [weights, 3, elements]."""
-    states = torch.zeros(len(weights), len(_KEPT), like.numel(), dtype=torch.float32, device=like.device)
+    states = torch.zeros(len(weights), len(KINDS), like.numel(), dtype=torch.float32, device=like.device)
     for state, weight in zip(states, weights, strict=True):
         held, own = _held(weight, optimizers)
         for whole, part in zip(state, held, strict=bool(held)):
@@ -127,18 +128,18 @@ def _state(weights: list[torch.Tensor], like: torch.Tensor, optimizers: list[Meg
 
 
 def _held(weight: torch.Tensor, optimizers: list[MegatronOptimizer]) -> tuple[list[torch.Tensor], slice]:
-    """Return this rank's optimizer state of a weight, in the order of `_KEPT`, and the range of elements that it
+    """Return this rank's optimizer state of a weight, in the order of `KINDS`, and the range of elements that it
     covers. Both are empty if this rank's optimizer holds no part of the weight."""
     optimizer = _of(weight, optimizers)
     if not isinstance(optimizer, DistributedOptimizer):
         main = getattr(weight, "main_param", weight)
         state = {"param": main, **optimizer.optimizer.state[main]}
-        return [state[name] for name in _KEPT], slice(0, weight.numel())
+        return [state[name] for name in KINDS], slice(0, weight.numel())
     if weight not in optimizer.model_param_gbuf_map:
         return [], slice(0, 0)
     ranges = optimizer._get_model_param_range_map(weight)
     state = optimizer._get_main_param_and_optimizer_states(weight)
-    return [state[name] for name in _KEPT], slice(ranges["param"].start, ranges["param"].end)
+    return [state[name] for name in KINDS], slice(ranges["param"].start, ranges["param"].end)
 
 
 def _of(weight: torch.Tensor, optimizers: list[MegatronOptimizer]) -> MegatronOptimizer:

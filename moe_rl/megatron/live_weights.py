@@ -287,7 +287,7 @@ def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[s
     groups: list[list[_Written]] = []
     elements = 0
     for one in held:
-        if (main := getattr(one.tensor, "main_param", None)) is None:
+        if (main := _main_values(one.tensor, owners.get(one.tensor))) is None:
             continue
         own, main = one.tensor.data.view(-1), main.view(-1)
         if one.tensor in owners:
@@ -301,6 +301,17 @@ def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[s
     wrong = torch.stack([_unlike(group) for group in groups]).tolist() if groups else []
     late = [one for group, is_wrong in zip(groups, wrong, strict=True) if is_wrong for one in group if _unlike([one])]
     return [part for one in late for part in one.parts]
+
+
+def _main_values(parameter: Tensor, owner: DistributedOptimizer | None) -> Tensor | None:
+    """Return what the optimizer wrote for this rank's elements of a parameter.
+
+    None if that is the parameter itself, or only the bits that it lacks of the float32 values.
+    """
+    main = getattr(parameter, "main_param", None)
+    if main is None and owner is not None and owner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        main = owner._get_main_param_and_optimizer_states(parameter)["param"].to(parameter.device)
+    return None if main is None or main.dtype is torch.int16 else main
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -345,6 +345,13 @@ def wrap_for_training(
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+    if passed.get("optimizer_cpu_offload") and not next(chunks[0].parameters()).is_cuda:
+        raise ConfigError(
+            "the optimizer's state is in host memory already",
+            where={"key": "train.megatron_optimizer.optimizer_cpu_offload"},
+            got="no GPU",
+            expected="false",
+        )
     settings = train.optimizer
     with _naming("train.megatron_optimizer", passed):
         optimizer_config = OptimizerConfig(

@@ -6,7 +6,8 @@ torch's format stores a tensor as boxes of any size. So each rank writes and rea
 which have the same names and shapes in every layout.
 
 The main parameter of a float32 parameter is a slice of the parameter itself, in the same memory. It is stored once, as
-part of the weights. Main parameters of other precisions are stored as "param".
+part of the weights. Main parameters of other precisions are stored as "param": their float32 values, or the 16 bits
+that the parameter lacks of them (`store_param_remainders`).
 
 Megatron's own formats do one of two things: they gather all data-parallel slices on a rank (`fully_reshardable`, whose
 names are used here), or they can be loaded only by the layout that wrote them, apart from its data-parallel size
@@ -24,6 +25,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import DistributedOptimizer
 
+from moe_rl.megatron.offload import is_offloaded
+
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+"""What the optimizer keeps of each parameter: the main values and Adam's two moments."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a box in a tensor, along each axis."""
 
@@ -46,7 +51,8 @@ def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: boo
         own = optimizer._get_model_param_range_map(parameter)["param"]
         boxes = list(_stored_boxes(stored[parameter], parameter, own.start, own.end))
         found[number] = {}
-        for kind, state in optimizer._get_main_param_and_optimizer_states(parameter).items():
+        held = optimizer._get_main_param_and_optimizer_states(parameter)
+        for kind, state in ((kind, held[kind]) for kind in KINDS):
             in_place = state.data_ptr() == parameter.data_ptr() + own.start * parameter.element_size()
             if in_place and not any(_key(kind, box) in there for box in boxes):
                 continue
@@ -72,6 +78,11 @@ def set_slices(optimizer: DistributedOptimizer, loaded: dict) -> None:
     """
     for number, parameter in enumerate(optimizer.model_param_gbuf_map):
         state = {kind: torch.cat([box.flatten() for box in boxes]) for kind, boxes in loaded[number].items()}
+        if is_offloaded(optimizer):  # Megatron's function would replace tensors that Adam updates in place
+            held = optimizer._get_main_param_and_optimizer_states(parameter)
+            for kind, values in state.items():
+                held[kind].copy_(values)
+            continue
         state.setdefault("param", None)  # Megatron's function leaves it as it is
         optimizer._set_main_param_and_optimizer_states(parameter, state)
 

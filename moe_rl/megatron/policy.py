@@ -268,9 +268,10 @@ class Policy:
         Megatron's step would prepare all gradients and measure their norm a second time.
         """
         for optimizer in self.optimizers:
-            parameters, limit = optimizer.get_parameters(), optimizer.config.clip_grad
-            if parameters and limit > 0:
-                clip_grad_by_total_norm_fp32(parameters, limit, norm)
+            parameters, settings = optimizer.get_parameters(), optimizer.config
+            if parameters and settings.clip_grad > 0:
+                apart = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, settings.clip_grad, norm, use_decoupled_grad=apart)
         with without_mode():
             self.optimizer.step_with_ready_grads()
 
