@@ -68,7 +68,6 @@ class Recorder:
         )
         stage, stages, every_layer = _pipeline(self._capture.layers)
         self.spec = self.recording.spec(model_config, every_layer)
-        self._row_sums = RowSums(self._capture.layers, self.spec.num_experts, worker.device)
         self.sinks = Sinks(
             Path(self.recording.trace_root),
             self.spec,
@@ -77,7 +76,10 @@ class Recorder:
         )
         self._extras = Extras.of(worker, self.recording, self._capture.modules, pipeline_stages=stages)
         self._witness = RouterWitness.of(worker, self._capture.modules, pipeline_stages=stages)
-        self._slots: SlotTable  # created in the first step, when the KV cache exists
+        # Created in the first step, when the KV cache exists. What is made here, while the model is loaded, lies in
+        # vLLM's memory pool of weights. Its content is lost in a sleep of level 2, so nothing that lasts may be here.
+        self._slots: SlotTable
+        self._row_sums: RowSums
         self._requests: dict[str, Recorded] = {}
         self._partial_hits: dict[int, int] = {}
         self._step_is_open = False
@@ -143,6 +145,7 @@ class Recorder:
             self._group, blocks, block_size = _attention_group(self._runner.kv_cache_config)
             row_shape = (len(self._capture.layers), self.spec.top_k)
             self._slots = SlotTable(blocks, block_size, row_shape, self.spec.dtype)
+            self._row_sums = RowSums(self._capture.layers, self.spec.num_experts, self._device)
         for request_id in scheduled.preempted_req_ids or ():
             if (request := self._requests.get(request_id)) is not None:
                 self._preempt(request)

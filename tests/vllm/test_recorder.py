@@ -5,6 +5,7 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -607,6 +608,26 @@ def replayed(fake):
 
 def test_what_left_the_buffer_is_what_is_replayed(replayed):
     assert replayed().replayed_tokens == 12
+
+
+def test_a_sleep_of_level_2_loses_nothing_that_is_recorded(tmp_path, monkeypatch):
+    """vLLM attaches the recorder inside its memory pool of weights. Level 2 unmaps the pool, and waking maps fresh pages
+    at the same addresses."""
+    before = {id(one) for one in tensors()}
+    fake = Engine(tmp_path / "trace", monkeypatch)
+    in_the_pool = [one for one in tensors() if id(one) not in before]
+    assert any(one is fake.recorder._capture.buffer for one in in_the_pool)
+    a = [11, 12, 13, 14, 15]
+    fake.step(new=[("before", None, [3, 4], 0, a)])
+    for one in in_the_pool:
+        one.fill_(77)
+    fake.step(new=[("after", "after", [5, 2], 0, a)])
+    fake.step(finished=["before", "after"])
+    fake.check("after", a, fake.routes(a, range(5), 1))
+
+
+def tensors():
+    return [one for one in gc.get_objects() if type(one) is torch.Tensor]
 
 
 def exchange(*columns):
