@@ -115,6 +115,14 @@ def peak_memory() -> dict[str, float]:
     return {"memory/host_peak_bytes": host, "memory/device_peak_bytes": device}
 
 
+def give_back() -> None:
+    """Give memory of the GPU that this process has reserved and does not use to other processes on it.
+
+    This waits for all work on the GPU. So call it only when no collective is under way that waits for this rank.
+    """
+    torch.cuda.empty_cache()
+
+
 def holds_first_replica() -> tuple[bool, bool]:
     """Return whether this rank's dense parameters, and whether its experts, belong to the first replica."""
     # Context-parallel ranks hold the same dense parameters. For experts, Megatron counts them among the replicas

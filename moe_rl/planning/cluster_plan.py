@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_rl.config.check_cluster import has_servers
 from moe_rl.config.check_files import count_prompts, together
 from moe_rl.config.layout import Layout, chunk_layers, make_layout
 from moe_rl.config.passed_on import not_planned
@@ -56,6 +57,8 @@ class Plan:
         limit_bytes: GPU memory available to a stage. None without a cluster.
         dispatch_bytes: bytes that a rank sends to experts in a layer of a microbatch. The same number comes back.
         not_planned: keys of settings for Megatron and vLLM whose effect is not in these numbers.
+        beside: whether the sampler is an engine on rank 0's GPU.
+        sleeps: whether it gives its memory back while the trainer works.
     """
 
     layout: Layout
@@ -70,6 +73,17 @@ class Plan:
     storage: Storage
     transfer: Transfer
     not_planned: tuple[str, ...]
+    beside: bool
+    sleeps: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return what a GPU must hold that rank 0 shares with the sampler. What the trainer has reserved for a step, it
+        gives back before the sampler wakes."""
+        first, sampler = self.stages[0], self.sampler.total_bytes
+        if self.sleeps:
+            return max(first.total_bytes, first.memory.model_bytes + sampler)
+        return first.total_bytes + sampler
 
     @property
     def fullest(self) -> Stage:
@@ -110,6 +124,8 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
         storage=make_storage(config, facts, layout, batch),
         transfer=planned_transfer(config, world_size),
         not_planned=not_planned(config),
+        beside=config.cluster is not None and not has_servers(config),
+        sleeps=config.rollout.sleep_level > 0,
     )
 
 

@@ -47,6 +47,18 @@ def memory_problems(plan: Plan) -> list[Problem]:
                 fault="sampler",
             )
         )
+    elif plan.beside and plan.stages[worst].total_bytes <= limit < plan.shared_bytes:
+        found.append(
+            describe(
+                "rank 0 and the sampler do not fit on the GPU that they share",
+                where={"key": "cluster.gpu_memory_gib"},
+                got=f"{plan.shared_bytes / 2**30:.1f} GiB",
+                expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
+                do=("" if plan.sleeps else "set rollout.sleep_level, ")
+                + "lower rollout.kv_cache_mib, use more ranks, or name servers in rollout.servers",
+                fault="shared",
+            )
+        )
     if plan.sampler.fitting == 0:
         found.append(
             describe(

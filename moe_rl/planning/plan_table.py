@@ -143,6 +143,11 @@ def _sampler(plan: Plan) -> list[Row]:
         ("KV cache", f"{sampler.kv_tokens:,}", f"tokens of {sampler.kv_bytes_per_token:,} B, per engine"),
         ("sequences at once", f"{sampler.max_concurrent:,}", f"{fits}; {sampler.fitting:,} fit, per engine"),
         ("per GPU", bytes_text(sampler.total_bytes), _verdict(plan, sampler.total_bytes)),
+        *(
+            [("with rank 0 on it", bytes_text(plan.shared_bytes), _verdict(plan, plan.shared_bytes))]
+            if plan.beside
+            else []
+        ),
         ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "to each engine, at each transfer"),
         ("weights travel by", plan.transfer.way or "no way", plan.transfer.why),
         ("weight bucket", bytes_text(plan.storage.weight_bucket_bytes), "largest amount that a rank holds on the way"),

@@ -177,6 +177,7 @@ class Trainer:
                 )
             pool = stack.enter_context(closing(PooledSampler(config, run_dir, self.folder.config)))
             return PooledRollouts(config, task, pool, run_dir, self.store)
+        world.give_back()  # an engine may start on this GPU
         if config.task.environment is None:
             verifiers = stack.enter_context(VerifierPool.of(config.task))
             engine = stack.enter_context(Blocking(start_sampler(config, self.facts, run_dir)))

@@ -108,7 +108,8 @@ class WeightSender:
     def send(self, sampler: Recipient | None, version: int, *, beside: Callable[[], None] = lambda: None) -> int:
         """Have the sampler load and confirm all weights as `version`.
 
-        A sleeping sampler is woken: first for its weights, and for its KV cache when it has the weights.
+        A sleeping sampler is woken: first for its weights, and for its KV cache when it has the weights. Before each,
+        rank 0 gives back what training, or the transfer, has left reserved on a GPU that they share.
 
         Args:
             beside: called on all ranks while the sampler loads the last part, or after it if ranks send while it loads.
@@ -125,16 +126,21 @@ class WeightSender:
         self._conservation.begin(held, version)
         part = partial(WeightUpdate, version=version, replaces=self._held, changed=changed)
         if sampler is not None:
-            sampler.wake("weights")
+            self._wake(sampler, "weights")
         if self._way is not None:
             sent = self._place(self._way, sampler, part, beside)
         else:
             sent = self._stream(sampler, part)
             beside()
         if sampler is not None:
-            sampler.wake("kv_cache")
+            self._wake(sampler, "kv_cache")
         self._held, self._moves = version, self._policy.moves
         return sent
+
+    def _wake(self, sampler: Recipient, part: str) -> None:
+        if not self._rollout.servers:  # they have their own GPUs
+            self._ranks.give_back()
+        sampler.wake(part)
 
     def _place(
         self,

@@ -48,6 +48,10 @@ class Ranks(Protocol):
         """Return the device of this rank's tensors."""
         ...
 
+    def give_back(self) -> None:
+        """Give reserved memory of the GPU that is not used to other processes on it."""
+        ...
+
 
 class Recipient(Protocol):
     """Lists the operations of a sampler that an update uses, see `rollout.sampler.Sampler`."""

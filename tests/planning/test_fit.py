@@ -57,11 +57,26 @@ def test_what_lowers_the_largest_part_is_said(plan_of, part, overrides, keys):
 
 
 def test_a_byte_more_than_there_is(plan_of):
-    plan = plan_of(*CLUSTER, "rollout.kv_cache_mib=1")
+    plan = plan_of(*CLUSTER, "cluster.engines=2", "rollout.kv_cache_mib=1")
     plan = dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, kv_cache_bytes=0))
     assert memory_problems(dataclasses.replace(plan, limit_bytes=plan.fullest.total_bytes)) == []
     (message,) = memory_problems(dataclasses.replace(plan, limit_bytes=plan.fullest.total_bytes - 1))
     tells(message, fault="trainer", stage=0)
+
+
+@pytest.mark.parametrize(("level", "together"), [(0, "training"), (1, "resting"), (2, "resting")])
+def test_rank_0_and_the_engine_on_its_gpu_are_counted_together(plan_of, level, together):
+    """One that sleeps needs its memory only while the trainer holds the model and no activations."""
+    plan = plan_of(*CLUSTER, f"rollout.sleep_level={level}")
+    first, sampler = plan.stages[0], plan.sampler.total_bytes
+    needed = {"training": first.total_bytes, "resting": first.memory.model_bytes}[together] + sampler
+    assert plan.shared_bytes == needed and first.total_bytes < needed
+    assert memory_problems(dataclasses.replace(plan, limit_bytes=needed)) == []
+    (message,) = memory_problems(dataclasses.replace(plan, limit_bytes=needed - 1))
+    tells(message, "rollout.servers", fault="shared", key="cluster.gpu_memory_gib")
+    for apart in ("cluster.engines=2", "rollout.servers=[http://10.0.0.1:80]"):
+        plan = plan_of(*CLUSTER, apart)
+        assert memory_problems(dataclasses.replace(plan, limit_bytes=needed - 1)) == [], apart
 
 
 def test_a_sampler_that_does_not_fit(plan_of):

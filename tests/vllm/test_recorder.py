@@ -611,8 +611,7 @@ def test_what_left_the_buffer_is_what_is_replayed(replayed):
 
 
 def test_a_sleep_of_level_2_loses_nothing_that_is_recorded(tmp_path, monkeypatch):
-    """vLLM attaches the recorder inside its memory pool of weights. Level 2 unmaps the pool, and waking maps fresh pages
-    at the same addresses."""
+    """vLLM attaches the recorder inside its memory pool of weights. Level 2 unmaps it; waking maps fresh pages."""
     before = {id(one) for one in tensors()}
     fake = Engine(tmp_path / "trace", monkeypatch)
     in_the_pool = [one for one in tensors() if id(one) not in before]

@@ -19,7 +19,9 @@ from moe_rl.weights.update import Broadcast, Files, Received, SharedMemory, Tens
 BUCKET = 400  # bytes
 
 # A trainer with a single rank.
-ALONE = SimpleNamespace(gather=lambda message, kind: [message], device=lambda: torch.device("cpu"))
+ALONE = SimpleNamespace(
+    gather=lambda message, kind: [message], device=lambda: torch.device("cpu"), give_back=lambda: None
+)
 
 
 def part(tensors, source, *, version, replaces=0, number=0, final=True, changed=True) -> WeightUpdate:

@@ -275,6 +275,26 @@ def test_weights_are_announced_as_changed_after_an_update_alone(tmp_path, monkey
     assert announced == told == [False, True, False, True]
 
 
+SERVERS = {"servers": ("http://10.0.0.1:80",), "token_file": "token"}
+
+
+@pytest.mark.parametrize(("rollout", "gives"), [({}, ["give back"]), (SERVERS, [])], ids=["engine", "servers"])
+def test_a_sampler_on_the_same_gpu_wakes_into_memory_that_is_free(tmp_path, monkeypatch, rollout, gives):
+    """What torch has reserved for training, and then for the transfer, no other process could have."""
+    from tests.weights.taking import sender_of
+
+    done = []
+    policy = SimpleNamespace(
+        moves=0, content=lambda dtype, updated: done.append("look") or Content({}, torch.zeros(2, 0))
+    )
+    ranks = SimpleNamespace(**vars(ALONE) | {"give_back": lambda: done.append("give back")})
+    sender = sender_of(policy, tmp_path, "broadcast", ranks, **rollout)
+    monkeypatch.setattr(sender, "_rounds", lambda *, host: [])
+    monkeypatch.setattr("moe_rl.weights.sender.broadcast", lambda *_: done.append("send") or 0)
+    sender.send(SimpleNamespace(workers=1, address="127.0.0.1", wake=done.append), 1)
+    assert done == ["look", *gives, "weights", "send", *gives, "kv_cache"]
+
+
 @pytest.mark.parametrize(
     "sampler_says", [WeightSyncError("vLLM did not load all new weights"), SamplerGone("server 1 is gone"), None]
 )
