@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -105,10 +106,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
+        **_fusions(),
         perform_initialization=False,  # every parameter is loaded from the checkpoint
         variable_seq_lengths=True,
         # The loss is already divided by its global denominator, so gradients are summed over ranks and microbatches
@@ -127,6 +125,15 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         for name, value in _yarn(facts.yarn).items():
             setattr(config, f"yarn_{name}", value)
     return config
+
+
+def _fusions() -> dict[str, bool]:
+    """Return which of Megatron's fused kernels the device has that every model uses. `train.megatron` may say
+    otherwise."""
+    engine = HAVE_TE and torch.cuda.is_available()
+    # The output layer, which is not TransformerEngine's, takes this kernel from apex.
+    adds = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {"bias_activation_fusion": engine, "gradient_accumulation_fusion": engine and adds}
 
 
 def _values(passed: Mapping[str, Any]) -> dict[str, Any]:

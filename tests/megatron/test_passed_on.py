@@ -110,7 +110,30 @@ def test_the_lists_hold_what_is_set_here():
     )
     with everything, suppress(ZeroDivisionError):
         model.wrap_for_training([], mock.Mock(), TrainConfig(microbatch_tokens=8, optimizer=DECAYING))
-    assert set(given["model"]) - MEGATRON.ours <= {
-        "bias_dropout_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "masked_softmax_fusion",
-    }  # fmt: skip
+    assert set(given["model"]) - MEGATRON.ours == {"bias_activation_fusion", "gradient_accumulation_fusion"}
     assert set(given["optimizer"]) <= OPTIMIZER.ours <= fields(OPTIMIZER.classes).keys()
+
+
+ALL, ACTIVATIONS, NONE = (True, True), (True, False), (False, False)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "engine", "apex", "passed", "fused"),
+    [
+        (True, True, True, {}, ALL),
+        (True, True, False, {}, ACTIVATIONS),  # the output layer could not be built
+        (True, False, True, {}, NONE),
+        (False, True, True, {}, NONE),
+        (True, True, True, {"bias_activation_fusion": False, "gradient_accumulation_fusion": False}, NONE),
+    ],
+)
+@pytest.mark.parametrize("family", [{}, {"glu_clamp": 7.0, "linear_bias": True}], ids=["swiglu", "gpt-oss"])
+def test_kernels_are_fused_where_the_device_has_them(monkeypatch, family, cuda, engine, apex, passed, fused):
+    from moe_rl.megatron import model
+
+    monkeypatch.setattr(model, "HAVE_TE", engine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: apex or None)
+    train = TRAIN.model_copy(update={"megatron": passed})
+    config = model.transformer_config(facts(**family), train, ParallelConfig())
+    assert (config.bias_activation_fusion, config.gradient_accumulation_fusion) == fused
