@@ -213,5 +213,7 @@ def engine_arguments(config: Config) -> dict[str, object]:
         max_concurrent=rollout.max_concurrent,
         kv_cache_mib=rollout.kv_cache_mib,
         gpus=config.cluster.gpus_per_engine if config.cluster is not None else 1,
+        # The recorder sees router logits only if the routers run.
+        cuda_graphs=False if rollout.router_logits_fraction else rollout.cuda_graphs,
         passed=rollout.vllm,
     )

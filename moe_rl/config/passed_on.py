@@ -127,7 +127,7 @@ VLLM = Passed(
     ours=_words(
         """model skip_tokenizer_init generation_config logprobs_mode worker_extension_cls scheduler_cls worker_cls
         weight_transfer_config load_format additional_config enable_return_routed_experts dtype seed max_model_len
-        max_num_seqs kv_cache_memory_bytes tensor_parallel_size enable_sleep_mode scheduling_policy"""
+        max_num_seqs kv_cache_memory_bytes tensor_parallel_size enable_sleep_mode scheduling_policy enforce_eager"""
     ),
     refused={
         r"data_parallel_\w+|enable_(eplb|elastic_ep)|eplb_config|elastic_ep\w+|expert_placement_strategy": (
@@ -250,6 +250,7 @@ def _reason(passed: Passed, name: str) -> str:
 
 def _ours(name: str) -> str:
     near = {"max_num_seqs": "rollout.max_concurrent", "kv_cache_memory_bytes": "rollout.kv_cache_mib"}
+    near |= {"enforce_eager": "rollout.cuda_graphs"}
     near |= {"tensor_parallel_size": "cluster.gpus_per_engine", "enable_sleep_mode": "rollout.sleep_level"}
     return f", and set {near[name]}" if name in near else ""
 

@@ -80,6 +80,10 @@ class RolloutConfig(Section):
     class, for a vLLM that may not be patched. native: vLLM's own capture (Model Runner V2, which needs a GPU)."""
     router_logits_fraction: Fraction = 0.0
     """Fraction of the tokens whose router logits are stored with their routes. Native capture cannot store any."""
+    cuda_graphs: bool | None = None
+    """Whether vLLM compiles its forward pass and replays it as CUDA graphs, which decodes faster. Routes are recorded,
+    but the recorder cannot compare them with the routers' logits (rollout/witnessed_rows stays 0). null: yes for
+    servers with GPUs, unless router_logits_fraction is set; no for the engine that rank 0 starts."""
     vllm: dict[str, Any] = {}
     """Further fields of vLLM's EngineArgs that moe_rl does not set, for the engine or servers of the run, such as
     kv_cache_dtype, quantization, speculative_config, enable_prefix_caching or max_num_batched_tokens.
@@ -101,6 +105,13 @@ class RolloutConfig(Section):
         yield from self._mask_problems()
         yield from self._stop_problems()
         yield from self.server_problems()
+        if self.cuda_graphs and self.router_logits_fraction:
+            yield describe(
+                "a graph does not call the routers, whose logits are asked for",
+                where={"key": "rollout.cuda_graphs", "given": "rollout.router_logits_fraction is above 0"},
+                got="true",
+                expected="null or false",
+            )
 
     def _stop_problems(self) -> Iterator[Problem]:
         for at, text in enumerate(self.stop):

@@ -70,6 +70,7 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
         sleeps=rollout.sleep_level > 0,
         reads_text=config.reads_text,
         yields=config.pipeline.mode != "sync",
+        cuda_graphs=bool(rollout.cuda_graphs),
         passed=rollout.vllm,
     )
 

@@ -184,7 +184,9 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
         "middleware": [GATE],
     }
     share_given = any(argument.startswith("--gpu-memory-utilization") for argument in settings.further)
-    sizes = arguments.unsized(share_given=share_given) if settings.sizes is None else settings.sizes
+    sizes = (
+        arguments.unsized(share_given=share_given) if settings.sizes is None else arguments.completed(settings.sizes)
+    )
     given = _vllm_arguments(ours, sizes, settings.further)
     uvloop.run(_run(given, listener, document, settings.ready_file))
 

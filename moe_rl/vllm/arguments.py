@@ -94,6 +94,7 @@ def sized(
     max_concurrent: int,
     kv_cache_mib: int,
     gpus: int = 1,
+    cuda_graphs: bool | None,
     passed: Mapping[str, object],
 ) -> dict[str, object]:
     """Return the arguments that a run's config decides.
@@ -105,6 +106,7 @@ def sized(
         max_concurrent: sequences decoded at once.
         kv_cache_mib: size of the KV cache.
         gpus: number of GPUs that share one replica of the weights.
+        cuda_graphs: whether the forward pass is compiled and replayed as graphs. None: where `completed` finds a GPU.
         passed: further arguments, `rollout.vllm`.
     """
     return {
@@ -117,9 +119,17 @@ def sized(
         "gpu_memory_utilization": _FREE_AT_START,
         "block_size": _BLOCK_SIZE,
         "tensor_parallel_size": gpus,
-        "enforce_eager": True,
+        "enforce_eager": None if cuda_graphs is None else not cuda_graphs,
         **passed,
     }
+
+
+def completed(sizes: Mapping[str, object]) -> dict[str, object]:
+    """Return `sized` arguments of a server with what depends on its device: with a GPU, it uses CUDA graphs."""
+    from vllm.platforms import current_platform
+
+    eager = sizes["enforce_eager"]
+    return {**sizes, "enforce_eager": current_platform.is_cpu() if eager is None else eager}
 
 
 def unsized(*, share_given: bool) -> dict[str, object]:

@@ -68,6 +68,7 @@ class ChildEngine:
                 max_model_len=settings.max_model_len,
                 max_concurrent=settings.max_concurrent,
                 kv_cache_mib=settings.kv_cache_mib,
+                cuda_graphs=settings.cuda_graphs,
                 passed=settings.passed,
             )
             | arguments.fixed(

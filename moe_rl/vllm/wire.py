@@ -38,6 +38,7 @@ class EngineSettings:
         support, log_normalizer, router_logits_fraction, head: as in recording.Recording.
         sleeps: whether the engine must support sleep.
         reads_text: whether the engine must support stop strings.
+        cuda_graphs: whether vLLM replays its forward pass as CUDA graphs.
         passed: further arguments of vLLM.
         yields: whether the trainer's ranks have priority on a CPU. They wait for each other: one without a core delays
             all.
@@ -62,6 +63,7 @@ class EngineSettings:
     sleeps: bool = False
     reads_text: bool = False
     yields: bool = False
+    cuda_graphs: bool = False
     passed: dict[str, object] = field(default_factory=dict)
 
 

@@ -81,6 +81,7 @@ def test_two_segments_of_a_completion_fit_into_a_microbatch(found):
             ["pipeline.mode=async", "pipeline.max_staleness=0", "pipeline.late=drop"],
             ["pipeline.late", "pipeline.max_staleness is 0"],
         ),
+        (["rollout.cuda_graphs=true", "rollout.router_logits_fraction=0.1"], ["rollout.cuda_graphs", "got true"]),
         (["pipeline.mode=one_step_off", "rollout.sleep_level=1"], ["rollout.sleep_level", "got 1", "expected 0"]),
         (["pipeline.mode=async", "rollout.capture=native"], ["rollout.capture", "pipeline.max_staleness is 1"]),
         (

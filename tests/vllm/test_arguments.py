@@ -14,7 +14,7 @@ from moe_rl.cli import main
 from moe_rl.config.load import load_config
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.rollouts import engine_settings
-from moe_rl.vllm import api_server
+from moe_rl.vllm import api_server, arguments
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
 ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware"}
@@ -86,7 +86,6 @@ PASSED = {
     "max_num_batched_tokens": 96,
     "stream_interval": 16,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-    "enforce_eager": False,
 }
 
 
@@ -94,6 +93,30 @@ def test_what_the_config_passes_on_reaches_both(of_engine, of_server):
     override = f"rollout.vllm={json.dumps(PASSED)}"
     for given in (of_engine(override), of_server(override)):
         assert {name: given[name] for name in PASSED} == PASSED
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cpu", "engine", "server"),
+    [
+        ((), True, False, False),
+        ((), False, False, True),  # servers have their own GPUs
+        (("rollout.router_logits_fraction=0.5",), False, False, False),  # a graph does not call the routers
+        (("rollout.cuda_graphs=true",), True, True, True),
+        (("rollout.cuda_graphs=false",), False, False, False),
+    ],
+)
+def test_servers_with_gpus_use_cuda_graphs(of_engine, of_server, monkeypatch, overrides, cpu, engine, server):
+    from vllm.platforms import current_platform
+
+    assert of_engine(*overrides)["enforce_eager"] is not engine
+    completed = arguments.completed
+
+    def on_this_platform(sizes):
+        with patch.object(type(current_platform), "is_cpu", lambda self: cpu):
+            return completed(sizes)
+
+    monkeypatch.setattr(arguments, "completed", on_this_platform)
+    assert of_server(*overrides)["enforce_eager"] is not server
 
 
 def test_a_server_refuses_what_a_run_would_refuse(capsys):
