@@ -251,6 +251,10 @@ class EngineError(_Problems):
     """The sampler refused a request, answered wrongly or died. The message names the process and its log."""
 
 
+class RequestRefused(EngineError):
+    """A working sampler cannot do this call: the request, or the record of it, is at fault. No other server could."""
+
+
 class SessionError(MoeRLError):
     """A session has reached a limit, or its turns and their records do not fit together. The message names the session,
     and the turn."""

@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from moe_rl.errors import DataError, DiskError, EngineError, SessionError
+from moe_rl.errors import DataError, DiskError, RequestRefused, SessionError
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingRule, SamplingWish, TextWish
 from moe_rl.gateway.dialogues import Dialogues
 from moe_rl.gateway.exchanges import AgentExchange, AgentExchanges, ClientCall
@@ -356,9 +356,9 @@ class AgentGateway:
         place = exchange.place = self._begin(session, prompt, wish.samples, most)
         try:
             self.turns.check(place, wish)
-        except EngineError as error:
+            sampled, continues = await self.turns.sample(session, place, wish, exchange.leave)
+        except RequestRefused as error:
             raise BadRequest(str(error)) from None
-        sampled, continues = await self.turns.sample(session, place, wish, exchange.leave)
         # A completion that was aborted before its first token makes no turn.
         added = [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
         exchange.turns = [turn.number for turn, _ in added]

@@ -99,7 +99,8 @@ def _check_record(session: Session, turn: Turn, store: TraceStore) -> None:
         wrong = np.flatnonzero(fed[:most] != record.token_ids[:most])
         got = f"another token at position {wrong[0]}" if len(wrong) else f"{len(record.token_ids)} rows"
         raise fault("The record of a turn has other tokens", "other tokens", got, f"its {len(fed)} tokens")
-    if turn.continues and (turn.parent is None or not _is_of(parent, session.turns[turn.parent].routes)):
+    before = session.turns[turn.parent].routes if turn.parent is not None else None
+    if turn.continues and (before is None or not _continues(store, ref, parent, before)):
         got = parent.key if parent is not None else "a record that continues none"
         raise fault(
             "The record of a turn belongs to another branch", "another branch", got, f"one after turn {turn.parent}"
@@ -116,8 +117,10 @@ def _check_record(session: Session, turn: Turn, store: TraceStore) -> None:
         )
 
 
-def _is_of(parent: RouteRef | None, routes: RouteRef | None) -> bool:
-    """Return whether a record continues this one, with all rows of the reference."""
-    if parent is None or routes is None:
-        return False
-    return (parent.key, parent.rows, parent.parts) == (routes.key, routes.rows, routes.parts)
+def _continues(store: TraceStore, ref: RouteRef, parent: RouteRef | None, before: RouteRef) -> bool:
+    """Return whether a record continues the record `before` with all its rows, or has stored these rows again."""
+    if parent is not None:
+        return (parent.key, parent.rows, parent.parts) == (before.key, before.rows, before.parts)
+    return before.rows <= ref.rows and bool(
+        (store.read(ref, rows=(0, before.rows)).routes == store.read(before).routes).all()
+    )

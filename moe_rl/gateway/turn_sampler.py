@@ -76,7 +76,7 @@ class TurnSampler:
         return self.bounds.max_model_len - len(prompt)
 
     def check(self, place: PendingTurns, wish: SamplingWish) -> None:
-        """Raise EngineError for a prompt or parameters that no place can sample."""
+        """Raise RequestRefused for a prompt or parameters that no place can sample."""
         bounds = self.bounds
         sampling.check(
             self._requests("checked", "", place, wish),
@@ -96,7 +96,7 @@ class TurnSampler:
 
         Raises:
             SamplerGone: no place is left.
-            EngineError: a place's record of one is missing or wrong.
+            RequestRefused: they cannot be sampled, or not recorded.
         """
         self._calls[session.name] += 1
         # A request that was running when a gateway was killed may have left a shard.

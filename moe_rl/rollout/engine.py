@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from moe_rl.errors import EngineError, WeightSyncError
+from moe_rl.errors import RequestRefused, WeightSyncError
 from moe_rl.messages import Message
 from moe_rl.rollout.child_process import ChildProcess
 from moe_rl.rollout.numbered_calls import NumberedCalls
@@ -145,7 +145,7 @@ class VllmEngine:
     def checked[R: Message](self, reply: Message, expected: type[R]) -> R:
         """Return a reply of the expected type; raise the error if it carries one."""
         if isinstance(reply, wire.Failed):
-            raise (WeightSyncError if reply.weights else EngineError)(
+            raise (WeightSyncError if reply.weights else RequestRefused)(
                 f"{reply.message} [vLLM engine, pid {self.pid}, log {self._settings.log_path}]"
             )
         return self._child.expect(reply, expected)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
+from moe_rl.errors import EngineError, RequestRefused, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.attach import folder_problem, servers_of
 from moe_rl.rollout.sampler import Hears, ServerLost, nobody
 from moe_rl.rollout.server import VllmServer
@@ -177,6 +177,8 @@ class ServerFleet:
                 return await server.sample_group(requests, shard, leave, ended, started=held.start, samples=samples)
             await self._check(place, held)
             return await server.sample(requests, shard, ended)
+        except RequestRefused:
+            raise
         except EngineError as error:
             self.lose(place, error)
             message = describe("A server is lost", where={"server": place, "url": server.url}, got=error)
@@ -301,7 +303,7 @@ class ServerFleet:
     ) -> dict[int, T]:
         """Call each server concurrently and return the results by server number, without servers lost meanwhile.
 
-        The first refusal, or the first failure beyond the allowed losses, cancels the other calls.
+        The first refused call, or the first failure beyond the allowed losses, cancels the other calls.
 
         Args:
             call: makes the call for a server number.
@@ -316,7 +318,7 @@ class ServerFleet:
                 for task in done:
                     try:
                         results[tasks[task]] = task.result()
-                    except _UpdateRefused:
+                    except (RequestRefused, _UpdateRefused):
                         raise
                     except EngineError as error:
                         self.lose(tasks[task], error, spares=spares)

@@ -10,12 +10,14 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from moe_rl.errors import About, EngineError
+from moe_rl.errors import About, EngineError, RequestRefused
 from moe_rl.vllm.control import RUN_HEADER, read_token
 
 # A server closes connections that were idle for 5 s. Reusing one at that moment fails, so idle ones are dropped
 # earlier.
 _KEEPALIVE_SECONDS = 1.0
+# The statuses of the gate and of vLLM that mean: this call is impossible. Others are about the server or its weights.
+_AT_FAULT = frozenset({400, 403, 413, 415, 422})
 # File descriptors that this process uses for anything but connections.
 _OTHER_FILES = 256
 
@@ -72,7 +74,7 @@ class Transport:
     ) -> AsyncIterator[httpx.Response]:
         """Yield the response while it arrives. `seconds` limits the silence; None: no limit.
 
-        Raises EngineError for any error status.
+        Raises RequestRefused if the call is at fault, and EngineError for any other error status.
         """
         where: About = {"call": f"{method} {self.url}{path}"}
         timeout = httpx.Timeout(self.timeout, read=seconds, pool=None)
@@ -83,7 +85,8 @@ class Transport:
             ) as response:
                 if not response.is_success:
                     got = f"HTTP {response.status_code}: {_message(await response.aread())}"
-                    raise EngineError(f"The vLLM server refused {method} {path}", where={"url": self.url}, got=got)
+                    kind = RequestRefused if response.status_code in _AT_FAULT else EngineError
+                    raise kind(f"The vLLM server refused {method} {path}", where={"url": self.url}, got=got)
                 yield response
         except httpx.TimeoutException:
             got = f"no sign of life for {seconds or self.timeout:g} s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -56,9 +56,13 @@ class RowSegment:
 
 
 class Library:
-    """Holds a store's shards. Thread-safe; caches the indexes of the last shards used, but keeps no file open."""
+    """Holds a store's shards. Thread-safe; caches the indexes of the last shards used, but keeps no file open.
+
+    lent: opens shards that are still being written, by name. Only their writer's thread may read through this library.
+    """
 
     def __init__(self, root: Path | str):
+        self.lent: dict[str, Callable[[], tuple[File, ShardIndex]]] = {}
         self.folder = RemoteFolder(root) if isinstance(root, str) and "://" in root else LocalFolder(Path(root))
         self._cache: OrderedDict[str, tuple[tuple, ShardIndex]] = OrderedDict()
         self._lock = threading.Lock()
@@ -132,7 +136,9 @@ class Reading:
 
     def shard(self, name: str, where: About) -> ShardIndex:
         """Open a shard; `where` says what needs it. Raises TraceError."""
-        if name not in self._open:
+        if name not in self._open and (lent := self._library.lent.get(name)) is not None:
+            self._open[name] = lent()
+        elif name not in self._open:
             try:
                 file = self._library.folder.open(check_name(name) + SUFFIX)
             except OSError as error:
@@ -159,8 +165,9 @@ class Reading:
                 "shard cannot be read", where={"shard": shard, "folder": self._library.folder}, got=error
             ) from error
 
-    def find(self, parts: Iterable[tuple[RoutePart, About]]) -> None:
-        """Read the heads of these records and of all records that they continue. `About` says what needs a part."""
+    def find(self, parts: Iterable[tuple[RoutePart, About]], *, follow: bool = True) -> None:
+        """Read the heads of these records and, to `follow`, of all records that they continue. `About` says what needs
+        a part."""
         needed: list[tuple[RoutePart, About, Found | None]] = [(part, where, None) for part, where in parts]
         while needed:
             wanted: dict[str, dict[RoutePart, IndexEntry]] = defaultdict(dict)
@@ -176,7 +183,7 @@ class Reading:
             needed = [
                 (parent_part(part, found.frame.parent), {"shard": part.shard, "record": found.frame.key}, found)
                 for part, found in ((part, self._found[part]) for part in new)
-                if found.frame.parent is not None
+                if follow and found.frame.parent is not None
             ]
 
     def chain(self, part: RoutePart, rows: int, where: About) -> list[RowSegment]:

@@ -40,11 +40,12 @@ class TraceStore:
     every byte that it uses against the digest in the reference.
 
     Args:
-        root: a local folder, or any URL that fsspec reads (shards cannot be removed there).
+        root: a local folder, or any URL that fsspec reads (shards cannot be removed there); a writer passes its own
+            Library, which also has the shard that it writes.
     """
 
-    def __init__(self, root: Path | str):
-        self._library = Library(root)
+    def __init__(self, root: Path | str | Library):
+        self._library = root if isinstance(root, Library) else Library(root)
 
     def read(self, ref: RouteRef, *, layers: Sequence[int] | None = None, rows: Rows | None = None) -> RouteRecord:
         """Return the record that `ref` names, exactly as it was added.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -17,25 +17,16 @@ import xxhash
 
 from moe_rl.disk import refusal
 from moe_rl.errors import About, TraceDiskError, TraceError
-from moe_rl.trace.files import create_locked, make_directory, sync_directory, write_all
+from moe_rl.trace.files import LocalFile, create_locked, make_directory, sync_directory, write_all
 from moe_rl.trace.frame import MAX_DEPTH, Frame, Parent, build_frame, digest_of, head_size
-from moe_rl.trace.library import Library, Reading
+from moe_rl.trace.library import Library, Reading, ShardIndex
 from moe_rl.trace.manifest import locked_manifest
 from moe_rl.trace.record import MAX_ROWS, TraceSpec, as_token_ids, check_key, check_name
-from moe_rl.trace.shard import MAX_PARENTS, MAX_RECORDS, SUFFIX, ShardHeader, header_bytes, index_bytes
-from moe_rl.trace.spans import check_spans
+from moe_rl.trace.shard import MAX_PARENTS, MAX_RECORDS, SUFFIX, IndexEntry, ShardHeader, header_bytes, index_bytes
+from moe_rl.trace.spans import check_spans, merge_spans
+from moe_rl.trace.store import TraceStore
 from moe_rl.trace.validator import check_routes
 from moe_rl.types import RoutePart, RouteRef, Span
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Holds what the writer remembers of a frame. `rows` counts the rows of the whole sequence."""
-
-    size: int
-    head_bytes: int
-    rows: int
-    depth: int
 
 
 class ShardWriter:
@@ -43,6 +34,9 @@ class ShardWriter:
 
     As a context manager it publishes on a clean exit (unless already published) and abandons the shard on an exception.
     Not thread-safe.
+
+    Attributes:
+        store: reads the store, and the records of this shard before they are published.
 
     Args:
         root: folder of the store.
@@ -77,10 +71,11 @@ class ShardWriter:
         self._library = Library(self._root)
         head, _ = header_bytes(self._header)
         self._start = self._end = len(head)
-        self._frames: dict[bytes, _Stored] = {}  # by digest
+        self._frames: dict[bytes, IndexEntry] = {}  # by digest
         self._keys: dict[str, bytes] = {}  # to digest
-        self._aborted: set[bytes] = set()
         self._parents: set[str] = set()
+        self._library.lent[name] = self._unsealed
+        self.store = TraceStore(self._library)
         self._fd: int | None = None
         if os.path.lexists(self._final):
             raise self._exists()
@@ -119,7 +114,8 @@ class ShardWriter:
             token_ids: [T].
             spans: cover the T rows.
             parent: a record of this shard, or published in this store with the same layers. The sequence is then the
-                first parent.rows rows of the parent followed by these rows.
+                first parent.rows rows of the parent followed by these rows. A reader follows at most 64 records, so
+                after 64 the sequence is stored whole again.
             aux: named arrays (a-z and _) stored with the record: bool, integers, float16/32 of 0 to 3 dimensions.
 
         Returns:
@@ -137,6 +133,11 @@ class ShardWriter:
         check_routes(routes, header.spec, rows=len(token_ids), where=where, layers=header.layers)
         spans = check_spans(spans, rows=len(token_ids), where=where)
         link = self._link(parent, where) if parent is not None else None
+        if parent is not None and link is not None and link.depth > MAX_DEPTH:
+            part = RoutePart(link.shard or header.name, link.digest.hex())
+            before = self.store.read(RouteRef(parent.key, parent.rows, (part,)), layers=header.layers)
+            routes, token_ids = np.concatenate([before.routes, routes]), np.concatenate([before.token_ids, token_ids])
+            spans, link = merge_spans([*before.spans, *spans]), None
         rows = len(token_ids) + (link.rows if link else 0)
         if rows > MAX_ROWS:
             raise TraceError(
@@ -144,8 +145,7 @@ class ShardWriter:
             )
         data = build_frame(header, key, routes, token_ids, spans, link, aux or {})
         head = head_size(data)
-        stored = _Stored(len(data), head, rows, link.depth if link else 0)
-        return self._append(key, digest_of(data, head), stored, link.shard if link else "", data)
+        return self._append(key, digest_of(data, head), rows, head, link.shard if link else "", data)
 
     def adopt(self, frame: Frame, data: bytes) -> RouteRef:
         """Append a frame of another file unchanged, for recover(). The caller has verified its checksums.
@@ -155,24 +155,26 @@ class ShardWriter:
         self._check_new(frame.key)
         parent = frame.parent
         if parent is not None and not parent.shard:
-            stored = self._frames.get(parent.digest)
-            if stored is None or stored.depth + 1 != parent.depth or stored.rows < parent.rows:
+            with Reading(self._library) as reading:
+                part = RoutePart(self._header.name, parent.digest.hex())
+                reading.find([(part, {"record": frame.key})], follow=False)
+                before = reading.tip(part).frame
+            if before.depth + 1 != parent.depth or before.rows < parent.rows:
                 raise TraceError("it continues a missing record")
-        stored = _Stored(len(data), frame.head_bytes, frame.rows, frame.depth)
-        return self._append(frame.key, frame.digest, stored, parent.shard if parent else "", data)
+        return self._append(frame.key, frame.digest, frame.rows, frame.head_bytes, parent.shard if parent else "", data)
 
-    def _append(self, key: str, digest: bytes, stored: _Stored, parent_shard: str, data: bytes) -> RouteRef:
+    def _append(self, key: str, digest: bytes, rows: int, head_bytes: int, parent_shard: str, data: bytes) -> RouteRef:
         fd = self._open_fd()
         try:
             write_all(fd, data, self._end)
         except OSError as error:
             raise self._failed(error, len(data)) from error
-        self._end += len(data)
         self._keys[key] = digest
-        self._frames[digest] = stored
+        self._frames[digest] = IndexEntry(self._end - self._start, len(data), head_bytes, aborted=False)
+        self._end += len(data)
         if parent_shard:
             self._parents.add(parent_shard)
-        return RouteRef(key, stored.rows, (RoutePart(self._header.name, digest.hex()),))
+        return RouteRef(key, rows, (RoutePart(self._header.name, digest.hex()),))
 
     def mark_aborted(self, key: str) -> None:
         """Mark a record as aborted by the sampler. Raises TraceError if the record does not exist."""
@@ -181,7 +183,8 @@ class ShardWriter:
             raise TraceError(
                 "record to mark as aborted was not added", where={"shard": self._header.name, "record": key}
             )
-        self._aborted.add(self._keys[key])
+        digest = self._keys[key]
+        self._frames[digest] = self._frames[digest]._replace(aborted=True)
 
     def publish(self) -> Path:
         """Make the shard visible, complete and durable, and return its path. Raises TraceError instead of
@@ -189,7 +192,7 @@ class ShardWriter:
         fd = self._open_fd()
         index = index_bytes(
             self._parents,
-            ((one.size, one.head_bytes, digest in self._aborted, digest) for digest, one in self._frames.items()),
+            ((one.size, one.head_bytes, one.aborted, digest) for digest, one in self._frames.items()),
         )
         sealed = replace(
             self._header,
@@ -272,7 +275,7 @@ class ShardWriter:
         """Return the parent as a frame names it, after checking that a reader will find it."""
         found = None
         for part in ref.parts:
-            found = found or (self._own(ref, part) if part.shard == self._header.name else self._published(ref, part))
+            found = found or self._parent(ref, part)
         if found is None:
             raise TraceError(
                 "parent has no part with this writer's model, layers and order",
@@ -283,34 +286,35 @@ class ShardWriter:
             )
         parent, rows = found
         shards = self._parents | {parent.shard}
-        if not 0 <= ref.rows <= rows or parent.depth > MAX_DEPTH or len(shards) > MAX_PARENTS:
+        if not 0 <= ref.rows <= rows or len(shards) > MAX_PARENTS:
             raise TraceError(
                 "parent cannot be continued",
                 where=where,
-                got=f"{ref.rows} of its {rows} rows, {parent.depth} records before this one, {len(shards)} shards",
-                expected=f"at most {rows} rows, {MAX_DEPTH} records and {MAX_PARENTS} shards",
+                got=f"{ref.rows} of its {rows} rows, {len(shards)} shards",
+                expected=f"at most {rows} rows and {MAX_PARENTS} shards",
                 do="store the whole sequence as a record without a parent",
                 fault="parent",
             )
         return parent
 
-    def _own(self, ref: RouteRef, part: RoutePart) -> tuple[Parent, int] | None:
-        digest = self._keys.get(ref.key)
-        if digest is None or digest.hex() != part.digest:
-            return None
-        stored = self._frames[digest]
-        return Parent("", digest, ref.rows, stored.depth + 1), stored.rows
-
-    def _published(self, ref: RouteRef, part: RoutePart) -> tuple[Parent, int] | None:
+    def _parent(self, ref: RouteRef, part: RoutePart) -> tuple[Parent, int] | None:
         where: About = {"shard": part.shard, "record": ref.key}
         ours = self._header
         with Reading(self._library) as reading:
             theirs = reading.shard(part.shard, where).header
             if (ours.spec, ours.layers, ours.keep_order) != (theirs.spec, theirs.layers, theirs.keep_order):
                 return None
-            reading.find([(part, where)])
+            reading.find([(part, where)], follow=False)
             frame = reading.tip(part).frame
-        return Parent(part.shard, frame.digest, ref.rows, frame.depth + 1), frame.rows
+        if frame.key != ref.key:
+            return None
+        shard = "" if part.shard == ours.name else part.shard
+        return Parent(shard, frame.digest, ref.rows, frame.depth + 1), frame.rows
+
+    def _unsealed(self) -> tuple[LocalFile, ShardIndex]:
+        """Open this shard for reading."""
+        file = LocalFile(os.dup(self._open_fd()))
+        return file, ShardIndex(self._header, "", (), self._frames, self._start, self._end)
 
     def _open_fd(self) -> int:
         if self._fd is None:
@@ -325,6 +329,7 @@ class ShardWriter:
 
     def _close(self) -> None:
         fd, self._fd = self._fd, None
+        self._library.lent.pop(self._header.name, None)
         if fd is not None:
             os.close(fd)
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from moe_rl.errors import About, EngineError
+from moe_rl.errors import About, EngineError, RequestRefused
 from moe_rl.types import Completion, GenerateRequest, RouteRef, VersionSpan
 from moe_rl.vllm.recording import RecordingRequest
 
@@ -126,7 +126,7 @@ def sampled_logprobs(values: array[float] | Sequence[float], key: str) -> np.nda
 
 
 def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int, reads_text: bool) -> None:
-    """Raise EngineError for requests that vLLM would truncate or change silently, or that would crash it.
+    """Raise RequestRefused for requests that vLLM would truncate or change silently, or that would crash it.
 
     vLLM checks neither token ids against its embeddings nor whether it has a tokenizer to find stop strings.
 
@@ -144,18 +144,18 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
         if fault is not None:
             got, expected, do = fault
             where: About = {"request": request.key}
-            raise EngineError("A request cannot be sampled", where=where, got=got, expected=expected, do=do)
+            raise RequestRefused("A request cannot be sampled", where=where, got=got, expected=expected, do=do)
         seen.add(request.key)
 
 
 def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: int) -> None:
-    """Raise EngineError for tokens that vLLM cannot score. They must leave room for one sampled token."""
+    """Raise RequestRefused for tokens that vLLM cannot score. They must leave room for one sampled token."""
     if not 2 <= len(token_ids) < max_model_len:
         within = f"2 to {max_model_len - 1}"
-        raise EngineError("The number of tokens to score is out of range", got=len(token_ids), expected=within)
+        raise RequestRefused("The number of tokens to score is out of range", got=len(token_ids), expected=within)
     if unknown := _unknown(token_ids, vocabulary):
         got, expected, do = unknown
-        raise EngineError("Tokens cannot be scored", got=got, expected=expected, do=do)
+        raise RequestRefused("Tokens cannot be scored", got=got, expected=expected, do=do)
 
 
 def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tuple[str, str | None, str] | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import DiskError, EngineError, MoeRLError, TraceError
+from moe_rl.errors import DiskError, EngineError, MoeRLError, RequestRefused, TraceError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.source_sum import rows_total, total
 from moe_rl.trace.spans import cut_spans, spans_of_rows, versions_of_rows
@@ -205,7 +205,7 @@ class Sinks:
                 raise lost
             with self._lock:
                 reasons = [reason for (shard, _), reason in self._refused.items() if shard == name]
-            raise EngineError(
+            raise RequestRefused(
                 "Routes were requested but nothing was recorded",
                 where={"shard": name},
                 got=reasons[:1] or None,
@@ -244,7 +244,7 @@ class Sinks:
         """Return the record of a sequence after checking its tokens. An engine may have forwarded one extra token."""
         if key not in sink.records:
             reason = self._refused.get((name, key))
-            raise EngineError(
+            raise RequestRefused(
                 "A sequence was not recorded",
                 where={"request": key, "shard": name},
                 got=reason or "no rows",
@@ -252,7 +252,7 @@ class Sinks:
             )
         ref, token_ids, sums, start = sink.records[key]
         if len(token_ids) < len(wanted):
-            raise EngineError(
+            raise RequestRefused(
                 "The engine did not record every forwarded token",
                 where={"request": key},
                 got=f"{len(token_ids)} rows",
@@ -261,7 +261,7 @@ class Sinks:
             )
         wrong = np.flatnonzero(token_ids[: len(wanted)] != wanted)
         if wrong.size:
-            raise EngineError(
+            raise RequestRefused(
                 "The engine recorded another token than it returned",
                 where={"request": key, "position": wrong[0]},
                 got=int(token_ids[wrong[0]]),

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from moe_rl.errors import EngineError, MoeRLError
+from moe_rl.errors import DiskError, EngineError, MoeRLError, RequestRefused, TraceError
 from moe_rl.vllm import loader, patches  # noqa: F401 - the loader registers itself where models are loaded
 from moe_rl.vllm.hooks import attach_recorder
 from moe_rl.vllm.recorder import Recorder
@@ -95,18 +95,19 @@ class RecorderControl:
         return self.moe_rl_recorder.unfinished(sink) if self.moe_rl_recorder is not None else None
 
     def moe_rl_answer(self, method: str, *args) -> dict[str, object]:
-        """Call `method` and return {"value": result}, {"refused": message}, or {"failed": message} for a bug.
+        """Call `method` and return {"value": result}; {"refused": message} if the call is at fault; {"failed": message}
+        if this worker or its disk is.
 
         For engines in other processes: there an exception arrives as text without its type, and if one of several
         workers raises, vLLM mistakes the other workers' answers for answers to the next call.
         """
         try:
             return {"value": getattr(self, method)(*args)}
-        except MoeRLError as error:
-            return {"refused": str(error)}
         except Exception as error:
+            if isinstance(error, RequestRefused | TraceError) and not isinstance(error, DiskError):
+                return {"refused": str(error)}
             traceback.print_exc()
-            return {"failed": f"{type(error).__name__}: {error}"}
+            return {"failed": str(error) if isinstance(error, MoeRLError) else f"{type(error).__name__}: {error}"}
 
 
 def __getattr__(name: str):

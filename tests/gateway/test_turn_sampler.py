@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from moe_rl.errors import EngineError, SamplerGone
+from moe_rl.errors import EngineError, RequestRefused, SamplerGone, SessionError
 from moe_rl.gateway.asking import SamplingWish
 from moe_rl.gateway.finishing import check_session
+from moe_rl.gateway.session_sequences import sequences_of
 from moe_rl.gateway.sessions import Session
 from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.rollout.sampler import ServerLost
 from moe_rl.trace import TraceStore
 from tests.gateway.conftest import LONGEST, VOCAB
 from tests.gateway.session_turns import WIDE, said
+from tests.support.refusals import refused
 
 BOUNDS = SamplerBounds(LONGEST, VOCAB, True, 2)
 
@@ -142,5 +145,53 @@ def test_no_turn_begins_while_weights_go_in():
         turns.updated(1)
         turn = await waiting
         assert len(sampler.asked) == 2 and not turn.continues and turns.counts["over_older_rows"] == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.long
+def test_a_dialogue_may_have_500_turns(engine, settings):
+    """A reader follows 64 records. The record of the turn after them is whole, and the sequence remains one."""
+
+    async def run():
+        turns = TurnSampler(engine.sampler, BOUNDS, seed=5)
+        session = Session("long", "g", WIDE, 0.0)
+        for turn in range(length):
+            await say(turns, session, [*(session.ids(turn - 1) if turn else ()), 9 + turn % 50], most=2)
+        session.tell_received([length - 1])
+        return session
+
+    length = 500
+    session, store = asyncio.run(run()), TraceStore(settings.trace_root)
+    assert [turn.parent for turn in session.turns] == [None, *range(length - 1)]
+    assert all(turn.continues for turn in session.turns[1:])
+    check_session(session.finish(), store)
+    (sequence,) = sequences_of(session.finish())
+    record = store.read(sequence.routes)
+    assert record.token_ids.tolist() == list(session.ids(length - 1)[:-1])
+    whole = [turn.number for turn in session.turns if store.info(turn.routes).parent is None]
+    assert whole == list(range(0, length, 65))
+    for turn in session.turns[::13]:
+        rows = store.read(turn.routes)
+        assert (rows.routes == record.routes[: len(rows.routes)]).all()
+    wrong = replace(session.turns[65], routes=replace(session.turns[65].routes, parts=session.turns[64].routes.parts))
+    session.turns[65] = wrong
+    with refused(SessionError):
+        check_session(session.finish(), store)
+
+
+def test_a_turn_that_cannot_be_recorded_loses_no_place(engine):
+    class Refuses(TwoPlaces):
+        async def sample(self, place, requests, **more):
+            self.at.append(place)
+            raise RequestRefused("planted: this record cannot be made")
+
+    async def run():
+        sampler = Refuses(engine)
+        turns, session = TurnSampler(sampler, BOUNDS, seed=5), Session("refused", "g", WIDE, 0.0)
+        with refused(RequestRefused):
+            await say(turns, session, [5, 6, 7])
+        assert len(sampler.at) == 1 and sampler.places == (0, 1) and turns.counts["sampled_again"] == 0
+        assert not session.busy and not session.turns
 
     asyncio.run(run())

@@ -1380,8 +1380,8 @@ MUTANTS: list[Mutant] = [
         (
             "a record of another branch",
             "finishing.py",
-            "if turn.continues and (turn.parent is None or not _is_of(parent, session.turns[turn.parent].routes)):",
-            "if turn.continues and turn.parent is None:",
+            "if turn.continues and (before is None or not _continues(store, ref, parent, before)):",
+            "if turn.continues and before is None:",
             "A turn is trained on with the record of a branch that said the same.",
             "tests/gateway/test_web.py",
         ),

@@ -10,6 +10,7 @@ import socket
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
+import httpx
 import msgspec
 import numpy as np
 import psutil
@@ -18,12 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_rl.config.load import load_config
-from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
+from moe_rl.errors import EngineError, RequestRefused, SamplerGone, WeightSyncError
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Blocking, ServerLost, assign, nobody
+from moe_rl.rollout.server import VllmServer
+from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
+from moe_rl.vllm.api_server import make_token
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import own_address, reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Holding, SenderAt, SharedMemory, WeightUpdate
@@ -54,6 +58,7 @@ class Server:
     slow: bool = False
     paused: bool = False
     scored: str | None = None
+    refuses: bool = False
 
     async def served(self) -> Served:
         self._may_fail("served")
@@ -62,6 +67,8 @@ class Server:
     async def sample(self, requests, shard, ended=nobody):
         try:
             await asyncio.sleep(30 if self.slow else 0)
+            if self.refuses:
+                raise RequestRefused("refused", got="planted")
             self._may_fail("before")
             assert shard not in self.shards
             self.shards[shard] = [request.key for request in requests]
@@ -323,6 +330,32 @@ def test_a_group_of_a_lost_server_is_lost_and_the_other_places_go_on(fleet):
             await groups.pause()
 
     asyncio.run(run())
+
+
+def test_a_refused_call_loses_no_server(fleet, tmp_path):
+    """A record that cannot be made would lose one server after the other."""
+    made, servers = fleet(2, max_lost=2)
+    for server in servers:
+        server.refuses = True
+    for leave in (asyncio.Event(), None):
+        with refused(RequestRefused, got=("planted",)):
+            asyncio.run(made.sample(1, REQUESTS, shard="g1", leave=leave))
+    with refused(RequestRefused, got=("planted",)):
+        Blocking(made).generate(REQUESTS, shard="s")
+    assert not made.lost and list(made.places) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("status", "refuses"), [(400, True), (403, True), (413, True), (409, False), (401, False), (500, False)]
+)
+def test_only_the_call_is_at_fault_where_the_server_says_so(tmp_path, monkeypatch, status, refuses):
+    token = tmp_path / "token"
+    make_token(token)
+    answers = httpx.MockTransport(lambda _: httpx.Response(status, json={"error": "planted"}))
+    monkeypatch.setattr(Transport, "client", lambda *_: httpx.AsyncClient(transport=answers))
+    with pytest.raises(EngineError, match="planted") as error:
+        VllmServer("http://host:1", token).stats()
+    assert isinstance(error.value, RequestRefused) == refuses
 
 
 def test_a_server_that_two_calls_lose_is_lost_once(fleet):

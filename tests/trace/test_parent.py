@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from moe_rl.errors import TraceError
 from moe_rl.trace import ShardWriter, TraceStore, validate
@@ -91,17 +92,29 @@ def test_the_shard_of_a_parent_is_gone_or_another(tmp_path, spec, write_shard, r
         store.read(ref)
 
 
-def test_depth_is_bounded(tmp_path, spec, random_routes, decoded):
-    with ShardWriter(tmp_path, "s", spec) as writer:
-        ref = writer.add("k0", random_routes(spec, 1, 0), [0], decoded(1))
-        for depth in range(1, MAX_DEPTH + 1):
-            ref = writer.add(f"k{depth}", random_routes(spec, 1, depth), [depth], decoded(1), parent=ref)
-        with refused(TraceError, "64", fault="parent", request="over"):
-            writer.add("over", random_routes(spec, 1), [0], decoded(1), parent=ref)
-    record = TraceStore(tmp_path).read(ref)
-    assert record.token_ids.tolist() == list(range(MAX_DEPTH + 1))
-    for row in (0, 31, 64):
+@pytest.mark.parametrize("in_a_shard", [1, 40, 1000])
+def test_a_chain_of_any_length_is_read_from_few_records(tmp_path, spec, random_routes, decoded, in_a_shard):
+    """500 turns, each with a row of its own and other weights; `in_a_shard` of them in a row share a shard."""
+    length = 500 if in_a_shard > 1 else 2 * MAX_DEPTH + 3
+    writer, ref, store = None, None, TraceStore(tmp_path)
+    for turn in range(length):
+        if turn % in_a_shard == 0:
+            if writer is not None:
+                writer.publish()
+            writer = ShardWriter(tmp_path, f"s{turn}", spec)
+        ref = writer.add(f"k{turn}", random_routes(spec, 1, turn), [turn], decoded(1, turn), parent=ref)
+        if turn % 99 == 98:  # it is not published yet
+            assert writer.store.read(ref).token_ids.tolist() == list(range(turn + 1))
+    writer.publish()
+    record = store.read(ref)
+    assert record.token_ids.tolist() == list(range(length))
+    assert [span.weight_version for span in record.spans] == list(range(length))
+    for row in (0, MAX_DEPTH, MAX_DEPTH + 1, length - 1):
         np.testing.assert_array_equal(record.routes[row], random_routes(spec, 1, row)[0])
+    chain = 0
+    while (ref := store.info(ref).parent) is not None:
+        chain += 1
+    assert chain == (length - 1) % (MAX_DEPTH + 1)
 
 
 def test_parents_that_no_reader_would_find_are_refused(tmp_path, spec, random_routes, decoded):
@@ -126,7 +139,10 @@ def test_parents_that_no_reader_would_find_are_refused(tmp_path, spec, random_ro
             "no parts": replace(own, parts=()),
             "absent": RouteRef("k", 1, (RoutePart("absent", "0" * 16),)),
         }
-        known = {"absent": {"shard": "absent", "fault": "absent shard"}}
+        known = {
+            "absent": {"shard": "absent", "fault": "absent shard"},
+            "digest": {"shard": "s", "fault": "absent record"},
+        }
         for name, parent in parents.items():
             with refused(TraceError, **known.get(name, {"fault": "parent"})):
                 writer.add("k", random_routes(spec, 1), [1], decoded(1), parent=parent)
