@@ -30,6 +30,7 @@ from moe_rl.megatron.expert_order import relocated
 from moe_rl.megatron.layers import GroupedExperts
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
+from moe_rl.whereabouts import HERE
 
 
 @dataclass
@@ -216,6 +217,7 @@ class ReplayLayer(TransformerLayer):
     """
 
     def _forward_attention(self, *args, packed_seq_params=None, **kwargs):
+        HERE.begin_layer(self.layer_number - 1)
         if self.is_moe_layer:
             if not isinstance(packed_seq_params, ReplaySeqParams):
                 raise ReplayError(

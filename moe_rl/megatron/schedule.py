@@ -24,6 +24,7 @@ from moe_rl.megatron.cpu import mode_left_behind
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.objectives.logprobs import hidden_scores
 from moe_rl.replay.session import ReplaySession, require_open
+from moe_rl.whereabouts import HERE
 
 # (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator.
 # If entropies are requested, they are a third argument [N], also with gradient. If the microbatch has head ids, the
@@ -127,6 +128,7 @@ def _arguments(chunks, microbatches, session, score, after_forward, begun) -> di
     def forward_step(iterator, model, return_schedule_plan=False):
         begun()
         number, microbatch = next(iterator)
+        HERE.begin_microbatch(number)
         params = microbatch.begin_forward(session, number)
         # Combined 1F1B requests the parts of the forward, and runs them before it requests those of the next
         # microbatch.

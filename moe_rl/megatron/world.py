@@ -42,6 +42,7 @@ def join(*, timeout_seconds: float) -> None:
     else:
         torch.set_num_threads(1)  # one rank per core: more threads would only take turns
         backend, place = "gloo", {}
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # how many collectives torch's flight recorder keeps
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone, **place)
 
@@ -77,6 +78,16 @@ def ranks_of_this_node() -> range:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     return range(first, first + here)
+
+
+def begun_collectives() -> tuple[dict[str, int], bytes]:
+    """Return how many collectives of each process group this rank has begun, and torch's record of the last ones, JSON.
+
+    May be called by a thread while a collective runs.
+    """
+    groups = distributed_c10d._world.pg_map
+    begun = {distributed_c10d._world.pg_names[group]: group._get_sequence_number_for_group() for group in groups}
+    return begun, torch._C._distributed_c10d._dump_fr_trace_json()
 
 
 def clear() -> None:

@@ -84,6 +84,8 @@ def train(
                 dist.get_world_size(),
                 timeout_seconds=config.run.peer_timeout_seconds,
                 grace_seconds=config.checkpoint.grace_seconds,
+                hang_seconds=config.run.hang_seconds,
+                evidence=world.begun_collectives,
                 near=world.ranks_of_this_node(),
             )
         )

@@ -13,6 +13,8 @@ second thread watches without ever waiting for the first: the run also ends when
 SIGTERM asks the run to stop: torchrun forwards it to the ranks, and schedulers send it before they kill. The watching
 thread notices it at once, even while the main thread waits in a collective. It tells the other ranks, and makes sure
 that the run has ended `grace_seconds` later, with or without a checkpoint. SIGINT ends the run immediately.
+
+Heartbeats also say what each rank is at. If all ranks live and none gets on, the run ends too: see `hangs`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.errors import MoeRLError, Stopped
+from moe_rl.train import hangs
 from moe_rl.train.last_words import tell
+from moe_rl.whereabouts import HERE
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -43,6 +47,8 @@ _INTERVAL = 0.5
 _SAME_REQUEST = 3.0
 # A dying process closes its connections up to this long before the kernel has removed it.
 _DYING_SECONDS = 5.0
+# Seconds that the ranks of a run that hangs have for their reports.
+_REPORT_SECONDS = 10.0
 # Seconds that rank 0 may take to publish a checkpoint whose parts are all written.
 _PUBLISHING_SECONDS = 5.0
 _OVER = ("finished", "stopped")
@@ -58,8 +64,8 @@ class StopRequested(BaseException):
 def connect(folder: Path, environment: Mapping[str, str] = os.environ) -> Store:
     """Connect to the part of torchrun's store that belongs to the run in `folder`.
 
-    The keys are each rank's number, with its state as JSON; "asked", which is "1" once the run was asked to stop; and
-    "ended", with the reason why the run ends.
+    The keys are each rank's number, with its state as JSON; "asked", which is "1" once the run was asked to stop;
+    "hangs", which is "1" once no rank gets on; and "ended", with the reason why the run ends.
 
     Args:
         environment: The environment variables of a rank of the run.
@@ -82,7 +88,8 @@ class _Wire(threading.Thread):
         super().__init__(name="peers' wire", daemon=True)
         self._folder, self._rank, self._others, self._state = folder, rank, others, state
         self._news, self._hurry, self._begun, self._ended = threading.Event(), False, 0, 0
-        self.asked, self.why = False, ""  # what this rank tells the others; later what the store says
+        # What this rank tells the others, and later what the store says.
+        self.asked, self.hangs, self.why = False, False, ""
         self.heard: tuple[float, dict[int, dict[str, Any]]] = 0.0, {}  # when the store last answered, and its answer
         self.broken = False
 
@@ -107,7 +114,7 @@ class _Wire(threading.Thread):
 
     def _talk(self, store: Store) -> None:
         keys = [str(other) for other in self._others]
-        for key in (*keys, "asked", "ended"):
+        for key in (*keys, "asked", "hangs", "ended"):
             store.compare_set(key, "", "")  # reading a missing key would wait for it
         listened = 0.0
         while True:
@@ -115,14 +122,17 @@ class _Wire(threading.Thread):
             store.set(str(self._rank), json.dumps(self._state(self._begun)))
             if self.asked:
                 store.set("asked", "1")
+            if self.hangs:
+                store.set("hangs", "1")
             if self.why:
                 # keep the reason that was stored first, so that all ranks report the same one
                 self.why = store.compare_set("ended", "", self.why).decode()
             if self._hurry or time.monotonic() > listened + _INTERVAL:
                 self._hurry, listened = False, time.monotonic()
-                *states, asked, why = store.multi_get([*keys, "asked", "ended"])
+                *states, asked, still, why = store.multi_get([*keys, "asked", "hangs", "ended"])
                 self.heard = listened, {r: json.loads(s) for r, s in zip(self._others, states, strict=True) if s}
-                self.asked, self.why = self.asked or bool(asked), why.decode() or self.why
+                self.asked, self.hangs = self.asked or bool(asked), self.hangs or bool(still)
+                self.why = why.decode() or self.why
                 self._ended = self._begun
             self._news.wait(_INTERVAL)
             self._news.clear()
@@ -139,6 +149,8 @@ class Peers:
         *,
         timeout_seconds: float,
         grace_seconds: float,
+        hang_seconds: float,
+        evidence: hangs.Evidence,
         near: range | None = None,
     ):
         """Prepare the threads; `__enter__` starts them.
@@ -147,6 +159,8 @@ class Peers:
             folder: The run folder.
             timeout_seconds: A rank that is silent for this long is lost.
             grace_seconds: Time from a request to stop to the end of the process.
+            hang_seconds: Time in which some rank must get on, see `hangs.Stillness`.
+            evidence: Tells about this rank's collectives.
             near: The ranks on this node; None means all ranks.
         """
         self.folder, self.rank = folder, rank
@@ -163,6 +177,10 @@ class Peers:
         self._seen: dict[int, tuple[int, float]] = {}
         self._failed_since: dict[int, float] = {}
         self._answer, self._looked, self._unanswered = 0.0, time.monotonic(), 0.0
+        self._stillness, self._evidence = hangs.Stillness(hang_seconds), evidence
+        self._moved = HERE.moves, time.monotonic()
+        self._report: dict[str, Any] = {}
+        self._reported = 0.0
         self._wire = _Wire(folder, rank, others, self._state)
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
 
@@ -209,12 +227,14 @@ class Peers:
             seconds: Expected duration, if the phase must finish before a requested stop.
         """
         self._phase, self._part, self._step, self._due = name, "", step, time.monotonic() + seconds
+        HERE.leave()
         self._wire.beat()
         yield
 
     def part(self, name: str) -> None:
         """Announce the part of the phase that this rank is in."""
         self._part = name
+        HERE.leave()
         self._wire.beat()
 
     @property
@@ -249,10 +269,15 @@ class Peers:
             "phase": self._phase,
             "part": self._part,
             "step": self._step,
+            "microbatch": HERE.microbatch,
+            "layer": HERE.layer,
+            "moves": HERE.moves,
+            **self._report,
         }
 
     def _watch(self) -> None:
         while not self._done.is_set():
+            looked = time.monotonic()
             readable, _, _ = select.select([self._signals], [], [], _INTERVAL)
             for number in self._signals.recv(64) if readable else b"":
                 if number in (signal.SIGTERM, signal.SIGINT):
@@ -260,12 +285,40 @@ class Peers:
             lost = self._lost()
             if lost is not None:
                 self._end(lost)
+            # Count only the time in which this process ran: while it was suspended, it could not hear of the others.
+            self._look_for_hang(min(time.monotonic() - looked, 2 * _INTERVAL))
             if self._asked is not None and time.monotonic() > self._asked + self.grace:
                 self._end(
                     f"{self._here} was asked to stop and did not end within checkpoint.grace_seconds = {self.grace:g}; "
                     f"{self._standing}",
                     STOPPED,
                 )
+
+    def _look_for_hang(self, passed: float) -> None:
+        """End the run if no rank gets on. Rank 0 notices it, all ranks report, and rank 0 says which of them is late.
+
+        passed: Seconds since the last call.
+        """
+        now = time.monotonic()
+        if self._moved[0] != HERE.moves:
+            self._moved = HERE.moves, now
+        states = {**self._wire.heard[1], self.rank: self._state()}
+        if self.rank == 0 and not self._wire.hangs:
+            marks = [(one["phase"], one["part"], one["step"], one["moves"]) for one in states.values()]
+            still = self._stillness.look((self._phase, self._part), marks, passed)
+            self._wire.hangs = still is not None
+        elif self._wire.hangs and not self._report:
+            begun = hangs.report(self.folder, self.rank, self._evidence)
+            self._report, self._reported = {"begun": begun, "still": now - self._moved[1]}, now
+            self._wire.beat()
+        elif self.rank == 0 and (
+            all("begun" in one for one in states.values()) or now > self._reported + _REPORT_SECONDS
+        ):
+            late, why = hangs.late(states)
+            self._end(
+                f"no rank has moved for {now - self._moved[1]:.0f} s, and all live: {_who(late, states[late])}, is "
+                f"late: {why}; the stacks of all ranks are in {self.folder / hangs.FOLDER}"
+            )
 
     def _interrupt(self, number, frame) -> None:
         if number == signal.SIGTERM and self._left:
@@ -385,8 +438,10 @@ class Peers:
 
 
 def _doing(state: dict[str, Any]) -> str:
-    phase, part, step = state["phase"], state["part"], state["step"]
-    return f"in phase {phase} of step {step}" if part in ("", phase) else f"in phase {phase} ({part}) of step {step}"
+    phase, part, microbatch, layer = state["phase"], state["part"], state["microbatch"], state["layer"]
+    of = f"in phase {phase}" + ("" if part in ("", phase) else f" ({part})") + f" of step {state['step']}"
+    of += "" if microbatch is None else f", microbatch {microbatch}"
+    return of + ("" if layer is None else f", layer {layer}")
 
 
 def _who(rank: int, state: dict[str, Any]) -> str:

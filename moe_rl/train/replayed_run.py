@@ -23,6 +23,7 @@ MAY_DIFFER = (
     "run.runs_dir",
     "run.max_hours",
     "run.peer_timeout_seconds",
+    "run.hang_seconds",
     "model.path",  # its content may not differ: see `run_inputs`
     "parallel.",
     "placement.",

@@ -41,6 +41,7 @@ from moe_rl.report import history, run_config, summary
 MAY_CHANGE = (
     "model.path",  # its content may not change: see `run_inputs`
     "parallel.",
+    "cluster.",
     "rollout.servers",
     "rollout.token_file",
     "rollout.prompts_per_step",
@@ -54,6 +55,7 @@ MAY_CHANGE = (
     "run.steps",
     "run.max_hours",
     "run.peer_timeout_seconds",
+    "run.hang_seconds",
     "task.heldout",
     "eval.",
     "checkpoint.",

@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 
 from moe_rl.errors import EngineError
 from moe_rl.train.peers import Peers, StopRequested, connect
+from moe_rl.whereabouts import HERE
 
 
 def hold_store(out, errors):
@@ -37,7 +38,16 @@ def run_rank(out, errors, port, folder, rank, how, count, apart):
     near = range(rank, rank + 1) if apart else None
     grace = 60 if how == "patient" else 3
     try:
-        with Peers(folder, rank, count, timeout_seconds=2, grace_seconds=grace, near=near) as peers:
+        with Peers(
+            folder,
+            rank,
+            count,
+            timeout_seconds=2,
+            grace_seconds=grace,
+            hang_seconds=2 if how.startswith("hang") else 600,
+            evidence=lambda: ({"group": 4 if how == "hang late" else 5}, b"{}"),
+            near=near,
+        ) as peers:
             peers.save_took(0.1)
             with peers.phase("train", 7, seconds=60 if how == "long step" else 0):
                 store = connect(folder)
@@ -75,6 +85,12 @@ def _do(how, peers, store):
         while _second(store).get("phase") != "finished":
             time.sleep(0.01)
         print("rank 1 finished", flush=True)
+    if how.startswith("hang"):
+        for number in range(2):  # the second time, there is a measure
+            peers.part("update")
+            HERE.begin_microbatch(number)
+            HERE.begin_layer(3 if how == "hang late" else 5)
+            time.sleep(0.6)
     if how == "sampling":
         try:
             with peers.to_be_left():

@@ -127,6 +127,20 @@ def test_a_stopped_rank_is_named_and_ended(ranks):
     assert victim.wait(5) == -signal.SIGKILL
 
 
+def test_ranks_that_live_and_do_not_get_on_are_ended_and_the_late_one_is_named(ranks, tmp_path):
+    ranks_ = ranks("hang", "hang late", "hang")
+    for process in ranks_:
+        code, errors = end(process, 40)
+        assert code == EXIT_CODE and "no rank has moved for" in errors
+        late = f"rank 1 (pid {ranks_[1].pid} on "
+        assert late in errors and "in phase train (update) of step 7, microbatch 1, layer 3, is late: " in errors
+        assert "it has begun 4 collectives where others of its group have begun 5" in errors
+    for rank in range(3):
+        stacks = (tmp_path / f"hang/rank{rank:05d}.stacks").read_text()
+        assert "peer_processes.py" in stacks and "in _do" in stacks
+        assert (tmp_path / f"hang/rank{rank:05d}.collectives.json").read_text() == "{}"
+
+
 def test_a_rank_that_explained_itself_is_not_explained_again(ranks):
     survivor, failed = ranks("sleep", "fail")
     assert end(failed, 10)[0] == 1

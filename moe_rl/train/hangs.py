@@ -1,0 +1,92 @@
+"""Notices that all ranks live and none gets on, and finds out which of them the others wait for.
+
+A flapping link or a collective that one rank never begins leaves every rank waiting, while its threads go on giving
+signs of life. Rank 0 hears what each rank is at. When none has moved for too long, each rank writes a report with the
+stacks of its threads and torch's record of its last collectives, and tells how many collectives of each group it has
+begun. The rank that has begun fewer than the others of its group is late.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FOLDER = "hang"
+# Phases in which rank 0 waits for samplers, verifiers or files, which have limits of their own.
+_WAITS = frozenset({"start", "rollout", "wait for rollout", "evaluate", "report", "finished", "stopped", "failed"})
+_TIMES_SLOWEST = 3.0
+# The first time, nothing says how long a part may take.
+_TIMES_FIRST = 6.0
+
+Place = tuple[str, str]
+"""A phase and its part."""
+
+Evidence = Callable[[], tuple[dict[str, int], bytes]]
+"""Returns how many collectives of each process group this rank has begun, and torch's record of the last ones."""
+
+
+class Stillness:
+    """Measures how long no rank has moved.
+
+    Args:
+        seconds: how long none may move, at least. More is allowed where ranks have been still for longer before: three
+            times the longest time so far in the same part of a step, and six times `seconds` in a part that is new.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._slowest: dict[Place, float] = {}
+        self._place, self._marks, self._still = ("start", ""), object(), 0.0
+
+    def look(self, place: Place, marks: object, passed: float) -> float | None:
+        """Return for how many seconds no rank has moved, if that is too long.
+
+        Args:
+            place: where rank 0 is.
+            marks: changes when any rank moves.
+            passed: seconds since the last call in which this process ran.
+        """
+        self._still += passed
+        if marks != self._marks or place[0] in _WAITS:
+            if self._place[0] not in _WAITS:
+                self._slowest[self._place] = max(self._slowest.get(self._place, 0.0), self._still)
+            self._place, self._marks, self._still = place, marks, 0.0
+        slowest = self._slowest.get(place)
+        most = self._seconds * _TIMES_FIRST if slowest is None else max(self._seconds, _TIMES_SLOWEST * slowest)
+        return self._still if self._still > most else None
+
+
+def report(folder: Path, rank: int, evidence: Evidence) -> dict[str, int]:
+    """Write what this rank is at, below the run folder. Returns how many collectives of each group it has begun."""
+    begun, record = dict[str, int](), b""
+    with suppress(RuntimeError):  # a group may be broken
+        begun, record = evidence()
+    path = folder / FOLDER / f"rank{rank:05d}"
+    with suppress(OSError):  # the ranks end anyway, and their message says more than this error
+        path.parent.mkdir(exist_ok=True)
+        with path.with_suffix(".stacks").open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        path.with_suffix(".collectives.json").write_bytes(record)
+    return begun
+
+
+def late(states: Mapping[int, Mapping[str, Any]]) -> tuple[int, str]:
+    """Return the rank that the others wait for, and why it is taken for that rank.
+
+    Among ranks that have begun fewer collectives than others of their group, it is the one that stopped first.
+
+    Args:
+        states: what each rank has told: `begun`, see `report`, and `still`, the seconds since it last moved.
+    """
+    behind: dict[int, str] = {}
+    for group in sorted({group for state in states.values() for group in state.get("begun", {})}):
+        begun = {rank: state["begun"][group] for rank, state in states.items() if group in state.get("begun", {})}
+        most = max(begun.values())
+        for rank, count in begun.items():
+            if count < most:
+                behind.setdefault(rank, f"it has begun {count} collectives where others of its group have begun {most}")
+    rank = max(behind or states, key=lambda rank: states[rank].get("still", 0.0))
+    return rank, behind.get(rank, "it stopped first; all have begun the same number of collectives")
