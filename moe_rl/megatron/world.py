@@ -168,6 +168,11 @@ def microbatches_in_a_round() -> int:
     return parallel_state.get_pipeline_model_parallel_world_size() if interleaved else 1
 
 
+def stage() -> int:
+    """Return this rank's stage of the pipeline."""
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
 def is_last_stage() -> bool:
     """Return whether this rank holds the end of the model."""
     return parallel_state.is_pipeline_last_stage()

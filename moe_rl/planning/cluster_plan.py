@@ -103,6 +103,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
     count = parameter_count(facts)
     stages = _stages(config, facts, layout, batch)
     rows = stages[0].activations.dispatched_rows
+    storage = make_storage(config, facts, layout, batch)
     return Plan(
         layout=layout,
         batch=batch,
@@ -120,8 +121,8 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
         recompute=config.train.recompute,
         limit_bytes=gpu_bytes(config.cluster) if config.cluster is not None else None,
         dispatch_bytes=rows * facts.hidden_size * DTYPE_BYTES[config.train.dtype],
-        sampler=make_sampler(config, facts, batch),
-        storage=make_storage(config, facts, layout, batch),
+        sampler=make_sampler(config, facts, batch, storage.weight_bucket_bytes),
+        storage=storage,
         transfer=planned_transfer(config, world_size),
         not_planned=not_planned(config),
         beside=config.cluster is not None and not has_servers(config),

@@ -37,9 +37,10 @@ def memory_problems(plan: Plan) -> list[Problem]:
     if plan.sampler.total_bytes > limit:
         found.append(
             describe(
-                "weights and KV cache do not fit on a GPU of a sampler",
+                "weights, KV cache and arriving weights do not fit on a GPU of a sampler",
                 where={"key": "cluster.gpu_memory_gib"},
-                got=f"{plan.sampler.weight_bytes / 2**30:.1f} + {plan.sampler.kv_cache_bytes / 2**30:.1f} GiB",
+                got=f"{plan.sampler.weight_bytes / 2**30:.1f} + {plan.sampler.kv_cache_bytes / 2**30:.1f} + "
+                f"{plan.sampler.sync_bytes / 2**30:.1f} GiB",
                 expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
                 do="lower rollout.kv_cache_mib"
                 if plan.sampler.weight_bytes < limit

@@ -142,6 +142,7 @@ def _sampler(plan: Plan) -> list[Row]:
         ("weights", bytes_text(sampler.weight_bytes), "on each GPU" if plan.limit_bytes else ""),
         ("KV cache", f"{sampler.kv_tokens:,}", f"tokens of {sampler.kv_bytes_per_token:,} B, per engine"),
         ("sequences at once", f"{sampler.max_concurrent:,}", f"{fits}; {sampler.fitting:,} fit, per engine"),
+        ("new weights", bytes_text(sampler.sync_bytes), "that arrive and wait for the rest of their layer, at most"),
         ("per GPU", bytes_text(sampler.total_bytes), _verdict(plan, sampler.total_bytes)),
         *(
             [("with rank 0 on it", bytes_text(plan.shared_bytes), _verdict(plan, plan.shared_bytes))]

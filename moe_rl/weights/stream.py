@@ -52,6 +52,10 @@ class Ranks(Protocol):
         """Give reserved memory of the GPU that is not used to other processes on it."""
         ...
 
+    def stage(self) -> int:
+        """Return this rank's stage of the pipeline."""
+        ...
+
 
 class Recipient(Protocol):
     """Lists the operations of a sampler that an update uses, see `rollout.sampler.Sampler`."""
@@ -68,15 +72,17 @@ class Recipient(Protocol):
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """Lists what a rank will export, round by round."""
+    """Lists what a rank will export, round by round, and its stage of the pipeline."""
 
     rounds: list[list[TensorInfo]]
+    stage: int
 
 
 class WeightStream:
-    """Merges the exports of all ranks into one stream, round by round and rank by rank, which some ranks send. All
-    ranks create it together.
+    """Merges the exports of all ranks into one stream, which some ranks send. All ranks create it together.
 
+    The stream goes stage by stage, then round by round, then rank by rank. A worker of a sampler keeps the tensors of a
+    layer until it has all of them, so few layers may be incomplete at a time; those of several stages would be.
     Successive ranks with tensors share a sender, the first of them: the others hand their rounds over to it. A round of
     a rank travels as one bucket.
 
@@ -95,15 +101,16 @@ class WeightStream:
             senders: how many ranks send, at most.
         """
         self.device = ranks.device()
-        everyone = ranks.gather(Announced([[_info(*one) for one in run.whole] for run in rounds]), Announced)
+        announced = Announced([[_info(*one) for one in run.whole] for run in rounds], ranks.stage())
+        everyone = ranks.gather(announced, Announced)
         self.rank = dist.get_rank() if len(everyone) > 1 else 0
         exporting = [rank for rank, one in enumerate(everyone) if rank == 0 or any(one.rounds)]
         blocks = [number * min(senders, len(exporting)) // len(exporting) for number in range(len(exporting))]
         self.senders = [exporting[blocks.index(block)] for block in range(blocks[-1] + 1)]
         # Ranks without tensors may have rounds, in which they give other ranks parts of tensors.
         self._sender = dict.fromkeys(range(len(everyone)), 0) | dict(zip(exporting, blocks, strict=True))
-        count = max((len(one.rounds) for one in everyone), default=0)
-        order = [(rank, at) for at in range(count) for rank, one in enumerate(everyone) if at < len(one.rounds)]
+        each = [(rank, at) for rank, one in enumerate(everyone) for at in range(len(one.rounds))]
+        order = sorted(each, key=lambda one: (everyone[one[0]].stage, one[1], one[0]))
         full = [(rank, everyone[rank].rounds[at]) for rank, at in order if everyone[rank].rounds[at]]
         self.infos = [info for _, infos in full for info in infos]
         self.buckets = [(self._sender[rank], len(infos)) for rank, infos in full]

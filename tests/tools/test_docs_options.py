@@ -31,7 +31,7 @@ OTHERS = {
         *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "shutdown-timeout"),
     ),
     "vllm": (
-        *("data-parallel-size", "enable-eplb", "enable-expert-parallel", "enforce-eager", "gpu-memory-utilization"),
+        *("data-parallel-size", "enable-eplb", "enforce-eager", "gpu-memory-utilization", "no-enable-expert-parallel"),
         *("kv-cache-memory-bytes", "max-model-len", "pipeline-parallel-size", "tensor-parallel-size"),
     ),
 }

@@ -20,7 +20,10 @@ BUCKET = 400  # bytes
 
 # A trainer with a single rank.
 ALONE = SimpleNamespace(
-    gather=lambda message, kind: [message], device=lambda: torch.device("cpu"), give_back=lambda: None
+    gather=lambda message, kind: [message],
+    device=lambda: torch.device("cpu"),
+    give_back=lambda: None,
+    stage=lambda: 0,
 )
 
 

@@ -234,7 +234,7 @@ def test_a_rank_that_cannot_listen_is_named(tmp_path, monkeypatch):
 def test_samplers_that_no_other_host_reaches_get_all_from_rank_0(tmp_path, monkeypatch, to, on_host, senders):
     from tests.weights.taking import sender_of
 
-    ranks, asked = SimpleNamespace(gather=lambda message, kind: [message] * 4, device=ALONE.device), []
+    ranks, asked = SimpleNamespace(**vars(ALONE) | {"gather": lambda message, kind: [message] * 4}), []
     sender = sender_of(SimpleNamespace(moves=0), tmp_path, "broadcast", ranks, weight_senders=3)
 
     class Asked(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import batched
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moe_rl.errors import WeightSyncError
+from moe_rl.planning import sampler_memory
 from moe_rl.weights import stream
 from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.digest import tensor_digest
@@ -21,8 +22,9 @@ from tests.weights.sending import ALONE
 from tests.weights.test_intake import equal
 
 
-def streams(*rounds_of_ranks, senders=1):
+def streams(*rounds_of_ranks, senders=1, stages=None):
     """The streams that ranks make whose tensors these are: each dict is a round."""
+    stages = stages or [0] * len(rounds_of_ranks)
     everyone = [
         [
             stream.Round([(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], iter(tensors.items()))
@@ -31,13 +33,14 @@ def streams(*rounds_of_ranks, senders=1):
         for rounds in rounds_of_ranks
     ]
     announced = []
-    for rounds in everyone:
+    for rounds, stage in zip(everyone, stages, strict=True):
         gather = lambda message, kind: announced.append(message) or [message]  # noqa: E731
-        stream.WeightStream(rounds, SimpleNamespace(gather=gather, device=ALONE.device))
+        ranks = SimpleNamespace(gather=gather, device=ALONE.device, stage=lambda stage=stage: stage)
+        stream.WeightStream(rounds, ranks)
     made = []
     for rank, rounds in enumerate(everyone):
         with patch.object(stream.dist, "get_rank", return_value=rank):
-            ranks = SimpleNamespace(gather=lambda message, kind: announced, device=ALONE.device)
+            ranks = SimpleNamespace(**vars(ALONE) | {"gather": lambda message, kind: announced})
             made.append(stream.WeightStream(rounds, ranks, senders=senders))
     return made
 
@@ -59,6 +62,38 @@ def test_ranks_with_tensors_share_the_senders(most, senders, turns):
     sent = {rank: [infos[0].name for infos in made[rank].own] for rank in senders}
     assert sent == {rank: [info.name for info, (at, _) in zip(made[0].infos, made[0].buckets, strict=True) if at == n]
                     for n, rank in enumerate(senders)}  # fmt: skip
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_a_worker_holds_few_incomplete_layers_however_many_stages_there_are(virtual):
+    """16 layers on 4 stages of 2 ranks; each rank has half of a layer's experts, and a round has 3 of them."""
+    layers, stages, experts = 16, 4, 8
+    run = layers // stages // virtual
+    rounds_of_ranks = []
+    for stage in range(stages):
+        own = [layer for layer in range(layers) if layer // run % stages == stage]
+        for half in range(2):
+            names = [f"layers.{n}.experts.{half * 4 + e}" for n in own for e in range(experts // 2)]
+            rounds_of_ranks.append([dict.fromkeys(some, torch.zeros(25)) for some in batched(names, 3)])
+    whole = streams(*rounds_of_ranks, stages=[0, 0, 1, 1, 2, 2, 3, 3])[0]
+    held, most, at = {}, 0, 0
+    for _, count in whole.buckets:
+        infos, at = whole.infos[at : at + count], at + count
+        for info in infos:
+            layer = int(info.name.split(".")[1])
+            held.setdefault(layer, []).append(info.size)
+        # A layer that is complete is loaded once the bucket has come.
+        most = max(most, sum(map(sum, held.values())))
+        held = {layer: sizes for layer, sizes in held.items() if len(sizes) < experts}
+    assert not held and len(whole.infos) == layers * experts
+    a_layer, bucket = 4 * 25 * experts, 4 * 25 * 3
+    facts = SimpleNamespace(moe_layers=range(1))
+    counts = {"parameter_count": SimpleNamespace(expert=25 * experts), "layer_weights": ()}
+    with ExitStack() as stack:
+        for name, value in counts.items():
+            stack.enter_context(patch.object(sampler_memory, name, lambda *_, value=value: value))
+        planned = sampler_memory.sync_bytes(facts, "float32", 1, exporting=2, bucket=bucket, largest=bucket)
+    assert a_layer <= most <= planned == a_layer + 3 * bucket
 
 
 @pytest.fixture
