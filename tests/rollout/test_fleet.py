@@ -339,10 +339,10 @@ def test_a_refused_call_loses_no_server(fleet, tmp_path):
         server.refuses = True
     for leave in (asyncio.Event(), None):
         with refused(RequestRefused, got=("planted",)):
-            asyncio.run(made.sample(1, REQUESTS, shard="g1", leave=leave))
+            asyncio.run(made.sampler.sample(1, REQUESTS, shard="g1", leave=leave))
     with refused(RequestRefused, got=("planted",)):
-        Blocking(made).generate(REQUESTS, shard="s")
-    assert not made.lost and list(made.places) == [0, 1]
+        made.generate(REQUESTS, shard="s")
+    assert not made.sampler.lost and list(made.sampler.places) == [0, 1]
 
 
 @pytest.mark.parametrize(
