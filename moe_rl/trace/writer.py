@@ -129,21 +129,21 @@ class ShardWriter:
         self._open_fd()
         self._check_new(check_key(key))
         where: About = {"request": key, "shard": header.name}
-        token_ids = as_token_ids(token_ids, where=where)
-        check_routes(routes, header.spec, rows=len(token_ids), where=where, layers=header.layers)
-        spans = check_spans(spans, rows=len(token_ids), where=where)
+        ids = as_token_ids(token_ids, where=where)
+        check_routes(routes, header.spec, rows=len(ids), where=where, layers=header.layers)
+        spans = check_spans(spans, rows=len(ids), where=where)
         link = self._link(parent, where) if parent is not None else None
         if parent is not None and link is not None and link.depth > MAX_DEPTH:
             part = RoutePart(link.shard or header.name, link.digest.hex())
             before = self.store.read(RouteRef(parent.key, parent.rows, (part,)), layers=header.layers)
-            routes, token_ids = np.concatenate([before.routes, routes]), np.concatenate([before.token_ids, token_ids])
+            routes, ids = np.concatenate([before.routes, routes]), np.concatenate([before.token_ids, ids])
             spans, link = merge_spans([*before.spans, *spans]), None
-        rows = len(token_ids) + (link.rows if link else 0)
+        rows = len(ids) + (link.rows if link else 0)
         if rows > MAX_ROWS:
             raise TraceError(
                 "sequence is too long to store", where=where, got=rows, expected=f"at most {MAX_ROWS} tokens"
             )
-        data = build_frame(header, key, routes, token_ids, spans, link, aux or {})
+        data = build_frame(header, key, routes, ids, spans, link, aux or {})
         head = head_size(data)
         return self._append(key, digest_of(data, head), rows, head, link.shard if link else "", data)
 
