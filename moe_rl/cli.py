@@ -20,6 +20,7 @@ VERBS = {
     "show": "print what the policy wrote, and where sampler and trainer differ",
     "explain": "say who was right when a check ended a run",
     "compare": "compare sampler and trainer with and without replay",
+    "check-replay": "check the routes of a batch that any trainer has saved",
     "prove": "prove on this machine that a layout replays exactly",
     "patch": "check, apply or revert the patches of an installed vLLM or a checkout",
     "export": "write a run's weights as a Hugging Face checkpoint",
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _overview().parse_args(given or ["--help"])
     verb, *rest = given
     cut = rest.index("--") if "--" in rest else len(rest)
-    module = import_module(f"moe_rl.commands.{verb}")
+    module = import_module(f"moe_rl.commands.{verb.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"moe-rl {verb}")
     module.add_arguments(parser)
     options = parser.parse_args(rest[:cut])

@@ -28,6 +28,7 @@ from moe_rl.megatron import overlap, world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
 from moe_rl.megatron.expert_order import relocated
 from moe_rl.megatron.layers import GroupedExperts
+from moe_rl.replay.choice import of_best_groups
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
 from moe_rl.whereabouts import HERE
@@ -58,7 +59,7 @@ class _RecordedTopK:
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         def choose(scores):
-            allowed = _of_best_groups(scores, num_groups, group_topk) if group_topk else scores
+            allowed = of_best_groups(scores, num_groups, group_topk) if group_topk else scores
             # Megatron sorts the chosen experts in passes with gradients only. The order decides how their weights are
             # rounded, and a pass without gradients must compute what an update computes.
             with torch.enable_grad():
@@ -81,18 +82,6 @@ class _RecordedTopK:
             if without_route is not None:
                 indices = torch.where(without_route[:, None], native, indices)
         return scores.gather(1, indices), indices
-
-
-def _of_best_groups(scores: torch.Tensor, groups: int, top_groups: int) -> torch.Tensor:
-    """Set the scores [T, E] outside each token's best groups to minus infinity.
-
-    A group's score is the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Megatron sums the
-    best top_k // top_groups experts instead.
-    """
-    grouped = scores.unflatten(1, (groups, -1))
-    best = grouped.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
-    left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
-    return grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
 
 
 class ReplayRouter(TopKRouter):

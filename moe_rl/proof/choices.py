@@ -36,7 +36,7 @@ def regret(facts: ModelFacts, scores: torch.Tensor, chosen: torch.Tensor) -> tor
     if facts.groups == 1:
         return scores.topk(facts.top_k, -1).values[:, -1] - taken
     by_group = scores.unflatten(1, (facts.groups, -1))
-    values = by_group.topk(2, -1).values.sum(-1)  # [T, G], as in `_of_best_groups` of the trainer's router
+    values = by_group.topk(2, -1).values.sum(-1)  # [T, G], as in `of_best_groups` of the trainer's router
     used = torch.zeros_like(values, dtype=torch.bool).scatter(1, chosen // by_group.shape[-1], True)
     # Take the used groups first, then the best others up to the number of groups.
     order = values.masked_fill(used, torch.inf).topk(facts.top_groups, -1).indices

@@ -186,9 +186,9 @@ def test_a_router_asks_for_its_own_layer_and_chooses_for_rows_without_a_route(ro
 
 
 def test_a_group_is_as_good_as_its_two_best_experts_together():
-    from moe_rl.megatron.router import _of_best_groups
+    from moe_rl.replay.choice import of_best_groups
 
     scores = torch.tensor([[0.9, 0.0, 0.1, 0.6, 0.5, 0.0], [0.2, 0.2, 0.2, 0.1, 0.1, 0.9]])
-    allowed = _of_best_groups(scores, 2, 1)
+    allowed = of_best_groups(scores, 2, 1)
     assert torch.equal(allowed.isfinite(), torch.tensor([[False] * 3 + [True] * 3] * 2))
     assert torch.equal(allowed[:, 3:], scores[:, 3:])

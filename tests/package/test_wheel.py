@@ -83,7 +83,7 @@ def files_of(folder: str) -> list[Path]:
 
 @pytest.mark.long
 def test_every_verb_answers(installed, tmp_path):
-    further = {"play", "report", "show", "compare", "prove", "patch", "export", "explain", "doctor"}
+    further = {"play", "report", "show", "compare", "prove", "patch", "export", "explain", "doctor", "check-replay"}
     assert set(VERBS) == {"train", "plan", "serve", "trace"} | further
     overview = call(installed / "moe-rl", "--help", cwd=tmp_path)
     for verb in VERBS:

@@ -49,8 +49,9 @@ last message says how to continue.
 
 The other commands exit with 0 when they are done, and with 2 after an error with an explanation. `plan` and `doctor`
 also exit with 2 when they found a problem. `trace verify` and `trace import --check` exit with 1 when something is
-wrong with the traces, `prove` with 1 when a layout is not exact, `play` with 1 when an episode failed, `explain` with 1
-when it stays undecided, and `compare` with 3 when it is not decided that replay lowered the policy KL.
+wrong with the traces, `check-replay` with 1 when a claim is refused, `prove` with 1 when a layout is not exact, `play`
+with 1 when an episode failed, `explain` with 1 when it stays undecided, and `compare` with 3 when it is not decided
+that replay lowered the policy KL.
 
 ## Files of a run
 
@@ -82,6 +83,7 @@ PAGES = {
     "show": "../howto/report.md",
     "explain": "../howto/guards.md",
     "compare": "../howto/compare.md",
+    "check-replay": "../howto/other_trainers.md",
     "prove": "../measurements/layouts.md",
     "patch": "../howto/install.md",
     "export": "../reference/models.md",
@@ -93,7 +95,7 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Yield each command with its parser; the commands of `trace` come behind it, as "trace cat" and so on."""
     for verb in VERBS:
         parser = argparse.ArgumentParser(prog=f"moe-rl {verb}")
-        import_module(f"moe_rl.commands.{verb}").add_arguments(parser)
+        import_module(f"moe_rl.commands.{verb.replace('-', '_')}").add_arguments(parser)
         yield verb, parser
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):

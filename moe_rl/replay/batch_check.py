@@ -1,0 +1,260 @@
+"""Checks the routes of any batch, from arrays alone: `check_batch` needs no session, store or sampler of moe_rl.
+
+Two kinds of claims are made. Those of FORM look at tokens and ids, with the rules of the linter; they need no model.
+The others are the claims of the alignment test: with the trainer's own choice as a witness it tests whether the routes
+belong to their rows. Without a witness, or without torch, these are weak.
+
+Legend for shapes: T tokens, C layers as sent, L MoE layers, K top-k experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moe_rl.errors import RouteValidationError, first_of
+from moe_rl.trace import TraceSpec
+from moe_rl.trace.adapters.envelopes import moe_columns
+from moe_rl.trace.adapters.lint import lint
+from moe_rl.trace.model_spec import read_layer_map
+
+FORM = ("ids", "rows", "layers", "unwritten", "repeated", "constant", "copied")
+"""Claims about the form: ids are distinct and exist; one row for each forwarded token; the layers are those of the
+layer map; no row or layer is a buffer that nobody wrote; no row is the row before again; no layer is constant or
+another's copy; no sequence has the routes of other tokens of another sequence."""
+
+_CLAIM_OF = {
+    **dict.fromkeys(("dtype", "dtype wrap", "negative ids", "out of range", "duplicate ids"), "ids"),
+    **dict.fromkeys(("missing last row", "one row too many", "rows", "rows shifted"), "rows"),
+    **dict.fromkeys(("shape", "layers", "top-k", "layer map", "layers in reverse"), "layers"),
+    **dict.fromkeys(("empty rows", "all-zero sets", "all-zero layers"), "unwritten"),
+    "repeated rows": "repeated",
+    **dict.fromkeys(("constant layers", "repeated layers"), "constant"),
+}
+# A witness of bare ids has no near ties: every disagreement looks deep. These claims need scores.
+_OF_SCORES = ("single ids", "some rows", "labels")
+_FEW_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Holds one claim about a batch.
+
+    Attributes:
+        status: "refused": its fault is in the batch. "proven": the fault would have been found, and was not. "weak":
+            the batch, or the witness, is too small to tell.
+        power: Share of such faults that would be found, 0 to 1.
+        found: What is wrong, or suspected. A suspicion makes a claim weak.
+    """
+
+    name: str
+    status: Literal["proven", "weak", "refused"]
+    power: float
+    found: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """Holds the claims about a batch, those of FORM first. As text it is a table."""
+
+    claims: tuple[Checked, ...]
+
+    @property
+    def faults(self) -> list[str]:
+        """Return what is wrong, as "claim: text"."""
+        return [f"{one.name}: {text}" for one in self.claims if one.status == "refused" for text in one.found]
+
+    def refuse(self) -> None:
+        """Raise RouteValidationError if a claim is refused."""
+        if self.faults:
+            raise RouteValidationError(
+                "routes of the batch may not be trained on",
+                got=first_of(self.faults),
+                expected="the routes of these tokens, as their sampler computed them",
+                do="look at the recorder and at what brings the routes to the trainer",
+            )
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{one.name:20} {one.status:8} power {one.power:4.2f}  {first_of(one.found)}".rstrip()
+            for one in self.claims
+        )
+
+
+def check_batch(
+    token_ids: Seq[Seq[int] | np.ndarray],
+    routes: Seq[np.ndarray],
+    native_topk: Seq[np.ndarray] | None = None,
+    layers: str | None = None,
+    *,
+    num_experts: int,
+    top_k: int | None = None,
+    scores: Seq[np.ndarray] | None = None,
+    prompts: Seq[int] | None = None,
+    lags: Seq[np.ndarray] | None = None,
+    seen: Seq[np.ndarray] | None = None,
+    groups: int = 1,
+    names: Seq[str] | None = None,
+) -> BatchReport:
+    """Check the routes of a batch of sequences. Never raises for what is wrong in them.
+
+    Args:
+        token_ids: For each sequence its forwarded tokens [T]: prompt + completion without the last token.
+        routes: For each sequence integers [T, C, K], as they were recorded; C is all decoder layers, or those with
+            experts.
+        native_topk: For each sequence the experts [T, L, K] that the trainer's routers choose by themselves, with the
+            weights that sampled the tokens.
+        layers: A letter for each decoder layer: d dense, m with experts, h hash-routed and not recorded. "d,m*60" is
+            short for d and 60 m. None: every recorded layer has experts.
+        num_experts: Experts of a layer.
+        top_k: Experts of a token; None: as many as native_topk or the routes have.
+        scores: For each sequence floats [T, L, E], what these routers rank by. They show single wrong ids too, and near
+            ties.
+        prompts: Number of prompt tokens of each sequence; None: each sequence is one text.
+        lags: For each sequence integers [T]: how many updates the weights that routed a row are behind.
+        seen: For each sequence bool [T], the rows that the witness has, such as those of one rank; None: all.
+        groups: Groups of experts among which the routers choose first; with scores they need native_topk too.
+        names: Of the sequences, for messages.
+
+    Raises:
+        RouteValidationError: The arguments do not belong together, whatever the routes hold.
+    """
+    names = [str(at) for at in range(len(routes))] if names is None else names
+    for argument, value in {
+        "token_ids": token_ids, "native_topk": native_topk, "scores": scores, "prompts": prompts, "lags": lags,
+        "seen": seen, "names": names,
+    }.items():  # fmt: skip
+        if value is not None and len(value) != len(routes):
+            raise RouteValidationError(
+                "not one for each sequence",
+                where={"argument": argument},
+                got=len(value),
+                expected=f"{len(routes)}, the sequences of routes",
+            )
+    arrays = [np.asarray(one) for one in routes]
+    tokens = [np.asarray(one, np.int64) for one in token_ids]
+    if top_k is None and native_topk:
+        top_k = np.asarray(native_topk[0]).shape[-1]
+    spec = spec_of(arrays, layers, num_experts, top_k)
+    shapes = {"native_topk": (len(spec.moe_layers), spec.top_k), "scores": (len(spec.moe_layers), num_experts)}
+    for argument, given in {"native_topk": native_topk, "scores": scores, "lags": lags, "seen": seen}.items():
+        for name, ids, one in zip(names, tokens, given or (), strict=False):
+            if np.shape(one) != (len(ids), *shapes.get(argument, ())):
+                raise RouteValidationError(
+                    "an array has another shape than its sequence",
+                    where={"argument": argument, "sequence": name},
+                    got=np.shape(one),
+                    expected=(len(ids), *shapes.get(argument, ())),
+                )
+    claims = _form(tokens, arrays, spec, names)
+    sound = not any(one.status == "refused" and one.name in FORM[:4] for one in claims)
+    if sound and (native_topk is not None or scores is not None):
+        claims += _alignment(tokens, arrays, native_topk, scores, prompts, lags, seen, spec, groups, names)
+    else:
+        why = "no witness: native_topk and scores are missing" if sound else "form is wrong"
+        claims += [Checked("alignment", "weak", 0.0, (why,))]
+    return BatchReport(tuple(claims))
+
+
+def spec_of(arrays: Seq[np.ndarray], layers: str | None, num_experts: int, top_k: int | None = None) -> TraceSpec:
+    """Return the spec of a batch. layers: as in `check_batch`."""
+    shape = next((one.shape for one in arrays if one.ndim == 3), (0, 1, 1))
+    letters = "m" * max(1, shape[1]) if layers is None else read_layer_map(layers)
+    return TraceSpec("batch", num_experts, min(max(1, top_k or shape[2]), num_experts), letters)
+
+
+def _form(tokens: Seq[np.ndarray], arrays: Seq[np.ndarray], spec: TraceSpec, names: Seq[str]) -> list[Checked]:
+    """Make the claims of FORM."""
+    certain: dict[str, list[str]] = {name: [] for name in FORM}
+    suspected: dict[str, list[str]] = {name: [] for name in FORM}
+    for name, ids, array in zip(names, tokens, arrays, strict=True):
+        for one in lint(array, spec, ids):
+            if one.rule in _CLAIM_OF:  # layers without experts, which engines send too, are no fault
+                kind = certain if one.certain else suspected
+                kind[_CLAIM_OF[one.rule]].append(f"sequence {name}: {one.rule} ({one.where}): {one.text}")
+    certain["copied"] = list(_copies(tokens, arrays, names))
+    long = sum(len(one) >= _FEW_ROWS for one in arrays) / max(1, len(arrays))
+    power = dict.fromkeys(FORM, 1.0) | {"repeated": long, "constant": long, "copied": long if len(arrays) > 1 else 0.0}
+    return [
+        Checked(
+            name,
+            "refused" if certain[name] else "weak" if suspected[name] or power[name] < 0.95 else "proven",
+            power[name],
+            tuple(certain[name] + suspected[name]),
+        )
+        for name in FORM
+    ]
+
+
+def _copies(tokens: Seq[np.ndarray], arrays: Seq[np.ndarray], names: Seq[str]) -> Iterator[str]:
+    """Name pairs of sequences with equal routes behind the first token in which they differ."""
+    at: dict[bytes, int] = {}
+    for number, array in enumerate(arrays):
+        if len(array) < _FEW_ROWS or array.ndim != 3:
+            continue
+        other = at.setdefault(array[-_FEW_ROWS:].tobytes(), number)
+        ids, theirs = tokens[number], tokens[other]
+        if other == number or len(arrays[other]) != len(array) or (array[1:] == array[:-1]).all():
+            continue
+        apart = np.flatnonzero(ids[: len(theirs)] != theirs[: len(ids)])
+        if len(apart) >= _FEW_ROWS and (array[apart] == arrays[other][apart]).all():
+            yield f"sequences {names[other]} and {names[number]} have other tokens and the same routes"
+
+
+def _alignment(
+    tokens: Seq[np.ndarray],
+    arrays: Seq[np.ndarray],
+    native: Seq[np.ndarray] | None,
+    scores: Seq[np.ndarray] | None,
+    prompts: Seq[int] | None,
+    lags: Seq[np.ndarray] | None,
+    seen: Seq[np.ndarray] | None,
+    spec: TraceSpec,
+    groups: int,
+    names: Seq[str],
+) -> list[Checked]:
+    """Make the claims of the alignment test."""
+    try:
+        import torch
+    except ImportError:
+        return [Checked("alignment", "weak", 0.0, ("torch is not installed",))]
+
+    from moe_rl.replay.alignment import AlignmentTest
+    from moe_rl.replay.choice import own_choice
+    from moe_rl.replay.row_places import RowPlaces
+
+    columns = moe_columns(arrays[0].shape[1], spec)
+    record = np.concatenate([one[:, columns] for one in arrays]).astype(np.int64)
+    prompts = [len(ids) for ids in tokens] if prompts is None else prompts
+    lag = None if lags is None else np.concatenate(lags)
+    recorded = np.ones(len(record), bool) if seen is None else np.concatenate(seen)
+    places = RowPlaces.of(tokens, prompts, recorded, slice(None), lag)
+    test = AlignmentTest(spec.moe_layers, [places], torch.device("cpu"), groups=groups)
+    given = None if scores is None else np.concatenate(scores)
+    choice = None if native is None else np.concatenate(native)
+
+    def tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype))
+
+    for at, layer in enumerate(spec.moe_layers):
+        ranked = None if given is None else tensor(given[:, at], np.float32)
+        chosen = None if choice is None else tensor(choice[:, at], np.int64)
+        if ranked is None:
+            assert chosen is not None
+            ranked = torch.zeros(len(record), spec.num_experts).scatter_(1, chosen, 1.0)
+        chosen = own_choice(ranked, spec.top_k) if chosen is None else chosen
+        test.observe(0, layer, tensor(record[:, at], np.int64), chosen, ranked)
+    test.compared(0, [f"sequence {name}" for name in names])
+    verdict = test.verdict()
+    assert verdict is not None
+    told = [
+        Checked(one.name, "weak", 0.0, ("needs scores",))
+        if scores is None and one.name in _OF_SCORES
+        else Checked(one.name, one.status, one.power, one.found)
+        for one in verdict.claims
+    ]
+    return told
