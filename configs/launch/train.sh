@@ -17,14 +17,28 @@ if [[ -n $run ]]; then
     # Only where the samplers are, and how the ranks are laid out, may differ from what the run began with.
     kept=()
     for override in "$@"; do
-        [[ $override == parallel.* || $override == rollout.servers=* || $override == rollout.token_file=* ]] && kept+=("$override")
+        [[ $override == parallel.* || $override == cluster.* || $override == rollout.servers=* || $override == rollout.token_file=* ]] && kept+=("$override")
     done
     what=(--resume "${run%/checkpoints/*}" "${kept[@]}")
 else
     what=(--config "$config" "run.runs_dir=$runs_dir" "checkpoint.grace_seconds=$grace" "$@")
 fi
 
-exec torchrun --nnodes "$NODES" --nproc-per-node "$GPUS" \
+# torchrun itself always exits with 1. Each rank leaves its own status in a file.
+logs=$(mktemp -d)
+torchrun --nnodes "$NODES" --nproc-per-node "$GPUS" \
     --rdzv-backend c10d --rdzv-id "${RUN_ID:-moe-rl}" --rdzv-endpoint "$MASTER:29400" --local-addr "$ADDRESS" \
-    --shutdown-timeout "$((grace + 30))" \
-    tools/train_moe_rl.py "${what[@]}"
+    --shutdown-timeout "$((grace + 30))" --log-dir "$logs" \
+    tools/train_moe_rl.py "${what[@]}" &
+ranks=$! status=0 asked=
+trap 'asked=yes; kill -TERM "$ranks"' TERM INT
+wait "$ranks" || status=$?
+if [[ -n $asked ]]; then
+    status=0
+    wait "$ranks" || status=$?
+fi
+if ((status != 0)); then
+    told=$(find "$logs" -name error.json -exec cat {} + | grep -o '"errorCode": *[0-9]*' | grep -o '[0-9]*$' | head -n 1 || true)
+    status=${told:-$status}
+fi
+exit "$status"

@@ -7,6 +7,8 @@ score       every server scores the same tokens
 loss        a server that fails a call is no longer used, up to a configured number of losses. Its calls raise
             ServerLost; other servers sample their requests again, into shards with new names. Nothing refers to shards
             that the lost server may have published, so nothing is counted twice.
+return      before an update, lost servers are asked. One that answers, as after a new start, gets this update and is
+            used again.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -32,6 +35,16 @@ from moe_rl.vllm.control import Served
 from moe_rl.vllm.sampling import Growing
 from moe_rl.weights.broadcast import reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
+
+# How long a lost server has to answer before an update.
+_ASK_SECONDS = 10.0
+
+
+def _same(served: Served) -> Served:
+    """Return what a server serves, without what it tells about itself."""
+    return msgspec.structs.replace(
+        served, start="", updates=0, weight_version=0, weight_digest="", weights_whole=False, gpus=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +76,7 @@ class ServerFleet:
         vllm_version: the servers' common version of vLLM.
         workers: total number of worker processes.
         servers: those that are not lost, by their numbers.
-        lost: servers no longer used, each with the reason.
+        lost: servers not used now, each with the reason.
     """
 
     def __init__(
@@ -90,6 +103,8 @@ class ServerFleet:
         self.lost: dict[str, str] = {}
         self.servers = dict(enumerate(servers))
         self._workers = dict(enumerate(workers))
+        self._all = dict(self.servers)
+        self._returning: set[int] = set()  # get the next update, and are lost until then
         self._root = root.resolve()
         self._max_lost = max_lost
         self._load_seconds = load_seconds
@@ -144,8 +159,8 @@ class ServerFleet:
 
     @property
     def workers(self) -> int:
-        """Return the number of processes that hold weights, over all servers that are not lost."""
-        return sum(self._workers[number] for number in self.servers)
+        """Return the number of processes that hold weights, over all servers that are not lost or are returning."""
+        return sum(self._workers[number] for number in (*self.servers, *self._returning))
 
     @property
     def address(self) -> str:
@@ -223,6 +238,8 @@ class ServerFleet:
         if running and (self._calls or len(running) < len(self.servers)):
             raise WeightSyncError("An update needs a pause of all servers", got=running, do="pause first")
         self._held = None
+        if update.number == 0:
+            await self._take_back(paused=not running)
         sources = self._sources(update.source)
 
         async def one(number: int) -> HeldWeights:
@@ -243,11 +260,45 @@ class ServerFleet:
         return False
 
     async def wake(self, part: str) -> None:
-        """Do nothing: servers do not sleep."""
+        """Ask lost servers whether they can take an update again: servers do not sleep. See Sampler.wake."""
+        if part == "weights":
+            await asyncio.gather(*(self._ask(number) for number in self._all.keys() - self.servers.keys()))
 
     def close(self) -> None:
         """Stop sampling. The servers keep running."""
         self._held = None
+
+    async def _ask(self, number: int) -> None:
+        """Let a lost server return if it answers and serves the same as the others."""
+        server = self._all[number]
+        self._returning.discard(number)
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_ASK_SECONDS):
+                mine, *theirs = [await one.served() for one in (server, *self.servers.values())]
+                if _same(mine) not in map(_same, theirs):
+                    print(f"moe_rl: server {number} came back as another server", file=sys.stderr, flush=True)
+                    return
+                await server.adopt()
+            self._workers[number] = mine.gpus
+            self._returning.add(number)
+
+    async def _take_back(self, *, paused: bool) -> None:
+        """Use the returning servers again, which the current update is sent to."""
+        for number in sorted(self._returning):
+            server = self._all[number]
+            if paused:
+                try:
+                    await server.pause()
+                except EngineError as error:
+                    self._returning.discard(number)
+                    self.lost[server.url] = str(error)
+                    continue
+            else:
+                server.paused = False
+            del self.lost[server.url]
+            print(f"moe_rl: server {number} is used again", file=sys.stderr, flush=True)
+        self.servers = {number: self._all[number] for number in sorted({*self.servers, *self._returning})}
+        self._returning.clear()
 
     async def _check(self, number: int, expected: HeldWeights) -> None:
         """Raise WeightSyncError if a server does not hold the weights that it confirmed last."""

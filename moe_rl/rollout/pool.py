@@ -42,7 +42,7 @@ from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceStore
 from moe_rl.vllm.process import channel_to_parent
-from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update
+from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update, Wake
 
 _ALIVE_SECONDS = 0.5
 
@@ -176,6 +176,9 @@ def _reply(rollouts: Rollouts, call: wire.Call) -> wire.Reply:
             return Counted(engine.counts())
         case Update(update):
             engine.update_weights(update)
+            return wire.SamplerUpdated(engine.workers)
+        case Wake(part):
+            engine.wake(part)
             return wire.SamplerUpdated(engine.workers)
         case wire.TakeBatch() | wire.BeginGroups():
             raise ValueError("not answered here: batches are taken in two parts, and only a pool of groups begins them")

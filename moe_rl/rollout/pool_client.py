@@ -18,7 +18,7 @@ from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.trace import TraceStore
 from moe_rl.types import ScoredTokens
 from moe_rl.vllm.process import child_environment
-from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update
+from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update, Wake
 from moe_rl.weights.update import WeightUpdate
 
 
@@ -108,7 +108,8 @@ class PooledSampler:
         return False
 
     def wake(self, part: str) -> None:
-        """Do nothing: the sampler does not sleep."""
+        """Let lost servers return, see Sampler.wake. The sampler does not sleep."""
+        self.workers = self._call(Wake(part), wire.SamplerUpdated).workers
 
     def close(self) -> None:
         self._child.close(Close())

@@ -11,7 +11,7 @@ from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.rollouts import EVALUATED, Rollouts
 from moe_rl.rollout.sampler import Sampler, sample_all
 from moe_rl.rollout.trajectories import LivePlayer
-from moe_rl.vllm.wire import AskCounts, Counted, Score, Update
+from moe_rl.vllm.wire import AskCounts, Counted, Score, Update, Wake
 
 
 class GroupPool:
@@ -43,6 +43,9 @@ class GroupPool:
                 return wire.RunsScored(await self._sampler.score(runs, shard=shard))
             case AskCounts():
                 return Counted(await self._sampler.counts())
+            case Wake(part):
+                await self._sampler.wake(part)
+                return wire.SamplerUpdated(self._rollouts.engine.workers)
             case Update(update):
                 if self._player is not None:
                     self._player.hold()

@@ -12,7 +12,7 @@ from msgspec.msgpack import Decoder
 
 from moe_rl.messages import Message, decoder
 from moe_rl.types import ScoredTokens
-from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update
+from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update, Wake
 
 
 class OpenPool(Message, frozen=True):
@@ -95,7 +95,7 @@ class RunsScored(Message, frozen=True):
 
 
 class SamplerUpdated(Message, frozen=True):
-    """Answers Update with the number of workers that are left."""
+    """Answers Update and Wake with the number of workers that are left."""
 
     workers: int
 
@@ -107,7 +107,7 @@ class PoolFailed(Message, frozen=True):
     message: str
 
 
-Call = BeginGroups | TakeBatch | RetainSteps | EvaluatePolicy | Score | AskCounts | Update
+Call = BeginGroups | TakeBatch | RetainSteps | EvaluatePolicy | Score | AskCounts | Update | Wake
 Reply = GroupsBegun | BatchTaken | StepsRetained | PolicyEvaluated | RunsScored | Counted | SamplerUpdated
 CALLS: Decoder[OpenPool | Call | Close] = decoder(OpenPool | Call | Close)
 REPLIES: Decoder[PoolOpened | Alive | BatchSampled | Reply | PoolFailed] = decoder(

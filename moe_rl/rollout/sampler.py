@@ -153,7 +153,11 @@ class Sampler(Protocol):
         ...
 
     async def wake(self, part: str) -> None:
-        """Take back the memory of "weights" or "kv_cache". Does nothing if that part is awake."""
+        """Take back the memory of "weights" or "kv_cache". Does nothing if that part is awake.
+
+        A whole update may follow `wake("weights")`. So this is when lost servers that were started again return: they
+        count among `workers`, and are used from that update on.
+        """
         ...
 
     def close(self) -> None:

@@ -194,6 +194,33 @@ def test_a_slurm_job_that_is_told_to_end_is_requeued(shell, tmp_path):
     assert (path.parent / "status").read_text() == "3\n"
 
 
+@pytest.mark.parametrize("status", [2, 3, 4])
+def test_a_slurm_job_is_requeued_after_a_loss_and_not_after_a_mistake(shell, tmp_path, status):
+    """torchrun exits with 1 whatever its ranks said."""
+    says = """#!/usr/bin/env bash
+while [[ $1 != --log-dir ]]; do shift; done
+mkdir -p "$2/7/attempt_0/0" && echo '{"message": {"message": "x", "errorCode": STATUS}}' >"$2/7/attempt_0/0/error.json"
+exit 1
+"""
+    (tmp_path / "bin/torchrun").write_text(says.replace("STATUS", str(status)))
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-5]", "SLURM_NNODES": "6"}
+    calls = shell("bash", "configs/launch/slurm.sbatch", ends=status, **variables)
+    assert (["requeue", "7"] in calls["scontrol"]) == (status == 3)
+    calls = shell("bash", "configs/launch/slurm.sbatch", ends=status, SLURM_RESTART_COUNT="20", **variables)
+    assert ["requeue", "7"] not in calls["scontrol"]
+
+
+def test_a_slurm_job_starts_a_server_again_that_ran_for_a_while(tmp_path):
+    (line,) = [line for line in (LAUNCH / "slurm.sbatch").read_text().splitlines() if line.startswith("again=")]
+    loop = line.removeprefix("again='").removesuffix("'").replace("sleep 5", "sleep 0")
+    server = 'echo >>"$0"; [[ $(wc -l <"$0") == 3 ]]'  # the third start ends well
+    for enough, starts, ends in (("-1", 3, 0), ("300", 1, 1)):
+        file = tmp_path / enough
+        command = ["bash", "-c", loop.replace("300", enough), "server", "bash", "-c", server, str(file)]
+        assert subprocess.run(command, timeout=20).returncode == ends
+        assert len(file.read_text().splitlines()) == starts
+
+
 @pytest.fixture(scope="module")
 def manifest() -> dict[tuple[str, str], dict]:
     documents = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())

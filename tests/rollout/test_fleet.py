@@ -59,6 +59,10 @@ class Server:
     paused: bool = False
     scored: str | None = None
     refuses: bool = False
+    adopted: bool = False
+
+    async def adopt(self):
+        self.adopted, self.paused = True, False
 
     async def served(self) -> Served:
         self._may_fail("served")
@@ -356,6 +360,62 @@ def test_only_the_call_is_at_fault_where_the_server_says_so(tmp_path, monkeypatc
     with pytest.raises(EngineError, match="planted") as error:
         VllmServer("http://host:1", token).stats()
     assert isinstance(error.value, RequestRefused) == refuses
+
+
+def wake(made):
+    """Begin a sync as the trainer does. Returns the numbers of workers before and after it."""
+    before = made.workers
+    made.wake("weights")
+    made.wake("kv_cache")
+    return before, made.workers
+
+
+def test_a_server_that_was_started_again_gets_the_next_update_and_is_used(fleet, tmp_path):
+    made, servers = fleet(3, max_lost=1)
+    servers[1].fails.append("before")
+    made.generate(REQUESTS, shard="step1")
+    assert list(made.sampler.places) == [0, 2] and set(made.sampler.lost) == {"http://host:1"}
+    servers[1].fails.append("served")  # it is still starting
+    assert wake(made) == (2, 2)
+    servers[1].served_ = msgspec.structs.replace(SERVED, start="second", gpus=2)
+    assert wake(made) == (2, 4) and servers[1].adopted, "a broadcast has ranks for its workers"
+    assert list(made.sampler.places) == [0, 2], "it has no weights yet"
+    made.generate(REQUESTS, shard="step2")
+    made.update_weights(update(tmp_path, 2))
+    assert list(made.sampler.places) == [0, 1, 2] and not made.sampler.lost
+    made.generate(REQUESTS, shard="step3")
+    assert "step3-server1" in servers[1].shards and servers[1].updates[-1].version == 2
+    servers[2].fails.append("before")  # one may be lost again
+    made.generate(REQUESTS, shard="step4")
+    assert list(made.sampler.places) == [0, 1]
+
+
+def test_a_server_that_returns_in_a_pause_is_paused_too(fleet, tmp_path):
+    made, servers = fleet(2, max_lost=1)
+    sampler = made.sampler
+
+    async def run():
+        servers[0].fails.append("pause")
+        await sampler.pause()
+        await sampler.resume()
+        servers[0].served_ = msgspec.structs.replace(SERVED, start="second")
+        await sampler.wake("weights")
+        await sampler.pause()
+        await sampler.take_weights(update(tmp_path, 2))
+        assert [server.paused for server in servers] == [True, True]
+        await sampler.resume()
+        assert [server.paused for server in servers] == [False, False] and list(sampler.places) == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_a_server_that_comes_back_with_another_model_stays_lost(fleet, capsys):
+    made, servers = fleet(2, max_lost=1)
+    servers[0].fails.append("before")
+    made.generate(REQUESTS, shard="step1")
+    servers[0].served_ = msgspec.structs.replace(SERVED, start="second", model_fingerprint="other")
+    assert wake(made) == (2, 2) and not servers[0].adopted
+    assert "server 0 came back as another server" in capsys.readouterr().err
 
 
 def test_a_server_that_two_calls_lose_is_lost_once(fleet):
