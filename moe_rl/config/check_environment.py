@@ -48,6 +48,13 @@ def environment_problems(config: Config) -> Iterator[Problem]:
             got="recompute",
             expected="keep",
         )
+    if config.task.environment.host in ("0.0.0.0", "::"):
+        yield describe(
+            "the gateway needs an address that others reach",
+            where={"key": "task.environment.host"},
+            got=config.task.environment.host,
+            expected="an address of rank 0's host",
+        )
     if config.task.environment.concurrent > config.gateway.max_sessions:
         yield describe(
             "every episode has a session",

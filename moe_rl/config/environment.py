@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from moe_rl.config.section import Count, Few, Location, Reward, Seconds, Section
 
@@ -17,6 +19,17 @@ class EnvironmentConfig(Section):
     python: Location | None = None
     """Interpreter for the episodes, Python 3.12 or newer, with its own packages, such as .environments/bin/python. It
     needs msgspec, and also moe_rl if that is installed rather than a checkout. null: the run's interpreter."""
+    options: dict[str, Any] = {}
+    """Settings of the environment, which it finds in `session.options`."""
+    env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+    """Names of environment variables that the episodes may see, such as DOCKER_HOST or an API key of a sandbox. They
+    see no others but PATH, HOME, TMPDIR and those of the locale. Each must be set on the host of rank 0."""
+    host: str | None = None
+    """Address of rank 0's host at which the harnesses and sandboxes of an episode reach the gateway, from other hosts
+    too. Each needs the session's key, and key and messages travel unencrypted: use a network of your own, or a tunnel.
+    null: only processes on rank 0's host reach it."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the gateway at `host`. 0: any free one."""
     concurrent: Few = 16
     """Number of episodes that are played at once. Each has its own process."""
     seconds: Seconds = 300.0

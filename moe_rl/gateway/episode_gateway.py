@@ -3,8 +3,8 @@
     episode's process --- HTTP on this host ---> gateway, in an event loop --- token ids ---> sampler of the run
     session that has ended -> checked against the trace store -> sequences to train on
 
-Only the episodes of this run reach the gateway: its address is a free port of the loopback interface, and every session
-has its own key.
+Every session has its own key. The gateway listens on the loopback interface, unless task.environment.host names an
+address that other hosts reach.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moe_rl.tasks.environments.agent_session import SessionAccess
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool, Episode
 from moe_rl.trace import TraceStore
 from moe_rl.types import Verdict
-from moe_rl.vllm.api_server import bound_socket
+from moe_rl.vllm.api_server import bound_socket, url_of
 
 FAILURES = "failed_episodes.log"
 # How long a request whose agent was killed may take to end.
@@ -65,7 +65,7 @@ class EpisodeGateway:
         renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
         self.gateway: AgentGateway = gateway_over(sampler, config, facts, renderer, None, version=0, reads_text=True)
         self._keeper = SessionKeeper(run_dir / "rollouts", store)
-        self._socket = bound_socket(None, 0)
+        self._socket = bound_socket(self._environment.host, self._environment.port)
         longest = config.gateway.max_body_mib << 20
         app = GatewayApp(self.gateway, self._keeper, secrets.token_urlsafe(32), longest=longest, failed=self._fail)
         self._listener = GatewayListener(app.asgi, self._socket)
@@ -139,7 +139,7 @@ class EpisodeGateway:
         opened = self.gateway.open(asked.prompt.id, limits, name=asked.name, rule=rule)
         opened.session.seed = asked.seed
         opened.session.shards = asked.name if asked.kept else None
-        url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/s/{opened.key}"
+        url = f"{url_of(*self._socket.getsockname()[:2])}/s/{opened.key}"
         return opened.session, SessionAccess(
             asked.name, url, f"{url}/v1", opened.key, environment.turns, environment.tokens
         )

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,8 @@ class WorkerProcess[Answer: Message]:
         python: interpreter to run it with; None: this one. Another one needs the packages that the module imports, and
             moe_rl itself unless that is a checkout.
 
+        variables: names of further environment variables that it may see.
+
     Raises:
         OSError: the process cannot be started.
     """
@@ -57,6 +60,7 @@ class WorkerProcess[Answer: Message]:
         longest: int,
         tail_bytes: int,
         python: Path | None = None,
+        variables: Sequence[str] = (),
     ):
         self._tail, self._tail_bytes = b"", tail_bytes
         self._mark = f"{_MARK}={secrets.token_hex(16)}"
@@ -69,7 +73,7 @@ class WorkerProcess[Answer: Message]:
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,
-                env=_environment(self._mark, python),
+                env=_environment(self._mark, python, variables),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -146,8 +150,8 @@ class WorkerProcess[Answer: Message]:
         return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}", text
 
 
-def _environment(mark: str, python: Path | None) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+def _environment(mark: str, python: Path | None, variables: Sequence[str]) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in (*_ENVIRONMENT, *variables) if name in os.environ}
     name, _, value = mark.partition("=")
     home = Path(moe_rl.__file__).parents[1]
     if python is None or not home.is_relative_to(sys.prefix):  # another interpreter must not see our packages

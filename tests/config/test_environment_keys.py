@@ -50,6 +50,8 @@ def test_rewards_or_an_environment_are_needed():
         ("task.environment.run=calculator", "task.environment.run"),
         ("task.environment.python=no_such", "task.environment.python"),
         ("task.environment.turns=0", "task.environment.turns"),
+        ("task.environment.host=0.0.0.0", "task.environment.host"),
+        ("task.environment.env=[A=b]", "task.environment.env.0"),
     ],
 )
 def test_what_an_environment_does_not_go_with(override, key):

@@ -219,3 +219,13 @@ async def forever(session, row):
 
 
 not_callable = 3
+
+
+async def sees(session, row):
+    """Whether it has these options, and of the environment these variables and no secret."""
+    variables = {name: os.environ.get(name) for name in row if name != "options"}
+    return float(
+        session.options == row["options"]
+        and {"options": session.options, **variables} == row
+        and "SECRET_TOKEN" not in os.environ
+    )

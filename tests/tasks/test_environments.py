@@ -71,6 +71,17 @@ def test_an_episode_has_its_row_its_limits_and_nothing_of_the_run(open_pool, mon
     assert (episode.rewards, episode.problem) == (1.0, ""), episode.traceback
 
 
+def test_an_episode_has_its_options_and_the_variables_that_the_config_names(open_pool, monkeypatch):
+    for name in ("DOCKER_HOST", "SECRET_TOKEN"):
+        monkeypatch.setenv(name, "tcp://sandbox:1")
+    given = {"tools": ["add", 2], "on": True}
+    pool = open_pool("sees", options=given, variables=["DOCKER_HOST"])
+    [episode] = play(pool, {"options": given, "DOCKER_HOST": "tcp://sandbox:1"})
+    assert (episode.rewards, episode.problem) == (1.0, ""), episode.traceback
+    with refused(ConfigError, key="task.environment.env", got=("NOT_SET",)):
+        open_pool("sees", variables=["DOCKER_HOST", "NOT_SET"])
+
+
 def test_chat_sends_what_it_is_given_and_returns_the_message(open_pool, model):
     stub = model(lambda body: {"content": "ab" * len(body["messages"])})
     [episode] = play(open_pool("chat"), {"question": "?", "turns": 2}, access=stub.access)

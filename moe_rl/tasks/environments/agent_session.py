@@ -66,11 +66,13 @@ class AgentSession:
     Attributes:
         url, base_url, key, turns, tokens: as in `SessionAccess`.
         seconds: time limit of the episode.
+        options: task.environment.options of the config.
     """
 
-    def __init__(self, access: SessionAccess, seconds: float):
+    def __init__(self, access: SessionAccess, seconds: float, options: Mapping[str, Any] | None = None):
         self.url, self.base_url, self.key = access.url, access.base_url, access.key
         self.turns, self.tokens, self.seconds = access.turns, access.tokens, seconds
+        self.options = dict(options or {})
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **sampling: Any

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +63,8 @@ class Episode:
 class _Run:
     """Holds the process of one episode, so that another thread can end it."""
 
-    def __init__(self, python: Path | None) -> None:
-        self._python = python
+    def __init__(self, python: Path | None, variables: Sequence[str]) -> None:
+        self._python, self._variables = python, variables
         self._lock = threading.Lock()  # held while `_process` changes
         self._process: WorkerProcess[EpisodeAnswer] | None = None
         self._ended = False
@@ -79,6 +79,7 @@ class _Run:
                 longest=_MAX_ANSWER_BYTES,
                 tail_bytes=_TAIL_BYTES,
                 python=self._python,
+                variables=self._variables,
             )
             return self._process
 
@@ -106,9 +107,11 @@ class EnvironmentPool:
         memory_limit_mib: address space that each process of an episode may map.
         python: interpreter for the episodes, 3.12 or later, with its own packages; None: this one. It needs msgspec,
             and moe_rl unless that is a checkout.
+        options: JSON values by name, for the environment.
+        variables: names of environment variables that the episodes may see.
 
     Raises:
-        ConfigError: the environment cannot be used.
+        ConfigError: the environment cannot be used, or a variable is not set.
     """
 
     def __init__(
@@ -119,19 +122,30 @@ class EnvironmentPool:
         seconds: float,
         memory_limit_mib: int = 4096,
         python: Path | None = None,
+        options: Mapping[str, Any] | None = None,
+        variables: Sequence[str] = (),
     ):
+        if unset := [name for name in variables if name not in os.environ]:
+            raise ConfigError(
+                "episodes need environment variables that are not set",
+                where={"key": "task.environment.env"},
+                got=", ".join(unset),
+                do="export them where rank 0 is started",
+            )
         if python is None and (problem := dotted_path_problem(environment)):
             raise _unusable(problem)
         self._prepare = Prepare(
             sys_path=[os.path.abspath(folder) for folder in sys.path if python is None or not _installed(folder)],
             environment=environment,
             memory_limit_bytes=memory_limit_mib << 20,
+            options=json.dumps(options or {}).encode(),
         )
         self.concurrent, self._seconds, self._python = concurrent, seconds, python
+        self._variables = tuple(variables)
         # The threads live as long as the pool, because the kernel kills a process when the thread that started it ends.
         self._threads = ThreadPoolExecutor(concurrent)
         self._closed = False
-        first = _Run(python)
+        first = _Run(python, self._variables)
         self._runs = {first}
         try:
             tried = self._threads.submit(self._episode, first, None).result()
@@ -150,6 +164,8 @@ class EnvironmentPool:
             seconds=environment.seconds,
             memory_limit_mib=environment.memory_limit_mib,
             python=environment.python,
+            options=environment.options,
+            variables=environment.env,
         )
 
     def __enter__(self) -> EnvironmentPool:
@@ -178,7 +194,7 @@ class EnvironmentPool:
         if self._closed:
             raise RewardError("the pool of environments is closed", fault="closed")
         play = Play(access, self._seconds, json.dumps(row).encode())
-        run = _Run(self._python)
+        run = _Run(self._python, self._variables)
         self._runs.add(run)
         try:
             return await asyncio.wrap_future(self._threads.submit(self._episode, run, play))

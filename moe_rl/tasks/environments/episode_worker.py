@@ -33,7 +33,8 @@ STACKS_AFTER, KILL_AFTER = 0.5, 5.0
 
 
 class Prepare(Message, frozen=True):
-    """Sent by the pool first: the environment's dotted path, and how much address space its process may map.
+    """Sent by the pool first: the environment's dotted path, its options as JSON, and how much address space its
+    process may map.
 
     sys_path: searched before the interpreter's own.
     """
@@ -41,6 +42,7 @@ class Prepare(Message, frozen=True):
     sys_path: list[str]
     environment: str
     memory_limit_bytes: int
+    options: bytes = b"{}"
 
 
 class Play(Message, frozen=True):
@@ -90,7 +92,7 @@ def main(socket_fd: int, parent_pid: int) -> None:
         play = channel.receive()
         assert isinstance(play, Play)
         faulthandler.dump_traceback_later(play.seconds + STACKS_AFTER)
-        pid, answer = os.getpid(), _outcome(environment, play)
+        pid, answer = os.getpid(), _outcome(environment, play, asked.options)
         if os.getpid() != pid:  # a child that the environment forked has returned into this function
             os._exit(1)
         channel.send(answer)
@@ -107,20 +109,21 @@ def _load(path: str) -> Callable[..., object]:
     return environment
 
 
-def _outcome(environment: Callable[..., object], play: Play) -> Played | Broken:
+def _outcome(environment: Callable[..., object], play: Play, options: bytes) -> Played | Broken:
     try:
         # The loop is never closed: that would wait for the environment's remaining threads and tasks.
-        value = asyncio.Runner().run(_run(environment, play))
+        value = asyncio.Runner().run(_run(environment, play, options))
         return value if isinstance(value, Broken) else _rewards(value)
     except BaseException as error:  # any exception, even SystemExit, fails only this episode
         return Broken(f"raised {sentence(error)}", _traceback(error))
 
 
-async def _run(environment: Callable[..., Any], play: Play) -> object:
+async def _run(environment: Callable[..., Any], play: Play, options: bytes) -> object:
     """Return the environment's result within its time limit."""
     try:
         async with asyncio.timeout(play.seconds) as limit:
-            waiting = environment(AgentSession(play.access, play.seconds), json.loads(play.row))
+            session = AgentSession(play.access, play.seconds, json.loads(options))
+            waiting = environment(session, json.loads(play.row))
             if not inspect.isawaitable(waiting):
                 return Broken(f"returned {type(waiting).__name__} at once, expected an async function", "")
             return await waiting
