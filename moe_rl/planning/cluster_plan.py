@@ -38,14 +38,18 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Holds the memory of the fullest rank of a pipeline stage, with full microbatches and even expert load."""
+    """Holds the memory of the fullest rank of a pipeline stage, with full microbatches and even expert load.
+
+    route_bytes: route tables and dispatch plans of all microbatches of a step.
+    """
 
     memory: StageMemory
     activations: Activations
+    route_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.memory.model_bytes + self.activations.peak_bytes
+        return self.memory.model_bytes + self.activations.peak_bytes + self.route_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +146,24 @@ def _stages(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> 
             stage_activations(
                 facts, layout, config.train, shape, stage=stage, runs=runs[stage], microbatches=batch.max_microbatches
             ),
+            route_bytes(config, facts, layout, batch, moe_layers=memory[stage].moe_layers),
         )
         for stage in range(layout.pipeline)
     )
+
+
+def route_bytes(config: Config, facts: ModelFacts, layout: Layout, batch: Batch, *, moe_layers: int) -> int:
+    """Return the bytes of route tables and dispatch plans that a rank of a stage holds during a step.
+
+    For each expert of a token and layer: its number, in a plan the 4 bytes of its place, and the router's own choice in
+    steps that compare the two. All are kept until the step ends.
+    """
+    if config.replay.mode == "off":
+        return 0
+    tokens = batch.sequences_per_step * batch.max_sequence_tokens // (layout.data * layout.tensor * layout.context)
+    number = 1 if facts.num_experts <= 256 else 2
+    each = number * (2 if config.replay.native_every else 1) + (4 if config.replay.plan is not False else 0)
+    return tokens * moe_layers * facts.top_k * each
 
 
 def gpu_bytes(cluster: ClusterConfig) -> int:

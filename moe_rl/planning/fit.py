@@ -56,7 +56,8 @@ def memory_problems(plan: Plan) -> list[Problem]:
                 got=f"{plan.shared_bytes / 2**30:.1f} GiB",
                 expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
                 do=("" if plan.sleeps else "set rollout.sleep_level, ")
-                + "lower rollout.kv_cache_mib, use more ranks, or name servers in rollout.servers",
+                + "lower rollout.kv_cache_mib, use more ranks, keep less of the optimizer on the GPU "
+                "(docs/howto/one_node.md), or name servers in rollout.servers",
                 fault="shared",
             )
         )
@@ -91,13 +92,14 @@ def _remedy(plan: Plan, stage: Stage) -> str:
 
 
 def disk_problems(config: Config, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem if the disk of run.runs_dir is too full for one checkpoint."""
+    """Yield a problem if the disk of run.runs_dir is too full for the checkpoints that the run keeps."""
     free = shutil.disk_usage(existing_folder(config.run.runs_dir)).free
-    if free < plan.storage.checkpoint_bytes:
+    count, each = plan.storage.checkpoints, plan.storage.checkpoint_bytes
+    if free < count * each:
         yield describe(
-            "not enough free disk for one checkpoint",
+            f"not enough free disk for {count} checkpoints: those that are kept, and the one that is written",
             where={"key": "run.runs_dir", "folder": config.run.runs_dir},
             got=f"{free:,} bytes",
-            expected=f"at least {plan.storage.checkpoint_bytes:,}",
-            do="free some space or set run.runs_dir",
+            expected=f"at least {count * each:,}",
+            do="free some space, set run.runs_dir or lower checkpoint.keep",
         )

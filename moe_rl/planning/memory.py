@@ -13,8 +13,7 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.parameters import Buffer, chunk_buffers
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-MAIN_GRAD_BYTES = 4
-ADAM_MOMENTS_BYTES = 8
+_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +23,7 @@ class StageMemory:
     Attributes:
         layers: 0-based.
         parameters: their number, without padding.
+        host_bytes: optimizer state that is in host memory instead (`optimizer_cpu_offload`).
         reference_bytes: the frozen initial policy; 0 if there is none.
         checkpoint_copy_bytes: what the rank copies to host memory while a checkpoint is written.
     """
@@ -34,6 +34,7 @@ class StageMemory:
     parameter_bytes: int
     main_grad_bytes: int
     optimizer_bytes: int
+    host_bytes: int
     reference_bytes: int
     checkpoint_copy_bytes: int
 
@@ -43,10 +44,40 @@ class StageMemory:
         return self.parameter_bytes + self.main_grad_bytes + self.optimizer_bytes + self.reference_bytes
 
 
-def state_bytes(dtype: str) -> int:
-    """Return the bytes of optimizer state per parameter: Adam's two moments, and a float32 copy of parameters in
-    another dtype."""
-    return ADAM_MOMENTS_BYTES + (4 if DTYPE_BYTES[dtype] < 4 else 0)
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Holds the bytes of optimizer state per parameter: on the GPU, in host memory, and in a checkpoint."""
+
+    gpu: float
+    host: float
+    stored: int
+
+
+def state_bytes(train: TrainConfig) -> StateBytes:
+    """Return the bytes of optimizer state per parameter: Adam's two moments, and main values of other parameters than
+    float32 ones.
+
+    Without the precision-aware optimizer, gradients below float32 are copied to float32 for Adam. With it main values
+    may be the 16 bits that a parameter lacks of them. State in host memory is float32, with a copy of the gradient.
+    """
+    passed, dtype = train.megatron_optimizer, train.dtype
+    whole = 4 if DTYPE_BYTES[dtype] < 4 else 0
+    if passed.get("optimizer_cpu_offload"):
+        away = passed.get("optimizer_offload_fraction", 0.0)
+        return StateBytes(gpu=16 * (1 - away), host=16 * away, stored=12)
+    if not passed.get("use_precision_aware_optimizer"):
+        return StateBytes(gpu=8 + whole + (4 if gradient_bytes(train) < 4 else 0), host=0, stored=8 + whole)
+    moments = sum(_NUMBER[passed.get(key, "float32")] for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    main = _NUMBER[passed.get("main_params_dtype", "float32")]
+    if main == 4 and passed.get("store_param_remainders", True):
+        main = 2
+    main = min(main, whole)
+    return StateBytes(gpu=moments + main, host=0, stored=8 + main)
+
+
+def gradient_bytes(train: TrainConfig) -> int:
+    """Return the bytes of a main gradient."""
+    return 4 if train.megatron_optimizer.get("grad_reduce_in_fp32", True) else DTYPE_BYTES[train.dtype]
 
 
 def buffer_elements(buffer: Buffer, train: TrainConfig) -> int:
@@ -60,32 +91,35 @@ def parameter_bytes(buffers: list[Buffer], train: TrainConfig) -> int:
 
 
 def main_grad_bytes(buffers: list[Buffer], train: TrainConfig) -> int:
-    """Return the bytes of gradients: 4 x elements of the buffers, because gradients are summed in float32."""
-    return MAIN_GRAD_BYTES * sum(buffer_elements(buffer, train) for buffer in buffers)
+    """Return the bytes of gradients: bytes of a number x elements of the buffers."""
+    return gradient_bytes(train) * sum(buffer_elements(buffer, train) for buffer in buffers)
+
+
+def owned_parameters(buffers: list[Buffer], train: TrainConfig, ranks: int) -> list[int]:
+    """Return the number of parameters whose state each of the `ranks` of a stage holds: those in its piece of each
+    buffer, or all without the distributed optimizer.
+    """
+    if not train.distributed_optimizer:
+        return [sum(buffer.elements for buffer in buffers)] * ranks
+    owned = [(buffer.owned(), buffer.ranks_between) for buffer in buffers]
+    return [sum(pieces[rank // between % len(pieces)] for pieces, between in owned) for rank in range(ranks)]
 
 
 def optimizer_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> list[int]:
-    """Return the bytes of optimizer state on each of the `ranks` of a stage.
-
-    `state_bytes` x the parameters in the rank's piece of each buffer, or in all buffers without the distributed
-    optimizer.
-    """
-    each = state_bytes(train.dtype)
-    if not train.distributed_optimizer:
-        return [each * sum(buffer.elements for buffer in buffers)] * ranks
-    owned = [(buffer.owned(), buffer.ranks_between) for buffer in buffers]
-    return [each * sum(pieces[rank // between % len(pieces)] for pieces, between in owned) for rank in range(ranks)]
+    """Return the bytes of optimizer state on the GPU of each of the `ranks` of a stage."""
+    each = state_bytes(train).gpu
+    return [int(each * owned) for owned in owned_parameters(buffers, train, ranks)]
 
 
 def checkpoint_copy_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> int:
     """Return the bytes that the fullest of the `ranks` of a stage copies to host memory to write a checkpoint.
 
-    `state_bytes` x the parameters whose state it owns, and bytes of a number x its share of the parameters, which
-    all their copies write together. Without the distributed optimizer the copies share the state too.
+    Stored `state_bytes` x the parameters whose state it owns, and bytes of a number x its share of the parameters,
+    which all their copies write together. Without the distributed optimizer the copies share the state too.
     """
-    shares, state = sum(-(-buffer.elements // buffer.copies) for buffer in buffers), state_bytes(train.dtype)
-    owned = max(optimizer_bytes(buffers, train, ranks)) if train.distributed_optimizer else shares * state
-    return owned + shares * DTYPE_BYTES[train.dtype]
+    shares = sum(-(-buffer.elements // buffer.copies) for buffer in buffers)
+    owned = max(owned_parameters(buffers, train, ranks)) if train.distributed_optimizer else shares
+    return owned * state_bytes(train).stored + shares * DTYPE_BYTES[train.dtype]
 
 
 def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[StageMemory, ...]:
@@ -104,6 +138,7 @@ def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[Sta
                 parameter_bytes=parameter_bytes(buffers, train),
                 main_grad_bytes=main_grad_bytes(buffers, train),
                 optimizer_bytes=max(optimizer_bytes(buffers, train, ranks)),
+                host_bytes=int(state_bytes(train).host * max(owned_parameters(buffers, train, ranks))),
                 # The reference model is not wrapped for training, so its buffers have no padding.
                 reference_bytes=parameters * DTYPE_BYTES[train.dtype] if config.objective.kl_coef > 0 else 0,
                 checkpoint_copy_bytes=checkpoint_copy_bytes(buffers, train, ranks),

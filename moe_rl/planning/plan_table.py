@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_rl.planning.cluster_plan import Plan, Stage
 from moe_rl.planning.side_balance import SideBalance
+from moe_rl.planning.storage import Storage
 
 Row = tuple[str, str, str]
 """A row: label, value, note."""
@@ -100,14 +101,16 @@ def _memory(plan: Plan) -> list[Row]:
     kept = f"{activations.in_flight:.4g} microbatches with {bytes_text(activations.kept_bytes)}"
     rows = [
         ("parameters", bytes_text(memory.parameter_bytes), ""),
-        ("main gradients", bytes_text(memory.main_grad_bytes), "float32"),
-        ("optimizer state", bytes_text(memory.optimizer_bytes), f"float32, {sharing}"),
+        ("main gradients", bytes_text(memory.main_grad_bytes), ""),
+        ("optimizer state", bytes_text(memory.optimizer_bytes), sharing),
+        *((("  in host memory", bytes_text(memory.host_bytes), "of each rank"),) if memory.host_bytes else ()),
         ("reference model", bytes_text(memory.reference_bytes), "frozen" if memory.reference_bytes else "none"),
         (
             "activations",
             bytes_text(activations.peak_bytes),
             f"recompute {plan.recompute}: {kept}, then the largest peak on top",
         ),
+        ("routes and plans", bytes_text(stage.route_bytes), "of all microbatches of a step"),
         ("logits of these rows", bytes_text(activations.head_bytes), "with the last norm"),
         ("together", bytes_text(stage.total_bytes), _verdict(plan, stage.total_bytes)),
     ]
@@ -165,9 +168,18 @@ def _storage(plan: Plan) -> list[Row]:
         ("routes per token", f"{storage.routes_bytes_per_token:,} B", "raw"),
         ("routes per step", bytes_text(storage.max_routes_bytes_per_step), "raw, at most"),
         ("routes per node", bytes_text(storage.max_routes_bytes_per_node), "of a step, read by its ranks"),
-        ("one checkpoint", bytes_text(storage.checkpoint_bytes), ""),
+        ("one checkpoint", bytes_text(storage.checkpoint_bytes), _disk_times(storage)),
+        ("checkpoints", bytes_text(storage.checkpoints * storage.checkpoint_bytes), f"{storage.checkpoints}, at most"),
         ("a rank's copy of it", bytes_text(copy), "in host memory while it is written, at most"),
     ]
+
+
+def _disk_times(storage: Storage) -> str:
+    """Say how long the disk of the cluster takes. A resume reads a checkpoint twice, once for its digests."""
+    if not (speed := storage.disk_gb_per_second):
+        return ""
+    seconds = storage.checkpoint_bytes / (speed * 1e9)
+    return f"{seconds:,.0f} s to write, {2 * seconds:,.0f} s to resume, at {speed:g} GB/s"
 
 
 def _balance(balance: SideBalance) -> list[Row]:

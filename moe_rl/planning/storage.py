@@ -21,6 +21,8 @@ class Storage:
     Attributes:
         routes_*: raw ids, one row per forwarded token. Those of a node are the ones that its ranks read.
         checkpoint_bytes: parameters and optimizer state of the whole model.
+        checkpoints: number of checkpoints that are there while one is written.
+        disk_gb_per_second: speed of the cluster's disk in 10^9 bytes; None if the config does not say.
         weight_sync_bytes: the whole model in the sampler's precision.
         sync_seconds: time to send weight_sync_bytes over each link of the cluster, from the link's bandwidth alone.
         weight_bucket_bytes: the largest amount of weights that a rank holds at a time during a transfer.
@@ -30,6 +32,8 @@ class Storage:
     max_routes_bytes_per_step: int
     max_routes_bytes_per_node: int
     checkpoint_bytes: int
+    checkpoints: int
+    disk_gb_per_second: float | None
     weight_sync_bytes: int
     weight_bucket_bytes: int
     sync_seconds: dict[str, float]
@@ -55,7 +59,7 @@ def node_share(layout: Layout, gpus_per_node: int) -> float:
 
 def checkpoint_bytes(facts: ModelFacts, train: TrainConfig) -> int:
     """Return the bytes of a checkpoint: every parameter and its optimizer state, once."""
-    return parameter_count(facts).total * (DTYPE_BYTES[train.dtype] + state_bytes(train.dtype))
+    return parameter_count(facts).total * (DTYPE_BYTES[train.dtype] + state_bytes(train).stored)
 
 
 def weight_sync_bytes(facts: ModelFacts, dtype: str) -> int:
@@ -82,6 +86,8 @@ def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch
         max_routes_bytes_per_step=of_step,
         max_routes_bytes_per_node=round(read * share),
         checkpoint_bytes=checkpoint_bytes(facts, config.train),
+        checkpoints=config.checkpoint.keep + 1 + (config.eval.best is not None),
+        disk_gb_per_second=cluster.links_gb_per_second.get("disk") if cluster else None,
         weight_sync_bytes=weights,
         weight_bucket_bytes=weight_bucket_bytes(facts, config.rollout.dtype, config.rollout.weight_bucket_mib),
         sync_seconds={

@@ -47,7 +47,14 @@ def planned(name, overrides=()):
 
 def test_every_model_has_configs_and_its_published_size():
     assert sorted(BILLIONS) == REAL
-    others = ["reasoning_gym_cpu", "stability_study", "tiny_moe_cpu", "tool_use_cpu"]
+    others = [
+        "qwen3_30b_a3b_8gpu",
+        "qwen3_30b_a3b_8gpu_141gb",
+        "reasoning_gym_cpu",
+        "stability_study",
+        "tiny_moe_cpu",
+        "tool_use_cpu",
+    ]
     assert sorted([*REAL, *(f"{name}_141gb" for name in REAL), *others]) == SHIPPED
     for name, billions in BILLIONS.items():
         assert round(parameter_count(read_published(ROOT / f"configs/models/{name}.json")).total / 1e9, 1) == billions
@@ -64,6 +71,21 @@ def test_it_fits_the_gpus_that_it_names(name, gib, suffix):
     assert re.search(rf"\b{training} GPUs of {SOLD[gib]} GB that train and {sampling} that sample\b", needs), needs
     assert 0.4 * plan.limit_bytes < plan.fullest.total_bytes <= plan.limit_bytes, "the layout wastes the GPUs"
     assert plan.sampler.total_bytes <= plan.limit_bytes and plan.sampler.fitting >= 1
+
+
+@pytest.mark.parametrize(("suffix", "gib", "host_gib"), [("", 79, 114), ("_141gb", 140, 0)])
+def test_one_node_of_eight_gpus_is_enough_for_30b(suffix, gib, host_gib):
+    config, plan, problems = planned(f"qwen3_30b_a3b_8gpu{suffix}")
+    cluster, memory = config.cluster, plan.fullest.memory
+    assert problems == [] and cluster.gpu_memory_gib == gib
+    assert cluster.gpus + cluster.engines * cluster.gpus_per_engine == cluster.gpus_per_node == 8
+    assert not plan.beside and plan.fullest.total_bytes < plan.limit_bytes > plan.sampler.total_bytes
+    assert round(memory.host_bytes / 2**30) == host_gib and memory.main_grad_bytes == memory.parameter_bytes
+    # without servers the engine is on rank 0's GPU, where each side would fit alone
+    both = ["cluster={gpus: 8, gpu_memory_gib: 79}", "rollout.kv_cache_mib=8192", "rollout.prompts_per_step=64"]
+    _, plan, problems = planned("qwen3_30b_a3b", both)
+    (problem,) = problems
+    assert problem.fault == "shared" and max(plan.sampler.total_bytes, plan.fullest.total_bytes) < plan.limit_bytes
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -58,7 +58,7 @@ def test_what_lowers_the_largest_part_is_said(plan_of, part, overrides, keys):
 
 def test_a_byte_more_than_there_is(plan_of):
     plan = plan_of(*CLUSTER, "cluster.engines=2", "rollout.kv_cache_mib=1")
-    plan = dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, kv_cache_bytes=0))
+    plan = dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, kv_cache_bytes=0, sync_bytes=0))
     assert memory_problems(dataclasses.replace(plan, limit_bytes=plan.fullest.total_bytes)) == []
     (message,) = memory_problems(dataclasses.replace(plan, limit_bytes=plan.fullest.total_bytes - 1))
     tells(message, fault="trainer", stage=0)

@@ -78,6 +78,41 @@ def test_memory_of_a_rank(plan_of, dtype, parameter, state):
     assert plan_of(f"train.dtype={dtype}").fullest.memory.reference_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("passed", "gradient", "state", "host", "stored"),
+    [
+        ("{}", 4, 12, 0, 12),
+        ("{grad_reduce_in_fp32: false}", 2, 16, 0, 12),  # Adam gets a float32 copy of the gradient
+        ("{use_precision_aware_optimizer: true}", 4, 10, 0, 10),
+        ("{use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16, exp_avg_sq_dtype: bfloat16}", 4, 6, 0, 10),
+        ("{use_precision_aware_optimizer: true, store_param_remainders: false}", 4, 12, 0, 12),
+        ("{use_precision_aware_optimizer: true, main_params_dtype: float16}", 4, 10, 0, 10),
+        ("{optimizer_cpu_offload: true, optimizer_offload_fraction: 0.75}", 4, 4, 12, 12),
+    ],
+)
+def test_memory_of_a_rank_whose_optimizer_is_smaller(plan_of, passed, gradient, state, host, stored):
+    plain, plan = plan_of(), plan_of(f"train.megatron_optimizer={passed}")
+    ours, theirs = plain.fullest.memory, plan.fullest.memory
+    assert theirs.main_grad_bytes * 4 == ours.main_grad_bytes * gradient
+    assert theirs.optimizer_bytes * 12 == ours.optimizer_bytes * state
+    assert theirs.host_bytes * 12 == ours.optimizer_bytes * host and ours.host_bytes == 0
+    assert plan.storage.checkpoint_bytes == (2 + stored) * plan.model.parameters
+    assert plan.not_planned == ()
+
+
+@pytest.mark.parametrize("sleep", [0, 2])
+def test_both_sides_of_a_shared_gpu_by_hand(plan_of, sleep):
+    """Parameters, gradients, state, activations and routes of the trainer; weights, KV and an update of the engine."""
+    plan = plan_of("cluster={gpus: 2, gpu_memory_gib: 1, reserved_gib: 0}", f"rollout.sleep_level={sleep}")
+    memory, stage = plan.fullest.memory, plan.fullest
+    resident = 2 * memory.main_grad_bytes // 4 + memory.main_grad_bytes + memory.optimizer_bytes
+    engine = 2 * plan.model.parameters + (1 << 20) + plan.sampler.sync_bytes
+    # 8 sequences of 16 tokens on 2 ranks; 2 MoE layers, top 2; the number, the place and the router's own choice
+    routes = 8 * 16 // 2 * 2 * 2 * (1 + 4 + 1)
+    assert stage.route_bytes == routes
+    assert plan.shared_bytes == resident + engine + (0 if sleep else stage.activations.peak_bytes + routes)
+
+
 def test_memory_of_a_rank_without_the_distributed_optimizer(plan_of):
     """A rank has all of the state: two moments of each float32 parameter that it holds, without padding."""
     shared, whole = (
