@@ -255,7 +255,17 @@ class AgentGateway:
             session.drop(exchange.place)
             exchange.place = None
 
-    async def _chat(self, session: Session, wish: ChatWish, exchange: AgentExchange, size: int) -> list[AgentReply]:
+    async def count(self, session: Session, wish: ChatWish, size: int) -> int:
+        """Return the number of tokens of the prompt that a chat would have now. size: of the request's body, in bytes.
+
+        Raises BadRequest if the messages cannot be served.
+        """
+        self._refuse_unserved(wish)
+        dialogues = self._dialogues.get(session.name, Dialogues())
+        prompt, *_ = await self.off_loop(size, self._prompt, session, dialogues, wish)
+        return len(prompt)
+
+    def _refuse_unserved(self, wish: ChatWish) -> None:
         if wish.tools and not self._renderer.reads_tools:
             raise BadRequest(
                 "this gateway's renderer finds no tool calls: set gateway.renderer to one of the model's family",
@@ -269,6 +279,9 @@ class AgentGateway:
                 "messages",
                 code="context_length_exceeded",
             )
+
+    async def _chat(self, session: Session, wish: ChatWish, exchange: AgentExchange, size: int) -> list[AgentReply]:
+        self._refuse_unserved(wish)
         dialogues = self._dialogues.setdefault(session.name, Dialogues())
         prompt, continued, parted = await self.off_loop(size, self._prompt, session, dialogues, wish)
         if parted is not None:

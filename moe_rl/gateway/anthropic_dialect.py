@@ -1,4 +1,4 @@
-"""Speaks Anthropic's API: POST /v1/messages.
+"""Speaks Anthropic's API: POST /v1/messages, and /v1/messages/count_tokens.
 
 A field that would change the result and is not served is refused by its name. Fields that only concern the provider,
 such as hints for caches, are accepted and have no effect.
@@ -19,6 +19,8 @@ from moe_rl.gateway.rendering import read_arguments
 _SERVED = {
     "model", "messages", "max_tokens", "system", "temperature", "top_p", "top_k", "stop_sequences", "stream", "tools",
 }  # fmt: skip
+# Fields of a request to count tokens.
+_COUNTED = {"model", "messages", "system", "tools"}
 # Fields that only concern the provider.
 _NO_MATTER = {
     "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id",
@@ -76,9 +78,21 @@ class _MessagesBody(msgspec.Struct):
     tools: list[_Offered] | None = None
 
 
+class _CountedBody(_MessagesBody):
+    max_tokens: int = 1
+
+
 def read_messages(body: bytes) -> ChatWish:
     """Parse a body of /v1/messages. Raises BadRequest."""
-    given = checked(body, _SERVED | _NO_MATTER, _ONLY, _MessagesBody)
+    return _read(checked(body, _SERVED | _NO_MATTER, _ONLY, _MessagesBody))
+
+
+def read_counted(body: bytes) -> ChatWish:
+    """Parse a body of /v1/messages/count_tokens. Raises BadRequest."""
+    return _read(checked(body, _COUNTED | _NO_MATTER, _ONLY, _CountedBody))
+
+
+def _read(given: _MessagesBody) -> ChatWish:
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
     refuse_prefill(given.messages[-1].role, len(given.messages) - 1)

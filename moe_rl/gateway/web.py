@@ -1,6 +1,7 @@
 """Serves the gateway over HTTP: access, bodies, clients that go away, and errors in each dialect's form.
 
     /v1/chat/completions, completions, messages, models   the session's key as API key
+    /v1/messages/count_tokens                             likewise
     /s/KEY/v1/...                                         the key in the address, for clients that take a base URL only
     POST /sessions, GET /sessions                         open one; list them: with the owner's token
     POST /sessions/NAME/finish                            check and keep one: with the owner's token
@@ -110,6 +111,7 @@ class GatewayApp:
                 Route(f"{before}/v1/chat/completions", self._serving(chat), methods=["POST"]),
                 Route(f"{before}/v1/completions", self._serving(text), methods=["POST"]),
                 Route(f"{before}/v1/messages", self._serving(messages), methods=["POST"]),
+                Route(f"{before}/v1/messages/count_tokens", self._count, methods=["POST"]),
                 Route(f"{before}/v1/models", self._models),
             ]
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _unknown, Exception: _broken})
@@ -161,6 +163,17 @@ class GatewayApp:
     def _refuse_stranger(self, request: Request) -> None:
         if not hmac.compare_digest(_bearer(request).encode("utf-8", "surrogateescape"), self._token):
             raise BadRequest("this call needs the owner's token", status=401, code="invalid_token")
+
+    async def _count(self, request: Request) -> Response:
+        try:
+            session = self._session(request)
+            body = bytes(await _body(request, self._longest))
+            wish = await self._gateway.off_loop(len(body), anthropic.read_counted, body)
+            return JSONResponse({"input_tokens": await self._gateway.count(session, wish, len(body))})
+        except BadRequest as error:
+            return JSONResponse(anthropic.error_body(error), error.status, _headers(error.status))
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)
 
     async def _models(self, request: Request) -> Response:
         try:

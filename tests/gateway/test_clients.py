@@ -63,7 +63,8 @@ def test_an_idle_connection_lives_longer_than_clients_keep_it(folder, kept, idle
 
 PATHS = [
     ("GET", "/v1/messages", 405, "not_found_error"),
-    ("POST", "/v1/messages/count_tokens", 404, "not_found_error"),
+    ("POST", "/v1/messages/count_tokens", 400, "invalid_request_error"),
+    ("GET", "/v1/messages/count_tokens", 405, "not_found_error"),
     ("POST", "/v1/messages/batches", 404, "not_found_error"),
     ("POST", "/v1/messages", 400, "invalid_request_error"),
     ("POST", "/v1/messages?beta=true", 400, "invalid_request_error"),
@@ -92,6 +93,41 @@ def test_errors_of_messages_have_the_form_of_anthropic(folder, method, path, sta
 async def told(client, url, **more):
     async with client.post(url, **more) as answer:
         return answer.status, await answer.json()
+
+
+def test_the_tokens_of_a_prompt_are_counted_as_they_would_be_sampled(folder):
+    """Also those of a later turn, whose earlier tokens are the model's own."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+    tool = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}
+
+    async def run():
+        async with served(folder, call, "5.<|im_end|>") as running, aiohttp.ClientSession() as client:
+            opened = running.open()
+            url = f"{running.url}/s/{opened.key}/v1/messages"
+            asked = {"model": "any", "system": "Be brief.", "tools": [tool], "messages": list(HI["messages"])}
+            for turn in range(2):
+                status, counted = await told(client, f"{url}/count_tokens", json=asked)
+                assert status == 200 and len(running.sampler.asked) == len(opened.session.turns) == turn
+                _, reply = await told(client, url, json=asked | {"max_tokens": 64})
+                assert counted == {"input_tokens": reply["usage"]["input_tokens"]}
+                assert counted["input_tokens"] == len(running.sampler.asked[turn][0].prompt_token_ids)
+                (use,) = [block for block in reply["content"] if block["type"] == "tool_use"] or [{"id": "-"}]
+                result = {"type": "tool_result", "tool_use_id": use["id"], "content": "5"}
+                asked["messages"] += [
+                    {"role": "assistant", "content": reply["content"]},
+                    {"role": "user", "content": [result]},
+                ]
+            for wrong, field in (
+                ({"stream": True}, "stream"),
+                ({"max_tokens": 5}, "max_tokens"),
+                ({"messages": []}, "message"),
+            ):
+                status, refusal = await told(client, f"{url}/count_tokens", json=asked | wrong)
+                assert status == 400 and field in refusal["error"]["message"]
+            status, _ = await told(client, f"{running.url}/v1/messages/count_tokens", json=asked)
+            assert status == 401
+
+    asyncio.run(run())
 
 
 def test_faults_keys_and_bodies_are_told_in_the_form_of_each_dialect(folder):
