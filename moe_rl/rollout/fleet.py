@@ -238,8 +238,10 @@ class ServerFleet:
         if running and (self._calls or len(running) < len(self.servers)):
             raise WeightSyncError("An update needs a pause of all servers", got=running, do="pause first")
         self._held = None
+        # A broadcast waits for all of its workers: if one were missing, the others would receive nothing.
+        spares = not isinstance(update.source, Broadcast)
         if update.number == 0:
-            await self._take_back(paused=not running)
+            await self._take_back(paused=not running, spares=spares)
         sources = self._sources(update.source)
 
         async def one(number: int) -> HeldWeights:
@@ -249,8 +251,6 @@ class ServerFleet:
                 raise _UpdateRefused(f"{server.url}: {refusal(holding)}")
             return HeldWeights.of(await server.served())
 
-        # A broadcast waits for all of its workers: if one were missing, the others would receive nothing.
-        spares = not isinstance(update.source, Broadcast)
         held = await self.each(one, spares=spares)
         if update.final:
             self._agree(update.version, held)
@@ -282,22 +282,19 @@ class ServerFleet:
             self._workers[number] = mine.gpus
             self._returning.add(number)
 
-    async def _take_back(self, *, paused: bool) -> None:
+    async def _take_back(self, *, paused: bool, spares: bool) -> None:
         """Use the returning servers again, which the current update is sent to."""
         for number in sorted(self._returning):
-            server = self._all[number]
+            server = self.servers[number] = self._all[number]
+            del self.lost[server.url]
+            server.paused = False
+            print(f"moe_rl: server {number} is used again", file=sys.stderr, flush=True)
             if paused:
                 try:
                     await server.pause()
                 except EngineError as error:
-                    self._returning.discard(number)
-                    self.lost[server.url] = str(error)
-                    continue
-            else:
-                server.paused = False
-            del self.lost[server.url]
-            print(f"moe_rl: server {number} is used again", file=sys.stderr, flush=True)
-        self.servers = {number: self._all[number] for number in sorted({*self.servers, *self._returning})}
+                    self.lose(number, error, spares=spares)
+        self.servers = dict(sorted(self.servers.items()))
         self._returning.clear()
 
     async def _check(self, number: int, expected: HeldWeights) -> None:

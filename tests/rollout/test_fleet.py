@@ -409,6 +409,30 @@ def test_a_server_that_returns_in_a_pause_is_paused_too(fleet, tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_a_server_that_returns_and_fails_is_lost_again(fleet, tmp_path, broadcast):
+    """A broadcast that counts its workers would wait for them."""
+    made, servers = fleet(2, max_lost=1)
+    sampler, sent = made.sampler, update(tmp_path, 2)
+    if broadcast:
+        sent = msgspec.structs.replace(sent, source=Broadcast([SenderAt(0, "10.0.0.1", 29000)], [], 3, 1))
+
+    async def run():
+        servers[0].fails.append("pause")
+        await sampler.pause()
+        servers[0].fails.append("pause")
+        await sampler.wake("weights")
+        await sampler.take_weights(sent)
+
+    if broadcast:
+        with refused(SamplerGone, server=0, got=("1 lost",)):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
+        assert list(sampler.places) == [1] and not servers[0].fails
+        assert servers[1].updates[-1].version == 2 and not servers[0].updates[1:]
+
+
 def test_a_server_that_comes_back_with_another_model_stays_lost(fleet, capsys):
     made, servers = fleet(2, max_lost=1)
     servers[0].fails.append("before")
