@@ -1,6 +1,7 @@
 """Implements `moe-rl report`: writes the report of a finished or unfinished run, or a page that compares several runs.
 
 moe-rl report RUN                      writes RUN/report.html
+moe-rl report RUN --share FILE         writes a page for others: no prompts, names, paths, hosts or keys
 moe-rl report RUN RUN --out FILE       writes a page with both runs
 """
 
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help=f"with several runs: the page (default: runs_{FILE} in this folder)"
     )
+    parser.add_argument(
+        "--share", type=Path, metavar="FILE", help="with one run: a page without prompts, names, paths, hosts and keys"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         path = (
             write_comparison(options.runs, options.out or Path(f"runs_{FILE}"))
             if several
-            else write_report(*options.runs)
+            else write_report(*options.runs, share=options.share)
         )
     except MoeRLError as error:
         print(f"moe-rl: {error}", file=sys.stderr)
@@ -59,10 +63,17 @@ def _check(options: argparse.Namespace) -> None:
             got=len(options.runs),
             expected=f"at most {MOST}",
         )
+    if options.share is not None and len(options.runs) > 1:
+        raise ConfigError(
+            "only the page of one run can be shared",
+            where={"option": "--share"},
+            got=f"{len(options.runs)} runs",
+            expected="one run",
+        )
     if options.out is not None and len(options.runs) == 1:
         raise ConfigError(
             "one run has its report in its own folder",
             where={"option": "--out"},
             got=options.out,
-            do="leave it out, or name several runs",
+            do="leave it out, name several runs, or give --share",
         )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moe_rl.config.schema import Config
 from moe_rl.disk import write_whole
 from moe_rl.report import summary as summary_module
 from moe_rl.report import timeline_plots
@@ -25,10 +26,18 @@ _SAMPLES = 4  # per kind on the page
 _FULL_COLOUR = 0.2  # difference in nats at which a token has the full colour
 
 
-def write_report(run_dir: Path) -> Path:
+LEFT_OUT = "(left out)"
+# Texts of summary.json that name no file, machine or prompt.
+_SHARED = ("vllm_version", "megatron_core_version", "torch_version", "objective", "replay_mode", "heldout_best_metric")
+
+
+def write_report(run_dir: Path, share: Path | None = None) -> Path:
     """Write report.html from metrics.jsonl, summary.json and config.yaml of a run folder; return its path.
 
     The last two may be missing if the run was stopped. The report then says so and computes its numbers from the lines.
+
+    share: write a page for other people there instead. It has no samples, no starts and no trackers, and of the texts
+        in config and summary only choices that this version of moe_rl knows, so no prompt, name, path, host or key.
     """
     run_dir = Path(run_dir)
     run = read_run(run_dir)
@@ -37,21 +46,26 @@ def write_report(run_dir: Path) -> Path:
     if stored.exists():
         summary = {**json.loads(stored.read_text(encoding="utf-8")), **summary}
     config = read_config(run_dir)
-    path = run_dir / FILE
+    path, name = run_dir / FILE, run_dir.name
+    if share is not None:
+        path, name = share, "One run"
+        choices = _choices(Config.model_json_schema())
+        config = {section: _shared(keys, choices) for section, keys in config.items()}
+        summary = {key: one if key in _SHARED else _shared(one, choices) for key, one in summary.items()}
     text = render(
         "run.html",
-        title=f"{run_dir.name} - moe_rl",
+        title=f"{name} - moe_rl",
         kicker="moe_rl run report",
-        heading=run_dir.name,
+        heading=name,
         facts=_facts(run, summary, config),
         warnings=_warnings(run, summary, finished=stored.exists()),
         tiles=_tiles(run, summary),
         panels=[*panels(run), *timeline_plots.panels(read_timeline(run_dir))],
         summary=summary,
         config=[(section, flat(keys).items()) for section, keys in config.items()],
-        samples=_samples(read_samples(run_dir)),
-        history=read_history(run_dir),
-        trackers=_trackers(run_dir, run),
+        samples=_samples(read_samples(run_dir)) if share is None else [],
+        history=read_history(run_dir) if share is None else [],
+        trackers=_trackers(run_dir, run) if share is None else [],
         **_proof(run, summary),
         **_heldout(run),
         **_levels(run),
@@ -59,6 +73,25 @@ def write_report(run_dir: Path) -> Path:
     )
     write_whole(path, text)
     return path
+
+
+def _choices(schema: Any) -> set[str]:
+    """Return every text that a key of the config takes as one of several choices."""
+    found = {one for one in (*schema.get("enum", ()), schema.get("const")) if isinstance(one, str)}
+    for part in schema.values():
+        for inner in part if isinstance(part, list) else [part]:
+            if isinstance(inner, dict):
+                found |= _choices(inner)
+    return found
+
+
+def _shared(value: Any, choices: set[str]) -> Any:
+    """Leave out every text that is not one of the choices."""
+    if isinstance(value, dict):
+        return {key: _shared(one, choices) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_shared(one, choices) for one in value]
+    return LEFT_OUT if isinstance(value, str) and value not in choices else value
 
 
 def _facts(run: RunLines, summary: dict[str, Any], config: dict[str, Any]) -> list[str]:

@@ -2,20 +2,24 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moe_rl.report import figures, run_plots, timeline_plots
+from moe_rl.report import figures, history, run_plots, timeline_plots
 from moe_rl.report import page as pages
 from moe_rl.report.lines import encode, read_run
 from moe_rl.report.run_page import write_report
 from moe_rl.report.run_plots import panels
+from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
 from moe_rl.report.timeline import read_timeline
+from moe_rl.report.tracker_state import TrackerState, write_state
 from tests.report.conftest import FACTS, write_run
+from tests.report.test_sample_lines import LINE
 
 VOID = {"meta", "br", "hr", "img", "link", "wbr", "input"}
 PLOTS = ["pass-rate", "reward", "spread", "length", "policy-kl", "routing", "extreme", "entropy", "update", "canary"]
@@ -96,6 +100,30 @@ def test_the_file_needs_nothing_else(request, run):
     assert len(page.ids) == len(set(page.ids))
     references = {link[1:] for link in page.links} | {target[1:] for target in re.findall(r"url\(([^)]*)\)", text)}
     assert references <= set(page.ids)
+
+
+def test_a_shared_page_names_no_prompt_path_host_or_key(synthetic_run, facts, tmp_path):
+    """What the run itself has is everywhere: in its name, config, history, samples, trackers and reason to end."""
+    run_dir, secret = synthetic_run(), "node7.corp.example/home/ann/sk-123"
+    config = run_dir / "config.yaml"
+    config.write_text(
+        config.read_text().replace("runs_dir: runs", f"runs_dir: {secret}").replace("tiny-moe}", f"{secret}}}")
+    )
+    SampleFile(run_dir).write(
+        [replace(LINE, prompt=f"What does {secret} say?", completion=secret, pieces=[secret] * 3)]
+    )
+    history.record(run_dir, after=0, ranks=2, device=secret, changed={"model.path": (secret, "b")}, config={})
+    (run_dir / "trackers").mkdir()
+    write_state(run_dir, "wandb", TrackerState(place=f"https://{secret}", error=secret))
+    summarize(run_dir, facts | {"collapse": f"see {secret}", "config": secret, "folder": [secret, {"a": secret}]})
+    own = write_report(run_dir).read_text()
+    assert own.count(secret) > 8 and run_dir.name in own
+    shared = write_report(run_dir, share=tmp_path / "page.html").read_text()
+    assert secret not in shared and "node7" not in shared and run_dir.name not in shared
+    assert len(shared) < 2 << 20 and "moe_rl.tasks" not in shared
+    page = Page(shared)
+    for said in ("gspo", "bfloat16", "vLLM 0.32.0", "was exact on every step", "Policy KL k3, native to replay"):
+        assert said in page.words
 
 
 def test_headline_and_proof(usual):
