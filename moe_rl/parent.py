@@ -1,4 +1,4 @@
-"""Ties a child process to the life of its parent.
+"""Ties processes to the life of the process that started them.
 
 `python -m moe_rl.parent PID ...` runs torchrun with the remaining arguments, and ends when the process PID that started
 it ends, for whatever reason: see `torchrun`.
@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
+import select
 import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_MARK = "MOE_RL_STARTED_BY"
+_SEARCHES = 2
+_SEARCH_SECONDS = 10.0
 
 
 def belong_to(parent: int) -> None:
@@ -32,6 +41,56 @@ def torchrun(ranks: int, *options: str) -> list[str]:
     """
     tied = [sys.executable, "-m", __name__, str(os.getpid())]
     return [*tied, "--standalone", "--nproc-per-node", str(ranks), *options]
+
+
+def take_along() -> None:
+    """Have all processes that this one starts from now on killed as soon as it has ended, for whatever reason.
+
+    A process of its own waits for that. vLLM's engine does not notice that its server was killed: it would wait for
+    requests for ever, with the memory of its device.
+    """
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    mark = mark_children(os.environ)
+    waits = f"from moe_rl.parent import _bury; _bury({os.getpid()}, {mark!r})"
+    subprocess.Popen([sys.executable, "-c", waits], env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _bury(parent: int, mark: str) -> None:
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(parent)], [], [])
+    kill_marked(mark)
+
+
+def mark_children(environment: dict[str, str] | os._Environ[str]) -> str:
+    """Put a mark into an environment, and return it, see `kill_marked`."""
+    environment[_MARK] = mark = secrets.token_hex(16)
+    return mark
+
+
+def kill_marked(mark: str) -> None:
+    """Kill every process that was started with this mark in its environment, until none is left.
+
+    The kernel keeps the environment that a program was started with; a forked child has its parent's.
+    """
+    wanted, deadline, searches = f"{_MARK}={mark}".encode(), time.monotonic() + _SEARCH_SECONDS, 0
+    # One search may miss a process that is just starting another program.
+    while searches < _SEARCHES and time.monotonic() < deadline:
+        found = [pid for pid in _pids() if wanted in _started_with(pid).split(b"\0")]
+        searches = 0 if found else searches + 1
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _started_with(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or belongs to another user
+        return b""
 
 
 def _tie(parent: int, number: int) -> None:

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         path = (
             write_comparison(options.runs, options.out or Path(f"runs_{FILE}"))
             if several
-            else write_report(*options.runs, share=options.share)
+            else write_report(options.runs[0], options.share)
         )
     except MoeRLError as error:
         print(f"moe-rl: {error}", file=sys.stderr)

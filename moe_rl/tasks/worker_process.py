@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import signal
 import socket
@@ -23,11 +22,10 @@ import msgspec
 
 import moe_rl
 from moe_rl.messages import Channel, Message
+from moe_rl.parent import kill_marked, mark_children
 
 _KILL_SECONDS = 10.0
 _READ_BYTES = 1 << 16
-_MARK = "MOE_RL_WORKER"
-_SEARCHES = 2
 # Environment variables that a worker may see. This is an allow-list: with torchrun's variables it would join the run,
 # and it must not see tokens and keys.
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
@@ -63,7 +61,8 @@ class WorkerProcess[Answer: Message]:
         variables: Sequence[str] = (),
     ):
         self._tail, self._tail_bytes = b"", tail_bytes
-        self._mark = f"{_MARK}={secrets.token_hex(16)}"
+        environment = _environment(python, variables)
+        self._mark = mark_children(environment)
         ours, theirs = socket.socketpair()
         self._output, their_output = os.pipe()
         try:
@@ -73,7 +72,7 @@ class WorkerProcess[Answer: Message]:
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,
-                env=_environment(self._mark, python, variables),
+                env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -141,7 +140,7 @@ class WorkerProcess[Answer: Message]:
         """
         self.end()
         code = self._process.wait(_KILL_SECONDS)
-        _kill_marked(self._mark)
+        kill_marked(self._mark)
         self._drain()
         self._channel.socket.close()
         os.close(self._output)
@@ -150,40 +149,12 @@ class WorkerProcess[Answer: Message]:
         return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}", text
 
 
-def _environment(mark: str, python: Path | None, variables: Sequence[str]) -> dict[str, str]:
+def _environment(python: Path | None, variables: Sequence[str]) -> dict[str, str]:
     kept = {name: os.environ[name] for name in (*_ENVIRONMENT, *variables) if name in os.environ}
-    name, _, value = mark.partition("=")
     home = Path(moe_rl.__file__).parents[1]
     if python is None or not home.is_relative_to(sys.prefix):  # another interpreter must not see our packages
         kept["PYTHONPATH"] = str(home)
     return kept | {
-        name: value,
         "PYTHONHASHSEED": "0",  # code that iterates over a set must give the same result in every run
         "OMP_NUM_THREADS": "1",
     }
-
-
-def _kill_marked(mark: str) -> None:
-    """Kill every process that was started with this mark in its environment, until none is left.
-
-    The kernel keeps the environment that a program was started with; a forked child has its parent's.
-    """
-    wanted, deadline, searches = mark.encode(), time.monotonic() + _KILL_SECONDS, 0
-    # One search may miss a process that is just starting another program.
-    while searches < _SEARCHES and time.monotonic() < deadline:
-        found = [pid for pid in _pids() if wanted in _started_with(pid).split(b"\0")]
-        searches = 0 if found else searches + 1
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _started_with(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended, or belongs to another user
-        return b""

@@ -23,6 +23,7 @@ import psutil
 
 import moe_rl
 from moe_rl.errors import EngineError
+from moe_rl.parent import take_along
 from moe_rl.trace.model_spec import routed_fingerprint
 from moe_rl.vllm import arguments
 from moe_rl.vllm.control import read_token
@@ -147,6 +148,7 @@ def url_of(address: str, port: int) -> str:
 
 def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) -> None:
     arguments.refuse_wrong_vllm(settings.capture)
+    take_along()
     os.environ |= model_runner(settings.capture) | {TOKEN_FILE: str(token_file)}
     # By default torch.distributed listens at the host name's address. Servers on several machines set this themselves.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -880,7 +880,7 @@ MUTANTS: list[Mutant] = [
         (
             "children in other sessions",
             "worker_process.py",
-            "_kill_marked(self._mark)",
+            "kill_marked(self._mark)",
             "pass",
             "Browsers and servers that episodes start fill the machine.",
             "tests/tasks/test_environments.py",

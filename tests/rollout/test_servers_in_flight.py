@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moe_rl.errors import SamplerGone, WeightSyncError
@@ -73,8 +74,11 @@ def test_a_server_samples_through_updates(checkpoint, weights, others, reference
             while not told:
                 await asyncio.sleep(0.01)
             assert told == [0] and not group.done(), "the first request has ended, and the other goes on"
+            started = server.processes()[1:]
             server.process.kill()
             with pytest.raises(SamplerGone):
                 await group
+            _, left = psutil.wait_procs(started, timeout=60)
+            assert [one for one in left if one.status() != psutil.STATUS_ZOMBIE] == [], "its engine outlives it"
 
         asyncio.run(pauses())

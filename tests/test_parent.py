@@ -1,0 +1,31 @@
+"""What a process has started ends with it, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+# It starts one process of its own session, which starts another one, and says which.
+STARTS = """
+import subprocess, sys
+from moe_rl.parent import take_along
+take_along()
+inner = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
+child = subprocess.Popen([sys.executable, "-c", inner], start_new_session=True, stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_the_one_that_took_it_along(number):
+    process = subprocess.Popen([sys.executable, "-c", STARTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    started = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+    assert all(one.is_running() for one in started)
+    os.kill(process.pid, number)
+    process.wait()
+    _, left = psutil.wait_procs(started, timeout=60)
+    assert [one for one in left if one.status() != psutil.STATUS_ZOMBIE] == []
