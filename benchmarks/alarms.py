@@ -1,17 +1,21 @@
-"""Counts false alarms and missed faults of the tests of recorded routes, over passes of many shapes.
+"""Counts false alarms and missed faults of the checks of a run, over healthy and faulty data of many shapes.
 
-    python -m benchmarks.alarms --json FILE [--passes N] [--rollouts N] [--faults N] [--seed S]
+    python -m benchmarks.alarms --json FILE [--passes N] [--rollouts N] [--runs N] [--faults N] [--seed S]
 
 Half of the synthetic passes have one of the named shapes of alarm_parts/zoo.py, the others drawn ones; three in four of
 these have weights that are older than the trainer's. Rollouts are of real tiny models of every family, whose weights
 moved by updates (alarm_parts/models.py). Each pass is judged by the alignment test and by the rules of
 trace/variety.py. A fault counts as planted if it changes a quarter of the ids in at least 80% of the rows that it is
 about: equal rows of other places are no fault. It is missed if nothing is refused. It is "missed with power" if the
-claim that is about it was proven on the same pass before.
+claim that is about it was proven on the same pass before. Runs train such a model for six steps, and every other guard
+judges each step: second witness, canary, conservation, lag 0 and collapse (alarm_parts/guards.py).
 
-Keys: healthy_passes, rollouts, false_alarms, false_alarm_bound (that the sample allows, with 95% confidence),
+The results are written every minute. With an existing FILE the benchmark goes on from it.
+
+Keys: healthy_passes, rollouts, runs, false_alarms, false_alarm_bound (that the sample allows, with 95% confidence),
 faults_planted, faults_missed, faults_missed_with_power, proven_share and proven_share_fine (of the core and the other
-claims, in the passes with a shape of a shipped config; of one pass each), by_claim, by_fault, by_shape, cpu.
+claims, in the passes with a shape of a shipped config; of one pass each), by_claim, by_fault, by_shape, by_guard
+(checks of healthy data, alarms among them, faults, misses among them), cpu, processor_seconds.
 """
 
 from __future__ import annotations
@@ -21,58 +25,104 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.alarm_parts.faults import FAULTS
-from benchmarks.alarm_parts.models import rollout, settings
-from benchmarks.alarm_parts.zoo import NAMED, SHIPPED, Pass, drawn, healthy
+from benchmarks.alarm_parts.guards import run as guard_checks
+from benchmarks.alarm_parts.models import Setting, rollout, settings
+from benchmarks.alarm_parts.zoo import MODELS, NAMED, SHIPPED, Pass, drawn, healthy
 from moe_rl.replay.claims import CORE, FINE
 
 _PER_PASS = 3
 
 
 def main() -> None:
-    """Run the passes, and print and write what was counted."""
+    """Run what is missing, and print and write what was counted."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, help="file for the results")
+    parser.add_argument("--json", type=Path, required=True, help="file for the results; a run goes on from it")
     parser.add_argument("--passes", type=int, default=10_000, help="synthetic passes")
     parser.add_argument("--rollouts", type=int, default=len(settings()), help="rollouts of real models")
+    parser.add_argument("--runs", type=int, default=len(settings()), help="runs of real models with the other guards")
     parser.add_argument("--faults", type=int, default=600, help="faults to plant, at most three into a pass")
     parser.add_argument("--seed", type=int, default=0, help="of the first pass")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    began, count = time.process_time(), _Count()
-    for number, setting in enumerate(settings()[: given.rollouts]):
-        name = f"{setting.family}, {'trained' if setting.trained else 'random'}"
-        count.add(name, rollout(setting, given.seed + number), given.seed + number, plant=True)
+    count, written = _Count(), time.monotonic()
+    if given.json.exists():
+        count.restore(json.loads(given.json.read_text())["state"])
+    wanted = settings()[: given.rollouts]
+    for number in range(count.rollouts, len(wanted)):
+        name = f"{wanted[number].family}, {'trained' if wanted[number].trained else 'random'}"
+        count.add(name, rollout(wanted[number], given.seed + number), given.seed + number, plant=True)
         count.rollouts += 1
-    for number in range(given.passes):
-        count.synthetic(given.seed + number, plant=count.planted < given.faults)
-        if (number + 1) % 100 == 0:
+        count.write(given.json)
+    for number in range(count.runs, min(given.runs, len(settings()))):
+        count.run(settings()[number], given.seed + number)
+        count.write(given.json)
+    for number in range(count.passes - count.rollouts, given.passes):
+        planted = sum(one["planted"] for one in count.faults.values())
+        count.synthetic(given.seed + number, plant=planted < given.faults)
+        if time.monotonic() > written + 60:
+            count.write(given.json)
+            written = time.monotonic()
             said = f"{number + 1} passes, {count.alarms} false alarms, {count.missed_proven} faults missed with power"
             print(said, flush=True)
-    seconds = time.process_time() - began
-    result = count.result() | {"processor_seconds": seconds}
-    given.json.write_text(json.dumps(result, indent=1))
-    print(json.dumps({key: value for key, value in result.items() if not isinstance(value, dict)}, indent=1))
+    count.write(given.json)
+    print(json.dumps({key: one for key, one in count.result().items() if not isinstance(one, dict)}, indent=1))
 
 
 class _Count:
     """Counts over passes."""
 
     def __init__(self) -> None:
-        self.passes = self.rollouts = self.alarms = self.planted = self.missed_proven = 0
+        self.passes = self.rollouts = self.runs = self.alarms = self.planted = self.missed_proven = 0
+        self.seconds, self._began = 0.0, time.process_time()
         self.claims: dict[str, Counter[str]] = {name: Counter() for name in CORE + FINE}
         self.shapes: dict[str, Counter[str]] = {}
         self.faults: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
+        self.guards: dict[str, Counter[str]] = {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what an earlier run counted."""
+        for name, value in state.items():
+            counters = isinstance(value, dict)
+            setattr(self, name, {of: Counter(one) for of, one in value.items()} if counters else value)
+
+    def write(self, file: Path) -> None:
+        """Write the results, whole or not at all."""
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(self.result(), indent=1))
+        part.replace(file)
 
     def synthetic(self, seed: int, *, plant: bool) -> None:
-        """Judge a healthy pass of the zoo."""
-        names = [*NAMED]
-        name = names[seed // 2 % len(names)] if seed % 2 else "drawn"
-        self.add(name, healthy(NAMED[name] if seed % 2 else drawn(seed), seed), seed, plant=plant)
+        """Judge a healthy pass of the zoo. One in 32 has the shape of a large model, which takes ten times as long."""
+        turn, drawn_shape = divmod(seed, 2)
+        small, large = [name for name in NAMED if name not in MODELS], [*MODELS]
+        name = large[turn // 16 % len(large)] if turn % 16 == 15 else small[turn % 16 % len(small)]
+        if drawn_shape:
+            self.add("drawn", healthy(drawn(seed), seed), seed, plant=plant)
+        else:
+            self.add(name, healthy(NAMED[name], seed), seed, plant=plant)
+
+    def run(self, setting: Setting, seed: int) -> None:
+        """Let the other guards judge a run."""
+        for guard, fault, refused in guard_checks(setting, seed):
+            found = self.guards.setdefault(guard, Counter())
+            if fault:
+                found.update(faults=1, missed=not refused)
+            else:
+                found.update(checks=1, alarms=refused)
+            self.planted += bool(fault)
+            self.missed_proven += bool(fault) and not refused
+            self.alarms += refused and not fault
+            if refused != bool(fault):
+                print(
+                    f"{'missed' if fault else 'false alarm'} in run {seed} by {guard} {fault}\n  {setting}", flush=True
+                )
+        self.runs += 1
 
     def add(self, name: str, one: Pass, seed: int, *, plant: bool) -> None:
         """Judge a healthy pass and, with `plant`, the same pass with some faults. name: of its shape."""
@@ -116,18 +166,26 @@ class _Count:
         return {
             "healthy_passes": self.passes,
             "rollouts": self.rollouts,
+            "runs": self.runs,
             "false_alarms": self.alarms,
             "false_alarm_bound": 1 - 0.05 ** (1 / self.passes) if not self.alarms else None,
             "faults_planted": self.planted,
-            "faults_missed": sum(one["missed"] for one in self.faults.values()),
+            "faults_missed": sum(one["missed"] for one in (*self.faults.values(), *self.guards.values())),
             "faults_missed_with_power": self.missed_proven,
             "proven_share": share(CORE),
             "proven_share_fine": share(FINE),
             "by_claim": self.claims,
             "by_fault": self.faults,
             "by_shape": self.shapes,
+            "by_guard": self.guards,
             "cpu": _cpu(),
+            "processor_seconds": self._spent(),
+            "state": {name: getattr(self, name) for name in vars(self) if name != "_began"}
+            | {"seconds": self._spent()},
         }
+
+    def _spent(self) -> float:
+        return self.seconds + time.process_time() - self._began
 
 
 def _cpu() -> str:

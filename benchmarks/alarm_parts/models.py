@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from tests.support.families import MODELS, write_checkpoint
 RATES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 STALENESS = (0, 1, 2, 4, 8)
 FAMILIES = ("qwen-mixed", "glm-groups", "glm-plain", "deepseek", "moonlight", "gpt-oss")
-_PROMPTS, _SIBLINGS, _PROMPT, _COMPLETION = 8, 8, 8, 24
-_BIAS = "e_score_correction_bias"
+_PROMPTS, _SIBLINGS, PROMPT, _COMPLETION = 8, 8, 8, 24
+BIAS = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,12 @@ def settings() -> list[Setting]:
 
 def rollout(setting: Setting, seed: int) -> Pass:
     """Sample completions, update the weights, and score the rows under the new ones."""
-    torch.manual_seed(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        model = _load(setting.family, Path(folder), seed)
-    if setting.trained:
-        _train(model, _sample(model, seed), updates=8, rate=1e-3)
+    model = load(setting, seed)
     sampler = copy.deepcopy(model).bfloat16()
-    tokens = _sample(sampler, seed + 1)
-    _train(model, tokens, updates=setting.staleness, rate=setting.rate)
-    _, record = _Routers(sampler).run(tokens)
-    scores, witness = _Routers(model).run(tokens)
+    tokens = sample(sampler, seed + 1)
+    train(model, tokens, updates=setting.staleness, rate=setting.rate)
+    _, record = Routers(sampler).run(tokens)
+    scores, witness = Routers(model).run(tokens)
     layers, rows = record.shape[:2]
     shape = Shape(
         layers=layers,
@@ -73,27 +68,33 @@ def rollout(setting: Setting, seed: int) -> Pass:
         groups=getattr(model.config, "n_group", None) or 1,
         prompts=_PROMPTS,
         siblings=_SIBLINGS,
-        prompt_tokens=_PROMPT,
+        prompt_tokens=PROMPT,
         completion_tokens=_COMPLETION,
         vocabulary=model.config.vocab_size,
     )
     lag = np.full(rows, setting.staleness)
-    return Pass(shape, [*tokens.numpy()], [_PROMPT] * len(tokens), scores, witness, record, lag)
+    return Pass(shape, [*tokens.numpy()], [PROMPT] * len(tokens), scores, witness, record, lag)
 
 
-def _load(family: str, folder: Path, seed: int) -> Any:
+def load(setting: Setting, seed: int) -> Any:
+    """Make the model, in float32, and train it for some updates if the setting says so."""
     import transformers
 
-    write_checkpoint(family, folder, seed)
-    kind = getattr(transformers, f"{MODELS[family][0]}ForCausalLM")
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.manual_seed(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(setting.family, Path(folder), seed)
+        kind = getattr(transformers, f"{MODELS[setting.family][0]}ForCausalLM")
+        model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    if setting.trained:
+        train(model, sample(model, seed), updates=8, rate=1e-3)
+    return model
 
 
 @torch.no_grad()
-def _sample(model: Any, seed: int) -> Tensor:
+def sample(model: Any, seed: int) -> Tensor:
     """Return the tokens [N, T] of some completions of each prompt."""
     rng = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(2, model.config.vocab_size, (_PROMPTS, _PROMPT), generator=rng)
+    prompts = torch.randint(2, model.config.vocab_size, (_PROMPTS, PROMPT), generator=rng)
     tokens = prompts.repeat_interleave(_SIBLINGS, 0)
     for _ in range(_COMPLETION):
         chances = model(tokens, use_cache=False).logits[:, -1].float().softmax(-1)
@@ -101,44 +102,49 @@ def _sample(model: Any, seed: int) -> Tensor:
     return tokens
 
 
-def _train(model: Any, tokens: Tensor, updates: int, rate: float) -> None:
+def train(model: Any, tokens: Tensor, updates: int, rate: float) -> None:
     """Raise the chance of even tokens, with a policy gradient."""
-    rewards = (tokens[:, _PROMPT:] % 2 == 0).float().mean(1)
+    rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(1)
     advantages = (rewards - rewards.mean()) / rewards.std()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for _ in range(updates):
-        logits = model(tokens[:, :-1], use_cache=False).logits[:, _PROMPT - 1 :]
-        chosen = logits.log_softmax(-1).gather(-1, tokens[:, _PROMPT:, None])[..., 0]
+        logits = model(tokens[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
+        chosen = logits.log_softmax(-1).gather(-1, tokens[:, PROMPT:, None])[..., 0]
         optimizer.zero_grad()
         (-(advantages[:, None] * chosen).mean()).backward()
         optimizer.step()
 
 
-class _Routers:
-    """Keeps what the routers of a model compute."""
+class Routers:
+    """Keeps what the routers of a model compute.
+
+    Attributes:
+        gates: The routers.
+        logits: Of the last run, float32 [N, E] each.
+    """
 
     def __init__(self, model: Any):
         self._model, self._seen = model, []
+        self.gates, self.logits = [], list[np.ndarray]()
         for layer in model.model.layers:
             gate = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
             if gate is not None and hasattr(layer.mlp, "experts"):
-                gate.register_forward_hook(self._look)
+                self.gates.append(gate)
 
     def _look(self, gate: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
         logits, _, chosen = output
-        bias = getattr(gate, _BIAS, None)
+        bias = getattr(gate, BIAS, None)
+        self.logits.append(logits.float().numpy())
         self._seen.append((logits.float() if bias is None else logits.float().sigmoid() + bias.float(), chosen))
 
     @torch.no_grad()
     def run(self, tokens: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return what the routers rank by, float32 [L, N, E], and their choice, int64 [L, N, K]."""
         self._seen.clear()
+        self.logits.clear()
+        hooks = [gate.register_forward_hook(self._look) for gate in self.gates]
         self._model(tokens, use_cache=False)
+        for hook in hooks:
+            hook.remove()
         scores, chosen = zip(*self._seen, strict=True)
         return torch.stack(scores).numpy(), torch.stack(chosen).sort(-1).values.numpy()
-
-
-def rollouts(seed: int) -> Iterator[tuple[Setting, Pass]]:
-    """Make all rollouts, one after the other."""
-    for at, setting in enumerate(settings()):
-        yield setting, rollout(setting, seed + at)

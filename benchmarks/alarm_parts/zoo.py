@@ -72,22 +72,26 @@ class Shape:
     offset: float = 0.0
     lags: bool = False
     microbatches: int = 2
-    cells: int = 5_000_000
+    cells: int = 1_500_000
 
 
 _MODEL = {"prompts": 8, "siblings": 4, "prompt_tokens": 20, "completion_tokens": 40, "vocabulary": 5000, "noise": 0.02,
           "cells": 15_000_000}  # fmt: skip
-SHIPPED = {
-    "tiny_moe_cpu": Shape(text="random", prompts=32, siblings=8, prompt_tokens=8, completion_tokens=6, vocabulary=14),
-    "tool_use_cpu": Shape(layers=4, experts=16, prompts=8, siblings=8, prompt_tokens=160, completion_tokens=40,
-                          vocabulary=290),
+MODELS = {
     "qwen3_30b_a3b": Shape(layers=48, experts=128, top_k=8, **_MODEL),
     "glm_4_5_air": Shape(layers=45, experts=128, top_k=8, **_MODEL),
     "deepseek_v3": Shape(layers=58, experts=256, top_k=8, groups=8, **_MODEL),
     "moonlight_16b_a3b": Shape(layers=26, experts=64, top_k=6, **_MODEL),
     "gpt_oss_120b": Shape(layers=36, experts=128, top_k=4, **_MODEL),
-}  # fmt: skip
-"""Shapes of the shipped configs on a rank. Those of real models have about a thousand rows, fewer than a real batch."""
+}
+"""Shapes of the configs of real models on a rank, with about a thousand rows: fewer than a real batch has."""
+
+SHIPPED = {
+    "tiny_moe_cpu": Shape(text="random", prompts=32, siblings=8, prompt_tokens=8, completion_tokens=6, vocabulary=14),
+    "tool_use_cpu": Shape(layers=4, experts=16, prompts=8, siblings=8, prompt_tokens=160, completion_tokens=40,
+                          vocabulary=290),
+} | MODELS  # fmt: skip
+"""Shapes of the shipped configs on a rank."""
 
 NAMED = {
     "shared 20 of 60, 32 completions": Shape(prompts=1, siblings=32, completion_tokens=60, shared=0.33, noise=0.02),
@@ -139,7 +143,7 @@ def drawn(seed: int) -> Shape:
     """Draw a shape."""
     rng = np.random.default_rng(seed)
     shape = Shape(**{name: values[rng.integers(len(values))] for name, values in _DRAWN.items()})
-    return replace(shape, top_k=min(shape.top_k, shape.experts // 2))
+    return replace(shape, top_k=min(shape.top_k, shape.experts // 2), cells=600_000)
 
 
 @dataclass
@@ -324,8 +328,8 @@ def _top(scores: np.ndarray, shape: Shape) -> np.ndarray:
         grouped = scores.reshape(*scores.shape[:-1], shape.groups, -1)
         best = np.sort(grouped, -1)[..., -2:].sum(-1)
         allowed = max(1, shape.groups // 2)
-        while shape.experts // shape.groups * allowed < shape.top_k:
-            allowed += 1
+        while shape.experts // shape.groups * allowed < min(2 * shape.top_k, shape.experts):
+            allowed += 1  # real models leave more experts than a token takes, or the groups alone would choose
         left = np.ones_like(best, bool)
         np.put_along_axis(left, np.argsort(-best, -1)[..., :allowed], False, -1)
         scores = np.where(left[..., None], -np.inf, grouped).reshape(scores.shape)

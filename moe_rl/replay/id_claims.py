@@ -193,7 +193,8 @@ def some_rows(seen: RowsSeen, rows: IdRows) -> Bets:
     if layers < 2:
         return Bets.none("some rows")
     of = rows.record
-    deep = (of.count > 0) & of.inside & (of.depth > _DEEP)
+    # A row of other groups is no error of single ids, but it is not sound either.
+    deep = (of.count > 0) & (of.depth > _DEEP)
     sound = (deep.sum(0, keepdim=True) - deep.long()) <= 0.25 * (layers - 1)
     mixed = torch.rand(deep.shape[1], generator=torch.Generator().manual_seed(1)).to(deep.device) < 0.1
     record, planted = [], []
@@ -201,9 +202,10 @@ def some_rows(seen: RowsSeen, rows: IdRows) -> Bets:
         here = rows.lag == lag
 
         def value(of: Wrong, here: Tensor = here) -> Tensor:
-            error = (of.count > 0) & of.inside & (of.depth > _NEAR)
+            wrong = (of.count > 0) & (of.depth > _NEAR)
+            error = wrong & of.inside
             hit, near = error & (of.depth > _DEEP), error & (of.depth <= _DEEP)
-            quiet = (~error & here).sum(1) >= (0.5 if seen.top_k >= 4 else 0.7) * here.sum()
+            quiet = (~wrong & here).sum(1) >= (0.5 if seen.top_k >= 4 else 0.7) * here.sum()
             hit = rows.even(hit & sound & here, of) & quiet[:, None]
             near = near & sound & here & quiet[:, None]
             return log_e(by_cluster((near.float() - hit.float()).T, rows.cluster, (hit | near).T))

@@ -214,18 +214,7 @@ class Canary:
             validate(record, token_ids=fed, spec=self.spec, weight_version=version, ref=ref)
         routes = np.concatenate([record.routes for record in records]).transpose(1, 0, 2).astype(np.int64)
         lengths = list(map(len, self._fed))
-        sample = LayerSample.of_choice(
-            np.ascontiguousarray(routes),
-            witness,
-            self.spec.num_experts,
-            np.repeat(np.arange(len(lengths)), lengths),
-            np.concatenate([np.arange(length) for length in lengths]),
-        )
-        layers = self.spec.moe_layers
-        claims = [judge(tests, History()) for tests in layer_tests(sample, layers, fresh=True)]
-        power = min(claim.power for claim in claims)
-        found = [text for claim in claims for text in claim.found]
-        found = found or confused_experts(routes, witness, layers, self.spec.num_experts)
+        found, power = compare_routes(routes, witness, lengths, self.spec.moe_layers, self.spec.num_experts)
         if found:
             raise WeightSyncError(
                 "sampler and trainer route the canary differently",
@@ -273,6 +262,26 @@ class Canary:
         named = [f"expert {expert} of layer {self.spec.moe_layers[layer]}" for layer, expert in found[:4]]
         more = f" or {len(found) - 4} others" if len(found) > 4 else ""
         return f"the tokens that differ are those that take {' or '.join(named)}{more}"
+
+
+def compare_routes(
+    routes: np.ndarray, witness: np.ndarray, lengths: Seq[int], layers: Seq[int], experts: int
+) -> tuple[list[str], float]:
+    """Return which layers have wrong routes, in words, and the share of layers in which unrelated routes would have
+    been noticed.
+
+    Args:
+        routes, witness: int64 [L, S, K].
+        lengths: Rows of each run.
+        layers: [L], global numbers.
+        experts: Number in each layer.
+    """
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.concatenate([np.arange(length) for length in lengths])
+    sample = LayerSample.of_choice(np.ascontiguousarray(routes), witness, experts, sequence, position)
+    claims = [judge(tests, History()) for tests in layer_tests(sample, layers, fresh=True)]
+    found = [text for claim in claims for text in claim.found]
+    return found or confused_experts(routes, witness, layers, experts), min(claim.power for claim in claims)
 
 
 def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], experts: int) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.alarm_parts.models import Setting, rollout
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, PASSES, Bets, History, judge, log_e
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
@@ -281,6 +282,14 @@ def test_healthy_passes_that_are_hard_to_tell_apart_are_not_refused(shape):
         one = Pass(seed, **{"groups": 8, "siblings": 4} | shape)
         found = one.test(microbatches=microbatches)
         assert not found.faults, (seed, found.faults)
+
+
+@pytest.mark.long
+def test_rows_of_other_groups_of_experts_are_no_sound_rows():
+    """After an update at a rate of 1e-2 most rows have experts of other groups. Rows beside them were refused."""
+    one = rollout(Setting("glm-groups", rate=1e-2, staleness=1, trained=True), seed=19)
+    found = one.judge()
+    assert not found.faults and status(found)["some rows"] == "weak"
 
 
 def test_where_nothing_can_be_told_apart_the_claims_are_weak():
