@@ -1,6 +1,7 @@
 from moe_rl.megatron.microbatch import pack as pack
 from moe_rl.megatron.model import replay_session as replay_session
 from moe_rl.megatron.specs import replay_spec as replay_spec
+from moe_rl.megatron.specs import with_replay as with_replay
 from moe_rl.models.hf import read_model as read_model
 from moe_rl.objectives.advantages import advantages as advantages
 from moe_rl.objectives.logprobs import token_logprobs as token_logprobs
@@ -16,6 +17,12 @@ from moe_rl.replay.session import ReplaySession as ReplaySession
 from moe_rl.trace import TraceSpec as TraceSpec
 from moe_rl.trace import TraceStore as TraceStore
 from moe_rl.trace import validate as validate
+from moe_rl.trace.adapters.exporting import to_megatron as to_megatron
+from moe_rl.trace.adapters.exporting import to_nemo as to_nemo
+from moe_rl.trace.adapters.exporting import to_prime_rl as to_prime_rl
+from moe_rl.trace.adapters.exporting import to_skyrl as to_skyrl
+from moe_rl.trace.adapters.exporting import to_slime as to_slime
+from moe_rl.trace.adapters.exporting import to_verl as to_verl
 from moe_rl.types import Sequence as Sequence
 from moe_rl.vllm.offline import record as record
 

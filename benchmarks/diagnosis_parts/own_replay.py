@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from moe_rl.megatron import world  # noqa: F401 - before megatron on a machine without a GPU
 from moe_rl.replay.audit_report import AuditReport
 from moe_rl.replay.router_audit import Audit, audit, row_places
+from moe_rl.trace.adapters.exporting import to_megatron
 
 VOCAB = 97
 Targets = list[torch.Tensor]  # one [R, K] for each instance of RouterReplay, in the order in which they were made
@@ -144,16 +145,9 @@ class Trainer:
     def targets(self, number: int) -> Targets:
         """Return what a sound trainer hands to the routers of a microbatch: padding is spread over the experts."""
         one = self.layout
-        sequence, position = self.places(number)
-        spread = (np.arange(len(sequence))[:, None] * one.top_k + np.arange(one.top_k)) % one.experts
-        found = []
-        for column in range(one.layers - one.dense):
-            rows = [
-                spread[at] if s < 0 else self.routes[s][p, column]
-                for at, (s, p) in enumerate(zip(sequence.tolist(), position.tolist(), strict=True))
-            ]
-            found.append(torch.from_numpy(np.array(rows)))
-        return found
+        columns = range(one.layers - one.dense)
+        rows = to_megatron(self.routes, *self.places(number), columns=columns, num_experts=one.experts)
+        return [torch.from_numpy(each) for each in rows]
 
     def set_action(self, action: RouterReplayAction | None, chunk: int | None = None) -> None:
         """Switch the routers of the decoder."""

@@ -52,12 +52,22 @@ def replay_spec(config: TransformerConfig, vp_stage: int | None = None) -> Trans
     Raises:
         ConfigError: The config has settings under which replay is not exact.
     """
-    if found := list(bypasses(vars(config))):
-        raise ConfigError(found)
     if HAVE_TE:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         spec = _torch_block_spec(config, vp_stage)
+    return with_replay(spec, config)
+
+
+def with_replay(spec: TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Return a block spec with replay in each layer that has experts, from a spec that another program made, such as
+    Megatron-Bridge, mbridge or slime.
+
+    Raises:
+        ConfigError: The config has settings under which replay is not exact, or a layer's router cannot be replaced.
+    """
+    if found := list(bypasses(vars(config))):
+        raise ConfigError(found)
     return dataclasses.replace(spec, layer_specs=[_with_replay(layer) for layer in spec.layer_specs])
 
 
@@ -72,7 +82,12 @@ def _with_replay(layer: ModuleSpec) -> ModuleSpec:
     if attention.module in _PACKED:
         attention = dataclasses.replace(attention, module=_PACKED[attention.module])
     if not isinstance(mlp, functools.partial):
-        raise TypeError(f"expected the builder of an MLP, got {mlp!r}")
+        raise ConfigError(
+            "a layer's MLP has no builder, so its router cannot be replaced",
+            where={"argument": "spec"},
+            got=repr(mlp)[:80],
+            expected="functools.partial of MoELayer or another MLP, as megatron-core 0.19 makes it",
+        )
     if mlp.func is MoELayer:
         mlp = _replayed(mlp)
     submodules = dataclasses.replace(layer.submodules, mlp=mlp, self_attention=attention)

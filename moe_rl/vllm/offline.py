@@ -140,6 +140,7 @@ def record(
     *,
     trace_root: Path | str | None = None,
     layer_map: str | None = None,
+    fingerprint: str | None = None,
     capture: str = "worker",
     support: bool = False,
     log_normalizer: bool = False,
@@ -150,7 +151,8 @@ def record(
 
     model: checkpoint folder. trace_root: folder of the trace store; None: a temporary one. layer_map: a letter for each
         decoder layer, d for dense and m for experts, as in "d*3,m*58"; needed for a family that is not in
-        `moe_rl.models`. capture: "worker" needs no patch, "patch" needs a vLLM with this package's patches. support to
+        `moe_rl.models`. fingerprint: a name of the model in the trace, in place of a digest of its config.json.
+        capture: "worker" needs no patch, "patch" needs a vLLM with this package's patches. support to
         router_logits_fraction: what else is kept, as in `recording.Recording`. of_vllm: arguments for vllm.LLM.
     Raises ConfigError for a model, and EngineError for a vLLM or arguments, with which routes cannot be recorded.
     """
@@ -160,7 +162,7 @@ def record(
     if taken := of_vllm.keys() & {"model", "worker_cls", "worker_extension_cls", "additional_config"}:
         raise EngineError("An argument of vLLM is reserved", where={"argument": min(taken)}, do="leave it out")
     arguments.refuse_wrong_vllm(capture)
-    spec = checkpoint_spec(model, layer_map=layer_map)
+    spec = checkpoint_spec(model, layer_map=layer_map, fingerprint=fingerprint)
     # vLLM runs in this process: a script needs no guard, and `generate` can make an extra step.
     os.environ |= model_runner(capture) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     import vllm
