@@ -22,6 +22,7 @@ FAULTS = {
     "not run": "a layer did not run for a microbatch",
     "run twice": "a layer ran twice for a microbatch",
     "other tokens": "the model was fed other tokens than the microbatch has",
+    "row count": "a router saw another number of rows than its microbatch has on this rank",
     "not replayed": "routers chose for themselves",
     "orphan routers": "routers chose for themselves, and the global list has RouterReplays of no watched router: a "
     "decoder built twice (verl#7340)",
@@ -177,7 +178,7 @@ class Audited:
         for one in self.calls:
             rows = self._wrong(one)
             own = (one.ids == one.native).all(1)
-            if not one.mtp and 0 <= one.microbatch < len(self.expected):
+            if not one.mtp and self._fits(one):
                 real = self.expected[one.microbatch].sequence >= 0
                 told += bool((self._target(one) != one.native).any(1)[real].any())
             if not len(rows):
@@ -213,10 +214,12 @@ class Audited:
 
     def _wrong(self, one: RouterRun) -> np.ndarray:
         """Return the indices of the rows with other experts than expected."""
+        return np.flatnonzero((self._target(one) != one.ids).any(1) if self._fits(one) else np.ones(len(one.ids)))
+
+    def _fits(self, one: RouterRun) -> bool:
+        """Return whether a run is of a microbatch of the step, and has its rows."""
         known = 0 <= one.microbatch < len(self.expected)
-        if not known or len(self.expected[one.microbatch].sequence) != len(one.ids):
-            return np.arange(len(one.ids))
-        return np.flatnonzero((self._target(one) != one.ids).any(1))
+        return known and len(self.expected[one.microbatch].sequence) == len(one.ids)
 
     def _counts(self) -> Iterator[Fault]:
         """Name layers that ran too rarely or too often."""
@@ -241,11 +244,9 @@ class Audited:
 
     def _padding(self, one: RouterRun) -> Iterator[tuple[str, str]]:
         """Name padding that is all sent to the same experts, and not by the router's own choice."""
-        if one.mtp or not 0 <= one.microbatch < len(self.expected):
+        if one.mtp or not self._fits(one):
             return
         sequence = self.expected[one.microbatch].sequence
-        if len(sequence) != len(one.ids):
-            return
         pads = one.ids[sequence < 0]
         if len(pads) > 1 and (pads == pads[:1]).all() and not (pads == one.native[sequence < 0]).all():
             used = sorted({*pads[0].tolist()} - {self.experts})
@@ -258,6 +259,9 @@ class Audited:
         share = f"{len(rows)} of {len(one.ids)} rows"
         if not 0 <= one.microbatch < len(self.expected):
             yield "run twice", "a forward that was not announced"
+            return
+        if not self._fits(one):
+            yield "row count", f"{len(one.ids)} rows, not {len(self.expected[one.microbatch].sequence)}"
             return
         if one.mtp:
             for layer in self.layers:

@@ -66,8 +66,9 @@ class _Router:
         return cls(module, layer, bool(getattr(module, "is_mtp_layer", False)), top_k, (groups, chosen))
 
 
-def audit(model: nn.Module | Seq[nn.Module], routers: Mapping[int, nn.Module] | None = None, *,
-          read: Reading | None = None) -> Audit:  # fmt: skip
+def audit(
+    model: nn.Module | Seq[nn.Module], routers: Mapping[int, nn.Module] | None = None, *, read: Reading | None = None
+) -> Audit:
     """Attach to the routers of a model, or of the chunks of a pipeline stage, until `close`.
 
     Args:
@@ -105,9 +106,8 @@ class Audit:
 
     def __init__(self, models: Seq[nn.Module], routers: Mapping[int, nn.Module] | None, read: Reading):
         self._read = read
-        self._routers = _find(models) if routers is None else [
-            _Router.of(module, layer, _top_k(module)) for layer, module in routers.items()
-        ]  # fmt: skip
+        named = routers or {}
+        self._routers = [_Router.of(module, layer, _top_k(module)) for layer, module in named.items()] or _find(models)
         keys = [(one.layer, one.mtp) for one in self._routers]
         if not keys or len(set(keys)) < len(keys):
             raise ReplayError(
@@ -154,7 +154,8 @@ class Audit:
         Args:
             token_ids, routes, layers, prompts: The record of the whole batch, as in `check_batch`.
             microbatches: For each forward of this rank (sequence [R], position [R]): whose row each row is. A sequence
-                of -1 is padding. `row_places` computes them for the usual layouts.
+                of -1 is padding. `row_places` computes them for the usual layouts; under sequence parallelism give the
+                contiguous part of a rank.
             versions: For each sequence [T], of the weights that routed a row; for the report.
             version: Of the trainer's weights.
             recomputed: Whether routers run again in the backward pass; None: as seen.
@@ -238,9 +239,8 @@ class AuditStep:
         fed = (ids.t() if sequence_first and ids.ndim == 2 else ids).reshape(-1).cpu().numpy()
         sequence, position = map(np.asarray, self.microbatches[self._number])
         real = sequence >= 0
-        rows, wanted = len(sequence), np.array(
-            [self.batch.token_ids[s][p] for s, p in zip(sequence[real], position[real], strict=True)], np.int64
-        )  # fmt: skip
+        places = zip(sequence[real], position[real], strict=True)
+        rows, wanted = len(sequence), np.array([self.batch.token_ids[s][p] for s, p in places], np.int64)
         parts = [fed] if len(fed) == rows else [fed[at : at + rows] for at in range(0, len(fed) - rows + 1, rows)]
         if not any((part[real] == wanted).all() for part in parts):
             self._strangers.append(self._number)
@@ -334,7 +334,8 @@ class AuditStep:
         seen = [np.zeros(len(one), bool) for one in routes]
         scores = [np.zeros((len(one), len(layers), experts), np.float32) for one in routes]
         for number, (sequence, position) in enumerate(self.microbatches):
-            if not all((number, layer) in self._scores for layer in layers):
+            ran = [self._scores.get((number, layer)) for layer in layers]
+            if any(one is None or len(one) != len(sequence) for one in ran):
                 continue
             found = np.stack([self._scores[number, layer].float().cpu().numpy() for layer in layers], 1)
             sequence, position = np.asarray(sequence), np.asarray(position)

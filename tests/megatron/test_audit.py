@@ -147,6 +147,22 @@ def test_a_router_that_is_a_plain_function_is_named_by_its_layer():
     gate(torch.randn(3, 8))  # the hooks are gone
 
 
+def test_a_router_that_sees_a_part_of_its_rows_is_named_and_not_compared():
+    """Sequence parallelism: the audit was told all rows, and this rank's router sees half of them."""
+    gate = torch.nn.Linear(8, 16, bias=False)
+    gate.top_k = 2
+    routes = [np.sort(np.random.default_rng(1).permuted(np.tile(np.arange(16), (12, 1)), axis=1)[:, None, :2])]
+    fed = torch.from_numpy(np.ascontiguousarray(routes[0][:6, 0]))
+    watch = audit(gate, {0: gate}, read=lambda _, __, logits: (fed, logits))
+    found = []
+    for places in (row_places([0], [12]), tuple(one[:6] for one in row_places([0], [12]))):
+        with watch.step([np.arange(12)], routes, [places]) as step:
+            step.forward(0)
+            gate(torch.randn(6, 8))
+        found.append([one.name for one in step.report.faults])
+    assert found == [["row count"], []] and step.report.replayed == 1
+
+
 def test_a_model_without_routers_and_a_record_of_other_layers_are_refused_before_the_step():
     with pytest.raises(ReplayError) as error:
         audit(torch.nn.Linear(2, 2))
