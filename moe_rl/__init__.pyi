@@ -17,12 +17,12 @@ from moe_rl.replay.session import ReplaySession as ReplaySession
 from moe_rl.trace import TraceSpec as TraceSpec
 from moe_rl.trace import TraceStore as TraceStore
 from moe_rl.trace import validate as validate
-from moe_rl.trace.adapters.exporting import to_megatron as to_megatron
-from moe_rl.trace.adapters.exporting import to_nemo as to_nemo
-from moe_rl.trace.adapters.exporting import to_prime_rl as to_prime_rl
-from moe_rl.trace.adapters.exporting import to_skyrl as to_skyrl
-from moe_rl.trace.adapters.exporting import to_slime as to_slime
-from moe_rl.trace.adapters.exporting import to_verl as to_verl
+from moe_rl.trace.adapters.outgoing import to_megatron as to_megatron
+from moe_rl.trace.adapters.outgoing import to_nemo as to_nemo
+from moe_rl.trace.adapters.outgoing import to_prime_rl as to_prime_rl
+from moe_rl.trace.adapters.outgoing import to_skyrl as to_skyrl
+from moe_rl.trace.adapters.outgoing import to_slime as to_slime
+from moe_rl.trace.adapters.outgoing import to_verl as to_verl
 from moe_rl.types import Sequence as Sequence
 from moe_rl.vllm.offline import record as record
 

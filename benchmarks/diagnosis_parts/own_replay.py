@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from moe_rl.megatron import world  # noqa: F401 - before megatron on a machine without a GPU
 from moe_rl.replay.audit_report import AuditReport
 from moe_rl.replay.router_audit import Audit, audit, row_places
-from moe_rl.trace.adapters.exporting import to_megatron
+from moe_rl.trace.adapters.outgoing import to_megatron
 
 VOCAB = 97
 Targets = list[torch.Tensor]  # one [R, K] for each instance of RouterReplay, in the order in which they were made

@@ -6,7 +6,7 @@ import pytest
 from moe_rl.errors import TraceError
 from moe_rl.replay.router_audit import row_places
 from moe_rl.trace import TraceSpec
-from moe_rl.trace.adapters import exporting
+from moe_rl.trace.adapters import outgoing
 from moe_rl.trace.adapters.envelopes import decode_nemo, decode_sglang, decode_vllm, take_routes
 
 EXPERTS, TOP_K = 300, 4
@@ -22,13 +22,13 @@ def recorded(rows, experts=EXPERTS):
 @pytest.mark.parametrize("experts", [100, 200, 300])
 def test_every_envelope_is_read_back_as_it_was_recorded(experts):
     routes, spec = recorded(31, experts), TraceSpec("test", experts, TOP_K, SPEC.layer_map)
-    nemo = decode_nemo(exporting.to_nemo(routes, experts))
+    nemo = decode_nemo(outgoing.to_nemo(routes, experts))
     assert len(nemo) == 32 and (nemo[-1] == np.arange(TOP_K)).all()  # NeMo-RL wants a row for every token
-    sglang = decode_sglang(exporting.to_slime(routes, spec.layer_map), layers=5, top_k=TOP_K)
+    sglang = decode_sglang(outgoing.to_slime(routes, spec.layer_map), layers=5, top_k=TOP_K)
     assert not sglang[:, [0, 3]].any()  # slime looks up a layer by its global number
-    prime = exporting.to_prime_rl(routes, start=7)
+    prime = outgoing.to_prime_rl(routes, start=7)
     assert prime["start"] == 7
-    for sent in (nemo[:-1], sglang, decode_vllm(exporting.to_skyrl(routes)), decode_vllm(prime)):
+    for sent in (nemo[:-1], sglang, decode_vllm(outgoing.to_skyrl(routes)), decode_vllm(prime)):
         read = take_routes(sent, spec, rows=31, where={})
         assert read.dtype == routes.dtype and (read == routes).all()
 
@@ -40,7 +40,7 @@ def as_verl_reads(batch, attention):
 
 def test_the_padded_batch_of_verl_has_each_row_at_its_token():
     routes, prompts = [recorded(9), recorded(5)], [4, 2]
-    batch = exporting.to_verl(routes, prompts, prompt_length=6, response_length=8)
+    batch = outgoing.to_verl(routes, prompts, prompt_length=6, response_length=8)
     assert batch.shape == (2, 14, 3, TOP_K) and batch.dtype == np.int16
     attention = np.zeros((2, 14), bool)
     for at, (one, prompt) in enumerate(zip(routes, prompts, strict=True)):
@@ -48,7 +48,7 @@ def test_the_padded_batch_of_verl_has_each_row_at_its_token():
     for read, one in zip(as_verl_reads(batch, attention), routes, strict=True):
         assert (read[:-1] == one).all() and not read[-1].any()
     with pytest.raises(TraceError) as error:
-        exporting.to_verl(routes, prompts, prompt_length=6, response_length=4)
+        outgoing.to_verl(routes, prompts, prompt_length=6, response_length=4)
     assert error.value.about == {"sequence": 0}
 
 
@@ -56,7 +56,7 @@ def test_the_padded_batch_of_verl_has_each_row_at_its_token():
 def test_the_rows_of_a_rank_are_those_of_its_tokens_and_padding_is_spread(rank):
     routes = [recorded(9), recorded(6)]
     sequence, position = row_places([0, 1], [9, 6], padded_to=24, context=(rank, 2))
-    for column, rows in zip((0, 2), exporting.to_megatron(routes, sequence, position, columns=(0, 2),
+    for column, rows in zip((0, 2), outgoing.to_megatron(routes, sequence, position, columns=(0, 2),
                                                            num_experts=EXPERTS), strict=True):  # fmt: skip
         assert rows.shape == (12, TOP_K) and rows.dtype == np.int64
         for row, s, p in zip(rows, sequence, position, strict=True):
@@ -67,5 +67,5 @@ def test_the_rows_of_a_rank_are_those_of_its_tokens_and_padding_is_spread(rank):
 
 def test_a_row_beyond_the_record_is_named():
     with pytest.raises(TraceError) as error:
-        exporting.to_megatron([recorded(3)], np.zeros(4, int), np.arange(4), columns=(0,), num_experts=EXPERTS)
+        outgoing.to_megatron([recorded(3)], np.zeros(4, int), np.arange(4), columns=(0,), num_experts=EXPERTS)
     assert error.value.about == {"row": 3, "sequence": 0, "position": 3}
