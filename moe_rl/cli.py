@@ -6,6 +6,7 @@ A verb's module is imported when the verb is called, so that `moe-rl patch` does
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,11 +29,32 @@ VERBS = {
 }
 
 
+# What shells say of a process that SIGPIPE ended: 128 + 13.
+_READER_GONE = 141
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb with the arguments after it. Return its exit status.
 
-    `serve` passes arguments after "--" to vLLM; every other verb rejects them.
+    `serve` passes arguments after "--" to vLLM; every other verb rejects them. A verb ends quietly, with status 141,
+    when nobody reads its output any more, as in `moe-rl show RUN | head`.
     """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Python flushes once more while it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _READER_GONE
+        raise  # another pipe broke
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in VERBS:
         _overview().parse_args(given or ["--help"])
