@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from moe_rl.megatron import world
 from moe_rl.megatron.router import ReplaySeqParams
+from moe_rl.objectives.device import to_device
 from moe_rl.objectives.logprobs import Support
 from moe_rl.planning.token_layout import padded_lengths, rows_of
 from moe_rl.replay.routes import RowPolicy, SequenceRoutes, microbatch_routes, read_routes, source_sum
@@ -30,6 +32,8 @@ class Microbatch:
 
     Attributes:
         tokens, positions: int64 [1, T].
+        bounds: int32 [sequences + 1], where each packed sequence begins, and the end of the last, in the rows of
+            `lengths`.
         lengths: Rows of each packed sequence over all context-parallel ranks. The padding at the end counts as one more
             sequence.
         rows: int64 [T] on the host, the number of each row's token. Numbers run through all sequences, then through the
@@ -54,6 +58,7 @@ class Microbatch:
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    bounds: torch.Tensor
     lengths: tuple[int, ...]
     rows: np.ndarray
     predicts: torch.Tensor
@@ -81,10 +86,7 @@ class Microbatch:
         """
         if session is not None:
             session.begin_forward(number, self.tokens[0, world.own_rows(self.tokens.shape[1])])
-        bounds = torch.tensor((0, *self.lengths), dtype=torch.int32, device=self.tokens.device).cumsum(
-            0, dtype=torch.int32
-        )
-        longest = max(self.lengths)
+        bounds, longest = self.bounds, max(self.lengths)
         return ReplaySeqParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -105,7 +107,7 @@ class Microbatch:
     def give_advantages(self, values: Seq[Seq[float]]) -> None:
         """Set the advantages of the packed sequences. values: those of the units of each sequence of the batch."""
         of_units = [value for i in self.indices for value in values[i]]
-        self.advantages.copy_(torch.tensor(of_units, dtype=torch.float32))
+        self.advantages.copy_(to_device(np.array(of_units, np.float32), self.advantages.device))
 
     def given_advantages(self) -> list[np.ndarray]:
         """Return float32 [units] of each packed sequence: the advantages as the loss gets them."""
@@ -277,12 +279,11 @@ def pack(
     spans = [span for s in chosen for span in s.versions]
     versions = np.repeat(np.array([s.weight_version for s in spans], np.int64), [s.tokens for s in spans])
 
-    def on_device(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
+    on_device = partial(to_device, device=device)
     return Microbatch(
         tokens=on_device(tokens[None, own]),
         positions=on_device(np.concatenate([np.arange(n) for n in lengths])[None, own]),
+        bounds=on_device(starts.astype(np.int32)),
         lengths=lengths,
         rows=numbers[own],
         predicts=on_device(predicts[predicted]),

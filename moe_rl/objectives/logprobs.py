@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_rl.errors import describe
+from moe_rl.objectives.device import to_device
 from moe_rl.types import LOGITS_AT_ONCE
 
 # Number of logits processed at a time. Rows are independent, so this changes no logprob.
@@ -354,9 +355,7 @@ class Support:
         """Build a Support from counts [T] and ids [sum of counts], of any integer dtype."""
         counts = np.asarray(counts, np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        return cls(
-            torch.from_numpy(counts).to(device), torch.from_numpy(np.asarray(ids).astype(np.int32)).to(device), starts
-        )
+        return cls(to_device(counts, device), to_device(np.asarray(ids).astype(np.int32), device), starts)
 
     def __len__(self) -> int:
         return len(self.counts)

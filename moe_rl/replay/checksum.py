@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from moe_rl.errors import About, ReplayError, first_of
+from moe_rl.objectives.device import to_device
 from moe_rl.trace.source_sum import expert_salts
 
 
 @lru_cache(maxsize=1024)
 def _salts(layer: int, experts: int, device: torch.device) -> torch.Tensor:
     """Return one salt for each expert of this layer, int64 [E]."""
-    return torch.from_numpy(expert_salts(layer, experts).view(np.int64).copy()).to(device)
+    return to_device(expert_salts(layer, experts).view(np.int64).copy(), device)
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_rl.objectives.device import to_device
 from moe_rl.replay.claims import Bets, log_e, no_noise
 from moe_rl.replay.regret import Regret, RowsSeen
 
@@ -81,10 +82,10 @@ def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[
     ids, regret = sample.ids.transpose(0, 1), sample.regret.transpose(0, 1)  # [S, L, ...]
     device = ids.device
     recorded = regret.new_zeros(len(at), count, regret.shape[2])
-    recorded.scatter_(2, ids[torch.from_numpy(at).to(device)], 1.0 / ids.shape[2])
+    recorded.scatter_(2, ids[to_device(at, device)], 1.0 / ids.shape[2])
 
     def fit(rows: np.ndarray) -> Tensor:  # [S, L record, L witness]
-        return torch.bmm(recorded, regret[torch.from_numpy(rows).to(device)].transpose(1, 2)).clamp(0, 1)
+        return torch.bmm(recorded, regret[to_device(rows, device)].transpose(1, 2)).clamp(0, 1)
 
     away, here = fit(unrelated), fit(at)
     own = (away - here).diagonal(dim1=1, dim2=2)  # [S, L]
@@ -92,7 +93,7 @@ def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[
     for shift in _SHIFTS:
         there = np.clip(at - shift, 0, len(sample.position) - 1)
         same = sample.sequence[there] == sample.sequence[at]
-        valid = torch.from_numpy(same & (sample.position[at] - sample.position[there] == shift)).to(device)
+        valid = to_device(same & (sample.position[at] - sample.position[there] == shift), device)
         other = fit(there) if shift else here
         x = no_noise(own[:, :, None] - (away - other)) * valid[:, None, None]
         record.append(log_e(x))

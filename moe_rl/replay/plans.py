@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from moe_rl.objectives.device import to_device
 from moe_rl.planning.copy_choice import choose_copies
 from moe_rl.planning.dispatch import DispatchGroup, chunk_rows, count, send_order, splits
 from moe_rl.planning.expert_copies import ExpertCopies, send_to_copies, with_copies
@@ -178,7 +179,7 @@ def _entries(
     orders = [send_order(piece, slots, first) for piece, first in zip(pieces, firsts, strict=True)]
     for c in np.flatnonzero(chosen.used.any(-1)):
         orders[c] = send_to_copies(orders[c], counts[:, c], rank, chosen.at(c))
-    return torch.from_numpy(np.concatenate(orders, -1)).to(device)
+    return to_device(np.concatenate(orders, -1), device)
 
 
 def _cut(routes: np.ndarray, chunks: int) -> list[np.ndarray]:

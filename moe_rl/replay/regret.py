@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_rl.objectives.device import to_device
 from moe_rl.replay.row_places import SAMPLED_ROWS, PassRows, pairs, windows
 
 FINE_ROWS = 2048
@@ -98,7 +99,7 @@ class Watched:
         random = np.random.default_rng(block.start).integers(0, max(stop - start, 1), stop - start)
         chosen = (one[slice(*np.searchsorted(one, (start, stop)))] for one in (self.paired, self.placed))
         indices = (self.rows.before[start:stop], start + random, *chosen)
-        return BlockRows(*(torch.from_numpy(one - start).to(device) for one in indices))
+        return BlockRows(*(to_device(one - start, device) for one in indices))
 
     def of_microbatches(self, numbers: range, device: torch.device, *, fine: bool) -> dict[int, Tensor]:
         """Return the indices of the recorded rows, or of the fine ones, among the R rows of each microbatch."""
@@ -106,7 +107,7 @@ class Watched:
         for number in numbers:
             start, stop = starts[number : number + 2].tolist()
             chosen = self.fine[slice(*np.searchsorted(self.fine, (start, stop)))] if fine else slice(start, stop)
-            found[number] = torch.from_numpy(rows.row[chosen]).to(device)
+            found[number] = to_device(rows.row[chosen], device)
         return found
 
 
@@ -283,7 +284,7 @@ def _mean(values: Tensor) -> Tensor:
 
 def _salts(experts: int, device: torch.device) -> Tensor:
     """Return a random number int64 for each expert. Two sets of experts are equal if their sums are equal."""
-    return torch.from_numpy(np.random.default_rng(7).integers(-(1 << 62), 1 << 62, experts)).to(device)
+    return to_device(np.random.default_rng(7).integers(-(1 << 62), 1 << 62, experts), device)
 
 
 def same_groups(ids: Tensor, choice: Tensor, groups: int, experts: int) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from moe_rl.errors import ReplayError, RouteValidationError, TraceError
+from moe_rl.objectives.device import to_device
 from moe_rl.planning.token_layout import padding_experts
 from moe_rl.replay.checksum import RowSalts, check_source, expected
 from moe_rl.replay.row_places import RowPlaces
@@ -285,7 +286,7 @@ def microbatch_routes(
             fault="rows",
         )
 
-    on_device = partial(_on_device, device=device)
+    on_device = partial(to_device, device=device)
     ids = _indices(np.concatenate([part.routes for part in parts]))
     of_rows = zip(names, fed, parts, strict=True)
     salts = np.concatenate([row_salts(name, tokens, part.versions).view(np.int64) for name, tokens, part in of_rows])
@@ -349,10 +350,6 @@ def _indices(routes: np.ndarray) -> np.ndarray:
     return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
 
 
-def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-
 def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:
     mask = np.zeros(count, bool)
     mask[rows] = True
@@ -370,9 +367,9 @@ def _checksums(
     routes = np.concatenate([part.routes[mask] for part, mask in zip(parts, rows, strict=True)])
     salts = [row_salts(part.key, part.token_ids, part.versions)[mask] for part, mask in zip(parts, rows, strict=True)]
     return expected(
-        _on_device(_indices(routes), device),
-        _on_device(np.concatenate(salts).view(np.int64), device),
-        _on_device(np.repeat(np.arange(len(parts)), counts), device),
+        to_device(_indices(routes), device),
+        to_device(np.concatenate(salts).view(np.int64), device),
+        to_device(np.repeat(np.arange(len(parts)), counts), device),
         len(parts),
         layers=layers,
         experts=spec.num_experts,

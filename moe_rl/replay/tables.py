@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import batched
 from typing import Any
 
 import torch
@@ -138,13 +139,17 @@ def totals(compared: Seq[Compared], lags: Seq[torch.Tensor], layers: Seq[int]) -
     """
     wrong, lag = torch.cat([one.differs for one in compared], 1), torch.cat([*lags])
     by_lag = torch.stack([sums_by_lag(wrong.sum(0), lag), len(layers) * sums_by_lag(torch.ones_like(lag), lag)], 1)
-    by_layer = wrong.sum(1).tolist()
+    shared, margin = (torch.cat([getattr(one, name) for one in compared], 1) for name in ("shared", "margin"))
+    sums = (wrong.sum(1), by_lag.flatten(), shared.sum()[None], margin.double().sum()[None])
+    # Read from the device at once. Counts stay exact in float64.
+    *counts, summed_shared, summed_margin = torch.cat([one.double() for one in sums]).tolist()
+    by_layer = list(map(int, counts[: len(layers)]))
     return {
         "native_by_layer": dict(zip(layers, by_layer, strict=True)),
-        "native_by_lag": tuple(map(tuple, by_lag.tolist())),
+        "native_by_lag": tuple(batched(counts[len(layers) :], 2)),
         "native_mismatch": sum(by_layer),
         "native_positions": wrong.numel(),
         "native_tokens": wrong.shape[1],
-        "native_shared": sum(int(one.shared.sum()) for one in compared),
-        "native_margin": sum(float(one.margin.double().sum()) for one in compared),
+        "native_shared": int(summed_shared),
+        "native_margin": summed_margin,
     }

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from moe_rl.megatron.microbatch import pack
 from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_length
@@ -47,6 +48,41 @@ def test_rows_targets_and_padding():
     params = packed.begin_forward(None, 0)
     assert params.cu_seqlens_q.tolist() == [0, 2, 6, 8] and params.cu_seqlens_q.dtype == torch.int32
     assert params.max_seqlen_q == 4 and params.replay is None
+
+
+class Copies(TorchFunctionMode):
+    """Notes for each copy from the host to the device whether the host waits for it. Here "meta" is the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.pin_memory:
+            return args[0]  # without a driver nothing can be pinned
+        result = function(*args, **kwargs or {})
+        source = [one.device.type for one in args[-1:] if isinstance(one, torch.Tensor)]
+        if function is torch.Tensor.to and result.is_meta:
+            self.waits.append(not (kwargs or {}).get("non_blocking", False))
+        elif function is torch.tensor and result.is_meta or function is torch.Tensor.copy_ and source == ["cpu"]:
+            self.waits.append(True)
+        return result
+
+
+def test_the_host_waits_for_no_copy_to_the_device():
+    """A blocking copy waits for all work that the device still has: the layers of the microbatch before."""
+    sequences = [sequence("a", [1, 2, 3], [4, 5], 0.5), sequence("b", [6], [7, 8], -1)]
+    supports = [
+        SamplingSupport(np.array([1, 2]), np.array([4, 5, 6])),
+        SamplingSupport(np.ones(2, int), np.array([7, 8])),
+    ]
+    with Copies() as copies:
+        packed = pack(sequences, None, torch.device("meta"), supports=supports)
+        packed.give_advantages([[0.5], [-1]])
+    assert len(copies.waits) > 10 and not any(copies.waits)
+    with Copies() as copies:
+        packed.begin_forward(None, 0)
+    assert copies.waits == []
 
 
 def test_turns_with_rewards_of_their_own_are_units_of_the_loss():

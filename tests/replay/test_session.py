@@ -1,6 +1,7 @@
 """The session takes each route exactly once and the right one, or raises an error that names it."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from moe_rl.errors import NonFiniteError, ReplayError
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import ReplaySession, refuse_lost_key, require_open
+from moe_rl.replay.tables import Compared, totals
 from moe_rl.trace import TraceSpec, signed
 from moe_rl.trace.source_sum import sum_of
 from moe_rl.types import RouteRef
@@ -436,6 +439,36 @@ def test_native_comparison_is_by_set_and_leaves_padding_out():
     tally = s.tally
     assert (tally.native_mismatch, tally.native_positions) == (1, 12)
     assert (tally.native_token_mismatch, tally.native_tokens) == (1, 4)
+
+
+class Reads(TorchFunctionMode):
+    """Counts how often the host reads a result, for which it waits."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function in _READS
+        return function(*args, **kwargs or {})
+
+
+_READS = {getattr(torch.Tensor, name) for name in ("tolist", "item", "cpu", "__int__", "__float__", "__bool__")}
+
+
+@pytest.mark.parametrize("microbatches", [1, 5])
+def test_the_counts_of_a_pass_are_read_at_once(microbatches):
+    draw = partial(torch.randint, 0, 2, (len(LAYERS), 7))
+    compared = [Compared(draw().bool(), draw(), draw().float()) for _ in range(microbatches)]
+    lags = [torch.zeros(7, dtype=torch.int64)] * microbatches
+    with Reads() as reads:
+        found = totals(compared, lags, LAYERS)
+    assert reads.count == 1
+    assert found["native_shared"] == sum(int(one.shared.sum()) for one in compared)
+    assert found["native_margin"] == sum(float(one.margin.sum()) for one in compared)
+    assert found["native_by_layer"] == {
+        layer: sum(int(one.differs[at].sum()) for one in compared) for at, layer in enumerate(LAYERS)
+    }
+    assert found["native_by_lag"][0] == (found["native_mismatch"], found["native_positions"])
+    assert all(isinstance(found[name], int) for name in ("native_mismatch", "native_shared"))
 
 
 def test_the_comparison_counts_shared_experts_and_how_far_the_record_is_from_the_choice():
