@@ -2,8 +2,8 @@
 
 For each MoE layer and microbatch, Megatron's dispatcher asks all ranks of its group for their counts (an all-gather),
 makes the host wait for these counts (the all-to-all needs the sizes of its messages), and sorts a table of rows by
-expert. A plan contains all three results beforehand. The exchanged rows, their order, and the sums over them are the
-same as Megatron's, so the results are equal bit for bit.
+expert. A plan contains all three results beforehand. The exchanged rows and their order are the same as Megatron's, and
+the sums over them the same with and without a plan, so the results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
+from moe_rl.megatron.combine import spread, summed
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
 
 
@@ -78,7 +79,14 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self.reversed_local_input_permutation_mapping = order = self.send_order(self.plan)
-        return rows.index_select(0, order), probs.reshape(-1).index_select(0, self.plan.entries)
+        return spread(rows, order), probs.reshape(-1).index_select(0, self.plan.entries)
+
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        """Return [S, B, H], the sums of the rows that came back in sending order [S * B * K, H], with or without a
+        plan."""
+        order, rows = self.reversed_local_input_permutation_mapping, self.hidden_shape_before_permute[0]
+        output = summed(permutated_local_input_tokens, order, rows).view(self.hidden_shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
     def send_order(self, plan: LayerPlan) -> torch.Tensor:
         """Return int64 [S * B * K], the rows of the microbatch in the order in which the plan sends them."""

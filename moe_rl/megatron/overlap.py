@@ -28,9 +28,9 @@ import functools
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import unpermute
 
 from moe_rl.errors import ConfigError
+from moe_rl.megatron.combine import spread, summed
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
 from moe_rl.replay.session import MicrobatchHandle
 
@@ -93,7 +93,7 @@ class _Chunk:
         self.moe, self.plan, self.rows, self.order = moe, plan, rows, order
 
     def send(self) -> None:
-        self.arriving = self._exchange(self.rows.index_select(0, self.order))
+        self.arriving = self._exchange(spread(self.rows, self.order))
 
     def send_weights(self, weights: torch.Tensor) -> None:
         """Send the expert weights [R * K], in the order in which rows are sent."""
@@ -110,7 +110,7 @@ class _Chunk:
         """Return [R, H], for every row the sum of its experts' outputs."""
         rows = _end(self.returning)
         del self.returning
-        return unpermute(rows, self.order, restore_shape=self.rows.shape)
+        return summed(rows, self.order, len(self.rows))
 
     def _exchange(self, rows: torch.Tensor, *, back: bool = False) -> tuple[torch.Tensor, Exchange]:
         sent, got = (self.plan.got, self.plan.sent) if back else (self.plan.sent, self.plan.got)
