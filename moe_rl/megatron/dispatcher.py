@@ -30,6 +30,7 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     num_local_experts: int
+    reversed_local_input_permutation_mapping: torch.Tensor
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -71,7 +72,9 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         if self.plan is None:
             if self._columns is not None:
                 routing_map, probs = routing_map.index_select(1, self._columns), probs.index_select(1, self._columns)
-            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+            weights = super().dispatch_preprocess(hidden_states, routing_map, probs)[1]
+            rows = hidden_states.view(-1, hidden_states.shape[-1])
+            return spread(rows, self.reversed_local_input_permutation_mapping), weights
         self.hidden_shape, rows = hidden_states.shape, hidden_states.view(-1, hidden_states.shape[-1])
         self.hidden_shape_before_permute = rows.shape
         (whole,) = self.plan.chunks
