@@ -202,6 +202,7 @@ class GenerateRequest:
 
     Attributes:
         key: unique in a run; names the sequence in messages and in the trace.
+        seed: of its own random numbers. None: those of the engine, in the order of its steps.
         stop: texts that end the completion as soon as the sampled text contains one. The sampler must read text.
         top_k, top_p, min_p: the values 0, 1 and 0 switch them off.
         record: whether to store the routes.
@@ -211,7 +212,7 @@ class GenerateRequest:
 
     key: str
     prompt_token_ids: tuple[int, ...]
-    seed: int
+    seed: int | None
     max_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]

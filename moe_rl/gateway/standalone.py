@@ -134,7 +134,7 @@ def gateway_over(
         config.model.path.name,
         renderer,
         codec,
-        TurnSampler(sampler, bounds, seed=config.run.seed, version=version),
+        TurnSampler(sampler, bounds, seed=config.run.seed if config.rollout.request_seeds else None, version=version),
         SessionBook(limits.max_sessions, usual),
         journals,
         stops,

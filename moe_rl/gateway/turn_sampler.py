@@ -51,7 +51,7 @@ class TurnSampler:
             computed again.
     """
 
-    def __init__(self, sampler: Sampler, bounds: SamplerBounds, *, seed: int, version: int = 0):
+    def __init__(self, sampler: Sampler, bounds: SamplerBounds, *, seed: int | None, version: int = 0):
         self.bounds, self.version = bounds, version
         self.counts: Counter[str] = Counter(sampled_again=0, lost_tokens=0, recorded_anew=0, over_older_rows=0)
         self._sampler, self._seed = sampler, seed
@@ -146,12 +146,13 @@ class TurnSampler:
         *,
         record: bool = True,
     ) -> list[GenerateRequest]:
-        seed = f"{self._seed} {seed}" if wish.seed is None else str(wish.seed)
+        own = None if self._seed is None else f"{self._seed} {seed}"
+        seeds = own if wish.seed is None else str(wish.seed)
         return [
             GenerateRequest(
                 key=f"{call}/{sample}",
                 prompt_token_ids=place.prompt,
-                seed=xxhash.xxh3_64_intdigest(f"{seed} {sample}".encode()) >> 1,
+                seed=None if seeds is None else xxhash.xxh3_64_intdigest(f"{seeds} {sample}".encode()) >> 1,
                 max_tokens=place.max_tokens,
                 temperature=wish.temperature,
                 stop_token_ids=wish.stop_token_ids,

@@ -375,14 +375,15 @@ def generate_request(
     """Build a request of the run.
 
     Its random seed is derived from the run's seed and `key` only, so the completion does not depend on when the request
-    is decoded or on what else is in the batch. Greedy requests (temperature 0) do not use top-k, top-p or min-p.
+    is decoded or on what else is in the batch. Without rollout.request_seeds it has none. Greedy requests (temperature
+    0) do not use top-k, top-p or min-p.
     """
     rollout = config.rollout
     top_k, top_p, min_p = (rollout.top_k, rollout.top_p, rollout.min_p) if temperature else (0, 1.0, 0.0)
     return GenerateRequest(
         key=key,
         prompt_token_ids=prompt_token_ids,
-        seed=xxhash.xxh3_64_intdigest(f"{config.run.seed}/{key}".encode()) >> 1,
+        seed=xxhash.xxh3_64_intdigest(f"{config.run.seed}/{key}".encode()) >> 1 if rollout.request_seeds else None,
         temperature=temperature,
         max_tokens=rollout.max_completion_tokens,
         stop_token_ids=stop_tokens,

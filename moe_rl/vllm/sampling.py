@@ -172,7 +172,7 @@ def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tup
         ("top_k", 0 <= request.top_k <= vocabulary, f"0 to {vocabulary}"),
         ("top_p", 0 < request.top_p <= 1, "above 0, at most 1"),
         ("min_p", 0 <= request.min_p <= 1, "0 to 1"),
-        ("seed", 0 <= request.seed < 1 << 63, "0 to 2**63 - 1"),
+        ("seed", request.seed is None or 0 <= request.seed < 1 << 63, "0 to 2**63 - 1"),
     ):
         if not inside:
             return f"{name} {getattr(request, name)}", expected, ""

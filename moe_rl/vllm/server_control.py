@@ -231,7 +231,7 @@ class Control:
         request = GenerateRequest(
             asked.moe_rl_key if asked is not None else "",
             tuple(message.token_ids),
-            given.seed or 0,
+            given.seed,
             given.max_tokens,
             given.temperature,
             tuple(given.stop_token_ids),

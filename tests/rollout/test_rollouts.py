@@ -270,7 +270,7 @@ def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_gree
     rollouts.episodes = None
     rollouts.config = SimpleNamespace(
         run=SimpleNamespace(seed=1),
-        rollout=SimpleNamespace(max_completion_tokens=5, top_k=8, top_p=0.9, min_p=0.1, stop=()),
+        rollout=SimpleNamespace(request_seeds=True, max_completion_tokens=5, top_k=8, top_p=0.9, min_p=0.1, stop=()),
     )
     rollouts.stop_tokens = (1,)
     prompt = Prompt("p", "text", (4, 5), {"answer": "four", "unit": ["m", 2]})
@@ -344,6 +344,8 @@ def test_every_request_has_a_randomness_of_its_own_and_a_resumed_run_the_same(tm
     assert seeds == [generate_request(config, key, (9, 9), (0,), 0.5).seed for key in keys]
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": config.run.seed + 1})})
     assert not set(seeds) & {generate_request(other, key, (1,), (0,), 1.0).seed for key in keys}
+    shared = load_config(CONFIG, ["rollout.request_seeds=false"])
+    assert {generate_request(shared, key, (1,), (0,), 1.0).seed for key in keys} == {None}
 
 
 def test_the_digest_is_of_the_tokens_and_of_the_logprobs_of_every_completion():
@@ -388,7 +390,9 @@ class Evaluating:
         rollouts.episodes = None
         rollouts.config = SimpleNamespace(
             run=SimpleNamespace(seed=1),
-            rollout=SimpleNamespace(temperature=0.5, max_completion_tokens=5, top_k=7, top_p=0.8, min_p=0.0, stop=()),
+            rollout=SimpleNamespace(
+                request_seeds=True, temperature=0.5, max_completion_tokens=5, top_k=7, top_p=0.8, min_p=0.0, stop=()
+            ),
             task=SimpleNamespace(environment=None, pass_reward="right"),
         )
         rollouts.stop_tokens, rollouts.heldout = (), heldout

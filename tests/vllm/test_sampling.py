@@ -146,3 +146,6 @@ def test_vllm_is_asked_for_what_the_request_says():
     asked = GenerateRequest("a", (5,), 77, 9, 0.7, (1, 2), top_k=4, top_p=0.9, min_p=0.1)
     wanted = {"seed": 77, "max_tokens": 9, "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1}
     assert parameters(asked, None).items() >= {**wanted, "logprobs": 0}.items()
+    shared = replace(asked, seed=None)
+    check([shared], max_model_len=32, vocabulary=64, reads_text=False)
+    assert parameters(shared, None)["seed"] is None
