@@ -36,8 +36,9 @@ def check_variety(
     layers [L] are global numbers; `where` names the sequence. Nothing is refused for fewer than 8 rows, one repeated
     token, or routers that use all experts. Raises RouteValidationError, with layers and tokens, for
 
-    - every token having the same routes in all layers, or every layer having the same routes for all tokens, with at
-      least 4 layers: routers of one or two layers may collapse at once;
+    - every token, at least 8 of them different, having the same routes in all layers, or every layer having the same
+      routes for all tokens, with at least 4 layers: routers of one or two layers may collapse at once, and a few
+      tokens in turn may all have the same routes;
     - two layers that are equal in all rows. A layer's experts are numbered by the model's random initialisation. If one
       of the two layers were renumbered at random, its sets would equal the other's with a probability that is the
       product of a! / E! over the classes of a experts that no set tells apart. The layers are refused if that
@@ -51,7 +52,7 @@ def check_variety(
     if rows < _ROWS or top_k == num_experts or not columns or (token_ids == token_ids[0]).all():
         return
     constant = (routes == routes[:1]).all((0, 2))
-    if constant.all() and columns >= _LAYERS:
+    if constant.all() and columns >= _LAYERS and len(np.unique(token_ids)) >= _ROWS:
         raise _refusal(
             "routes are the same for every token, which no router does", where, routes[0, 0].tolist(), 0, "equal tokens"
         )

@@ -61,6 +61,13 @@ def test_a_layer_of_unwritten_rows_is_refused_and_a_collapsed_one_is_not(routes)
     check(np.stack([one, np.tile(np.uint8([0, 1]), (12, 1))], 1), spec=few)
 
 
+def test_equal_rows_of_a_few_tokens_in_turn_are_not_refused(routes):
+    routes[:] = routes[:1]
+    check(routes, np.array([7] * 9 + [1, 2, 3]))  # a text of one token behind the end of a chat template
+    with refused(RouteValidationError, fault="equal tokens", request="r"):
+        check(routes)
+
+
 @settings(max_examples=200)
 @given(st.data())
 def test_routers_are_not_refused_healthy_or_collapsed(data):
