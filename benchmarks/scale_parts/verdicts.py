@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from pathlib import Path
@@ -61,7 +62,7 @@ def _waited(target: Target, reward: str) -> float:
     length = wanted.max_completion_tokens // 2
     tokens = np.random.default_rng(0).integers(3, 20, length).tolist()
 
-    def generate(requests, *, shard, ended=None):
+    async def sample(place, requests, *, shard, leave, ended):
         completions = []
         begin = time.monotonic()
         for at, one in enumerate(requests):
@@ -70,14 +71,17 @@ def _waited(target: Target, reward: str) -> float:
                 one.key, one.prompt_token_ids, tuple(tokens), logprobs, "length", versions, None, drawing=one.drawing
             )
             completions.append(made)
-            time.sleep(max(0.0, begin + SAMPLING_SECONDS * (at + 1) / len(requests) - time.monotonic()))
-            if ended is not None:
-                ended(at, made)
+            await asyncio.sleep(max(0.0, begin + SAMPLING_SECONDS * (at + 1) / len(requests) - time.monotonic()))
+            ended(at, made)
         return completions
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, VerifierPool.of(config.task) as verifiers:
-        engine = SimpleNamespace(generate=generate)
-        rollouts = Rollouts(config, facts, task, engine, verifiers, Path(folder), None)
-        rollouts._groups([rollouts._round(1, 0, 0, "shard", clock)], clock)
+        sampler = SimpleNamespace(sample=sample, places=(0,))
+        rollouts = Rollouts(config, facts, task, sampler, verifiers, Path(folder), None)
+
+        async def judged():
+            await rollouts._groups([await rollouts._round(1, 0, 0, "shard", clock)], clock)
+
+        asyncio.run(judged())
     return clock.seconds["reward"]

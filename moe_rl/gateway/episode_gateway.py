@@ -12,10 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-import threading
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +44,7 @@ _BUSY_SECONDS, _LOOK_SECONDS = 30.0, 0.02
 
 
 class EpisodeGateway:
-    """Plays episodes in the event loop in which it is opened: a LivePlayer.
+    """Plays episodes in the event loop in which it is opened: an EpisodePlayer.
 
     Whoever sends the sampler new weights while episodes are played must call `hold` before and `updated` after. Between
     episodes that is not needed: the first turn reports the version.
@@ -55,16 +52,15 @@ class EpisodeGateway:
     Args:
         config: with task.environment.
         sampler: of the run.
-        run_dir: gets the sessions, next to the rollouts, and the tracebacks of failed episodes.
-        store: the routes of the run.
+        run_dir: has the trace store. It gets the sessions, next to the rollouts, and tracebacks of failed episodes.
     """
 
-    def __init__(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path, store: TraceStore):
+    def __init__(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path):
         assert config.task.environment is not None
         self._config, self._environment, self._failures = config, config.task.environment, run_dir / FAILURES
         renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
         self.gateway: AgentGateway = gateway_over(sampler, config, facts, renderer, None, version=0, reads_text=True)
-        self._keeper = SessionKeeper(run_dir / "rollouts", store)
+        self._keeper = SessionKeeper(run_dir / "rollouts", TraceStore(run_dir / "trace"))
         self._socket = bound_socket(self._environment.host, self._environment.port)
         longest = config.gateway.max_body_mib << 20
         app = GatewayApp(self.gateway, self._keeper, secrets.token_urlsafe(32), longest=longest, failed=self._fail)
@@ -102,15 +98,15 @@ class EpisodeGateway:
 
     @property
     def lost_tokens(self) -> int:
-        """Return how many tokens lost servers had sampled, see LivePlayer."""
+        """Return how many tokens lost servers had sampled, see EpisodePlayer."""
         return self.gateway.turns.counts["lost_tokens"]
 
     def hold(self) -> None:
-        """Let no turn begin until `updated`, see LivePlayer."""
+        """Let no turn begin until `updated`, see EpisodePlayer."""
         self.gateway.turns.hold()
 
     def updated(self, version: int) -> None:
-        """Go on with weights of this version, see LivePlayer."""
+        """Go on with weights of this version, see EpisodePlayer."""
         self.gateway.turns.updated(version)
 
     def _fail(self, error: MoeRLError) -> None:
@@ -200,39 +196,3 @@ def _verdict(episode: Episode, turns: int, *, by_turn: bool) -> Verdict:
 
 def _failed(detail: str) -> Verdict:
     return Verdict("failed", None, detail=detail)
-
-
-class EpisodeThread:
-    """Plays the episodes of a run in a thread with an event loop: the EpisodePlayer of a run that waits for them.
-
-    Use as a context manager. Arguments as in EpisodeGateway.
-    """
-
-    def __init__(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path, store: TraceStore):
-        self.episodes = EpisodeGateway(config, facts, sampler, run_dir, store)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-
-    def __enter__(self) -> EpisodeThread:
-        self._thread.start()
-        self._submit(self.episodes.open()).result()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(MoeRLError):  # `play` has raised it already
-            self._submit(self.episodes.close()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
-        """Play episodes, see EpisodePlayer.play."""
-        playing = self._submit(self.episodes.play(asked))
-        try:
-            return playing.result()
-        except BaseException:  # including a request to stop
-            playing.cancel()
-            raise
-
-    def _submit[R](self, what: Coroutine[Any, Any, R]) -> Future[R]:
-        return asyncio.run_coroutine_threadsafe(what, self._loop)

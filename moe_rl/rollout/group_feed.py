@@ -34,8 +34,8 @@ from moe_rl.rollout.kept import RolloutBatch
 from moe_rl.rollout.pieces import all_pieces, joined, sampled_tokens, unfinished
 from moe_rl.rollout.pipeline_metrics import Usage, of_consumed, of_dropped
 from moe_rl.rollout.rollouts import Rollouts
-from moe_rl.rollout.sampler import Sampler, ServerLost
-from moe_rl.rollout.trajectories import LivePlayer, Trajectory
+from moe_rl.rollout.sampler import ServerLost
+from moe_rl.rollout.trajectories import EpisodePlayer, Trajectory
 from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
 from moe_rl.weights.update import WeightUpdate
 
@@ -73,25 +73,14 @@ class GroupFeed:
         unusable: messages about an earlier process's groups that are sampled again.
 
     Args:
-        rollouts: the prompts, the verifiers, and where batches are kept.
-        sampler: the servers.
+        rollouts: the sampler, the prompts, the verifiers or the player, and where batches are kept.
         files: the group files.
         step: the next step to be taken. The prompt ledger has the lines of all steps before.
         version: the weights that the servers have.
-        player: plays the groups, if there is an environment.
     """
 
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        sampler: Sampler,
-        files: GroupFiles,
-        *,
-        step: int,
-        version: int,
-        player: LivePlayer | None = None,
-    ):
-        self.rollouts, self.sampler, self.files, self._player = rollouts, sampler, files, player
+    def __init__(self, rollouts: Rollouts, files: GroupFiles, *, step: int, version: int):
+        self.rollouts, self.sampler, self.files, self._player = rollouts, rollouts.sampler, files, rollouts.player
         self.config = config = rollouts.config
         pipeline = config.pipeline
         self._staleness, self._recompute = pipeline.lag, pipeline.kv == "recompute"
@@ -99,7 +88,7 @@ class GroupFeed:
         self.unusable: list[str] = []
         left = {one.cursor: one for one in files.load(rollouts.source, self.unusable)}
         self.groups = Groups(
-            dict.fromkeys(sampler.places, _slots(config, len(sampler.places))),
+            dict.fromkeys(self.sampler.places, _slots(config, len(self.sampler.places))),
             batch=config.rollout.prompts_per_step,
             size=config.rollout.group_size,
             staleness=self._staleness,
@@ -265,7 +254,7 @@ class GroupFeed:
         if work.dropped is None:
             self._judge(work, verdicts)
 
-    async def _play(self, work: _Work, player: LivePlayer) -> None:
+    async def _play(self, work: _Work, player: EpisodePlayer) -> None:
         """Play the episodes of a group. It gets no trajectories if it is left meanwhile."""
         cursor = work.group.cursor
         assert self.rollouts.episodes is not None  # set whenever there is a player

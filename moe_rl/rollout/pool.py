@@ -8,9 +8,13 @@
     TakeBatch(step n + 2)  ---------------------->  samples the batch of step n + 2
                        <-------------- BatchTaken -  the batch of step n + 1 is on disk
 
-It owns the sampler, the verifiers, the prompts, their ledger and the kept rollouts. Calls are answered in the order in
-which they come, so weights never change while a batch is sampled. A thread waits for the verdicts. In mode async the
-pool samples groups one by one without a break, and takes new weights meanwhile (pool_groups.py).
+It owns the sampler, the verifiers, the prompts, their ledger and the kept rollouts, all in one event loop.
+
+consumes    calls of rank 0, in the order in which they come, so weights never change while a batch is sampled
+waits for   the sampler; batches wait for verdicts in tasks. In mode async, groups are sampled one by one without a
+            break (group_feed.py), and new weights go in meanwhile.
+unblocks    rank 0, by an answer to each call; a batch is answered when it is on disk
+produces    files of batches and groups, and deletes them when rank 0 says which steps it still needs
 """
 
 from __future__ import annotations
@@ -19,169 +23,150 @@ import asyncio
 import os
 import threading
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
-from moe_rl.config.schema import Config
 from moe_rl.errors import MoeRLError
 from moe_rl.messages import Channel, Message
-from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model
 from moe_rl.rollout import pool_wire as wire
-from moe_rl.rollout.pool_groups import GroupPool
-from moe_rl.rollout.rollouts import Rollouts, Unjudged, start_sampler
-from moe_rl.rollout.sampler import Blocking, Sampler
-from moe_rl.rollout.trajectories import EpisodePlayer, LivePlayer
+from moe_rl.rollout.group_feed import GroupFeed
+from moe_rl.rollout.group_files import GroupFiles
+from moe_rl.rollout.rollouts import Environment, Rollouts, Unjudged
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
-from moe_rl.tasks.verifiers import VerifierPool
-from moe_rl.trace import TraceStore
 from moe_rl.vllm.process import channel_to_parent
 from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update, Wake
 
 _ALIVE_SECONDS = 0.5
 
 
-class Environments(Protocol):
-    """Makes the players of a run's episodes. The gateway implements it, as this room may not import that one."""
-
-    def beside(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path) -> LivePlayer:
-        """Return a player for the pool's event loop, not yet open."""
-        ...
-
-    def alone(
-        self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path
-    ) -> AbstractContextManager[EpisodePlayer]:
-        """Return a player with its own thread."""
-        ...
-
-
-def main(environments: Environments | None = None) -> None:
-    """Run the pool. environments: needed if the config has an environment."""
+def main(environment: Environment | None = None) -> None:
+    """Run the pool. environment: needed if the config has one."""
     line = _PoolLine(channel_to_parent(wire.CALLS))
     with ExitStack() as stack:
         try:
             call = line.receive()
             assert isinstance(call, wire.OpenPool)  # rank 0 sends it first, and only once
             with line.beating():
-                rollouts, player = _open(call.run_dir, call.config, stack, environments)
+                rollouts = _open(call.run_dir, call.config, stack, environment)
         except Exception as error:
             line.answer(_failed(error))
             return
-        engine = rollouts.engine
-        line.answer(wire.PoolOpened(engine.vllm_version, engine.workers, engine.address))
-        if rollouts.config.pipeline.by_group:
-            asyncio.run(_by_group(line, GroupPool(rollouts, engine.sampler, call.run_dir, player), player))
-        else:
-            _by_batch(line, rollouts)
+        sampler = rollouts.sampler
+        line.answer(wire.PoolOpened(sampler.vllm_version, sampler.workers, sampler.address))
+        asyncio.run(_Pool(line, rollouts, call.run_dir).serve())
     os._exit(0)
 
 
-def _by_batch(line: _PoolLine, rollouts: Rollouts) -> None:
-    """Answer calls one by one until rank 0 closes. A thread judges the batches in order."""
-    judging = ThreadPoolExecutor(1)
-    with line.beating():
-        while not isinstance(call := line.receive(), Close):
+def _open(run_dir: Path, config_file: Path, stack: ExitStack, environment: Environment | None) -> Rollouts:
+    config = load_config(config_file)
+    facts = read_model(config.model.path)
+    task = load_task(config, TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop))
+    return Rollouts.start(config, facts, task, run_dir, stack, environment)
+
+
+class _Pool:
+    """Answers rank 0's calls."""
+
+    def __init__(self, line: _PoolLine, rollouts: Rollouts, run_dir: Path):
+        self._line, self._rollouts, self._sampler = line, rollouts, rollouts.sampler
+        self._files = GroupFiles(run_dir / "groups", rollouts.kept, rollouts.ledger)
+        self._feed: GroupFeed | None = None  # in mode async, once rank 0 has sent the step and the weight version
+        self._order, self._judging = asyncio.Lock(), asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Answer calls until rank 0 closes."""
+        await self._rollouts.open()
+        self._spawn(self._beat())
+        while not isinstance(call := await asyncio.to_thread(self._line.receive), Close):
             assert not isinstance(call, wire.OpenPool)
-            try:
-                if isinstance(call, wire.TakeBatch):
-                    parts: list[tuple[str, float, float]] = []
-                    unjudged = rollouts.sample(call.step, _clock(parts))
-                    line.send(wire.BatchSampled(call.step, parts))
-                    judging.submit(_judge, line, rollouts, unjudged)
-                    continue
-                reply: Message = _reply(rollouts, call)
-            except Exception as error:
-                reply = _failed(error)
-            line.answer(reply)
+            self._spawn(self._answer(call))
+        if self._feed is not None:
+            await self._feed.stop()
+        await self._rollouts.close()
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-def _judge(line: _PoolLine, rollouts: Rollouts, unjudged: Unjudged) -> None:
-    """Answer a call for a batch once the whole batch is judged."""
-    parts: list[tuple[str, float, float]] = []
-    try:
-        rollouts.keep(unjudged.step, rollouts.judge(unjudged, _clock(parts)))
-        reply: Message = wire.BatchTaken(unjudged.step, parts)
-    except Exception as error:
-        reply = _failed(error)
-    line.answer(reply)
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_SECONDS)
+            self._line.beat()
+
+    async def _answer(self, call: wire.Call) -> None:
+        """Answer a call, after those that came before. Only files are deleted at once."""
+        try:
+            if isinstance(call, wire.RetainSteps):
+                # Without a feed nobody knows which groups of an earlier process are still needed: all are kept.
+                (self._rollouts.kept if self._feed is None else self._files).retain(call.steps)
+                reply: Message | None = wire.StepsRetained()
+            else:
+                async with self._order:
+                    reply = await self._reply(call)
+        except Exception as error:
+            reply = _failed(error)
+        if reply is not None:
+            self._line.answer(reply)
+
+    async def _reply(self, call: wire.Call) -> wire.Reply | None:
+        """Return the answer; None if a task gives it later."""
+        match call:
+            case wire.BeginGroups(step, version):
+                self._feed = GroupFeed(self._rollouts, self._files, step=step, version=version)
+                await self._feed.begin()
+                return wire.GroupsBegun(self._feed.unusable)
+            case wire.TakeBatch(step):
+                if self._feed is not None:
+                    await self._feed.take(step)
+                    return wire.BatchTaken(step, self._feed.worked())
+                parts: list[tuple[str, float, float]] = []
+                unjudged = await self._rollouts.sample(step, _clock(parts))
+                self._line.send(wire.BatchSampled(step, parts))
+                self._spawn(self._judge(unjudged))
+                return None
+            case wire.EvaluatePolicy(step):
+                return wire.PolicyEvaluated(await self._rollouts.evaluate(step))
+            case Score(runs, shard):
+                return wire.RunsScored(await self._sampler.score(runs, shard=shard))
+            case AskCounts():
+                return Counted(await self._sampler.counts())
+            case Wake(part):
+                await self._sampler.wake(part)
+                return wire.SamplerUpdated(self._sampler.workers)
+            case Update(update):
+                player = self._rollouts.player
+                if player is not None:
+                    player.hold()
+                await (self._sampler.take_weights if self._feed is None else self._feed.update)(update)
+                if player is not None and update.final:
+                    player.updated(update.version)
+                return wire.SamplerUpdated(self._sampler.workers)
+            case wire.RetainSteps():
+                raise AssertionError  # answered at once
+
+    async def _judge(self, unjudged: Unjudged) -> None:
+        """Answer a call for a batch once the whole batch is judged. Batches are judged in order."""
+        parts: list[tuple[str, float, float]] = []
+        try:
+            async with self._judging:
+                await self._rollouts.keep(unjudged, _clock(parts))
+            reply: Message = wire.BatchTaken(unjudged.step, parts)
+        except Exception as error:
+            reply = _failed(error)
+        self._line.answer(reply)
 
 
 def _clock(parts: list[tuple[str, float, float]]) -> Clock:
     """Return a clock that adds each part to `parts` as it ends."""
     return Clock(ended=lambda *part: parts.append(part))
-
-
-async def _by_group(line: _PoolLine, pool: GroupPool, player: LivePlayer | None) -> None:
-    """Answer calls one by one until rank 0 closes, while groups are sampled and judged."""
-    if player is not None:
-        await player.open()
-
-    async def beat() -> None:
-        while True:
-            await asyncio.sleep(_ALIVE_SECONDS)
-            line.beat()
-
-    beats = asyncio.create_task(beat())
-    while not isinstance(call := await asyncio.to_thread(line.receive), Close):
-        assert not isinstance(call, wire.OpenPool)
-        try:
-            reply: Message = await pool.answer(call)
-        except Exception as error:
-            reply = _failed(error)
-        line.answer(reply)
-    beats.cancel()
-    await pool.close()
-    if player is not None:
-        await player.close()
-
-
-def _open(
-    run_dir: Path, config_file: Path, stack: ExitStack, environments: Environments | None
-) -> tuple[Rollouts, LivePlayer | None]:
-    """Start the sampler and the verifiers or player. Return the player only if groups are played one by one."""
-    config = load_config(config_file)
-    facts, store = read_model(config.model.path), TraceStore(run_dir / "trace")
-    task = load_task(config, TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop))
-    if config.task.environment is None:
-        verifiers = stack.enter_context(VerifierPool.of(config.task))
-        engine = stack.enter_context(Blocking(start_sampler(config, facts, run_dir)))
-        return Rollouts(config, facts, task, engine, verifiers, run_dir, store), None
-    assert environments is not None  # rank 0 starts the module that provides them
-    engine = stack.enter_context(Blocking(start_sampler(config, facts, run_dir)))
-    given = config, facts, engine.sampler, run_dir
-    if config.pipeline.by_group:
-        rollouts = Rollouts(config, facts, task, engine, None, run_dir, store)
-        return rollouts, environments.beside(*given)
-    alone = stack.enter_context(environments.alone(*given))
-    return Rollouts(config, facts, task, engine, None, run_dir, store, alone), None
-
-
-def _reply(rollouts: Rollouts, call: wire.Call) -> wire.Reply:
-    engine = rollouts.engine
-    match call:
-        case wire.RetainSteps(steps):
-            rollouts.retain(steps)
-            return wire.StepsRetained()
-        case wire.EvaluatePolicy(step):
-            return wire.PolicyEvaluated(rollouts.evaluate(step))
-        case Score(runs, shard):
-            return wire.RunsScored(engine.score(runs, shard=shard))
-        case AskCounts():
-            return Counted(engine.counts())
-        case Update(update):
-            engine.update_weights(update)
-            return wire.SamplerUpdated(engine.workers)
-        case Wake(part):
-            engine.wake(part)
-            return wire.SamplerUpdated(engine.workers)
-        case wire.TakeBatch() | wire.BeginGroups():
-            raise ValueError("not answered here: batches are taken in two parts, and only a pool of groups begins them")
 
 
 def _failed(error: Exception) -> wire.PoolFailed:
@@ -227,7 +212,7 @@ class _PoolLine:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Send signs of life from a thread, while this one may be busy for long."""
+        """Send signs of life from a thread, while the main thread starts the sampler."""
         ended = threading.Event()
 
         def beat() -> None:

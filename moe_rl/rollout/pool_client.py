@@ -192,7 +192,4 @@ class PooledRollouts:
 
     def retain(self, steps: set[int]) -> None:
         """Delete the kept rollouts of all steps but these, with their trace shards."""
-        if self.pipeline.by_group:  # the pool knows which shards belong to waiting groups
-            self.engine.retain(steps)
-        else:
-            self.kept.retain(steps)
+        self.engine.retain(steps)

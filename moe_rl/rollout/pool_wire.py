@@ -1,7 +1,8 @@
 """Defines the messages between rank 0 and the pool's process, in frames of `messages.Channel`.
 
-The pool answers calls one by one in order of arrival; only BatchTaken may come later, between the answers to other
-calls. While it works it sends signs of life. Rank 0 sends the pool the same messages that it would send an engine.
+The pool answers calls one by one in order of arrival; only StepsRetained may come earlier, and BatchTaken later,
+between the answers to other calls. While it works it sends signs of life. Rank 0 sends the pool the same messages that
+it would send an engine.
 """
 
 from __future__ import annotations

@@ -1,19 +1,25 @@
 """Does the sampling half of a step: samples completions for prompts and verifies them. Also starts the sampler, a vLLM
-engine in a child process, or connects to the config's servers."""
+engine in a child process, or connects to the config's servers.
+
+In mode sync rank 0 has the rollouts (`OwnRollouts`), else the pool.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+import asyncio
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Self
 
 import xxhash
 
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
+from moe_rl.errors import MoeRLError
 from moe_rl.models.hf import ModelFacts
 from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of, discarded, recorded
 from moe_rl.rollout.engine import VllmEngine
@@ -21,8 +27,8 @@ from moe_rl.rollout.episodes import Episodes
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name, shards_of
 from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
-from moe_rl.rollout.sampler import Blocking, Sampler
-from moe_rl.rollout.trajectories import EpisodePlayer, EpisodeRequest, Trajectory
+from moe_rl.rollout.sampler import Blocking, LoopThread, Sampler, sample_all
+from moe_rl.rollout.trajectories import EpisodePlayer, Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.tasks.tokenizer import stop_tokens
@@ -33,6 +39,9 @@ from moe_rl.vllm.wire import EngineSettings
 
 Asked = tuple[int, GenerateRequest]
 """A request of an evaluation, with the index of its held-out prompt."""
+
+Environment = Callable[[Config, ModelFacts, Sampler, Path], EpisodePlayer]
+"""Makes the player of a run's episodes. The gateway has it, as this room may not import that one."""
 
 EVALUATED = ("eval-sampled", "eval-greedy")
 
@@ -110,8 +119,7 @@ class Rollouts:
     Attributes:
         verifiers: judge completions, if there is no environment.
         episodes: makes episode requests, if there is an environment.
-        left_behind: the batch of the next step, if an earlier process of this run sampled it.
-        unusable: messages about an earlier process's rollouts that are sampled again.
+        player: plays the episodes.
     """
 
     def __init__(
@@ -119,21 +127,17 @@ class Rollouts:
         config: Config,
         facts: ModelFacts,
         task: TaskPrompts,
-        engine: Blocking,
+        sampler: Sampler,
         verifiers: VerifierPool | None,
         run_dir: Path,
         store: TraceStore,
         player: EpisodePlayer | None = None,
     ):
-        """
-        Args:
-            verifiers: None if there is an environment.
-            player: plays its episodes; None if they are played one group at a time.
-        """
-        self.config, self.engine, self.store = config, engine, store
+        """verifiers: None if there is an environment. player: None if there is none."""
+        self.config, self.sampler, self.store = config, sampler, store
         if verifiers is not None:
             self.verifiers = verifiers
-        self._player = player
+        self.player = player
         self.episodes = None if config.task.environment is None else Episodes(config)
         self.stop_tokens = stop_tokens(config, facts)
         self.batches = Batches(config, task.codec, run_dir / "trace")
@@ -141,20 +145,53 @@ class Rollouts:
         self.ledger = PromptLedger.of_run(run_dir, config.pipeline)
         self.kept = KeptRollouts(run_dir / "rollouts", store)
         self.heldout = task.evaluated(config)
-        self.left_behind: RolloutBatch | None = None
-        self.unusable: list[str] = []
 
-    def take(self, step: int, clock: Clock) -> RolloutBatch:
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        facts: ModelFacts,
+        task: TaskPrompts,
+        run_dir: Path,
+        stack: ExitStack,
+        environment: Environment | None,
+    ) -> Self:
+        """Start the sampler, and the verifiers or the player, until `stack` is left. Call it from the main thread.
+
+        Args:
+            environment: needed if the config has one.
+        """
+        store, player, verifiers = TraceStore(run_dir / "trace"), None, None
+        if config.task.environment is None:
+            verifiers = stack.enter_context(VerifierPool.of(config.task))
+        sampler = stack.enter_context(closing(start_sampler(config, facts, run_dir)))
+        if config.task.environment is not None:
+            assert environment is not None
+            player = environment(config, facts, sampler, run_dir)
+        return cls(config, facts, task, sampler, verifiers, run_dir, store, player)
+
+    async def open(self) -> None:
+        """Begin to serve episodes, in this event loop."""
+        if self.player is not None:
+            await self.player.open()
+
+    async def close(self) -> None:
+        """End all episodes."""
+        if self.player is not None:
+            await self.player.close()
+
+    async def take(self, step: int, clock: Clock) -> RolloutBatch:
         """Collect the batch of a step, and keep it on disk with its routes."""
-        batch, self.left_behind = self.left_behind, None
-        if batch is not None:
-            clock.seconds |= {"sample": 0.0, "reward": 0.0}
-            return batch
-        batch = self.judge(self.sample(step, clock), clock)
-        self.keep(step, batch)
+        return await self.keep(await self.sample(step, clock), clock)
+
+    async def keep(self, unjudged: Unjudged, clock: Clock) -> RolloutBatch:
+        """Wait for the verdicts of a sampled step, and keep its batch on disk with its routes."""
+        batch = await self.judge(unjudged, clock)
+        self.store.check_published(shards_of(batch.sequences))
+        self.kept.save(unjudged.step, batch)
         return batch
 
-    def sample(self, step: int, clock: Clock) -> Unjudged:
+    async def sample(self, step: int, clock: Clock) -> Unjudged:
         """Sample the completions of a step, and record its prompts in the prompt ledger.
 
         Judging has begun on return. Rounds that decide whether another round follows are already judged.
@@ -162,20 +199,20 @@ class Rollouts:
         if (before := self.kept.sampled(step)) is not None:
             unjudged = self._judged_again(step, before)
         else:
-            unjudged = self._sampled(step, clock)
+            unjudged = await self._sampled(step, clock)
         sampled = unjudged.sampled
         prompts = range(sampled.first, sampled.first + sampled.prompts)
         ids = [prompt.id for one in unjudged.rounds for prompt in one.prompts]
         self.ledger.record(step - 1, prompts, ids, sampled.digest)
         return unjudged
 
-    def judge(self, unjudged: Unjudged, clock: Clock) -> RolloutBatch:
+    async def judge(self, unjudged: Unjudged, clock: Clock) -> RolloutBatch:
         """Wait for the verdicts of a sampled step, and choose the groups to train on.
 
-        Another thread may sample the next step meanwhile.
+        The next step may be sampled meanwhile.
         """
         rollout = self.config.rollout
-        groups = self._groups(unjudged.rounds, clock)
+        groups = await self._groups(unjudged.rounds, clock)
         discards = rollout.dynamic_sampling_rounds > 1
         chosen = choose(groups, rollout.prompts_per_step) if discards else groups
         batch = self.batches.make(unjudged.step, groups, chosen)
@@ -185,28 +222,23 @@ class Rollouts:
             batch.metrics.update(discarded(len(groups), len(chosen), max(0, lacking)))
         return batch
 
-    def keep(self, step: int, batch: RolloutBatch) -> None:
-        """Keep the batch of a step on disk with its routes."""
-        self.store.check_published(shards_of(batch.sequences))
-        self.kept.save(step, batch)
-
-    def _sampled(self, step: int, clock: Clock) -> Unjudged:
+    async def _sampled(self, step: int, clock: Clock) -> Unjudged:
         """Sample the groups of a step in rounds. Keep them on disk if the weights may be gone when they are judged."""
-        rollout, before = self.config.rollout, self.engine.counts()
+        rollout, before = self.config.rollout, await self.sampler.counts()
         first = self.ledger.ended(step - 1).floor
         rounds: list[SampledRound] = []
         while True:
             done = len(rounds) * rollout.prompts_per_step
-            rounds.append(self._round(step, first, done, shard_name(step, len(rounds)), clock))
+            rounds.append(await self._round(step, first, done, shard_name(step, len(rounds)), clock))
             if len(rounds) == rollout.dynamic_sampling_rounds:
                 break  # no round follows, whatever the verdicts
-            if sum(group.informative for group in self._groups(rounds, clock)) >= rollout.prompts_per_step:
+            if sum(group.informative for group in await self._groups(rounds, clock)) >= rollout.prompts_per_step:
                 break
         completions = [group for one in rounds for group in one.completions]
         flat = [completion for group in completions for completion in group]
         metrics = {
             "throughput/sampled_tokens_per_second": sum(len(c.token_ids) for c in flat) / clock.seconds["sample"],
-            **recorded(before, self.engine.counts()),
+            **recorded(before, await self.sampler.counts()),
             **self.lost_servers(),
         }
         played = [group for one in rounds for group in one.trajectories]
@@ -230,9 +262,9 @@ class Rollouts:
 
     def lost_servers(self) -> dict[str, int]:
         """Return how many servers are lost, as a metric; nothing for an engine."""
-        return {"rollout/lost_servers": len(self.engine.sampler.lost)} if self.config.rollout.servers else {}
+        return {"rollout/lost_servers": len(self.sampler.lost)} if self.config.rollout.servers else {}
 
-    def _round(self, step: int, first: int, done: int, shard: str, clock: Clock) -> SampledRound:
+    async def _round(self, step: int, first: int, done: int, shard: str, clock: Clock) -> SampledRound:
         """Sample one round of prompts of a step, and begin to judge the completions.
 
         Args:
@@ -243,7 +275,8 @@ class Rollouts:
         prompts = self.source.at(first + done, rollout.prompts_per_step)
         if self.episodes is not None:
             with clock("sample"):
-                played = self._play(self.episodes.round(step, prompts, first=done))
+                assert self.player is not None
+                played = await self.player.play(self.episodes.round(step, prompts, first=done))
             members = range(0, len(played), rollout.group_size)
             return SampledRound.played(prompts, [played[at : at + rollout.group_size] for at in members])
         requests = [
@@ -252,11 +285,12 @@ class Rollouts:
             for c in range(rollout.group_size)
         ]
         repeated = [prompt for prompt in prompts for _ in range(rollout.group_size)]
-        completions, judging = self._answered(repeated, requests, shard, clock)
+        with clock("sample"):
+            completions, judging = await self._answered(repeated, requests, shard)
         members = range(0, len(requests), rollout.group_size)
         return SampledRound(prompts, [completions[at : at + rollout.group_size] for at in members], judging)
 
-    def _groups(self, rounds: Seq[SampledRound], clock: Clock) -> list[PromptGroup]:
+    async def _groups(self, rounds: Seq[SampledRound], clock: Clock) -> list[PromptGroup]:
         """Wait for all verdicts of a step, and return its judged groups."""
         groups: list[PromptGroup] = []
         with clock("reward"):
@@ -266,32 +300,27 @@ class Rollouts:
                 if one.judging is None:
                     continue
                 with one.judging:
-                    verdicts = iter(one.judging.verdicts())
+                    verdicts = iter(await one.judging.awaited())
                 for prompt, completions in zip(one.prompts, one.completions, strict=True):
                     own = list(islice(verdicts, len(completions)))
                     groups.append(self.batches.group(len(groups), prompt, [[c] for c in completions], own))
         return groups
 
-    def settle(self, clock: Clock) -> None:
-        """Do nothing: nothing is sampled during training."""
-
-    def retain(self, steps: Container[int]) -> None:
-        """Delete the kept rollouts of all steps but these, with their trace shards."""
-        self.kept.retain(steps)
-
-    def evaluate(self, step: int) -> dict[str, float]:
+    async def evaluate(self, step: int) -> dict[str, float]:
         """Return pass rates on held-out prompts, as each source requests them. Prompts and seeds are the same at every
-        call."""
+        call. Groups may be sampled meanwhile in mode async."""
+        answers: list[tuple[Seq[int], Seq[Verdict]]] = []
         if self.episodes is not None:
-            episodes = self.episodes.evaluation(self.heldout)
-            return self.rates([(places, [one.verdict for one in self._play(each)]) for places, each in episodes])
-        answers = []
+            assert self.player is not None
+            for places, episodes in self.episodes.evaluation(self.heldout):
+                answers.append((places, [one.verdict for one in await self.player.play(episodes)]))
+            return self.rates(answers)
         for name, asked in zip(EVALUATED, self.evaluation(), strict=True):
             places, requests = [place for place, _ in asked], [one for _, one in asked]
             prompts = [self.heldout[place][1] for place in places]
-            _, judging = self._answered(prompts, requests, f"{name}-step{step:06d}", Clock())
+            _, judging = await self._answered(prompts, requests, f"{name}-step{step:06d}")
             with judging:
-                answers.append((places, judging.verdicts()))
+                answers.append((places, await judging.awaited()))
         return self.rates(answers)
 
     def evaluation(self) -> list[list[Asked]]:
@@ -329,16 +358,12 @@ class Rollouts:
             ]
         )
 
-    def _play(self, asked: Seq[EpisodeRequest]) -> list[Trajectory]:
-        assert self._player is not None  # set with an environment and whole-step sampling
-        return self._player.play(asked)
-
     def request(self, key: str, prompt_token_ids: tuple[int, ...], temperature: float) -> GenerateRequest:
         """Return a request of the run, see `generate_request`."""
         return generate_request(self.config, key, prompt_token_ids, self.stop_tokens, temperature)
 
-    def _answered(
-        self, prompts: Seq[Prompt], requests: Seq[GenerateRequest], shard: str, clock: Clock
+    async def _answered(
+        self, prompts: Seq[Prompt], requests: Seq[GenerateRequest], shard: str
     ) -> tuple[list[Completion], Judging]:
         """Sample completions, and begin judging each while others are still sampled.
 
@@ -351,11 +376,55 @@ class Rollouts:
             def ended(at: int, completion: Completion) -> None:
                 judging.add(at, self.batches.item(prompts[at], completion))
 
-            with clock("sample"):
-                completions = self.engine.generate(requests, shard=shard, ended=ended)
+            never = asyncio.Event() if self.config.pipeline.by_group else None
+            completions = await sample_all(self.sampler, requests, shard=shard, leave=never, ended=ended)
             judging.calls()
             stack.pop_all()
         return completions, judging
+
+
+class OwnRollouts:
+    """Gives rank 0 the batches of `Rollouts` that it has itself. Use as a context manager.
+
+    Attributes:
+        engine: makes the sampler's calls.
+        left_behind: the batch of the next step, if an earlier process of this run sampled it.
+        unusable: messages about an earlier process's rollouts that are sampled again; always empty.
+    """
+
+    def __init__(self, rollouts: Rollouts):
+        self.rollouts, self._loop = rollouts, LoopThread("rollouts")
+        self.engine = Blocking(rollouts.sampler)
+        self.source, self.ledger, self.kept = rollouts.source, rollouts.ledger, rollouts.kept
+        self.left_behind: RolloutBatch | None = None
+        self.unusable: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._loop.run(self.rollouts.open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(MoeRLError):  # a call has raised it already
+            self._loop.run(self.rollouts.close())
+
+    def take(self, step: int, clock: Clock) -> RolloutBatch:
+        """Sample and judge the batch of a step, unless an earlier process of this run has done so."""
+        batch, self.left_behind = self.left_behind, None
+        if batch is not None:
+            clock.seconds |= {"sample": 0.0, "reward": 0.0}
+            return batch
+        return self._loop.run(self.rollouts.take(step, clock))
+
+    def settle(self, clock: Clock) -> None:
+        """Do nothing: nothing is sampled during training."""
+
+    def retain(self, steps: Container[int]) -> None:
+        """Delete the kept rollouts of all steps but these, with their trace shards."""
+        self.kept.retain(steps)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of an evaluation, see Rollouts.evaluate."""
+        return self._loop.run(self.rollouts.evaluate(step))
 
 
 def canary_runs(config: Config, task: TaskPrompts) -> list[tuple[int, ...]]:

@@ -88,28 +88,20 @@ class Trajectory:
 
 
 class EpisodePlayer(Protocol):
-    """Plays episodes of an environment."""
-
-    def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
-        """Play episodes concurrently, and return their trajectories in order.
-
-        Raises:
-            SamplerGone: the sampler is lost.
-            EngineError: the sampler's record of a turn is missing or wrong.
-            SessionError: a session lacks the records of its turns. The message names both.
-        """
-        ...
-
-
-class LivePlayer(Protocol):
-    """Plays episodes in an event loop, while the sampler is updated from time to time."""
+    """Plays episodes of an environment in an event loop, while the sampler is updated from time to time."""
 
     async def open(self) -> None:
         """Begin to serve, in this event loop."""
         ...
 
     async def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
-        """Play episodes, see EpisodePlayer.play. Cancelling this kills them."""
+        """Play episodes concurrently, and return their trajectories in order. Cancelling this kills them.
+
+        Raises:
+            SamplerGone: the sampler is lost.
+            EngineError: the sampler's record of a turn is missing or wrong.
+            SessionError: a session lacks the records of its turns. The message names both.
+        """
         ...
 
     @property

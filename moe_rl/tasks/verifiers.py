@@ -255,9 +255,7 @@ class VerifierPool:
         with self.judging() as judging:
             for number, item in enumerate(items):
                 judging.add(number, item)
-            for call in judging.calls():
-                await asyncio.wrap_future(call)
-            return judging.verdicts()
+            return await judging.awaited()
 
     def _refused(self) -> RewardError:
         return RewardError("the verifier pool is closed, or another call raised", fault="closed")
@@ -353,6 +351,12 @@ class Judging:
             raise
         places = [self._places[number] for number in sorted(self._places)]
         return [replace(self._verdict(self._results[at]), of=self._seals[at]) for at in places]
+
+    async def awaited(self) -> list[Verdict]:
+        """Return what `verdicts` returns, in an event loop. Cancelling it drops the calls that no worker has begun."""
+        for call in self.calls():
+            await asyncio.wrap_future(call)
+        return self.verdicts()
 
     def _fill(self, at: int, row: _Row) -> None:
         """Put an item into a batch of each reward that takes batches, and start the full ones."""

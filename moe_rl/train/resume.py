@@ -29,7 +29,7 @@ from moe_rl.report import history
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, of_others
 from moe_rl.rollout.pool_client import PooledRollouts
 from moe_rl.rollout.replayed import ReplayedRollouts
-from moe_rl.rollout.rollouts import Rollouts
+from moe_rl.rollout.rollouts import OwnRollouts
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
@@ -206,7 +206,7 @@ def check_of_this_run(path: Path, expected: str, got: str) -> None:
 
 
 def _take_left_behind(
-    trainer: Trainer, main: RankZero, rollouts: Rollouts | PooledRollouts, done: int
+    trainer: Trainer, main: RankZero, rollouts: OwnRollouts | PooledRollouts, done: int
 ) -> RolloutBatch | SampledStep | None:
     """Return the rollouts of the next step if they are complete, or its completions if these are, else None.
 

@@ -39,10 +39,8 @@ from moe_rl.report.trackers import Trackers
 from moe_rl.rollout.kept import RolloutBatch, kept_steps
 from moe_rl.rollout.pool_client import PooledRollouts, PooledSampler
 from moe_rl.rollout.replayed import ReplayedRollouts
-from moe_rl.rollout.rollouts import Rollouts, canary_runs, start_sampler
-from moe_rl.rollout.sampler import Blocking
+from moe_rl.rollout.rollouts import OwnRollouts, Rollouts, canary_runs
 from moe_rl.tasks.prompts import TaskPrompts
-from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
 from moe_rl.train.assignment import agreed
@@ -71,7 +69,7 @@ class RankZero:
     log: RunLog
     samples: SampleFile
     timeline: Timeline
-    rollouts: Rollouts | PooledRollouts | ReplayedRollouts
+    rollouts: OwnRollouts | PooledRollouts | ReplayedRollouts
     trackers: Trackers
     kept_awake: bool = False
 
@@ -160,7 +158,7 @@ class Trainer:
         if self.main is not None:
             self.main.timeline.add(part, begin, end)
 
-    def _start_rollouts(self, task: TaskPrompts, stack: ExitStack) -> Rollouts | PooledRollouts | ReplayedRollouts:
+    def _start_rollouts(self, task: TaskPrompts, stack: ExitStack) -> OwnRollouts | PooledRollouts | ReplayedRollouts:
         """Start the sampler and the verifiers, in a separate pool process if they work while the ranks train. A run
         that replays another needs neither."""
         config, run_dir = self.config, self.folder.path
@@ -178,15 +176,11 @@ class Trainer:
             pool = stack.enter_context(closing(PooledSampler(config, run_dir, self.folder.config)))
             return PooledRollouts(config, task, pool, run_dir, self.store)
         world.give_back()  # an engine may start on this GPU
-        if config.task.environment is None:
-            verifiers = stack.enter_context(VerifierPool.of(config.task))
-            engine = stack.enter_context(Blocking(start_sampler(config, self.facts, run_dir)))
-            return Rollouts(config, self.facts, task, engine, verifiers, run_dir, self.store)
-        from moe_rl.gateway.episode_gateway import EpisodeThread  # needs the extra `gateway`
-
-        engine = stack.enter_context(Blocking(start_sampler(config, self.facts, run_dir)))
-        player = stack.enter_context(EpisodeThread(config, self.facts, engine.sampler, run_dir, self.store))
-        return Rollouts(config, self.facts, task, engine, None, run_dir, self.store, player)
+        environment = None
+        if config.task.environment is not None:
+            from moe_rl.gateway.episode_gateway import EpisodeGateway as environment  # needs the extra `gateway`
+        rollouts = Rollouts.start(config, self.facts, task, run_dir, stack, environment)
+        return stack.enter_context(OwnRollouts(rollouts))
 
     def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
         """Take the batch of a step on rank 0, and send its tokens to all ranks. Routes stay in the trace store.

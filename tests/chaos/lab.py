@@ -134,9 +134,10 @@ class Lab(Trainer):
             arm(self.control, "")
 
     def _restart(self) -> None:
-        self.main.rollouts.engine.close()
-        engine = Blocking(rollouts.start_sampler(self.config, self.facts, self.folder.path))
-        self.main.rollouts.engine = engine
+        own = self.main.rollouts
+        own.engine.close()
+        sampler = rollouts.start_sampler(self.config, self.facts, self.folder.path)
+        own.rollouts.sampler, own.engine = sampler, Blocking(sampler)
 
     def _weights(self) -> int:
         total = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from moe_rl.clock import Clock
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import EngineError, MoeRLError, RewardError, RouteValidationError, SamplerGone, TraceError
 from moe_rl.gateway.asking import SamplingRule, SamplingWish
-from moe_rl.gateway.episode_gateway import FAILURES, EpisodeGateway, EpisodeThread
+from moe_rl.gateway.episode_gateway import FAILURES, EpisodeGateway
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.session_sequences import runs_of
 from moe_rl.gateway.sessions import Session
@@ -25,7 +26,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.replay.routes import microbatch_routes, read_routes, source_sum
 from moe_rl.rollout.batches import episode_metrics
 from moe_rl.rollout.episodes import Episodes
-from moe_rl.rollout.rollouts import Rollouts
+from moe_rl.rollout.rollouts import OwnRollouts, Rollouts
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceSpec, TraceStore
@@ -63,13 +64,15 @@ def opened(engine, settings, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "trace").symlink_to(settings.trace_root)
     started = []
 
-    def open_rollouts(*overrides, **more) -> Rollouts:
+    def open_rollouts(*overrides, **more) -> OwnRollouts:
         config = config_of(checkpoint, tmp_path, *overrides, **more)
         (tmp_path / "config.yaml").write_text(dump_config(config))
         facts, store = read_model(checkpoint), TraceStore(settings.trace_root)
         task = load_task(config, TextCodec(checkpoint, stop_tokens(config, facts)))
-        started.append(EpisodeThread(config, facts, engine.sampler, tmp_path, store).__enter__())
-        return Rollouts(config, facts, task, engine, None, tmp_path, store, started[-1])
+        player = EpisodeGateway(config, facts, engine.sampler, tmp_path)
+        rollouts = Rollouts(config, facts, task, engine.sampler, None, tmp_path, store, player)
+        started.append(OwnRollouts(rollouts).__enter__())
+        return started[-1]
 
     yield open_rollouts
     for one in started:
@@ -83,7 +86,7 @@ def opened(engine, settings, checkpoint, tmp_path, monkeypatch):
 def test_a_dialogue_with_a_branch_is_trained_on_as_transformers_computes_it(opened, router, tmp_path):
     rollouts = opened()
     batch = rollouts.take(1, Clock())
-    keeper = SessionKeeper(tmp_path / "rollouts", rollouts.store)
+    keeper = SessionKeeper(tmp_path / "rollouts", rollouts.kept.store)
     sessions = [Session.of(keeper.load(f"step000001-p0-c{member}")) for member in (0, 1)]
     for session in sessions:
         assert [turn.kind for turn in session.turns] == ["first", "continued", "continued", "forked"]
@@ -157,20 +160,20 @@ def test_held_out_rows_are_played_and_not_recorded(opened, tmp_path):
     rollouts = opened(
         "task.heldout.0.samples=2", "task.heldout.0.pass_at=[2]", "eval.prompts=1", run="played_environments.branches"
     )
-    before = rollouts.store.shards()
+    before = rollouts.kept.store.shards()
     rates = rollouts.evaluate(0)
     assert rates == rollouts.evaluate(1)
     # The greedy one says what the model has learnt by heart.
     assert rates["eval/pass_rate_greedy"] == 1.0 and "eval/pass_at/sums/2" in rates
-    assert rollouts.store.shards() == before and not list(tmp_path.glob("rollouts/*"))
+    assert rollouts.kept.store.shards() == before and not list(tmp_path.glob("rollouts/*"))
 
 
 def test_an_episode_is_the_same_whenever_it_is_played(opened):
-    rollouts = opened("rollout.temperature=1.0")
-    player = rollouts._player
-    (prompt,) = rollouts.source.at(0, 1)
-    asked = [replace(rollouts.episodes.request(f"again-{at}", f"{at}", prompt), kept=False) for at in range(3)]
-    first, second = player.play(asked), player.play(asked[::-1])[::-1]
+    own = opened("rollout.temperature=1.0")
+    (prompt,) = own.source.at(0, 1)
+    asked = [replace(own.rollouts.episodes.request(f"again-{at}", f"{at}", prompt), kept=False) for at in range(3)]
+    play = lambda these: own._loop.run(own.rollouts.player.play(these))  # noqa: E731
+    first, second = play(asked), play(asked[::-1])[::-1]
     assert [[one.ids for one in each.sequences] for each in first] == [
         [one.ids for one in each.sequences] for each in second
     ]
@@ -199,13 +202,20 @@ class FailingSampler:
 
 @pytest.mark.parametrize("error", [SamplerGone("the engine died"), EngineError("no right record")])
 def test_a_fault_of_the_sampler_ends_the_run_and_is_no_failed_episode(opened, error, tmp_path, checkpoint):
-    rollouts = opened()
+    rollouts = opened().rollouts
     config, facts = rollouts.config, read_model(checkpoint)
-    with EpisodeThread(config, facts, FailingSampler(error), tmp_path, rollouts.store) as player:
-        asked = [rollouts.episodes.request("lost", "lost", *rollouts.source.at(0, 1))]
+    asked = [rollouts.episodes.request("lost", "lost", *rollouts.source.at(0, 1))]
+
+    async def run():
+        player = EpisodeGateway(config, facts, FailingSampler(error), tmp_path)
+        await player.open()
         for _ in range(2):  # it stays lost
             with pytest.raises(type(error), match=str(error)):
-                player.play(asked)
+                await player.play(asked)
+        with suppress(type(error)):
+            await player.close()
+
+    asyncio.run(run())
     assert not (tmp_path / FAILURES).exists()
 
 
@@ -233,7 +243,7 @@ def test_an_episode_that_is_given_up_ends_with_its_last_request(checkpoint, tmp_
 
     async def give_up():
         sampler = SlowToLeave()
-        player = EpisodeGateway(config, facts, sampler, tmp_path, TraceStore(tmp_path / "trace"))
+        player = EpisodeGateway(config, facts, sampler, tmp_path)
         await player.open()
         prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
         playing = asyncio.create_task(player.play([Episodes(config).request("g-c0", "c0", prompt)]))
@@ -254,7 +264,7 @@ def test_a_systems_text_that_changes_is_a_metric_of_the_run(checkpoint, tmp_path
 
     async def play():
         sampler = Scripted(TextCodec(checkpoint, ()), "hello<|im_end|>")
-        player = EpisodeGateway(config, read_model(checkpoint), sampler, tmp_path, TraceStore(tmp_path / "trace"))
+        player = EpisodeGateway(config, read_model(checkpoint), sampler, tmp_path)
         await player.open()
         prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
         asked = [replace(Episodes(config).request(f"g-c{n}", f"c{n}", prompt), kept=False) for n in range(2)]
@@ -272,8 +282,8 @@ def test_a_systems_text_that_changes_is_a_metric_of_the_run(checkpoint, tmp_path
 @pytest.fixture
 def played(opened):
     """The sequences of two episodes, and what reads their routes as training does."""
-    rollouts = opened()
-    sequences = rollouts.take(1, Clock()).sequences
+    own = opened()
+    rollouts, sequences = own.rollouts, own.take(1, Clock()).sequences
     spec = TraceSpec.of(read_model(rollouts.config.model.path))
 
     def read(sequence):

@@ -31,13 +31,14 @@ def feed_of(shared, folder, **pipeline):
     """A feed whose next step trains with the weights that the engine has."""
     folder.mkdir()
     facts = SimpleNamespace(eos_token_ids=(1,))
-    rollouts = Rollouts(with_keys(CONFIG, "pipeline", **pipeline), facts, TASK, None, Verifiers(), folder, shared.store)
+    config, given = with_keys(CONFIG, "pipeline", **pipeline), (shared.groups, Verifiers(), folder, shared.store)
+    rollouts = Rollouts(config, facts, TASK, *given)
     rollouts.batches.trace_root = shared.store._local()
     rollouts.batches.codec = SimpleNamespace(text=lambda one: "", decode=lambda ids: "")
     for step in range(shared.old):
         rollouts.ledger.record(step, [step], [rollouts.source.at(step, 1)[0].id], "")
     files = GroupFiles(folder / "groups", rollouts.kept, rollouts.ledger)
-    return GroupFeed(rollouts, shared.groups, files, step=shared.old + 1, version=shared.old)
+    return GroupFeed(rollouts, files, step=shared.old + 1, version=shared.old)
 
 
 async def two_steps(shared, feed):

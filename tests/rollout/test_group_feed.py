@@ -185,14 +185,14 @@ class Rig:
         self.store = Store(folder / "trace")
         facts = SimpleNamespace(eos_token_ids=(1,))
         self.verifiers = Verifiers(fails, same)
-        self.rollouts = Rollouts(config, facts, TASK, None, self.verifiers, folder, self.store)
-        self.rollouts.ledger.rewind(done)
         self.servers = Servers(self.store, places, slowest)
         self.servers.version = done
-        files = GroupFiles(folder / "groups", self.rollouts.kept, self.rollouts.ledger)
         self.player = None if player is None else player(self.servers)
-        self.files = files
-        self.feed = GroupFeed(self.rollouts, self.servers, files, step=done + 1, version=done, player=self.player)
+        given = self.servers, self.verifiers, folder, self.store, self.player
+        self.rollouts = Rollouts(config, facts, TASK, *given)
+        self.rollouts.ledger.rewind(done)
+        self.files = GroupFiles(folder / "groups", self.rollouts.kept, self.rollouts.ledger)
+        self.feed = GroupFeed(self.rollouts, self.files, step=done + 1, version=done)
         self.batches = {}
 
     async def train(self, until=STEPS, seconds=3.0):

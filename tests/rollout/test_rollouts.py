@@ -1,6 +1,7 @@
 """Tests the requests to the sampler, and dynamic sampling: which groups are sampled, trained on and discarded, and that
 every prompt is accounted for."""
 
+import asyncio
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ class Judging:
     def calls(self):
         return []
 
-    def verdicts(self):
+    async def awaited(self):
         return [self.found[number] for number in range(len(self.found))]
 
 
@@ -62,10 +63,13 @@ class Engine:
     def __init__(self, root):
         self.root, self.asked, self.told = root, {}, []
 
-    def counts(self):
+    places = (0,)
+
+    async def counts(self):
         return {"witnessed": 5 * len(self.asked)}
 
-    def generate(self, requests, *, shard, ended):
+    async def sample(self, place, requests, *, shard, leave, ended):
+        assert leave is None, "it does not sample alone"
         assert shard not in self.asked
         self.asked[shard] = [r.key for r in requests]
         (self.root / f"{shard}.safetensors").write_bytes(b"x" * 10)
@@ -119,7 +123,10 @@ class Rig:
         return Verdict("failed", None) if group in self.failed else Verdict("scored", reward, parts)
 
     def collect(self, step=1):
-        return self.rollouts.judge(self.rollouts.sample(step, Clock()), Clock())
+        async def collected():
+            return await self.rollouts.judge(await self.rollouts.sample(step, Clock()), Clock())
+
+        return asyncio.run(collected())
 
 
 def groups_of(batch):
@@ -209,14 +216,13 @@ def test_a_killed_process_leaves_the_completions_of_a_step_and_the_next_one_judg
     """The step was sampled ahead, so its weights are gone."""
     ahead = ["pipeline.mode=one_step_off", "rollout.sleep_level=0"]
     first = Rig(tmp_path, rounds, *ahead, informative=[1])
-    unjudged = first.rollouts.sample(1, Clock())
-    whole = first.rollouts.judge(unjudged, Clock())
+    whole = first.collect()
     line = first.rollouts.ledger.path.read_bytes()
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step000001.sampled"]
 
     second = Rig(tmp_path, rounds, *ahead, informative=[1])
     assert second.rollouts.ledger.rewind(0) == 1
-    batch = second.rollouts.take(1, Clock())
+    batch = asyncio.run(second.rollouts.take(1, Clock()))
     assert not second.engine.asked, "it sampled again"
     assert batch.metrics == whole.metrics and batch.digest == whole.digest and batch.group_ids == whole.group_ids
     assert [(s.key, s.token_ids, s.reward) for s in batch.sequences] == [
@@ -228,9 +234,12 @@ def test_a_killed_process_leaves_the_completions_of_a_step_and_the_next_one_judg
 
 def test_a_step_is_judged_while_the_next_one_is_sampled(tmp_path):
     rig = Rig(tmp_path, 1, "pipeline.mode=one_step_off", "rollout.sleep_level=0")
-    first = rig.rollouts.sample(1, Clock())
-    second = rig.rollouts.sample(2, Clock())
-    batches = [rig.rollouts.judge(one, Clock()) for one in (first, second)]
+
+    async def run():
+        unjudged = [await rig.rollouts.sample(step, Clock()) for step in (1, 2)]
+        return [await rig.rollouts.judge(one, Clock()) for one in unjudged]
+
+    batches = asyncio.run(run())
     assert [batch.sequences[0].key for batch in batches] == ["s1/p0/c0", "s2/p0/c0"]
     assert list(rig.engine.asked) == ["step000001", "step000002"]
     rig.rollouts.ledger.verify(rig.rollouts.source, steps=2)
@@ -370,12 +379,12 @@ def test_a_step_shows_what_its_recorders_counted():
 
 def test_an_evaluation_leaves_no_routes(tmp_path, monkeypatch):
     rig, asked = Rig(tmp_path, 1), []
-    generate = rig.engine.generate
+    sample = rig.engine.sample
     monkeypatch.setattr(
-        rig.engine, "generate", lambda requests, **how: asked.extend(requests) or generate(requests, **how)
+        rig.engine, "sample", lambda place, requests, **how: asked.extend(requests) or sample(place, requests, **how)
     )
     Verifiers(rig.rollouts, lambda prompt, completion: Verdict("scored", 1.0, {"exact_match": 1.0}))
-    assert rig.rollouts.evaluate(1)["eval/pass_rate"] == 1.0
+    assert asyncio.run(rig.rollouts.evaluate(1))["eval/pass_rate"] == 1.0
     assert [request.record for request in asked] == [False, False]
     Verifiers(rig.rollouts, rig.judge)
     rig.collect()
@@ -394,19 +403,21 @@ class Evaluating:
                 request_seeds=True, temperature=0.5, max_completion_tokens=5, top_k=7, top_p=0.8, min_p=0.0, stop=()
             ),
             task=SimpleNamespace(environment=None, pass_reward="right"),
+            pipeline=SimpleNamespace(by_group=False),
         )
         rollouts.stop_tokens, rollouts.heldout = (), heldout
         rollouts.batches = Batches(rollouts.config, None, None)
-        rollouts.engine = SimpleNamespace(generate=self.generate)
+        rollouts.sampler = SimpleNamespace(sample=self.sample, places=(0,))
         Verifiers(rollouts, lambda p, one: Verdict("scored", 1.0, {"right": float(p.text[self.place(one.key)])}))
         self.asked, self.rates = [], None
-        self.rates = rollouts.evaluate(3)
+        self.rates = asyncio.run(rollouts.evaluate(3))
         check_eval(self.rates)
 
-    def generate(self, requests, *, shard, ended):
+    async def sample(self, place, requests, *, shard, leave, ended):
         self.asked += requests
         for at, one in enumerate(requests):
             ended(at, one)
+        return requests
 
     @staticmethod
     def place(key):

@@ -17,8 +17,8 @@ import torch
 from moe_rl.megatron import rng
 from moe_rl.megatron.model import unwrap
 from moe_rl.objectives import losses
+from moe_rl.rollout import rollouts
 from moe_rl.train import step as train_step
-from moe_rl.train import trainer
 from tests.train.one_step import RandomSampler
 
 LOGPROB, GRADIENT, WEIGHT = 2, 3, 4
@@ -74,7 +74,7 @@ def main(out: Path, arguments: list[str]) -> None:
 
     train_step.TrainStep.run = watched
     losses.POLICY_LOSSES["gspo"] = gspo
-    trainer.start_sampler = Sampler
+    rollouts.start_sampler = Sampler
     sys.argv = ["train_moe_rl.py", *arguments]
     runpy.run_path("tools/train_moe_rl.py", run_name="__main__")
 

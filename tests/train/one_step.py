@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from moe_rl.objectives import losses
+from moe_rl.rollout import rollouts
 from moe_rl.trace import ShardWriter, TraceSpec, signed
-from moe_rl.train import trainer
 from moe_rl.types import Completion, Provenance, ScoredTokens, Span, sampled_by
 
 
@@ -83,7 +83,7 @@ def main(out: Path, door: str, arguments: list[str]) -> None:
         return innermost(*given, **options)
 
     losses.POLICY_LOSSES["gspo"] = gspo
-    trainer.start_sampler = RandomSampler
+    rollouts.start_sampler = RandomSampler
     sys.argv = [door, *arguments]
     runpy.run_path(door, run_name="__main__")
 

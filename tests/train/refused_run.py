@@ -7,7 +7,7 @@ import runpy
 import sys
 from dataclasses import replace
 
-from moe_rl.train import trainer
+from moe_rl.rollout import rollouts
 from tests.train.one_step import RandomSampler
 
 
@@ -20,6 +20,6 @@ class Forgetful(RandomSampler):
 
 
 if __name__ == "__main__":
-    trainer.start_sampler = Forgetful
+    rollouts.start_sampler = Forgetful
     sys.argv[0] = "train_moe_rl.py"
     runpy.run_path("tools/train_moe_rl.py", run_name="__main__")

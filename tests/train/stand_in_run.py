@@ -38,9 +38,9 @@ def resume(run: Path, *arguments: str):
 
 
 if __name__ == "__main__":
-    from moe_rl.train import trainer
+    from moe_rl.rollout import rollouts
     from tests.train.one_step import RandomSampler
 
-    trainer.start_sampler = RandomSampler
+    rollouts.start_sampler = RandomSampler
     sys.argv[0] = "train_moe_rl.py"
     runpy.run_path("tools/train_moe_rl.py", run_name="__main__")
