@@ -22,48 +22,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, PipelineError
 from moe_rl.rollout.batches import PromptGroup, check_drawing, discarded, recorded
-from moe_rl.rollout.group_files import GroupFiles, KeptGroup
+from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.groups import Group, Groups, Reason
 from moe_rl.rollout.kept import RolloutBatch
 from moe_rl.rollout.pieces import all_pieces, joined, sampled_tokens, unfinished
 from moe_rl.rollout.pipeline_metrics import Usage, of_consumed, of_dropped
 from moe_rl.rollout.rollouts import Rollouts
 from moe_rl.rollout.sampler import ServerLost
-from moe_rl.rollout.trajectories import EpisodePlayer, Trajectory
 from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
 from moe_rl.weights.update import WeightUpdate
-
-
-@dataclass(slots=True)
-class _Work:
-    """Holds a group that is being sampled or judged.
-
-    Attributes:
-        pieces: of each completion, in order.
-        trajectories: the episodes played, if any.
-        leave: set to abort its requests.
-        dropped: why the group was dropped meanwhile.
-    """
-
-    group: Group
-    prompt: Prompt
-    pieces: list[list[Completion]]
-    trajectories: list[Trajectory] = field(default_factory=list)
-    leave: asyncio.Event = field(default_factory=asyncio.Event)
-    dropped: Reason | None = None
-
-    def kept(self, version: int, verdicts: Sequence[Verdict] = ()) -> KeptGroup:
-        """Return the group in the form that is kept on disk."""
-        group = self.group
-        return KeptGroup(
-            group.cursor, self.prompt.id, group.oldest, version, self.pieces, list(verdicts), self.trajectories
-        )
 
 
 class GroupFeed:
@@ -86,7 +59,7 @@ class GroupFeed:
         self._staleness, self._recompute = pipeline.lag, pipeline.kv == "recompute"
         self._exact = pipeline.segments == "exact"  # otherwise a piece continues the previous one's record
         self.unusable: list[str] = []
-        left = {one.cursor: one for one in files.load(rollouts.source, self.unusable)}
+        held = list(files.load(rollouts.source, self.unusable))
         self.groups = Groups(
             dict.fromkeys(self.sampler.places, _slots(config, len(self.sampler.places))),
             batch=config.rollout.prompts_per_step,
@@ -98,13 +71,11 @@ class GroupFeed:
             step=step,
             version=version,
             ended=rollouts.ledger.ended(step - 1),
-            held=[one.held for one in left.values()],
+            held=held,
         )
-        for cursor in left:
-            if cursor not in self.groups:
-                files.remove(cursor)
-        self._left = {cursor: one for cursor, one in left.items() if cursor in self.groups}  # waiting or ready
-        self._work: dict[int, _Work] = {}
+        for one in held:
+            if one.cursor not in self.groups:
+                files.remove(one.cursor)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -140,18 +111,22 @@ class GroupFeed:
                 break
             self._changed.clear()
             await self._changed.wait()
-        groups = [self._left.pop(cursor) for cursor in taken.cursors]
         refused, self._refused, self._verdicts = self._refused, [], []  # for the next step
-        self._check_ages(step, groups)
-        for cursor, reason in taken.dropped:
-            self._give_up(cursor, reason)
+        self._check_ages(step, taken.groups)
+        for group in taken.given_up:
+            assert group.dropped is not None
+            self._usage.waste(group.dropped, sampled_tokens(group.pieces))
+            group.leave.set()
         self._pump()
-        chosen = [self._judged(one) for one in groups]
+        chosen = [self._judged(one, one.verdicts) for one in taken.groups]
         batch = self.rollouts.batches.make(step, [*chosen, *refused], chosen, exact=self._exact)
         counts = await self.sampler.counts()
         self._count_lost_turns()
         batch.metrics.update(
-            of_consumed(step, groups) | of_dropped(taken.dropped) | self._usage.next() | self.rollouts.lost_servers(),
+            of_consumed(step, taken.groups)
+            | of_dropped(taken.dropped)
+            | self._usage.next()
+            | self.rollouts.lost_servers(),
             **recorded(self._counts, counts),
             **{"pipeline/queued": len(self.groups.all("ready"))},
         )
@@ -160,7 +135,7 @@ class GroupFeed:
             batch.metrics.update(discarded(len(chosen) + len(refused), len(chosen), lacking))
         self._counts = counts
         self.rollouts.store.check_published({shard for one in chosen for shard in one.shards})
-        ids = [one.prompt for one in groups]
+        ids = [one.prompt.id for one in chosen]
         self.rollouts.ledger.record(step - 1, taken.cursors, ids, batch.digest, taken.dropped)
         self.rollouts.kept.save(step, batch)
         self.files.counted(step, taken.cursors, [cursor for cursor, _ in taken.dropped])
@@ -197,11 +172,9 @@ class GroupFeed:
         for task in self._tasks:  # tasks that wait for verdicts
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for work in self._work.values():
-            self._left[work.group.cursor] = work.kept(self.groups.version)
-        for kept in self._left.values():
-            if sampled_tokens(kept.pieces) and not kept.verdicts:
-                self.files.save(kept)
+        for group in self.groups:
+            if sampled_tokens(group.pieces) and not group.verdicts:
+                self._save(group)
 
     def _pump(self) -> None:
         """Begin the groups that can begin, and wake a waiting step to check again."""
@@ -213,11 +186,8 @@ class GroupFeed:
 
     def _spawn(self, group: Group) -> None:
         self.files.begin(group.cursor)
-        left = self._left.pop(group.cursor, None)
-        (prompt,) = self.rollouts.source.at(group.cursor, 1)
-        pieces = [[] for _ in range(self.config.rollout.group_size)] if left is None else left.pieces
-        work = self._work[group.cursor] = _Work(group, prompt, pieces)
-        task = asyncio.create_task(self._begun(work))
+        group.leave = asyncio.Event()
+        task = asyncio.create_task(self._begun(group))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -227,48 +197,48 @@ class GroupFeed:
             self._failure = self._failure or error
         self._pump()
 
-    async def _begun(self, work: _Work) -> None:
-        with self.files.running(work.group.cursor):
-            await self._run(work)
+    async def _begun(self, group: Group) -> None:
+        with self.files.running(group.cursor):
+            await self._run(group, self._prompt(group))
 
-    async def _run(self, work: _Work) -> None:
+    async def _run(self, group: Group, prompt: Prompt) -> None:
         """Sample a group and judge it."""
-        if work.group.state == "sampling":
+        if group.state == "sampling":
             try:
-                await (self._sample(work) if self._player is None else self._play(work, self._player))
+                await (self._sample if self._player is None else self._play)(group, prompt)
             except ServerLost as lost:
                 self._usage.sampled += lost.tokens
                 self._usage.waste("lost", lost.tokens)
-                self._lose(work)
+                self._lose(group)
                 return
-            if self._stopping or work.dropped is not None:
+            if self._stopping or group.dropped is not None:
                 return
-            self.groups.sampled(work.group.cursor)
+            self.groups.sampled(group.cursor)
             self._pump()
-        if work.trajectories:
-            self._judge(work, [one.verdict for one in work.trajectories])
+        if group.trajectories:
+            self._judge(group, [one.verdict for one in group.trajectories])
             return
-        items = [self.rollouts.batches.item(work.prompt, joined(parts)) for parts in work.pieces]
+        items = [self.rollouts.batches.item(prompt, joined(parts)) for parts in group.pieces]
         with self._usage.judging.one_more():
             verdicts = await self.rollouts.verifiers.judge(items)
-        if work.dropped is None:
-            self._judge(work, verdicts)
+        if group.dropped is None:
+            self._judge(group, verdicts)
 
-    async def _play(self, work: _Work, player: EpisodePlayer) -> None:
+    async def _play(self, group: Group, prompt: Prompt) -> None:
         """Play the episodes of a group. It gets no trajectories if it is left meanwhile."""
-        cursor = work.group.cursor
-        assert self.rollouts.episodes is not None  # set whenever there is a player
-        asked = self.rollouts.episodes.group(self.files.shard(cursor), cursor, work.prompt)
-        playing = asyncio.ensure_future(player.play(asked))
-        left = asyncio.ensure_future(work.leave.wait())
+        cursor = group.cursor
+        assert self.rollouts.episodes is not None and self._player is not None
+        asked = self.rollouts.episodes.group(self.files.shard(cursor), cursor, prompt)
+        playing = asyncio.ensure_future(self._player.play(asked))
+        left = asyncio.ensure_future(group.leave.wait())
         self._calls += 1
         try:
             waits: set[asyncio.Future[Any]] = {playing, left}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if playing.done():
-                work.trajectories = playing.result()
-                work.pieces = [one.sequences for one in work.trajectories]
-                self._usage.sampled += sampled_tokens(work.pieces)
+                group.trajectories = playing.result()
+                group.pieces = [one.sequences for one in group.trajectories]
+                self._usage.sampled += sampled_tokens(group.pieces)
         finally:
             left.cancel()
             playing.cancel()
@@ -276,40 +246,39 @@ class GroupFeed:
             self._calls -= 1
             self._changed.set()
 
-    async def _sample(self, work: _Work) -> None:
+    async def _sample(self, group: Group, prompt: Prompt) -> None:
         """Sample the unfinished completions of a group, in as many calls as needed."""
-        cursor, place = work.group.cursor, work.group.place
-        assert place is not None
-        while lacking := unfinished(work.pieces):
+        assert group.place is not None
+        while lacking := unfinished(group.pieces):
             await self._open.wait()
-            if self._stopping or work.dropped is not None:
+            if self._stopping or group.dropped is not None:
                 return
-            work.leave = asyncio.Event()
-            requests = [self._request(work, at) for at in lacking]
+            group.leave = asyncio.Event()
+            requests = [self._request(group, prompt, at) for at in lacking]
             self._calls += 1
             try:
                 sampled = await self.sampler.sample(
-                    place,
+                    group.place,
                     requests,
-                    shard=self.files.shard(cursor),
-                    leave=work.leave,
-                    ended=lambda *_: self._free(work, 1),
+                    shard=self.files.shard(group.cursor),
+                    leave=group.leave,
+                    ended=lambda *_: self._free(group, 1),
                 )
             finally:
                 self._calls -= 1
                 self._changed.set()
             for at, piece in zip(lacking, sampled, strict=True):
-                self._add(work, at, piece)
-            self._free(work, work.group.requests - len(unfinished(work.pieces)))
+                self._add(group, prompt, at, piece)
+            self._free(group, group.requests - len(unfinished(group.pieces)))
 
-    def _request(self, work: _Work, at: int) -> GenerateRequest:
+    def _request(self, group: Group, prompt: Prompt, at: int) -> GenerateRequest:
         """Return the next request of a completion, which continues the tokens sampled so far."""
-        parts, key = work.pieces[at], f"g{work.group.cursor}/c{at}"
+        parts, key = group.pieces[at], f"g{group.cursor}/c{at}"
         rollout = self.config.rollout
         so_far = sum((part.token_ids for part in parts), ())
         request = self.rollouts.request(
             f"{key}/{len(parts)}" if parts else key,
-            work.prompt.token_ids + so_far,
+            prompt.token_ids + so_far,
             rollout.temperature,
         )
         if not parts:
@@ -318,43 +287,40 @@ class GroupFeed:
         parent = None if self._exact else parts[-1].routes
         return replace(request, max_tokens=request.max_tokens - len(so_far), parent=parent)
 
-    def _add(self, work: _Work, at: int, piece: Completion) -> None:
+    def _add(self, group: Group, prompt: Prompt, at: int, piece: Completion) -> None:
         """Add the result of a request to its completion."""
         self._usage.sampled += len(piece.token_ids)
-        if work.dropped is not None:
-            self._usage.waste(work.dropped, len(piece.token_ids))
-        elif piece.finish_reason == "abort" and (self.config.rollout.stop or not self._has_room(work, at, piece)):
+        parts, cut = group.pieces[at], piece.finish_reason == "abort"
+        if group.dropped is not None:
+            self._usage.waste(group.dropped, len(piece.token_ids))
+        elif cut and (self.config.rollout.stop or not self._has_room(prompt, [*parts, piece])):
             self._usage.waste("cut", len(piece.token_ids))
         elif piece.token_ids:
-            work.pieces[at].append(piece)
+            parts.append(piece)
         elif piece.finish_reason != "abort":
             raise EngineError("a request ended without a token", where={"request": piece.key})
 
-    def _has_room(self, work: _Work, at: int, piece: Completion) -> bool:
-        """Return whether the next piece of a completion fits into a microbatch together with this and earlier ones."""
+    def _has_room(self, prompt: Prompt, parts: Sequence[Completion]) -> bool:
+        """Return whether the next piece of a completion fits into a microbatch together with these."""
         if not self._exact:
             return True
-        so_far = sum(len(one.prompt_token_ids) + len(one.token_ids) for one in (*work.pieces[at], piece))
-        longest = len(work.prompt.token_ids) + self.config.rollout.max_completion_tokens
+        so_far = sum(len(one.prompt_token_ids) + len(one.token_ids) for one in parts)
+        longest = len(prompt.token_ids) + self.config.rollout.max_completion_tokens
         return so_far + longest <= self.config.train.microbatch_tokens
 
-    def _free(self, work: _Work, requests: int) -> None:
+    def _free(self, group: Group, requests: int) -> None:
         """Free the slots of ended requests for other groups."""
-        if work.dropped is None and work.group.state == "sampling":
-            self.groups.requests_ended(work.group.cursor, requests)
+        if group.dropped is None and group.state == "sampling":
+            self.groups.requests_ended(group.cursor, requests)
             self._pump()
 
-    def _lose(self, work: _Work) -> None:
+    def _lose(self, group: Group) -> None:
         """Put a group back to wait for another server."""
-        cursor, place = work.group.cursor, work.group.place
-        if place is not None:
-            self.groups.lose(place)
-        if self._stopping or work.dropped is not None:
-            return
-        kept = work.kept(self.groups.version)
-        self.groups.put_back(cursor, requests=len(unfinished(kept.pieces)), kept=sampled_tokens(kept.pieces) > 0)
-        self._left[cursor] = kept
-        del self._work[cursor]
+        if group.place is not None:
+            self.groups.lose(group.place)
+        if not self._stopping and group.dropped is None:
+            left, kept = len(unfinished(group.pieces)), sampled_tokens(group.pieces) > 0
+            self.groups.put_back(group.cursor, requests=left, kept=kept)
 
     def _count_lost_turns(self) -> None:
         """Count the episode tokens that lost servers had sampled since the last step. Other servers redo them."""
@@ -363,11 +329,9 @@ class GroupFeed:
             self._usage.waste("lost", lost)
             self._lost_tokens += lost
 
-    def _judge(self, work: _Work, verdicts: Sequence[Verdict]) -> None:
+    def _judge(self, group: Group, verdicts: list[Verdict]) -> None:
         """Keep a judged group for the steps, or drop it."""
-        rollout, cursor = self.config.rollout, work.group.cursor
-        kept = work.kept(self.groups.version, verdicts)
-        judged = self._judged(kept)
+        rollout, judged = self.config.rollout, self._judged(group, verdicts)
         self._verdicts += verdicts
         spared = sum(not one.informative and one.scored > 0 for one in self._refused)
         reason: Reason | None = None
@@ -375,42 +339,39 @@ class GroupFeed:
             reason = "failed"
         elif not judged.informative and spared < (rollout.dynamic_sampling_rounds - 1) * rollout.prompts_per_step:
             reason = "uninformative"
-        del self._work[cursor]
-        self.groups.judged(cursor, reason)
+        self.groups.judged(group.cursor, reason)
         if reason is None:
-            self.files.save(kept)
-            self._left[cursor] = kept
+            group.verdicts = verdicts
+            self._save(group)
             return
         self._refused.append(judged)
-        self._usage.waste(reason, sampled_tokens(kept.pieces))
+        self._usage.waste(reason, sampled_tokens(group.pieces))
         if sum(not one.scored for one in self._refused) >= rollout.prompts_per_step:
             self.rollouts.batches.check(self._verdicts)  # a step may never find enough groups
 
-    def _judged(self, kept: KeptGroup) -> PromptGroup:
-        (prompt,) = self.rollouts.source.at(kept.cursor, 1)
-        if kept.trajectories:
-            return self.rollouts.batches.played(kept.cursor, prompt, kept.trajectories)
-        return self.rollouts.batches.group(kept.cursor, prompt, kept.pieces, kept.verdicts)
+    def _prompt(self, group: Group) -> Prompt:
+        (prompt,) = self.rollouts.source.at(group.cursor, 1)
+        return prompt
 
-    def _give_up(self, cursor: int, reason: Reason) -> None:
-        """End the remaining work of a dropped group."""
-        left, work = self._left.pop(cursor, None), self._work.pop(cursor, None)
-        if left is not None:
-            self._usage.waste(reason, sampled_tokens(left.pieces))
-        if work is not None:
-            self._usage.waste(reason, sampled_tokens(work.pieces))
-            work.dropped = reason
-            work.leave.set()
+    def _save(self, group: Group) -> None:
+        group.version = self.groups.version
+        self.files.save(group, self._prompt(group))
+
+    def _judged(self, group: Group, verdicts: Sequence[Verdict]) -> PromptGroup:
+        given = group.cursor, self._prompt(group)
+        if group.trajectories:
+            return self.rollouts.batches.played(*given, group.trajectories)
+        return self.rollouts.batches.group(*given, group.pieces, verdicts)
 
     async def _abort(self) -> None:
         """Abort all requests, and wait for the tokens that they had sampled."""
-        for work in self._work.values():
-            work.leave.set()
+        for group in self.groups:
+            group.leave.set()
         while self._calls:
             self._changed.clear()
             await self._changed.wait()
 
-    def _check_ages(self, step: int, groups: Sequence[KeptGroup]) -> None:
+    def _check_ages(self, step: int, groups: Sequence[Group]) -> None:
         """Raise PipelineError if a consumed token is older than allowed, or older than its group records."""
         for group in groups:
             for piece in all_pieces(group.pieces):

@@ -15,28 +15,20 @@ from pathlib import Path
 
 from moe_rl.errors import DataError, MoeRLError
 from moe_rl.rollout import sealed
-from moe_rl.rollout.groups import Held, HeldState
+from moe_rl.rollout.groups import Group, State
 from moe_rl.rollout.kept import KeptRollouts, group_shard_name, shard_group, shards_of
 from moe_rl.rollout.pieces import all_pieces, unfinished
 from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource
-from moe_rl.types import Completion, Verdict
+from moe_rl.types import Completion, Prompt, Verdict
 
 _HEAD, _WHAT = "moe_rl group 1", "the completions of a group"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptGroup:
-    """Holds the completions of one prompt.
-
-    Attributes:
-        prompt: its id.
-        oldest: the weight version with which its first request began.
-        version: the weight version that the servers had when it was kept.
-        verdicts: one for each completion; empty until it is judged.
-        trajectories: the episodes played, if any. The sequences of each are its pieces.
-    """
+class _Kept:
+    """What a file holds of a `Group`. prompt: its id."""
 
     cursor: int
     prompt: str
@@ -45,14 +37,6 @@ class KeptGroup:
     pieces: list[list[Completion]]
     verdicts: list[Verdict]
     trajectories: list[Trajectory] = field(default_factory=list)
-
-    @property
-    def held(self) -> Held:
-        """Return the group's description for `Groups`."""
-        left = 0 if self.trajectories else len(unfinished(self.pieces))
-        state: HeldState = "waiting" if left else "ready" if self.verdicts else "judging"
-        newest = max(one.newest_version for one in all_pieces(self.pieces))
-        return Held(self.cursor, self.oldest, newest, left, state)
 
 
 class GroupFiles:
@@ -110,11 +94,13 @@ class GroupFiles:
         self._consumed = {step: cursors for step, cursors in self._consumed.items() if step in steps}
         self._kept.retain(steps, self._begun.union(self._running, *self._consumed.values()))
 
-    def save(self, group: KeptGroup) -> None:
+    def save(self, group: Group, prompt: Prompt) -> None:
         """Write a group. The file appears complete or not at all. `load` deletes it if a power cut damaged it."""
-        sealed.save(self._path(group.cursor), _HEAD, group, _WHAT, synced=False)
+        sampled = group.pieces, group.verdicts, group.trajectories
+        kept = _Kept(group.cursor, prompt.id, group.oldest, group.version, *sampled)
+        sealed.save(self._path(group.cursor), _HEAD, kept, _WHAT, synced=False)
 
-    def load(self, source: PromptSource, unusable: list[str]) -> Iterator[KeptGroup]:
+    def load(self, source: PromptSource, unusable: list[str]) -> Iterator[Group]:
         """Read all groups, in the order of their cursors. A group that cannot be used is deleted.
 
         Args:
@@ -138,18 +124,29 @@ class GroupFiles:
         self._begun.discard(cursor)
         self._path(cursor).unlink(missing_ok=True)
 
-    def _load(self, path: Path, source: PromptSource) -> KeptGroup:
-        group = sealed.load(path, _HEAD, KeptGroup, _WHAT, "it is sampled again")
-        (prompt,) = source.at(group.cursor, 1)
-        if (group.prompt, self._path(group.cursor)) != (prompt.id, path):
+    def _load(self, path: Path, source: PromptSource) -> Group:
+        kept = sealed.load(path, _HEAD, _Kept, _WHAT, "it is sampled again")
+        (prompt,) = source.at(kept.cursor, 1)
+        if (kept.prompt, self._path(kept.cursor)) != (prompt.id, path):
             raise DataError(
                 "the completions of a group belong to another prompt",
-                where={"file": path, "group": group.cursor},
-                got=group.prompt,
+                where={"file": path, "group": kept.cursor},
+                got=kept.prompt,
                 expected=prompt.id,
             )
-        self._kept.store.check_published(shards_of(all_pieces(group.pieces)))
-        return group
+        self._kept.store.check_published(shards_of(all_pieces(kept.pieces)))
+        left = 0 if kept.trajectories else len(unfinished(kept.pieces))
+        state: State = "waiting" if left else "ready" if kept.verdicts else "judging"
+        return Group(
+            kept.cursor,
+            kept.oldest,
+            left,
+            state,
+            pieces=kept.pieces,
+            trajectories=kept.trajectories,
+            verdicts=kept.verdicts,
+            version=kept.version,
+        )
 
     def _path(self, cursor: int) -> Path:
         return self.folder / f"{cursor:06d}.group"

@@ -27,27 +27,38 @@ stale, and at most `spare` groups a step are surplus.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_rl.errors import About, PipelineError
+from moe_rl.rollout.pieces import all_pieces
+from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompt_ledger import Ended
+from moe_rl.types import Completion, Verdict
 
 State = Literal["waiting", "sampling", "judging", "ready"]
-HeldState = Literal["waiting", "judging", "ready"]
 Reason = Literal["failed", "uninformative", "surplus", "stale"]
 
 
 @dataclass(slots=True)
 class Group:
-    """Holds the state of one group.
+    """Holds the completions of one prompt, from their first request to their end.
+
+    `Groups` decides about state, place and end; the feed fills in what was sampled and judged.
 
     Attributes:
         oldest: the version of the weights with which its first request began.
         requests: its unfinished requests.
         place: the number of the server that samples it; None in all other states.
         arrival: its position in the order in which groups became ready.
+        pieces: of each completion, in order.
+        trajectories: the episodes played, if any. The sequences of each are its pieces.
+        verdicts: one for each completion; empty until it is judged.
+        version: the weight version that the servers had when it was kept on disk.
+        leave: set to abort its requests.
+        dropped: why it ended untrained.
     """
 
     cursor: int
@@ -56,22 +67,17 @@ class Group:
     state: State = "waiting"
     place: int | None = None
     arrival: int = 0
+    pieces: list[list[Completion]] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    version: int = 0
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+    dropped: Reason | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Describes a group that an earlier process left on disk.
-
-    Attributes:
-        oldest, newest: the versions of the weights that sampled its tokens.
-        requests: its unfinished requests.
-    """
-
-    cursor: int
-    oldest: int
-    newest: int
-    requests: int
-    state: HeldState
+    @property
+    def newest(self) -> int:
+        """Return the newest version of the weights that sampled its tokens."""
+        return max((piece.newest_version for piece in all_pieces(self.pieces)), default=self.oldest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +85,20 @@ class Taken:
     """Describes what a step consumes.
 
     Attributes:
-        cursors: the groups that it trains on, in the order of their last steps.
-        dropped: the groups that ended untrained since the last step, each with its reason.
+        groups: those that it trains on, in the order of their last steps.
+        given_up: those that ended now, before they were ready or because no step needs them.
+        dropped: all groups that ended untrained since the last step, each with its reason.
     """
 
     step: int
-    cursors: list[int]
+    groups: list[Group]
+    given_up: list[Group]
     dropped: list[tuple[int, Reason]]
+
+    @property
+    def cursors(self) -> list[int]:
+        """Return the cursors of the groups that the step trains on."""
+        return [group.cursor for group in self.groups]
 
 
 class Groups:
@@ -104,7 +117,7 @@ class Groups:
         patient: whether a step waits for groups that would otherwise become stale.
         last: the last step of the run.
         ended: the prompts whose groups have ended.
-        held: groups of an earlier process, ready ones in the order of their arrival.
+        held: groups that an earlier process left on disk, ready ones in the order of their arrival.
     """
 
     def __init__(
@@ -120,7 +133,7 @@ class Groups:
         step: int,
         version: int,
         ended: Ended,
-        held: Iterable[Held] = (),
+        held: Iterable[Group] = (),
     ):
         self.step, self.version = step, version
         self._batch, self._size, self._staleness = batch, size, staleness
@@ -229,16 +242,16 @@ class Groups:
             return None
         for group in chosen:
             self._end(group)
-        for group in left:
-            if self._last_step(group) == self.step:
-                self._drop(group, "surplus" if self._patient else "stale")
+        given_up = [group for group in left if self._last_step(group) == self.step]
+        for group in given_up:
+            self._drop(group, "surplus" if self._patient else "stale")
         while self.step == self._last and (cursor := self._unused()) < max(self._later, default=0):
             # An earlier process began this prompt. Groups of later prompts from that process have taken its room.
             self._next += 1
             self._dropped.append((cursor, "surplus"))
         dropped, self._dropped = self._dropped, []
         self.step += 1
-        return Taken(self.step - 1, [group.cursor for group in chosen], dropped)
+        return Taken(self.step - 1, chosen, given_up, dropped)
 
     def _last_step(self, group: Group) -> int:
         return min(group.oldest + 1 + self._staleness, self._last)
@@ -250,7 +263,7 @@ class Groups:
 
     def _admit(self) -> Group | None:
         """Return a new group of the lowest unused cursor; None if pacing forbids it."""
-        group = Group(self._unused(), self.version, self._size)
+        group = Group(self._unused(), self.version, self._size, pieces=[[] for _ in range(self._size)])
         steps = self._last_step(group) - self.step + 1
         if steps < 1 or len(self._groups) >= steps * self._batch + self._spare:
             return None
@@ -265,22 +278,21 @@ class Groups:
             self._next += 1
         return self._next
 
-    def _hold(self, one: Held) -> None:
+    def _hold(self, one: Group) -> None:
         """Take over an earlier process's group, unless it has ended, has no room, or its weights are lost."""
-        group = Group(one.cursor, one.oldest, one.requests, one.state)
         overdue = one.oldest + 1 + self._staleness < self.step
         known = one.cursor < self._next or one.cursor in self._later
         if (
             known
             or overdue
             or one.newest > self.version
-            or not self._has_room([*self._groups.values(), group], self.step)
+            or not self._has_room([*self._groups.values(), one], self.step)
         ):
             return
-        self._groups[one.cursor] = group
+        self._groups[one.cursor] = one
         self._later.add(one.cursor)
         if one.state == "ready":
-            self._ready(group)
+            self._ready(one)
 
     def _free_place(self) -> int | None:
         """Return the server with the fewest requests, if it has a free slot."""
@@ -296,6 +308,7 @@ class Groups:
         group.state, group.arrival = "ready", self._arrivals
 
     def _drop(self, group: Group, reason: Reason) -> None:
+        group.dropped = reason
         self._dropped.append((group.cursor, reason))
         self._end(group)
 

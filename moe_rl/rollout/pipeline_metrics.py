@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from moe_rl.rollout.group_files import KeptGroup
-from moe_rl.rollout.groups import Reason
+from moe_rl.rollout.groups import Group, Reason
 
 
-def of_consumed(step: int, groups: Sequence[KeptGroup]) -> dict[str, float]:
+def of_consumed(step: int, groups: Sequence[Group]) -> dict[str, float]:
     """Return the metrics of the groups that a step consumes. Ages are in weight versions."""
     total = [step - 1 - one.oldest for one in groups]
     queued = [step - 1 - one.version for one in groups]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from random import Random
 
+import numpy as np
 import pytest
 
-from moe_rl.rollout.groups import Group, Groups, Held, Taken
+from moe_rl.rollout.groups import Group, Groups, Taken
 from moe_rl.tasks.prompt_ledger import Ended, StepPrompts
+from moe_rl.types import Completion, sampled_by
 
 SCHEDULES = 2000
 
@@ -20,7 +23,7 @@ class Disk:
     """What survives a kill: a line for each step, group files, and the last checkpoint."""
 
     lines: list[Taken] = field(default_factory=list)
-    files: dict[int, Held] = field(default_factory=dict)
+    files: dict[int, Group] = field(default_factory=dict)
     checkpoint: int = 0
 
     def ended(self) -> Ended:
@@ -29,6 +32,11 @@ class Disk:
             line = StepPrompts(taken.step - 1, [(at, 1) for at in taken.cursors], [], taken.dropped, "")
             assert ended.add(line, in_order=False) is None, "a prompt ended twice"
         return ended
+
+
+@cache
+def sampled_with(version: int) -> Completion:
+    return Completion("", (), (), np.empty(0, np.float32), "stop", sampled_by(version, 1), None)
 
 
 class Pool:
@@ -74,7 +82,7 @@ class Pool:
             step=entered + 1,
             version=disk.checkpoint,
             ended=disk.ended(),
-            held=held,
+            held=[replace(one) for one in held],
         )
         disk.files = {cursor: one for cursor, one in disk.files.items() if cursor in self.groups}
         assert all(one.newest <= disk.checkpoint for one in disk.files.values()), "its weights are lost"
@@ -118,7 +126,8 @@ class Pool:
             self.groups.judged(cursor, "failed" if failed else None)
 
     def keep(self, cursor: int, requests: int, state: str) -> None:
-        self.disk.files[cursor] = Held(cursor, self.oldest[cursor], self.groups.version, requests, state)
+        pieces = [[sampled_with(self.groups.version)]]
+        self.disk.files[cursor] = Group(cursor, self.oldest[cursor], requests, state, pieces=pieces)
 
     def lose(self) -> None:
         place = self.random.choice(list(self.places))
