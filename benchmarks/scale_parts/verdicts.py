@@ -41,7 +41,8 @@ def _waited(target: Target, reward: str) -> float:
     from moe_rl.clock import Clock
     from moe_rl.config.load import load_config
     from moe_rl.models.hf import read_model
-    from moe_rl.rollout.rollouts import Rollouts
+    from moe_rl.rollout.kept import SampledStep
+    from moe_rl.rollout.rollouts import Rollouts, Unjudged
     from moe_rl.tasks.prompts import load_task
     from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
     from moe_rl.tasks.verifiers import VerifierPool
@@ -81,7 +82,9 @@ def _waited(target: Target, reward: str) -> float:
         rollouts = Rollouts(config, facts, task, sampler, verifiers, Path(folder), None)
 
         async def judged():
-            await rollouts._groups([await rollouts._round(1, 0, 0, "shard", clock)], clock)
+            unjudged = Unjudged(1, SampledStep(0, [], {}, ""))
+            await rollouts._round(unjudged, 0, clock)
+            await rollouts._groups(unjudged, clock)
 
         asyncio.run(judged())
     return clock.seconds["reward"]

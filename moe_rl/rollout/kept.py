@@ -72,9 +72,9 @@ class RolloutBatch:
     samples: list[KeptSample] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledStep:
-    """Holds the completions of a step that is not fully judged.
+    """Holds the completions of a step that is not fully judged, or not fully sampled.
 
     Attributes:
         first: Cursor of the first prompt; the others follow it.

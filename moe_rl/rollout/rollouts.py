@@ -28,7 +28,7 @@ from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name, shards_of
 from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
 from moe_rl.rollout.sampler import Blocking, LoopThread, Sampler, sample_all
-from moe_rl.rollout.trajectories import EpisodePlayer, Trajectory
+from moe_rl.rollout.trajectories import EpisodePlayer
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.tasks.tokenizer import stop_tokens
@@ -85,32 +85,18 @@ def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineS
 
 
 @dataclass(frozen=True, slots=True)
-class SampledRound:
-    """Holds prompts, their completions, and the judging of these, which has begun.
+class Unjudged:
+    """Holds a step whose completions are sampled and perhaps not all judged.
 
     Attributes:
-        judging: None for episodes, which come with their verdicts.
-        trajectories: of each prompt, if episodes were played. All that the model sampled in one is its completion.
+        prompts: those of all rounds so far.
+        judging: of each round, which has begun; none of episodes, which come with their verdicts.
     """
-
-    prompts: Seq[Prompt]
-    completions: list[list[Completion]]
-    judging: Judging | None
-    trajectories: list[list[Trajectory]] = field(default_factory=list)
-
-    @classmethod
-    def played(cls, prompts: Seq[Prompt], trajectories: list[list[Trajectory]]) -> SampledRound:
-        """Make a round from played episodes."""
-        return cls(prompts, [[one.whole for one in group] for group in trajectories], None, trajectories)
-
-
-@dataclass(frozen=True, slots=True)
-class Unjudged:
-    """Holds a step whose completions are sampled and perhaps not all judged."""
 
     step: int
     sampled: SampledStep
-    rounds: list[SampledRound]
+    prompts: list[Prompt] = field(default_factory=list)
+    judging: list[Judging] = field(default_factory=list)
 
 
 class Rollouts:
@@ -202,17 +188,15 @@ class Rollouts:
             unjudged = await self._sampled(step, clock)
         sampled = unjudged.sampled
         prompts = range(sampled.first, sampled.first + sampled.prompts)
-        ids = [prompt.id for one in unjudged.rounds for prompt in one.prompts]
+        ids = [prompt.id for prompt in unjudged.prompts]
         self.ledger.record(step - 1, prompts, ids, sampled.digest)
         return unjudged
 
     async def judge(self, unjudged: Unjudged, clock: Clock) -> RolloutBatch:
-        """Wait for the verdicts of a sampled step, and choose the groups to train on.
-
-        The next step may be sampled meanwhile.
-        """
+        """Wait for the verdicts of a sampled step, and choose the groups to train on. The next step may be sampled
+        meanwhile."""
         rollout = self.config.rollout
-        groups = await self._groups(unjudged.rounds, clock)
+        groups = await self._groups(unjudged, clock)
         discards = rollout.dynamic_sampling_rounds > 1
         chosen = choose(groups, rollout.prompts_per_step) if discards else groups
         batch = self.batches.make(unjudged.step, groups, chosen)
@@ -225,86 +209,82 @@ class Rollouts:
     async def _sampled(self, step: int, clock: Clock) -> Unjudged:
         """Sample the groups of a step in rounds. Keep them on disk if the weights may be gone when they are judged."""
         rollout, before = self.config.rollout, await self.sampler.counts()
-        first = self.ledger.ended(step - 1).floor
-        rounds: list[SampledRound] = []
-        while True:
-            done = len(rounds) * rollout.prompts_per_step
-            rounds.append(await self._round(step, first, done, shard_name(step, len(rounds)), clock))
-            if len(rounds) == rollout.dynamic_sampling_rounds:
+        sampled = SampledStep(self.ledger.ended(step - 1).floor, [], {}, "")
+        unjudged = Unjudged(step, sampled)
+        for number in range(rollout.dynamic_sampling_rounds):
+            await self._round(unjudged, number, clock)
+            if number + 1 == rollout.dynamic_sampling_rounds:
                 break  # no round follows, whatever the verdicts
-            if sum(group.informative for group in await self._groups(rounds, clock)) >= rollout.prompts_per_step:
+            if sum(one.informative for one in await self._groups(unjudged, clock)) >= rollout.prompts_per_step:
                 break
-        completions = [group for one in rounds for group in one.completions]
-        flat = [completion for group in completions for completion in group]
-        metrics = {
+        played = [[one.whole for one in group] for group in sampled.trajectories]
+        flat = [completion for group in played or sampled.completions for completion in group]
+        sampled.digest = digest_of(flat)
+        sampled.metrics |= {
             "throughput/sampled_tokens_per_second": sum(len(c.token_ids) for c in flat) / clock.seconds["sample"],
             **recorded(before, await self.sampler.counts()),
             **self.lost_servers(),
         }
-        played = [group for one in rounds for group in one.trajectories]
-        sampled = SampledStep(first, [] if played else completions, metrics, digest_of(flat), played)
         if self.config.pipeline.ahead:
             self.store.check_published(shards_of(sampled.sequences))
             self.kept.save_sampled(step, sampled)
-        return Unjudged(step, sampled, rounds)
+        return unjudged
 
     def _judged_again(self, step: int, sampled: SampledStep) -> Unjudged:
         """Begin judging the completions that an earlier process of this run sampled for a step."""
-        prompts = self.source.at(sampled.first, sampled.prompts)
-        if sampled.trajectories:
-            return Unjudged(step, sampled, [SampledRound.played(prompts, sampled.trajectories)])
-        judging = self.verifiers.judging()
-        repeated = [(prompt, c) for prompt, group in zip(prompts, sampled.completions, strict=True) for c in group]
-        for at, (prompt, completion) in enumerate(repeated):
-            judging.add(at, self.batches.item(prompt, completion))
-        judging.calls()
-        return Unjudged(step, sampled, [SampledRound(prompts, sampled.completions, judging)])
+        unjudged = Unjudged(step, sampled, list(self.source.at(sampled.first, sampled.prompts)))
+        if not sampled.trajectories:
+            judging = self.verifiers.judging()
+            repeated = [(p, c) for p, group in zip(unjudged.prompts, sampled.completions, strict=True) for c in group]
+            for at, (prompt, completion) in enumerate(repeated):
+                judging.add(at, self.batches.item(prompt, completion))
+            judging.calls()
+            unjudged.judging.append(judging)
+        return unjudged
 
     def lost_servers(self) -> dict[str, int]:
         """Return how many servers are lost, as a metric; nothing for an engine."""
         return {"rollout/lost_servers": len(self.sampler.lost)} if self.config.rollout.servers else {}
 
-    async def _round(self, step: int, first: int, done: int, shard: str, clock: Clock) -> SampledRound:
-        """Sample one round of prompts of a step, and begin to judge the completions.
-
-        Args:
-            first: the cursor of the step's first prompt.
-            done: how many prompts the earlier rounds had.
-        """
-        rollout = self.config.rollout
-        prompts = self.source.at(first + done, rollout.prompts_per_step)
+    async def _round(self, unjudged: Unjudged, number: int, clock: Clock) -> None:
+        """Sample one round of prompts of a step, and begin to judge the completions. number: of the round, from 0."""
+        step, sampled, done = unjudged.step, unjudged.sampled, len(unjudged.prompts)
+        rollout, size = self.config.rollout, self.config.rollout.group_size
+        prompts = self.source.at(sampled.first + done, rollout.prompts_per_step)
+        unjudged.prompts.extend(prompts)
+        members = range(0, len(prompts) * size, size)
         if self.episodes is not None:
+            assert self.player is not None
             with clock("sample"):
-                assert self.player is not None
                 played = await self.player.play(self.episodes.round(step, prompts, first=done))
-            members = range(0, len(played), rollout.group_size)
-            return SampledRound.played(prompts, [played[at : at + rollout.group_size] for at in members])
+            sampled.trajectories.extend(played[at : at + size] for at in members)
+            return
         requests = [
             self.request(f"s{step}/p{p}/c{c}", prompt.token_ids, rollout.temperature)
             for p, prompt in enumerate(prompts, start=done)
-            for c in range(rollout.group_size)
+            for c in range(size)
         ]
-        repeated = [prompt for prompt in prompts for _ in range(rollout.group_size)]
+        repeated = [prompt for prompt in prompts for _ in range(size)]
         with clock("sample"):
-            completions, judging = await self._answered(repeated, requests, shard)
-        members = range(0, len(requests), rollout.group_size)
-        return SampledRound(prompts, [completions[at : at + rollout.group_size] for at in members], judging)
+            completions, judging = await self._answered(repeated, requests, shard_name(step, number))
+        sampled.completions.extend(completions[at : at + size] for at in members)
+        unjudged.judging.append(judging)
 
-    async def _groups(self, rounds: Seq[SampledRound], clock: Clock) -> list[PromptGroup]:
+    async def _groups(self, unjudged: Unjudged, clock: Clock) -> list[PromptGroup]:
         """Wait for all verdicts of a step, and return its judged groups."""
-        groups: list[PromptGroup] = []
+        sampled, found = unjudged.sampled, list[Verdict]()
         with clock("reward"):
-            for one in rounds:
-                for prompt, trajectories in zip(one.prompts, one.trajectories, strict=False):
-                    groups.append(self.batches.played(len(groups), prompt, trajectories))
-                if one.judging is None:
-                    continue
-                with one.judging:
-                    verdicts = iter(await one.judging.awaited())
-                for prompt, completions in zip(one.prompts, one.completions, strict=True):
-                    own = list(islice(verdicts, len(completions)))
-                    groups.append(self.batches.group(len(groups), prompt, [[c] for c in completions], own))
-        return groups
+            for judging in unjudged.judging:
+                with judging:
+                    found += await judging.awaited()
+            if sampled.trajectories:
+                played = zip(unjudged.prompts, sampled.trajectories, strict=True)
+                return [self.batches.played(n, *one) for n, one in enumerate(played)]
+            verdicts, groups = iter(found), zip(unjudged.prompts, sampled.completions, strict=True)
+            return [
+                self.batches.group(n, prompt, [[c] for c in completions], list(islice(verdicts, len(completions))))
+                for n, (prompt, completions) in enumerate(groups)
+            ]
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Return pass rates on held-out prompts, as each source requests them. Prompts and seeds are the same at every
