@@ -40,7 +40,7 @@ from moe_rl.rollout.rollouts import Environment, Rollouts, Unjudged
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.vllm.process import channel_to_parent
-from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update, Wake
+from moe_rl.vllm.wire import Alive, Close, Score, Update, Wake
 
 _ALIVE_SECONDS = 0.5
 
@@ -136,8 +136,6 @@ class _Pool:
                 return wire.PolicyEvaluated(await self._rollouts.evaluate(step))
             case Score(runs, shard):
                 return wire.RunsScored(await self._sampler.score(runs, shard=shard))
-            case AskCounts():
-                return Counted(await self._sampler.counts())
             case Wake(part):
                 await self._sampler.wake(part)
                 return wire.SamplerUpdated(self._sampler.workers)

@@ -1,8 +1,9 @@
-"""Connects rank 0 to the pool: takes batches sampled during training, and sends the sampler new weights."""
+"""Starts the pool for rank 0 and talks to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from moe_rl import errors
@@ -18,19 +19,30 @@ from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.trace import TraceStore
 from moe_rl.types import ScoredTokens
 from moe_rl.vllm.process import child_environment
-from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update, Wake
+from moe_rl.vllm.wire import Alive, Close, Score, Update, Wake
 from moe_rl.weights.update import WeightUpdate
 
 
-class PooledSampler:
-    """Serves as the sampler of rank 0: it receives weights and scores tokens through the pool, see Sampler."""
+class PooledRollouts:
+    """Gives rank 0 the batches that the pool samples, and makes the sampler's calls through the pool.
 
-    def __init__(self, config: Config, run_dir: Path, config_file: Path):
+    Attributes:
+        left_behind: as in OwnRollouts.
+        unusable: messages about an earlier process's groups that are sampled again.
+    """
+
+    def __init__(self, config: Config, task: TaskPrompts, folder: Path, config_file: Path, store: TraceStore):
         """Start the pool with its sampler and verifiers. Raises EngineError if they cannot start."""
+        self.pipeline, self.steps = config.pipeline, config.run.steps
+        self.source = PromptSource(task.train, config.run.seed)
+        self.ledger = PromptLedger.of_run(folder, config.pipeline)
+        self.kept = KeptRollouts(folder / "rollouts", store)
+        self.left_behind: RolloutBatch | None = None
+        self.unusable: list[str] = []
         self._child = ChildProcess(
             "pool",
             "moe_rl.rollout.pool" if config.task.environment is None else "moe_rl.gateway.episode_pool",
-            log_path=run_dir / "pool.log",
+            log_path=folder / "pool.log",
             environment=child_environment(config.rollout.capture),
             replies=wire.REPLIES,
             alive=Alive,
@@ -38,67 +50,57 @@ class PooledSampler:
         )
         # The last step whose batch was requested, whose completions are sampled, and whose batch is on disk.
         self._asked = self._sampled = self._taken = 0
-        self._parts: list[tuple[str, float, float]] = []  # the pool's work for batches, not yet returned
+        self._parts: list[tuple[str, float, float]] = []  # the pool's work for batches, not yet shown
         self._begun = False  # whether the pool samples groups
         try:
             seconds = 2 * config.rollout.startup_timeout_seconds  # the sampler alone may use that long
-            reply = self._child.start(wire.OpenPool(run_dir, config_file), wire.PoolOpened, seconds)
+            reply = self._child.start(wire.OpenPool(folder, config_file), wire.PoolOpened, seconds)
             opened = self._checked(reply, wire.PoolOpened)
         except BaseException:
             self.close()
             raise
         self.vllm_version, self.workers, self.address = opened.vllm_version, opened.workers, opened.address
 
-    def begin(self, step: int) -> None:
-        """Make the pool sample the batch of a step, unless it has already begun."""
-        if step > self._asked:
-            self._child.send(wire.TakeBatch(step))
-            self._asked = step
+    @property
+    def engine(self) -> PooledRollouts:
+        """Return what makes the sampler's calls."""
+        return self
 
-    def settle(self) -> list[tuple[str, float, float]]:
-        """Wait until the completions of all requested batches are sampled.
+    def take(self, step: int, clock: Clock) -> RolloutBatch:
+        """Make the pool sample the batch of a step, and the next one during training. Return the first once it is
+        ready."""
+        batch, self.left_behind = self.left_behind, None
+        if self.pipeline.by_group and not self._begun:
+            begin = wire.BeginGroups(step + (batch is not None), version=step - 1)
+            self.unusable += self._call(begin, wire.GroupsBegun).unusable
+            self._begun = True
+        if batch is None:
+            self._begin(step)
+        if self.pipeline.ahead and step < self.steps:
+            self._begin(step + 1)
+        if batch is None:
+            with self._waiting(clock):
+                while self._taken < step:
+                    self._hear(wire.BatchTaken)
+            batch = self.kept.load(step)
+        return batch
 
-        Returns:
-            The pool's work since the last call: names of parts, each with its begin and end on time.perf_counter.
-        """
-        while self._sampled < self._asked:
-            self._hear(wire.BatchSampled)
-        return self._told()
-
-    def taken(self, step: int) -> list[tuple[str, float, float]]:
-        """Wait until the batch of a step is on disk. Returns as `settle` does."""
-        while self._taken < step:
-            self._hear(wire.BatchTaken)
-        return self._told()
-
-    def begin_groups(self, step: int, version: int) -> list[str]:
-        """Make the pool sample groups without a break, unless it already does.
-
-        Args:
-            step: the next step that needs a batch.
-            version: the weights that the sampler has.
-
-        Returns:
-            Messages about an earlier process's groups that cannot be used.
-        """
-        if self._begun:
-            return []
-        self._begun = True
-        return self._call(wire.BeginGroups(step, version), wire.GroupsBegun).unusable
-
-    def retain(self, steps: set[int]) -> None:
-        """Delete the kept rollouts of all steps but these."""
-        self._call(wire.RetainSteps(steps), wire.StepsRetained)
+    def settle(self, clock: Clock) -> None:
+        """Wait until the pool has nothing more to sample with the current weights."""
+        with self._waiting(clock):
+            while self._sampled < self._asked:
+                self._hear(wire.BatchSampled)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of an evaluation, see Rollouts.evaluate."""
         return self._call(wire.EvaluatePolicy(step), wire.PolicyEvaluated).metrics
 
+    def retain(self, steps: set[int]) -> None:
+        """Delete the kept rollouts of all steps but these, with their trace shards."""
+        self._call(wire.RetainSteps(steps), wire.StepsRetained)
+
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         return self._call(Score(list(map(list, runs)), shard), wire.RunsScored).scores
-
-    def counts(self) -> dict[str, int]:
-        return self._call(AskCounts(), Counted).counts
 
     def update_weights(self, update: WeightUpdate) -> None:
         self.workers = self._call(Update(update), wire.SamplerUpdated).workers
@@ -113,6 +115,21 @@ class PooledSampler:
 
     def close(self) -> None:
         self._child.close(Close())
+
+    def _begin(self, step: int) -> None:
+        """Make the pool sample the batch of a step, unless it has already begun."""
+        if step > self._asked:
+            self._child.send(wire.TakeBatch(step))
+            self._asked = step
+
+    @contextmanager
+    def _waiting(self, clock: Clock) -> Iterator[None]:
+        """Measure a wait, and show the pool's work since the last one."""
+        with clock("wait"):
+            yield
+        parts, self._parts = self._parts, []
+        for part in parts:
+            clock.ended(*part)
 
     def _call[R: Message](self, call: Message, expected: type[R]) -> R:
         self._child.send(call)
@@ -132,10 +149,6 @@ class PooledSampler:
             self._checked(reply, expected)
         return reply
 
-    def _told(self) -> list[tuple[str, float, float]]:
-        parts, self._parts = self._parts, []
-        return parts
-
     def _checked[R: Message](self, reply: Message, expected: type[R]) -> R:
         if isinstance(reply, wire.PoolFailed):
             if not reply.kind:
@@ -143,53 +156,3 @@ class PooledSampler:
             kind: type[MoeRLError] = getattr(errors, reply.kind, EngineError)
             raise kind(f"{reply.message} [pool, pid {self._child.pid}, log {self._child.log_path}]")
         return self._child.expect(reply, expected)
-
-
-class PooledRollouts:
-    """Gives rank 0 the batches that the pool samples, in place of `Rollouts`.
-
-    Attributes:
-        left_behind: as in Rollouts.
-        unusable: as in Rollouts.
-    """
-
-    def __init__(self, config: Config, task: TaskPrompts, engine: PooledSampler, run_dir: Path, store: TraceStore):
-        self.engine, self.pipeline, self.steps = engine, config.pipeline, config.run.steps
-        self.source = PromptSource(task.train, config.run.seed)
-        self.ledger = PromptLedger.of_run(run_dir, config.pipeline)
-        self.kept = KeptRollouts(run_dir / "rollouts", store)
-        self.left_behind: RolloutBatch | None = None
-        self.unusable: list[str] = []
-
-    def take(self, step: int, clock: Clock) -> RolloutBatch:
-        """Make the pool sample the batch of a step, and the next one during training. Return the first once it is
-        ready."""
-        batch, self.left_behind = self.left_behind, None
-        if self.pipeline.by_group:
-            self.unusable += self.engine.begin_groups(step + (batch is not None), version=step - 1)
-        if batch is None:
-            self.engine.begin(step)
-        if self.pipeline.ahead and step < self.steps:
-            self.engine.begin(step + 1)
-        if batch is None:
-            self._wait(lambda: self.engine.taken(step), clock)
-            batch = self.kept.load(step)
-        return batch
-
-    def settle(self, clock: Clock) -> None:
-        """Wait until the pool has nothing more to sample with the current weights."""
-        self._wait(self.engine.settle, clock)
-
-    def _wait(self, awaited: Callable[[], list[tuple[str, float, float]]], clock: Clock) -> None:
-        with clock("wait"):
-            parts = awaited()
-        for part in parts:
-            clock.ended(*part)
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Return the metrics of an evaluation, see Rollouts.evaluate."""
-        return self.engine.evaluate(step)
-
-    def retain(self, steps: set[int]) -> None:
-        """Delete the kept rollouts of all steps but these, with their trace shards."""
-        self.engine.retain(steps)

@@ -13,7 +13,7 @@ from msgspec.msgpack import Decoder
 
 from moe_rl.messages import Message, decoder
 from moe_rl.types import ScoredTokens
-from moe_rl.vllm.wire import Alive, AskCounts, Close, Counted, Score, Update, Wake
+from moe_rl.vllm.wire import Alive, Close, Score, Update, Wake
 
 
 class OpenPool(Message, frozen=True):
@@ -108,8 +108,8 @@ class PoolFailed(Message, frozen=True):
     message: str
 
 
-Call = BeginGroups | TakeBatch | RetainSteps | EvaluatePolicy | Score | AskCounts | Update | Wake
-Reply = GroupsBegun | BatchTaken | StepsRetained | PolicyEvaluated | RunsScored | Counted | SamplerUpdated
+Call = BeginGroups | TakeBatch | RetainSteps | EvaluatePolicy | Score | Update | Wake
+Reply = GroupsBegun | BatchTaken | StepsRetained | PolicyEvaluated | RunsScored | SamplerUpdated
 CALLS: Decoder[OpenPool | Call | Close] = decoder(OpenPool | Call | Close)
 REPLIES: Decoder[PoolOpened | Alive | BatchSampled | Reply | PoolFailed] = decoder(
     PoolOpened | Alive | BatchSampled | Reply | PoolFailed

@@ -25,7 +25,7 @@ from moe_rl.replay.claims import ALPHA, History, judge
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.routes import RowPolicy
 from moe_rl.replay.tables import MicrobatchRoutes
-from moe_rl.rollout.pool_client import PooledSampler
+from moe_rl.rollout.pool_client import PooledRollouts
 from moe_rl.rollout.sampler import Blocking
 from moe_rl.trace import RouteRecord, TraceSpec, TraceStore, validate
 from moe_rl.train.assignment import agreed
@@ -100,7 +100,7 @@ class Canary:
         self._last: tuple[int, np.ndarray, dict[str, np.ndarray]] | None = None
 
     def compare(
-        self, own: Native, sampler: Blocking | PooledSampler | None, version: int, *, exact: float = 0.0
+        self, own: Native, sampler: Blocking | PooledRollouts | None, version: int, *, exact: float = 0.0
     ) -> Heard:
         """Let the sampler score the runs, and compare. The result is the same on all ranks.
 
@@ -115,7 +115,7 @@ class Canary:
         heard = agreed(lambda: None if sampler is None else self._heard(*own, version, exact), "canary")
         return world.broadcast(heard, Heard)
 
-    def score(self, sampler: Blocking | PooledSampler, version: int) -> None:
+    def score(self, sampler: Blocking | PooledRollouts, version: int) -> None:
         """Let the sampler score the runs, and keep its scores until it scores the next version."""
         self.store.remove(*self._shards())  # left by a run that ended during a comparison
         self.scored, self.records = sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"), {}

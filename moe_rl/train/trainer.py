@@ -37,9 +37,9 @@ from moe_rl.report.summary import summarize
 from moe_rl.report.timeline import Timeline
 from moe_rl.report.trackers import Trackers
 from moe_rl.rollout.kept import RolloutBatch, kept_steps
-from moe_rl.rollout.pool_client import PooledRollouts, PooledSampler
+from moe_rl.rollout.pool_client import PooledRollouts
 from moe_rl.rollout.replayed import ReplayedRollouts
-from moe_rl.rollout.rollouts import OwnRollouts, Rollouts, canary_runs
+from moe_rl.rollout.rollouts import Environment, OwnRollouts, Rollouts, canary_runs
 from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
@@ -173,12 +173,13 @@ class Trainer:
                     expected="sync",
                     do="start servers with moe-rl serve and name them in rollout.servers, or choose sync",
                 )
-            pool = stack.enter_context(closing(PooledSampler(config, run_dir, self.folder.config)))
-            return PooledRollouts(config, task, pool, run_dir, self.store)
+            return stack.enter_context(closing(PooledRollouts(config, task, run_dir, self.folder.config, self.store)))
         world.give_back()  # an engine may start on this GPU
-        environment = None
+        environment: Environment | None = None
         if config.task.environment is not None:
-            from moe_rl.gateway.episode_gateway import EpisodeGateway as environment  # needs the extra `gateway`
+            from moe_rl.gateway.episode_gateway import EpisodeGateway  # needs the extra `gateway`
+
+            environment = EpisodeGateway
         rollouts = Rollouts.start(config, self.facts, task, run_dir, stack, environment)
         return stack.enter_context(OwnRollouts(rollouts))
 
