@@ -3,6 +3,11 @@
     groups.py (which, where, when)
         -> sampler.sample -> verifiers.judge -> group file -> take: batch, prompt ledger, kept rollouts
 
+consumes    prompts, and new weights from rank 0
+waits for   a free slot of the sampler, verdicts, and room for another group (groups.py)
+unblocks    a step that waits for its batch, when enough groups are ready
+produces    batches, lines of the prompt ledger, and group files
+
 One process and one event loop run it. Every group that is sampled or judged has a task. Weights are updated while
 requests are in flight: all servers stop between two forward steps, load, and continue. With `recompute`, unfinished
 completions are aborted before the update and continued after it as new requests, so that no KV of older weights is

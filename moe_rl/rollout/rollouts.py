@@ -47,7 +47,7 @@ EVALUATED = ("eval-sampled", "eval-greedy")
 
 
 def start_sampler(config: Config, facts: ModelFacts, run_dir: Path) -> Sampler:
-    """Start the vLLM engine, or connect to the configured servers. Call it on rank 0, from the main thread.
+    """Start the vLLM engine, or connect to the configured servers. Call it from the main thread.
 
     Raises:
         EngineError: The engine does not start, or a server does not answer.

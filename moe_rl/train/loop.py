@@ -1,13 +1,20 @@
 """Runs the main loop of a training run, from start to report.
 
-All ranks train. Rank 0 also owns the sampler (a vLLM engine in a child process, or vLLM servers), the reward verifiers,
-the prompts and the log. Each step samples completions and records their routes, scores them with rewards, trains on
-them with the recorded routes replayed, and sends the new weights to the sampler:
+All ranks train. Rank 0 also owns the log and, in mode sync, the sampler (a vLLM engine in a child process, or vLLM
+servers), the reward verifiers and the prompts. In the other modes the pool owns these. Each step samples completions
+and records their routes, scores them with rewards, trains on them with the recorded routes replayed, and sends the new
+weights to the sampler:
 
     prompts -> rollout (tokens, logprobs, routes) -> rewards -> packing -> old and reference logprobs -> advantages
             -> forward and backward pass with replayed routes -> loss -> optimizer -> weight sync -> next prompts
 
-Read next: `rollouts.py` (sampling a batch), `step.py` (training on it), `trainer.py` (the objects that a rank holds).
+consumes    the batch of each step, from the rollouts of rank 0 or from the pool
+waits for   that batch, and after training for the sampler to hold the new weights
+unblocks    the pool, which then samples with the new weights
+produces    weights, metrics, checkpoints, and which steps' rollouts may be deleted
+
+Read next: `rollout/rollouts.py` (sampling a batch), `rollout/pool.py`, `step.py` (training on a batch), `trainer.py`
+(the objects that a rank holds).
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def _restore_rollouts(trainer: Trainer, main: RankZero, done: int) -> None:
     rollouts.left_behind = None if isinstance(found, SampledStep) else found
     entered = done + (rollouts.left_behind is not None)
     rollouts.ledger.verify(rollouts.source, steps=entered, whole=not trainer.config.pipeline.by_group)
-    rollouts.kept.retain(range(done + 1 + (found is not None)))
+    rollouts.retain(set(range(done + 1 + (found is not None))))
     trainer.store.collect_garbage()
     for shard in trainer.store.unpublished():
         main.log.note(f"shard {shard} is not in the trace manifest; it is not used for training")

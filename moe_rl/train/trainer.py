@@ -1,7 +1,7 @@
 """Defines the objects that a rank holds during a run, and the steps that the loop calls on them.
 
-All ranks hold the policy. Rank 0 also owns the sampler (a vLLM engine in a child process, or vLLM servers), the reward
-verifiers, the prompts and the log.
+All ranks hold the policy. Rank 0 also has the log, and the sampler, the reward verifiers and the prompts, or the pool
+that owns these.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Lab(Trainer):
         except MoeRLError as error:
             self.sender = sender
             self._note(error, "sync")
-            if not self.main.rollouts.engine.alive():
+            if not self.main.rollouts.engine.sampler.alive():
                 self._restart()
             return self._sent_anew(version)
 
@@ -115,7 +115,7 @@ class Lab(Trainer):
     def _again(self, clock):
         """Sample the step once more, as if it had not been."""
         step, main = self._step, self.main
-        if not main.rollouts.engine.alive():
+        if not main.rollouts.engine.sampler.alive():
             self._restart()
             self._sent_anew(step - 1)
         main.rollouts.ledger.rewind(step - 1)
