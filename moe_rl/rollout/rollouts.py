@@ -27,7 +27,7 @@ from moe_rl.rollout.episodes import Episodes
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name, shards_of
 from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
-from moe_rl.rollout.sampler import Blocking, LoopThread, Sampler, sample_all
+from moe_rl.rollout.sampler import Blocking, Sampler, sample_all
 from moe_rl.rollout.trajectories import EpisodePlayer
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
@@ -373,19 +373,18 @@ class OwnRollouts:
     """
 
     def __init__(self, rollouts: Rollouts):
-        self.rollouts, self._loop = rollouts, LoopThread("rollouts")
-        self.engine = Blocking(rollouts.sampler)
+        self.rollouts, self.engine = rollouts, Blocking(rollouts.sampler)
         self.source, self.ledger, self.kept = rollouts.source, rollouts.ledger, rollouts.kept
         self.left_behind: RolloutBatch | None = None
         self.unusable: list[str] = []
 
     def __enter__(self) -> Self:
-        self._loop.run(self.rollouts.open())
+        self.engine.run(self.rollouts.open())
         return self
 
     def __exit__(self, *_: object) -> None:
         with suppress(MoeRLError):  # a call has raised it already
-            self._loop.run(self.rollouts.close())
+            self.engine.run(self.rollouts.close())
 
     def take(self, step: int, clock: Clock) -> RolloutBatch:
         """Sample and judge the batch of a step, unless an earlier process of this run has done so."""
@@ -393,7 +392,7 @@ class OwnRollouts:
         if batch is not None:
             clock.seconds |= {"sample": 0.0, "reward": 0.0}
             return batch
-        return self._loop.run(self.rollouts.take(step, clock))
+        return self.engine.run(self.rollouts.take(step, clock))
 
     def settle(self, clock: Clock) -> None:
         """Do nothing: nothing is sampled during training."""
@@ -404,7 +403,7 @@ class OwnRollouts:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of an evaluation, see Rollouts.evaluate."""
-        return self._loop.run(self.rollouts.evaluate(step))
+        return self.engine.run(self.rollouts.evaluate(step))
 
 
 def canary_runs(config: Config, task: TaskPrompts) -> list[tuple[int, ...]]:

@@ -238,33 +238,26 @@ def assign(requests: Sequence[GenerateRequest], places: Sequence[int]) -> dict[i
     return {place: sorted(share) for place, share in shares.items() if share}
 
 
-class LoopThread:
-    """Runs coroutines for callers that wait, in an event loop in a thread that lives as long as the process."""
-
-    def __init__(self, name: str):
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
-
-    def run[R](self, what: Coroutine[Any, Any, R]) -> R:
-        """Return the result of a coroutine. If the wait is interrupted, the coroutine is cancelled."""
-        running = asyncio.run_coroutine_threadsafe(what, self._loop)
-        try:
-            return running.result()
-        except BaseException:
-            running.cancel()
-            raise
-
-
 class Blocking:
-    """Makes the calls of a sampler for callers that wait. Use as a context manager.
+    """Makes the calls of a sampler for callers that wait, in an event loop in a thread. Use as a context manager.
 
     Attributes:
         sampler: makes the calls.
     """
 
     def __init__(self, sampler: Sampler):
-        self.sampler, self._thread = sampler, LoopThread("calls of the sampler")
-        self.vllm_version = sampler.vllm_version
+        self.sampler, self.vllm_version = sampler, sampler.vllm_version
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="calls of the sampler", daemon=True).start()
+
+    def run[R](self, what: Coroutine[Any, Any, R]) -> R:
+        """Return the result of a coroutine that uses the sampler. If the wait is interrupted, it is cancelled."""
+        running = asyncio.run_coroutine_threadsafe(what, self._loop)
+        try:
+            return running.result()
+        except BaseException:
+            running.cancel()
+            raise
 
     @property
     def workers(self) -> int:
@@ -276,22 +269,22 @@ class Blocking:
 
     def generate(self, requests: Sequence[GenerateRequest], *, shard: str, ended: Hears = nobody) -> list[Completion]:
         """Sample one completion per request, see `sample_all`; each place samples for this call alone."""
-        return self._thread.run(sample_all(self.sampler, requests, shard=shard, ended=ended))
+        return self.run(sample_all(self.sampler, requests, shard=shard, ended=ended))
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
-        return self._thread.run(self.sampler.score(runs, shard=shard))
+        return self.run(self.sampler.score(runs, shard=shard))
 
     def counts(self) -> dict[str, int]:
-        return self._thread.run(self.sampler.counts())
+        return self.run(self.sampler.counts())
 
     def update_weights(self, update: WeightUpdate) -> None:
-        self._thread.run(self.sampler.take_weights(update))
+        self.run(self.sampler.take_weights(update))
 
     def sleep(self, level: int) -> bool:
-        return self._thread.run(self.sampler.sleep(level))
+        return self.run(self.sampler.sleep(level))
 
     def wake(self, part: str) -> None:
-        self._thread.run(self.sampler.wake(part))
+        self.run(self.sampler.wake(part))
 
     def close(self) -> None:
         self.sampler.close()

@@ -172,7 +172,7 @@ def test_an_episode_is_the_same_whenever_it_is_played(opened):
     own = opened("rollout.temperature=1.0")
     (prompt,) = own.source.at(0, 1)
     asked = [replace(own.rollouts.episodes.request(f"again-{at}", f"{at}", prompt), kept=False) for at in range(3)]
-    play = lambda these: own._loop.run(own.rollouts.player.play(these))  # noqa: E731
+    play = lambda these: own.engine.run(own.rollouts.player.play(these))  # noqa: E731
     first, second = play(asked), play(asked[::-1])[::-1]
     assert [[one.ids for one in each.sequences] for each in first] == [
         [one.ids for one in each.sequences] for each in second
