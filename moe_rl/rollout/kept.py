@@ -28,7 +28,7 @@ from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, InsertedText, Sequence
 
 # The sampler appends the part after the round, turn or number: the server of a fleet, or the pipeline stage of an
-# engine. `again` may also follow the server, as in runs of moe_rl 0.4. An episode's session is named like the shards of
+# engine. In older runs `again` follows the server. An episode's session is named like the shards of
 # its turns, without the turn number.
 _SHARD = re.compile(
     r"step(\d{6,})(?:-round\d+|-p\d+-c\d+(?:-\d+)?)?(?:-again\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?"

@@ -152,7 +152,7 @@ class Rollouts:
             verifiers = stack.enter_context(VerifierPool.of(config.task))
         sampler = stack.enter_context(closing(start_sampler(config, facts, run_dir)))
         if config.task.environment is not None:
-            assert environment is not None
+            assert environment is not None  # given by whoever starts a run with one
             player = environment(config, facts, sampler, run_dir)
         return cls(config, facts, task, sampler, verifiers, run_dir, store, player)
 

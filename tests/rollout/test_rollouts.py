@@ -268,8 +268,9 @@ def test_shards_are_told_apart_by_their_step():
         1234567
     ] * 3
     by_server = [f"{shard_name(7, 1)}-server{server}{again}" for server in (0, 12) for again in ("", "-again1")]
+    by_server += [f"{shard_name(7, number)}-again1-server0" for number in (0, 1)]
     by_stage = [f"{shard_name(7)}.pp1of2", f"{shard_name(7)}-server0.pp1of2"]
-    assert [shard_step(name) for name in by_server + by_stage] == [7] * 6
+    assert [shard_step(name) for name in by_server + by_stage] == [7] * 8
     assert [shard_step(name) for name in ("eval-greedy-step000007", "step7", "step000007-r2", "canary")] == [None] * 4
     assert shard_step("step000007-server") is None
 

@@ -1,0 +1,87 @@
+"""Tests in which order the pool answers, with stand-ins for rank 0, the sampler and the verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import defaultdict
+from types import SimpleNamespace
+
+from moe_rl.errors import RewardError
+from moe_rl.rollout import pool_wire as wire
+from moe_rl.rollout.pool import _Pool
+from moe_rl.vllm.wire import Close
+
+
+class Line:
+    """Stands in for the socket to rank 0."""
+
+    def __init__(self):
+        self.calls, self.said = queue.Queue(), []
+        self.receive, self.send, self.answer = self.calls.get, self.said.append, self.said.append
+
+    def beat(self):
+        pass
+
+
+class Rollouts:
+    """Samples and judges each step when the test allows it."""
+
+    def __init__(self):
+        self.sampled, self.judged = defaultdict(asyncio.Event), defaultdict(asyncio.Event)
+        self.sampler, self.player, self.retained = SimpleNamespace(), None, []
+        store = SimpleNamespace(shards=list)
+        self.kept, self.ledger = SimpleNamespace(store=store, retain=self.retained.append), None
+
+    async def open(self):
+        pass
+
+    async def close(self):
+        pass
+
+    async def sample(self, step, clock):
+        await self.sampled[step].wait()
+        return SimpleNamespace(step=step)
+
+    async def keep(self, unjudged, clock):
+        await self.judged[unjudged.step].wait()
+        if unjudged.step == 3:
+            raise RewardError("planted")
+
+    async def evaluate(self, step):
+        return {"eval/pass_rate": 0.5}
+
+
+def test_a_step_is_judged_while_the_next_is_sampled_and_files_are_deleted_at_once(tmp_path):
+    async def main():
+        line, rollouts = Line(), Rollouts()
+        serving = asyncio.create_task(_Pool(line, rollouts, tmp_path).serve())
+
+        async def said(*expected):
+            async with asyncio.timeout(20):
+                while len(line.said) < len(expected):
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            shown = [(type(one).__name__, getattr(one, "step", getattr(one, "kind", None))) for one in line.said]
+            assert shown == [*expected]
+            line.said.clear()
+
+        for call in (wire.TakeBatch(1), wire.TakeBatch(2), wire.EvaluatePolicy(0), wire.RetainSteps({1})):
+            line.calls.put(call)
+        await said(("StepsRetained", None))
+        assert rollouts.retained == [{1}]
+        rollouts.sampled[1].set()
+        await said(("BatchSampled", 1))
+        rollouts.judged[2].set()
+        rollouts.sampled[2].set()
+        await said(("BatchSampled", 2), ("PolicyEvaluated", None))
+        rollouts.judged[1].set()
+        await said(("BatchTaken", 1), ("BatchTaken", 2))
+        for event in (rollouts.sampled[3], rollouts.judged[3]):
+            event.set()
+        line.calls.put(wire.TakeBatch(3))
+        await said(("BatchSampled", 3), ("PoolFailed", "RewardError"))
+        line.calls.put(Close())
+        await serving
+
+    asyncio.run(main())
