@@ -1,16 +1,40 @@
-"""Builds the requests for a run's episodes, for steps and evaluations: their names and sampling parameters."""
+"""Builds the requests for a run's episodes, for steps and evaluations: their names and sampling parameters. Says also
+what any evaluation samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from moe_rl.config.prompt_sources import HeldoutSourceConfig
+from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.schema import Config
 from moe_rl.rollout.kept import episode_name
 from moe_rl.rollout.trajectories import EpisodeRequest
 from moe_rl.types import Prompt
 
 Heldout = Sequence[tuple[HeldoutSourceConfig, Prompt]]
+
+
+class Draw(NamedTuple):
+    """Says how a held-out prompt is sampled once. place: the index of the prompt. sample: its number, from 0."""
+
+    place: int
+    sample: int
+    temperature: float
+    top_p: float
+
+
+def draws_of(heldout: Heldout, rollout: RolloutConfig) -> tuple[list[Draw], list[Draw]]:
+    """Return what an evaluation samples, and what it takes greedily, as each source says."""
+    sampled, greedy = list[Draw](), list[Draw]()
+    for place, (source, _) in enumerate(heldout):
+        temperature = rollout.temperature if source.temperature is None else source.temperature
+        top_p = rollout.top_p if source.top_p is None else source.top_p
+        sampled += [Draw(place, sample, temperature, top_p) for sample in range(source.samples if temperature else 0)]
+        if source.greedy or not temperature:
+            greedy.append(Draw(place, 0, 0.0, 1.0))
+    return sampled, greedy
 
 
 class Episodes:
@@ -45,23 +69,8 @@ class Episodes:
         rollout = self.config.rollout
         return EpisodeRequest(name, seed, prompt, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
 
-    def evaluation(self, heldout: Heldout) -> list[tuple[list[int], list[EpisodeRequest]]]:
-        """Return an evaluation's requests for sampled and for greedy episodes, with the indices of their prompts.
-        Prompts and seeds are the same at every call. None of the episodes are kept."""
-        rollout = self.config.rollout
-        sampled: tuple[list[int], list[EpisodeRequest]] = [], []
-        greedy: tuple[list[int], list[EpisodeRequest]] = [], []
-        for place, (source, prompt) in enumerate(heldout):
-            temperature = rollout.temperature if source.temperature is None else source.temperature
-            top_p = rollout.top_p if source.top_p is None else source.top_p
-            for sample in range(source.samples if temperature else 0):
-                name = f"eval-sampled-p{place}-c{sample}"
-                sampled[0].append(place)
-                sampled[1].append(
-                    EpisodeRequest(name, name, prompt, temperature, top_p, rollout.top_k, rollout.min_p, kept=False)
-                )
-            if source.greedy or not temperature:
-                name = f"eval-greedy-p{place}"
-                greedy[0].append(place)
-                greedy[1].append(EpisodeRequest(name, name, prompt, 0.0, kept=False))
-        return [sampled, greedy]
+    def evaluation(self, kind: str, draw: Draw, prompt: Prompt) -> EpisodeRequest:
+        """Return the request for an episode of an evaluation, which is not kept."""
+        name = f"eval-{kind}-p{draw.place}" + (f"-c{draw.sample}" if draw.temperature else "")
+        bounds = (self.config.rollout.top_k, self.config.rollout.min_p) if draw.temperature else (0, 0.0)
+        return EpisodeRequest(name, name, prompt, draw.temperature, draw.top_p, *bounds, kept=False)

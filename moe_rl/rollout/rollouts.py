@@ -23,7 +23,7 @@ from moe_rl.errors import MoeRLError
 from moe_rl.models.hf import ModelFacts
 from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of, discarded, recorded
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.rollout.episodes import Episodes
+from moe_rl.rollout.episodes import Draw, Episodes, draws_of
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name, shards_of
 from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
@@ -37,13 +37,8 @@ from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
 from moe_rl.vllm.wire import EngineSettings
 
-Asked = tuple[int, GenerateRequest]
-"""A request of an evaluation, with the index of its held-out prompt."""
-
 Environment = Callable[[Config, ModelFacts, Sampler, Path], EpisodePlayer]
 """Makes the player of a run's episodes. The gateway has it, as this room may not import that one."""
-
-EVALUATED = ("eval-sampled", "eval-greedy")
 
 
 def start_sampler(config: Config, facts: ModelFacts, run_dir: Path) -> Sampler:
@@ -289,54 +284,33 @@ class Rollouts:
     async def evaluate(self, step: int) -> dict[str, float]:
         """Return pass rates on held-out prompts, as each source requests them. Prompts and seeds are the same at every
         call. Groups may be sampled meanwhile in mode async."""
-        answers: list[tuple[Seq[int], Seq[Verdict]]] = []
-        if self.episodes is not None:
-            assert self.player is not None
-            for places, episodes in self.episodes.evaluation(self.heldout):
-                answers.append((places, [one.verdict for one in await self.player.play(episodes)]))
-            return self.rates(answers)
-        for name, asked in zip(EVALUATED, self.evaluation(), strict=True):
-            places, requests = [place for place, _ in asked], [one for _, one in asked]
-            prompts = [self.heldout[place][1] for place in places]
-            _, judging = await self._answered(prompts, requests, f"{name}-step{step:06d}")
-            with judging:
-                answers.append((places, await judging.awaited()))
-        return self.rates(answers)
-
-    def evaluation(self) -> list[list[Asked]]:
-        """Return an evaluation's requests for sampled and for greedy completions. No step trains on them, so their
-        routes are not recorded."""
-        rollout = self.config.rollout
-        sampled: list[Asked] = []
-        greedy: list[Asked] = []
-        for p, (source, prompt) in enumerate(self.heldout):
-            temperature = rollout.temperature if source.temperature is None else source.temperature
-            if temperature:
-                top_p = rollout.top_p if source.top_p is None else source.top_p
-                for c in range(source.samples):
-                    key = f"eval/sampled/p{p}" + (f"/c{c}" if c else "")
-                    sampled.append((p, replace(self.request(key, prompt.token_ids, temperature), top_p=top_p)))
-            if source.greedy or not temperature:
-                greedy.append((p, self.request(f"eval/greedy/p{p}", prompt.token_ids, 0.0)))
-        return [[(p, replace(request, record=False)) for p, request in asked] for asked in (sampled, greedy)]
-
-    def rates(self, answers: Seq[tuple[Seq[int], Seq[Verdict]]]) -> dict[str, float]:
-        """Return the metrics of an evaluation.
-
-        Args:
-            answers: for sampled and for greedy completions, the indices of their held-out prompts, and their verdicts.
-        """
         passed: list[list[list[bool | None]]] = []
-        for places, verdicts in answers:
+        for kind, draws in zip(("sampled", "greedy"), draws_of(self.heldout, self.config.rollout), strict=True):
+            prompts = [self.heldout[draw.place][1] for draw in draws]
+            if self.episodes is not None:
+                assert self.player is not None
+                asked = [self.episodes.evaluation(kind, *one) for one in zip(draws, prompts, strict=True)]
+                verdicts = [one.verdict for one in await self.player.play(asked)]
+            else:
+                requests = [self._held_out(kind, *one) for one in zip(draws, prompts, strict=True)]
+                _, judging = await self._answered(prompts, requests, f"eval-{kind}-step{step:06d}")
+                with judging:
+                    verdicts = await judging.awaited()
             passed.append([[] for _ in self.heldout])
-            for place, verdict in zip(places, verdicts, strict=True):
-                passed[-1][place].append(self.batches.passes(verdict))
+            for draw, verdict in zip(draws, verdicts, strict=True):
+                passed[-1][draw.place].append(self.batches.passes(verdict))
         return eval_metrics(
             [
                 PromptResult(source, prompt.level, samples or at_zero, at_zero)
                 for (source, prompt), samples, at_zero in zip(self.heldout, *passed, strict=True)
             ]
         )
+
+    def _held_out(self, kind: str, draw: Draw, prompt: Prompt) -> GenerateRequest:
+        """Return a request of an evaluation. No step trains on its completion, so its routes are not recorded."""
+        key = f"eval/{kind}/p{draw.place}" + (f"/c{draw.sample}" if draw.sample else "")
+        request = self.request(key, prompt.token_ids, draw.temperature)
+        return replace(request, top_p=draw.top_p, record=False)
 
     def request(self, key: str, prompt_token_ids: tuple[int, ...], temperature: float) -> GenerateRequest:
         """Return a request of the run, see `generate_request`."""
