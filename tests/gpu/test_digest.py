@@ -13,6 +13,7 @@ def test_a_gpu_computes_the_sum_of_the_host():
 
 def test_a_gpu_is_waited_for_once_for_all_digests():
     tensors = {name: tensor.cuda() for name, tensor in some_tensors().items()}
+    tensor_digest("salts", torch.zeros(4).cuda())  # copies them to the device, once
     digests = TensorDigests()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,7 +37,7 @@ class FakeCapture:
 
     def __init__(self, model, *, max_tokens, top_k, device):
         self.modules = {}
-        self.buffer = torch.full((max_tokens, len(LAYERS), top_k), -1, dtype=torch.int32)
+        self.buffer = torch.full((max_tokens, len(LAYERS), top_k), -1, dtype=torch.int32, device=device)
 
     def clear(self, tokens: int) -> None:
         self.buffer[:tokens].fill_(-1)
@@ -59,14 +60,23 @@ class LateEvent:
 class Engine:
     """Stands for vLLM's worker and runner as the recorder sees them. Routes depend on token, position and pass."""
 
-    def __init__(self, root, monkeypatch, *, blocks: int = 16, speculates: bool = False):
-        self.tables = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=torch.zeros(64, dtype=torch.int64)))
+    def __init__(
+        self,
+        root,
+        monkeypatch,
+        *,
+        blocks: int = 16,
+        speculates: bool = False,
+        device: str | torch.device = "cpu",
+    ):
+        zeros = partial(torch.zeros, 64, device=device)
+        self.tables = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=zeros(dtype=torch.int64)))
         self.runner = SimpleNamespace(
             max_num_tokens=64,
             kv_cache_config=None,
             get_model=lambda: None,
-            input_ids=SimpleNamespace(gpu=torch.zeros(64, dtype=torch.int32)),
-            positions=torch.zeros(64, dtype=torch.int64),
+            input_ids=SimpleNamespace(gpu=zeros(dtype=torch.int32)),
+            positions=zeros(dtype=torch.int64),
             input_batch=SimpleNamespace(block_table=[self.tables], req_ids=[]),
         )
         model = SimpleNamespace(
@@ -75,7 +85,7 @@ class Engine:
             get_total_num_hidden_layers=lambda: 5,
         )
         config = SimpleNamespace(speculative_config=object() if speculates else None)
-        worker = SimpleNamespace(model_runner=self.runner, device="cpu", model_config=model, vllm_config=config)
+        worker = SimpleNamespace(model_runner=self.runner, device=device, model_config=model, vllm_config=config)
         monkeypatch.setattr(module, "Capture", FakeCapture)
         monkeypatch.setattr(module, "_pipeline", lambda layers: (0, 1, layers))
         monkeypatch.setattr(module, "_attention_group", lambda config: (0, blocks, BLOCK))
@@ -128,10 +138,10 @@ class Engine:
             routes[-1, :, 0] = spoil
         for column, layer in enumerate(LAYERS):
             if layer != silent and count:
-                self.recorder._capture.buffer[:count, column] = routes[:, column]
-        self.runner.input_ids.gpu[:count] = torch.tensor(forwarded, dtype=torch.int32)
-        self.runner.positions[:count] = torch.tensor(positions)
-        self.tables.slot_mapping.gpu[:count] = torch.tensor(slots)
+                self.recorder._capture.buffer[:count, column].copy_(routes[:, column])
+        self.runner.input_ids.gpu[:count].copy_(torch.tensor(forwarded, dtype=torch.int32))
+        self.runner.positions[:count].copy_(torch.tensor(positions))
+        self.tables.slot_mapping.gpu[:count].copy_(torch.tensor(slots))
         if "after" in hooks:
             self.recorder.after_forward(scheduled)
         self.passes += 1

@@ -147,17 +147,8 @@ def stored(sequences, routes, spec, folder, plan, vocabulary):
     return ready
 
 
-def one(name, plan, checkpoint, out):
-    """(metrics, or the error with the number of passes that had begun; in how many chunks planned layers overlapped in
-    each pass).
-
-    plan: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose first two
-    tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt, but for its
-    last token, older weights routed], "unsupported": [sequences whose last token is not in its own support],
-    "uncounted": [sequences whose last token has no support], "heads": so many other tokens that the sampler found
-    likeliest at each token, "first": only so many sequences, "reward": the same for
-    all, "ahead": score every sequence for the old policy in a pass of its own}.
-    """
+def made(name, plan, checkpoint, out):
+    """(TrainStep, its batch, the group of each sequence). For `plan` see `one`."""
     facts = read_model(checkpoint)
     spec = TraceSpec.of(facts)
     overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]
@@ -175,18 +166,32 @@ def one(name, plan, checkpoint, out):
     build = (facts, config.train, config.parallel, checkpoint)
     policy = Policy(*build, temperature=1.0)
     reference = ReferencePolicy(*build, temperature=1.0) if config.objective.kl_coef else None
-    step = TrainStep(config, policy, reference, TraceStore(folder), spec)
     groups = [number // 2 for number in range(len(ready))]
     ready = [one.judged(group) for one, group in zip(ready, groups, strict=True)]
-    open_session, passes = policy.session, []
-    policy.session = lambda *given, **options: passes.append(options) or open_session(*given, **options)
+    return TrainStep(config, policy, reference, TraceStore(folder), spec), ready, groups
+
+
+def one(name, plan, checkpoint, out):
+    """(metrics, or the error with the number of passes that had begun; in how many chunks planned layers overlapped in
+    each pass).
+
+    plan: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose first two
+    tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt, but for its
+    last token, older weights routed], "unsupported": [sequences whose last token is not in its own support],
+    "uncounted": [sequences whose last token has no support], "heads": so many other tokens that the sampler found
+    likeliest at each token, "first": only so many sequences, "reward": the same for
+    all, "ahead": score every sequence for the old policy in a pass of its own}.
+    """
+    step, ready, groups = made(name, plan, checkpoint, out)
+    open_session, passes = step.policy.session, []
+    step.policy.session = lambda *given, **options: passes.append(options) or open_session(*given, **options)
     ahead = patch.object(ObjectiveConfig, "needs_old_first", True) if plan.get("ahead") else nullcontext()
     try:
         with ahead:
             seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
     except MoeRLError as error:
         seen = f"{type(error).__name__}: {error} [{len(passes)} passes]"
-    policy.release()
+    step.policy.release()
     return seen, [chunks(options["plans"]) for options in passes]
 
 
