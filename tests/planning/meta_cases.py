@@ -67,9 +67,10 @@ def real_cases() -> list[Case]:
     """Return the shipped configs at their real size, for the last rank, whose stage also has the output matrix."""
     found = []
     for file in sorted((ROOT / "configs/models").glob("*.json")):
-        config = load_config(ROOT / f"configs/{file.stem}.yaml")
-        gpus = config.cluster.gpus
-        found.append(Case(file.stem, read_published(file), config.parallel, config.train, gpus, (gpus - 1,)))
+        for name in (file.stem, f"{file.stem}_141gb"):
+            config = load_config(ROOT / f"configs/{name}.yaml")
+            gpus = config.cluster.gpus
+            found.append(Case(name, read_published(file), config.parallel, config.train, gpus, (gpus - 1,)))
     return found
 
 

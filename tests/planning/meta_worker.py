@@ -36,7 +36,7 @@ class Meta(TorchFunctionMode):
 
 def built(facts, parallel: ParallelConfig, train: TrainConfig, world_size: int, rank: int) -> dict:
     """Return the elements of each buffer of the rank (with padding), of its parameters, and of what the optimizer
-    updates.
+    updates; and the sizes of its groups under the names of `Layout`.
     """
     from megatron.core import parallel_state
 
@@ -48,6 +48,16 @@ def built(facts, parallel: ParallelConfig, train: TrainConfig, world_size: int, 
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     result = {
+        "groups": {
+            "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+            "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+            "context": parallel_state.get_context_parallel_world_size(),
+            "data": parallel_state.get_data_parallel_world_size(),
+            "expert": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
+            "expert_data": parallel_state.get_expert_data_parallel_world_size(),
+        },
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "parameters": sum(
             buffer.param_data.nbytes if buffer.param_data is not None else sum(p.nbytes for p in buffer.params)

@@ -1,9 +1,10 @@
-"""Compares the planned parameter, gradient and optimizer bytes with megatron's, rank by rank, exactly."""
+"""Compares planned groups, and bytes of parameters, gradients and optimizer, with megatron's, rank by rank, exactly."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -39,6 +40,7 @@ def test_bytes_are_megatrons(built, case):
     stage_ranks = case.world_size // layout.pipeline
     for rank in case.ranks:
         theirs = built[case.name, rank]
+        assert theirs["groups"].items() <= asdict(layout).items()
         runs = chunk_layers(case.facts, case.parallel)[rank // stage_ranks]
         buffers = [buffer for run in runs for buffer in chunk_buffers(case.facts, layout, run)]
         assert sum(buffer.elements for buffer in buffers) == theirs["elements"]
