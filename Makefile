@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-seeds test-part test-all nightly chaos mutants lint docs docs-test generated clean
+.PHONY: help venv lock demo test test-seeds test-part test-all nightly chaos mutants lint docs docs-test generated gpu-kit clean
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -75,6 +75,9 @@ generated: $(READY) ## write the pages of docs/generated/ anew
 	@for page in $(PAGES); do \
 	    $(VENV)/bin/python -m "$${page#*=}" > build/page.md; mv build/page.md "docs/generated/$${page%=*}.md"; \
 	done
+
+gpu-kit: $(READY) ## pack what a machine with a GPU and without network lacks, and print the commands; PATIENT=1: also vLLM
+	@$(VENV)/bin/python -m tools.dev.gpu_kit $(if $(PATIENT),--patient)
 
 lock: $(READY) ## resolve requirements/gpu.txt anew from setup.py
 	@$(VENV)/bin/python tools/dev/lock_gpu.py

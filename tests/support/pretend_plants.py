@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -12,31 +11,40 @@ import pytest
 import torch
 
 from moe_rl.errors import MoeRLError
+from moe_rl.trace.source_sum import rows_of, total
 from moe_rl.vllm import capture, recorder
+from moe_rl.vllm.capture import RowSums
 from tests.support import pretend_cuda
 from tests.support.pretend_cuda import CUDA, Device, Stream
-from tests.vllm.test_recorder import Engine
+from tests.vllm.test_recorder import EXPERTS, LAYERS, Engine
 
 TOKENS = [11, 12, 13, 14, 15]
 
 
-def recorded(device: Device, folder: Path, around: AbstractContextManager | None = None) -> str:
-    """Record a request on the device. Returns what was noticed; "" if its record is right.
+def recorded(device: Device, folder: Path, *, sums_in_pool: bool = False, wakes: bool = True) -> str:
+    """Record a request on the device, let the engine sleep at level 2 and wake, and record another. Returns what was
+    noticed; "" if both records are right.
 
-    around: entered while the recorder is made.
+    vLLM attaches the recorder while it loads the weights, inside their pool, whose content that sleep throws away.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(capture, "_SIDE_STREAMS", {})
-        with around or nullcontext():
+        with pretend_cuda.pool("weights"):
             engine = Engine(folder, patched, device=CUDA)
+            if sums_in_pool:
+                sums = RowSums(LAYERS, EXPERTS, CUDA)
+                patched.setattr(recorder, "RowSums", lambda *_: sums)
         try:
-            for pool in list(device.blocks):  # the engine sleeps and wakes
-                pretend_cuda.unmap(pool)
-                if pool != "unmapped":
-                    pretend_cuda.mapped(pool)
-            engine.step(new=[("a", "a", [1, 2], 0, TOKENS)])
-            engine.step(new=[("b", None, [3], 0, [1])], finished=["a"])
-            engine.check("a", TOKENS, engine.routes(TOKENS, range(len(TOKENS)), 0))
+            for step, key in ((0, "before"), (2, "after")):
+                engine.recorder.sinks.open("shard", key)
+                engine.step(new=[(key, key, [1, 2], 0, TOKENS)])
+                engine.step(new=[(f"next to {key}", None, [3], 0, [1])], finished=[key])
+                (ref,) = engine.recorder.publish("shard", {key: TOKENS}).result().values()
+                rows = engine.routes(TOKENS, range(len(TOKENS)), step)
+                assert ref.source_sum == total(key, rows_of(rows, LAYERS, TOKENS, versions=[0] * len(TOKENS)))
+                pretend_cuda.unmap("weights")
+                if wakes:
+                    pretend_cuda.mapped("weights")
         except (MoeRLError, pretend_cuda.PretendFault, AssertionError) as noticed:
             return f"{type(noticed).__name__}: {noticed}"
     return "; ".join(device.faults)
@@ -60,11 +68,6 @@ def _side_stream_hurries(device: Device, folder: Path) -> str:
         return recorded(device, folder)
 
 
-def _in_pool(name: str, device: Device, folder: Path) -> str:
-    """The recorder's tensors lie in the pool of the weights, which a sleep at level 2 empties."""
-    return recorded(device, folder, pretend_cuda.pool(name))
-
-
 def _changed_too_soon(device: Device, folder: Path) -> str:
     """A pinned buffer is filled anew before its copy to the device has ended."""
     buffer = torch.zeros(4, pin_memory=True)
@@ -84,8 +87,8 @@ PLANTS: dict[str, Callable[[Device, Path], str]] = {
     "a host buffer read before its event": _no_event,
     "no record_stream for another stream": _nothing_recorded_for,
     "no wait for the main stream": _side_stream_hurries,
-    "tensors in a pool that is emptied": partial(_in_pool, "weights"),
-    "tensors in a pool that is unmapped": partial(_in_pool, "unmapped"),
+    "tensors in a pool that is emptied": partial(recorded, sums_in_pool=True),
+    "tensors in a pool that is unmapped": partial(recorded, wakes=False),
     "a pinned buffer changed before its copy": _changed_too_soon,
     "a copied index in host memory": _index_on_host,
 }

@@ -28,12 +28,8 @@ EVERY_ROUND = 20_000  # bytes of a round of the weight stream: several rounds of
 def main() -> int:
     warnings.filterwarnings("ignore")
     folder, checkpoint, overrides = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    torch.__future__.set_swap_module_params_on_conversion(True)  # a module that moves gets new parameters
     with pretend_cuda.installed() as device:
-        import megatron.core.utils
-
-        # Megatron gives an empty tensor other data of another shape; only the gradient's node is at stake.
-        megatron.core.utils._kernel_make_viewless_tensor = lambda tensor, grad: tensor.detach().requires_grad_(grad)
+        pretend_cuda.fit_megatron()
         import torch.distributed as dist
 
         from moe_rl.megatron import world

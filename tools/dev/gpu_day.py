@@ -1,11 +1,12 @@
-"""Runs everything that waits for a GPU, in 20 minutes on one:
+"""Runs everything that waits for a GPU, in 8 minutes on one, and in 7 more what needs vLLM:
 
-    tools/dev/gpu_day.sh [PART ...] [--out FOLDER] [--with FILE ...] [--page docs/generated/gpu.md] [--dry]
+    tools/dev/gpu_day.sh [PART ...] [--out FOLDER] [--with FILE ...] [--page FILE] [--json FILE] [--dry]
 
-Every part is a command with a time limit of its own. One that fails, or that lacks a package, stops no other: its log
-stays in FOLDER, and FOLDER/gpu_day.json says why. The parts can be run a few at a time: `--with` takes the parts of
-earlier files too. Nothing is downloaded. --dry runs the same commands at small sizes, also without a GPU.
-Exit status: 0 if every part ran, 1 if one did not, 2 with one message where nothing was begun.
+Every part is a command with a time limit of its own. One that fails stops no other: its log stays in FOLDER, and
+FOLDER/gpu_day.json says why. `--with` takes the parts of earlier files too; without a PART, only parts that are not
+done in these files are run. Parts that need vLLM are left out where it is not installed. Nothing is downloaded:
+`make gpu-kit` packs what a machine without network lacks. --dry runs the same commands at small sizes, also without a
+GPU. Exit status: 0 if no part failed, 1 if one did, 2 with one message where nothing was begun.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,13 +28,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from moe_rl.disk import write_json
 from moe_rl.doctor.machine import PARTS as REQUIREMENTS
-from moe_rl.doctor.machine import VLLM, found_version, look
+from moe_rl.doctor.machine import VLLM, Machine, found_version, look
 from tools.dev.runs import ROOT, python_path
 
 # Seconds that a command has to end its own processes.
 _GRACE = 10.0
+
+# The last line of a traceback, behind what torchrun says of the rank; and errors that only report another process.
+_RANK, _ERROR = re.compile(r"^\[rank\d+\]: "), re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Fault|Exit|Refused)(: |$)")
+_CONSEQUENCES = ("subprocess.CalledProcessError", "torch.distributed.elastic", "ChildFailedError")
 
 fill = partial(textwrap.fill, width=120, break_on_hyphens=False, break_long_words=False)
 
@@ -64,31 +72,35 @@ class Part:
 
 
 PARTS = {
-    "tests": Part(
-        "the tests marked `gpu`", 240,
-        ("-m", "pytest", "-m", "gpu", "-q", "-rs"), small=("--collect-only",), writes=False,
+    "smoke": Part(
+        "one update in which no layer may wait, a copy under load, a CUDA graph, two passes on equal weights", 60,
+        ("benchmarks/gpu_smoke.py",),
     ),
     "proof": Part(
-        "`moe-rl prove`: replay is exact on one rank", 180, ("-m", "moe_rl", "prove", "--ranks", "1"),
+        "`moe-rl prove`: replay is exact on one rank", 100, ("-m", "moe_rl", "prove", "--ranks", "1"),
         small=("train.recompute=moe",),
     ),
+    "tests": Part(
+        "the tests marked `gpu`", 100,
+        ("-m", "pytest", "-m", "gpu", "-q", "-rs", "tests/gpu"), small=("--collect-only",), writes=False,
+    ),
     "step_overhead": Part(
-        "updates that route natively, replay, or replay by plans, on 4 layers of Qwen3-30B-A3B", 150,
+        "updates that route natively, replay, or replay by plans, on 4 layers of Qwen3-30B-A3B", 100,
         ("benchmarks/step_overhead.py",), (*_REAL_WIDTH, "--pairs", "10"), (*_SMALL, "--pairs", "1"),
     ),
     "overlap": Part(
-        "what chunks of rows cost, on the same layers", 150,
+        "what chunks of rows cost, on the same layers", 80,
         ("benchmarks/overlap.py",), (*_REAL_WIDTH, "--rounds", "10"), (*_SMALL, "--rounds", "1", "--chunks", "2"),
+    ),
+    "digest": Part(
+        "the device's digest of the weights, GB/s", 40,
+        ("benchmarks/weight_sync.py", "--ways"), ("--mib", "8000"), ("--mib", "8", "--rounds", "1"),
     ),
     "recording": Part(
         "throughput with recording : without, compiled, with CUDA graphs", 210,
         ("benchmarks/recording.py", "--graphs"), ("--prompts", "16", "--samples", "16", "--tokens", "256"),
         ("--model", "tiny", "--pairs", "1", "--prompts", "2", "--samples", "2", "--tokens", "8"),
         needs_vllm=True,
-    ),
-    "digest": Part(
-        "the device's digest of the weights, GB/s", 60,
-        ("benchmarks/weight_sync.py", "--ways"), ("--mib", "8000"), ("--mib", "8", "--rounds", "1"),
     ),
     "cuda_ipc": Part(
         "weights from the trainer to an engine on the same GPU, GB/s", 120,
@@ -100,7 +112,7 @@ PARTS = {
         ("benchmarks/sleeping.py",), (), ("--mib", "8", "--kv-cache-mib", "16"), needs_vllm=True,
     ),
 }  # fmt: skip
-"""In the order in which they run. Their limits are 20 minutes together."""
+"""In the order in which they run, what matters most first. Without vLLM their limits are 8 minutes together."""
 
 
 @dataclass(slots=True)
@@ -126,7 +138,9 @@ class Outcome:
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts, and write the file and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them if none is named")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all that are not done if none is named"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("build/gpu_day"), metavar="FOLDER", help="for the logs and files"
     )
@@ -134,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--with", type=Path, nargs="+", default=[], dest="earlier", metavar="FILE", help="earlier results"
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write which parts are done, failed and left out")
     parser.add_argument("--dry", action="store_true", help="small sizes, also without a GPU")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
@@ -141,25 +156,33 @@ def main(arguments: list[str] | None = None) -> int:
     machine = look(REQUIREMENTS)
     if not machine.gpus and not options.dry:
         parser.error("there is no GPU that nvidia-smi knows; --dry runs small sizes without one")
+    found: dict[str, Any] = {"versions": labelled(machine), "parts": {}}
     outcomes = {name: one for file in options.earlier for name, one in json.loads(file.read_text())["parts"].items()}
     options.out.mkdir(parents=True, exist_ok=True)
     device = machine.gpus[0].name if machine.gpus else "CPU"
-    ran = True
-    for name in options.parts or PARTS:
+    done = {name for name, one in outcomes.items() if not one["failed"] and one["dry"] == options.dry}
+    chosen = options.parts or [name for name in PARTS if name not in done]
+    if left_out := {name for name in chosen if PARTS[name].needs_vllm and not found_version(VLLM)}:
+        print(f"left out, because vLLM is not installed: {', '.join(sorted(left_out))}", flush=True)
+    for name in (one for one in chosen if one not in left_out):
         print(f"{name}: {PARTS[name].what}, at most {PARTS[name].seconds:g} s", flush=True)
         outcome = run(name, PARTS[name], options.out, device, dry=options.dry)
         print(f"  {outcome.failed or 'done'}, {outcome.seconds:.0f} s", flush=True)
-        ran = ran and not outcome.failed
         outcomes[name] = asdict(outcome)
         found = {
             "when": datetime.now(UTC).isoformat(timespec="minutes"),
-            "versions": {one: version or "missing" for one, version in machine.found.items()},
+            "versions": labelled(machine),
             "parts": {one: outcomes[one] for one in PARTS if one in outcomes},
         }
         write_json(options.out / "gpu_day.json", found)  # after every part, for the case that this process is ended
     if options.page:
         options.page.write_text(page(found))
-    return 0 if ran else 1
+    failed = sorted(name for name, one in outcomes.items() if one["failed"])
+    if options.json:
+        done = sorted(outcomes.keys() - set(failed))
+        write_json(options.json, {"parts_done": len(done), "parts_failed": len(failed), "done": done, "failed": failed,
+                                  "left_out": sorted(left_out), **found})  # fmt: skip
+    return 1 if failed else 0
 
 
 def run(name: str, part: Part, out: Path, device: str, *, dry: bool) -> Outcome:
@@ -168,9 +191,6 @@ def run(name: str, part: Part, out: Path, device: str, *, dry: bool) -> Outcome:
     file.unlink(missing_ok=True)
     arguments = [*part.command, *(part.small if dry else part.sizes)]
     outcome = Outcome(" ".join(["python", *arguments]), device, dry, log=log.name)
-    if part.needs_vllm and not found_version(VLLM):
-        outcome.failed = "vLLM is not installed"
-        return outcome
     begin = time.monotonic()
     status = ended(
         [sys.executable, *arguments, *(["--json", str(file)] if part.writes else [])], log, seconds=part.seconds
@@ -179,7 +199,7 @@ def run(name: str, part: Part, out: Path, device: str, *, dry: bool) -> Outcome:
     if status is None:
         outcome.failed = f"it had not ended after {part.seconds:g} s"
     elif status:
-        outcome.failed = f"exit status {status}: {_last_line(log)}"
+        outcome.failed = f"exit status {status}: {root_error(log)}"
     elif part.writes and not file.is_file():
         outcome.failed = "it wrote no result"
     elif part.writes:
@@ -187,6 +207,25 @@ def run(name: str, part: Part, out: Path, device: str, *, dry: bool) -> Outcome:
     else:
         outcome.result = _last_line(log)
     return outcome
+
+
+def labelled(machine: Machine) -> dict[str, str]:
+    """Return the version of each part, and whether it is one that we ask for: the first GPU may stand in a machine with
+    others, which are imported and not compared."""
+    wanted = {part.name: part.required for part in REQUIREMENTS}
+
+    def label(name: str, version: str) -> str:
+        meets = not wanted[name] or not version or version in SpecifierSet(wanted[name], prereleases=True)
+        return (version or "missing") + ("" if meets else f" (not {wanted[name]})")
+
+    return {name: label(name, version) for name, version in machine.found.items()}
+
+
+def root_error(log: Path) -> str:
+    """Return the error that a command's output begins with. Errors behind it tell that a rank or a child has ended."""
+    lines = [_RANK.sub("", line) for line in log.read_text(errors="replace").splitlines()]
+    errors = [line for line in lines if _ERROR.match(line) and not line.startswith(_CONSEQUENCES)]
+    return errors[0][:300] if errors else _last_line(log)
 
 
 def _last_line(log: Path) -> str:
@@ -229,14 +268,15 @@ def page(found: Mapping[str, Any]) -> str:
         "# On a GPU",
         "",
         fill(
-            f"{begin} `tools/dev/gpu_day.sh --page docs/generated/gpu.md` runs all that waits for a GPU, in 20 "
-            "minutes on one, and writes this page. It needs no network. Some parts at a time:"
+            f"{begin} `tools/dev/gpu_day.sh --page docs/generated/gpu.md` runs all that waits for a GPU, and writes "
+            "this page. It takes 8 minutes, and 7 more where vLLM is installed. `make gpu-kit` packs what a machine "
+            "without network lacks, and prints the commands. A second run does what failed in the first:"
         ),
         "",
         "<!-- needs: gpu -->",
         "```sh",
-        "tools/dev/gpu_day.sh tests proof step_overhead --out build/one",
-        "tools/dev/gpu_day.sh overlap recording --out build/two --with build/one/gpu_day.json",
+        "tools/dev/gpu_day.sh --out build/one",
+        "tools/dev/gpu_day.sh --out build/two --with build/one/gpu_day.json --page docs/generated/gpu.md",
         "```",
         "",
         fill(

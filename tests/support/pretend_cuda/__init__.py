@@ -27,8 +27,8 @@ from tests.support.pretend_cuda import order
 from tests.support.pretend_cuda.order import Device, Event, PretendFault, Stream
 from tests.support.pretend_cuda.tensor import CUDA, Pretend, PretendTensor, poison
 
-__all__ = ["CUDA", "Device", "Event", "Graph", "PretendFault", "PretendTensor", "Stream", "installed", "mapped", "pool",
-           "unmap"]  # fmt: skip
+__all__ = ["CUDA", "Device", "Event", "Graph", "PretendFault", "PretendTensor", "Stream", "fit_megatron", "installed",
+           "mapped", "pool", "unmap"]  # fmt: skip
 
 MEMORY = 80 << 30
 
@@ -45,6 +45,16 @@ def installed() -> Iterator[Device]:
             stack.enter_context(patch.multiple(target, **names))
         stack.enter_context(Pretend())
         yield device
+
+
+def fit_megatron() -> None:
+    """Change what Megatron and torch's modules do to tensors that these tensors cannot do. Call it inside
+    `installed`."""
+    import megatron.core.utils
+
+    torch.__future__.set_swap_module_params_on_conversion(True)  # a module that moves gets new parameters
+    # Megatron gives an empty tensor other data, of another shape, to cut it off from the tensor that it is a view of.
+    megatron.core.utils._kernel_make_viewless_tensor = lambda tensor, grad: tensor.detach().requires_grad_(grad)
 
 
 @contextmanager
@@ -135,7 +145,7 @@ def _stand_ins(device: Device) -> dict[Any, dict[str, Any]]:
         device.current.known.learn(device.nccl.known)  # of all NCCL's work, also of what was asked later
         return wait(work, *timeout)
 
-    def by_gloo(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def by_gloo(backend: str | None = None, *args: Any, device_id: object = None, **kwargs: Any) -> None:
         join("gloo", *args, **kwargs)
 
     def group_of(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
@@ -176,7 +186,7 @@ def _stand_ins(device: Device) -> dict[Any, dict[str, Any]]:
             **{f"{most}memory_{what}": lambda *_: 0 for most in ("", "max_") for what in ("allocated", "reserved")},
             "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: True,
             "current_device": lambda: 0, "mem_get_info": lambda *_: (MEMORY, MEMORY),
-            "Stream": Stream, "Event": Event, "current_stream": stream_of,
+            "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": lambda one: one, "current_stream": stream_of,
             "default_stream": lambda *_, **__: device.default,
             "stream": lambda one: contextlib.nullcontext() if one is None else one,
             "synchronize": synchronize, "set_sync_debug_mode": refuse_waits,

@@ -215,10 +215,10 @@ def _moved(packet, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
     if packet is aten.copy_:
         target, source = args[:2]
         non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-        to, fro = isinstance(target, PretendTensor), isinstance(source, PretendTensor)
-        if to == fro:
+        to_device, from_device = isinstance(target, PretendTensor), isinstance(source, PretendTensor)
+        if to_device == from_device:
             return None
-        if fro:
+        if from_device:
             _to_host(target, source, non_blocking=non_blocking)
         elif source.ndim or source.numel() > 1:
             _to_device(target, source, non_blocking=non_blocking)
