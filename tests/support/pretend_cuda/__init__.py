@@ -13,6 +13,7 @@ otherwise.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ def installed() -> Iterator[Device]:
     device.__init__()  # its streams look for it
     with ExitStack() as stack:
         stack.callback(order.install, None)
+        if "moe_rl.megatron.cpu" in sys.modules:  # it plays a device too: it sends "cuda" to the host
+            stack.enter_context(sys.modules["moe_rl.megatron.cpu"].without_mode())
         for target, names in _stand_ins(device).items():
             stack.enter_context(patch.multiple(target, **names))
         stack.enter_context(Pretend())

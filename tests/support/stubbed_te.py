@@ -1,0 +1,128 @@
+"""Builds models of TransformerEngine's layers where its compiled extension is not, and tries what needs only their
+names and shapes: `python -m tests.support.stubbed_te FOLDER`.
+
+The Python part of TransformerEngine must be importable. Nothing can be computed. For each family, weights are loaded
+from a checkpoint and exported again, experts are moved to other slots and back, and a sharded checkpoint is saved and
+loaded into a model with other weights. Prints one line of JSON: {family: what differs, or "" if nothing}.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import sys
+import types
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import torch
+
+
+def stub() -> None:
+    """Put objects that can be named, and not used, in place of the compiled extension."""
+
+    class Extension(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            setattr(self, name, MagicMock(name=name))
+            return getattr(self, name)
+
+    extension = Extension("transformer_engine_torch")
+    # These two are compared with their copies in Python.
+    kinds = "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
+    backends = "NVTE_No_Backend NVTE_F16_arbitrary_seqlen NVTE_FP8"
+    extension.DType = enum.IntEnum("DType", kinds, start=0)
+    extension.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", backends, start=0)
+    extension.get_cublasLt_version, extension.get_cudnn_version = (lambda: 130100), (lambda: 92000)
+    extension.get_num_cublas_streams = lambda: 4
+    sys.modules[extension.__name__] = extension
+    exports = "transformer_engine.pytorch.onnx_extensions"  # it needs packages that nothing here uses
+    sys.modules[exports] = Extension(exports)
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it does not look for its compiled core
+    import transformer_engine.common
+
+    transformer_engine.common.load_framework_extension = lambda *_: None
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.is_available = lambda: "/transformer_engine/" in sys._getframe(1).f_code.co_filename
+    import transformer_engine.pytorch  # noqa: F401 - megatron looks for it
+
+
+def differences(name: str, folder: Path) -> str:
+    """Return what differs for one family; "" if nothing."""
+    from megatron.core import dist_checkpointing
+
+    from moe_rl.megatron import expert_order, hf_map, model, world
+    from moe_rl.models.hf import read_model
+    from moe_rl.proof.cases import Case
+    from tests.support.families import write_checkpoint
+
+    case, facts = Case(1), read_model(write_checkpoint(name, folder / name, seed=1))
+    world.lay_out(case.parallel_config, seed=1)
+
+    def built(checkpoint: Path) -> torch.nn.Module:
+        config = model.transformer_config(facts, case.train_config, case.parallel_config)
+        config.use_cpu_initialization = True
+        (chunk,) = model.build_model(facts, config, checkpoint)
+        return model.unwrap(chunk)
+
+    def exported(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        pairs = hf_map.export([module], facts, torch.float32, dense=True, experts=True)
+        return {key: value.clone() for key, value in pairs}
+
+    ours = built(folder / name)
+    before = exported(ours)
+    layers = [layer.mlp for layer in ours.decoder.layers if layer.is_moe_layer]
+    kinds = {type(layer.experts).__name__ for layer in layers}
+    turned = np.arange(facts.num_experts)[::-1].copy()
+    for moe in layers:
+        expert_order.move(moe, turned, [])
+    moved = exported(ours)
+    for moe in layers:
+        expert_order.move(moe, np.arange(facts.num_experts), [])
+    write_checkpoint(name, folder / f"{name} other", seed=2)
+    other = built(folder / f"{name} other")
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
+    saved = folder / f"{name} sharded"
+    saved.mkdir()
+    dist_checkpointing.save(ours.sharded_state_dict(metadata=metadata), str(saved))
+    unlike = _differing(before, exported(other))
+    other.load_state_dict(
+        dist_checkpointing.load(other.sharded_state_dict(metadata=metadata), str(saved)), strict=False
+    )
+    found = {
+        "no TransformerEngine": [] if any(kind.startswith("TE") for kind in kinds) else sorted(kinds),
+        "moved experts": _differing(before, moved),
+        "experts moved back": _differing(before, exported(ours)),
+        "loaded again": _differing(before, exported(other)),
+        "nothing to load": [] if unlike else ["all weights are equal"],
+    }
+    return "; ".join(f"{what}: {names[:3]}" for what, names in found.items() if names)
+
+
+def _differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+    return sorted(key for key in one.keys() | other.keys() if key not in one or key not in other
+                  or not torch.equal(one[key], other[key]))  # fmt: skip
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore")
+    stub()
+    from moe_rl.megatron import world
+    from moe_rl.megatron.specs import HAVE_TE
+    from tests.support.families import MODELS
+
+    if not HAVE_TE:
+        sys.exit("Megatron does not find TransformerEngine")
+    world.join(timeout_seconds=60)
+    print(json.dumps({name: differences(name, Path(sys.argv[1])) for name in MODELS}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
