@@ -72,19 +72,21 @@ def differences(name: str, folder: Path) -> str:
         return model.unwrap(chunk)
 
     def exported(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        pairs = hf_map.export([module], facts, torch.float32, dense=True, experts=True)
+        pairs = hf_map.export([module], facts, dense=True, experts=True)
         return {key: value.clone() for key, value in pairs}
 
     ours = built(folder / name)
     before = exported(ours)
     layers = [layer.mlp for layer in ours.decoder.layers if layer.is_moe_layer]
     kinds = {type(layer.experts).__name__ for layer in layers}
+    moments = {one: {kind: torch.zeros_like(one) for kind in ("exp_avg", "exp_avg_sq")} for one in ours.parameters()}
+    optimizer = types.SimpleNamespace(optimizer=types.SimpleNamespace(state=moments))
     turned = np.arange(facts.num_experts)[::-1].copy()
     for moe in layers:
-        expert_order.move(moe, turned, [])
+        expert_order.move(moe, turned, [optimizer])
     moved = exported(ours)
     for moe in layers:
-        expert_order.move(moe, np.arange(facts.num_experts), [])
+        expert_order.move(moe, np.arange(facts.num_experts), [optimizer])
     write_checkpoint(name, folder / f"{name} other", seed=2)
     other = built(folder / f"{name} other")
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}

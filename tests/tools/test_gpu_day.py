@@ -15,7 +15,7 @@ WRITES = "import json, sys; json.dump({'GB/s': 2.5, 'all': [1]}, open(sys.argv[-
 STAND_INS = {
     "good": Part("what is good", 30, ("-c", WRITES)),
     "bad": Part("what raises", 30, ("-c", "raise ValueError('planted | cause')")),
-    "slow": Part("what hangs", 5.0, ("-c", "import time; print('begun', flush=True); time.sleep(60)")),
+    "slow": Part("what hangs", 1.0, ("-c", "import time; print('begun', flush=True); time.sleep(60)")),
     "silent": Part("what writes nothing", 30, ("-c", "pass")),
     "engine": Part("what needs vLLM", 30, ("-c", WRITES), needs_vllm=True),
     "last": Part("what prints", 30, ("-c", "print('12 passed')"), writes=False),
