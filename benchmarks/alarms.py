@@ -101,7 +101,8 @@ class _Count:
         """Judge a healthy pass of the zoo. One in 32 has the shape of a large model, which takes ten times as long."""
         turn, drawn_shape = divmod(seed, 2)
         small, large = [name for name in NAMED if name not in MODELS], [*MODELS]
-        name = large[turn // 16 % len(large)] if turn % 16 == 15 else small[turn % 16 % len(small)]
+        at = turn % (len(small) + 1)
+        name = small[at] if at < len(small) else large[turn // (len(small) + 1) % len(large)]
         if drawn_shape:
             self.add("drawn", healthy(drawn(seed), seed), seed, plant=plant)
         else:

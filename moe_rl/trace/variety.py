@@ -25,6 +25,8 @@ _CHANCE = 1e-6
 _SETS = 1000
 # This many layers do not all collapse at once.
 _LAYERS = 4
+# The equal routes of all tokens name at least this many ids: with fewer, biased routers do collapse.
+_IDS = 16
 _LOOK = "look at the recorder: a buffer was handed over that was not written, or not for these tokens"
 
 
@@ -37,8 +39,8 @@ def check_variety(
     token, or routers that use all experts. Raises RouteValidationError, with layers and tokens, for
 
     - every token, at least 8 of them different, having the same routes in all layers, or every layer having the same
-      routes for all tokens, with at least 4 layers: routers of one or two layers may collapse at once, and a few
-      tokens in turn may all have the same routes;
+      routes for all tokens, with at least 4 layers, for equal tokens with at least 16 ids in a row: routers of one or
+      two layers may collapse at once, and a few tokens in turn may all have the same routes;
     - two layers that are equal in all rows. A layer's experts are numbered by the model's random initialisation. If one
       of the two layers were renumbered at random, its sets would equal the other's with a probability that is the
       product of a! / E! over the classes of a experts that no set tells apart. The layers are refused if that
@@ -52,7 +54,8 @@ def check_variety(
     if rows < _ROWS or top_k == num_experts or not columns or (token_ids == token_ids[0]).all():
         return
     constant = (routes == routes[:1]).all((0, 2))
-    if constant.all() and columns >= _LAYERS and len(np.unique(token_ids)) >= _ROWS:
+    many = columns >= _LAYERS and columns * top_k >= _IDS and len(np.unique(token_ids)) >= _ROWS
+    if constant.all() and many:
         raise _refusal(
             "routes are the same for every token, which no router does", where, routes[0, 0].tolist(), 0, "equal tokens"
         )

@@ -94,7 +94,7 @@ def test_two_segments_of_a_completion_fit_into_a_microbatch(found):
         (["task.heldout.0.data=/nowhere"], ["task.heldout.0.data", "/nowhere"]),
         (
             ["rollout.max_completion_tokens=55", "train.microbatch_tokens=99"],
-            [LENGTHS, "65", "max_position_embeddings = 64"],
+            [LENGTHS, "65", "expected at most 64, by max_position_embeddings"],
         ),
         (["train.microbatch_tokens=15"], ["train.microbatch_tokens", "got 15", "= 16"]),
         (["replay.plan=false", "replay.max_rows=9"], ["replay.max_rows", "replay.plan is false", "got 9"]),
