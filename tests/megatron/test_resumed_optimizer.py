@@ -6,6 +6,8 @@ def test_it_goes_on_counting_its_updates():
     from moe_rl.megatron.checkpoint import _set_state
 
     class Optimizer:
+        optimizer = None  # torch's, which is not in host memory here
+
         def state_dict(self):
             return {"optimizer": {"param_groups": [{"lr": 1.0}, {"lr": 2.0}], "state": {}}}
 
