@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = "MOE_RL_PROOF_COST"
 PROVES = {
     "moe_rl.replay.alignment": ["AlignmentTest.__init__", "AlignmentTest.observe", "AlignmentTest.verdict"],
-    "moe_rl.replay.session": ["ReplaySession._sums_of_share"],
+    "moe_rl.replay.replay_pass": ["ReplayPass._sums_of_share"],
     "moe_rl.replay.evidence": ["refuse_other_sums"],
     "moe_rl.replay.checksum": ["check_source"],
     "moe_rl.trace.variety": ["check_variety"],

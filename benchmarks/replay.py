@@ -2,7 +2,7 @@
 
 It trains a random Qwen3-MoE on one rank, and replays the routes that its own routers chose. It prints
 
-- the share of an update's wall time that the replay session takes: it looks routes up, counts, and makes all checks at
+- the share of an update's wall time that the replay pass takes: it looks routes up, counts, and makes all checks at
   the end. The share is measured inside the update itself, so that a noisy machine disturbs both alike;
 - the same share of the old-logprob pass, which also compares the routers' own choice with the record and runs the
   alignment test;
@@ -26,7 +26,7 @@ from output import quartiles, tell
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
 
-TIMED = ("begin_forward", "routes", "native_rows", "take", "observe_native", "check_dispatch", "conclude", "__exit__")
+TIMED = ("begin_forward", "routes", "native_rows", "take", "observe_native", "check_dispatch", "__exit__")
 
 
 def main() -> int:
@@ -44,20 +44,19 @@ def main() -> int:
 
 
 class Timer:
-    """Measures the seconds inside the session's methods. Methods that call each other are counted once."""
+    """Measures the seconds inside the pass's methods. Methods that call each other are counted once."""
 
-    def __init__(self, session):
-        self.session, self.seconds, self.depth = session, 0.0, 0
+    def __init__(self, kind):
+        self.kind, self.seconds, self.depth = kind, 0.0, 0
 
     def install(self, names):
-        kind = type(self.session)
-        self.kept = {name: getattr(kind, name) for name in names}
+        self.kept = {name: getattr(self.kind, name) for name in names}
         for name, method in self.kept.items():
-            setattr(kind, name, self._timed(method))
+            setattr(self.kind, name, self._timed(method))
 
     def remove(self):
         for name, method in self.kept.items():
-            setattr(type(self.session), name, method)
+            setattr(self.kind, name, method)
 
     def _timed(self, method):
         def timed(*args, **kwargs):
@@ -77,8 +76,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     from moe_rl.megatron import world
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.policy import Policy
+    from moe_rl.megatron.share import Work
     from moe_rl.models.hf import read_model
     from moe_rl.replay.alignment import AlignmentTest
+    from moe_rl.replay.replay_pass import ReplayPass, Watch
     from moe_rl.replay.routes import RowPolicy
     from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
     from moe_rl.types import Provenance, Sequence, Span, sampled_by
@@ -111,11 +112,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     tables = [
         m.read_routes(store, pair, spec, policy=native, **given) for m, pair in zip(microbatches, pairs, strict=True)
     ]
-    with policy.session(tables, mode="record", name="bench") as session:
-        policy.logprobs(microbatches, session)
-    tables = []
+
+    def work():
+        return [Work(m, t, m.rollout_logprobs) for m, t in zip(microbatches, tables, strict=True)]
+
+    recorded = policy.score(work(), "record", "bench").seen.recorded
     with ShardWriter(folder, "bench", spec) as writer:
-        for pair, table in zip(pairs, session.recorded_routes(), strict=True):
+        for pair, table in zip(pairs, recorded, strict=True):
             rows = np.stack([table.routes[layer].numpy() for layer in policy.layers], 1).astype(np.uint8)
             for at, sequence in enumerate(pair):
                 fed = np.array((sequence.prompt_token_ids + sequence.token_ids)[:-1], np.int32)
@@ -127,27 +130,26 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     def loss(number, logprobs):
         return -logprobs.sum() / 1e4
 
-    def timed(mode, run, **options):
-        session = policy.session(tables, mode=mode, name="bench", **options)
-        timer = Timer(session)
+    def timed(run):
+        timer = Timer(ReplayPass)
         timer.install(TIMED)
         start = time.perf_counter()
         try:
-            with session:
-                run(session)
+            run()
         finally:
             timer.remove()
         return time.perf_counter() - start, timer.seconds
 
-    def update(session):
-        policy.update(microbatches, session, loss)
+    def update(mode):
+        policy.update(work(), loss, mode, "bench")
 
     rows = []
     for number in range(options.rounds + 1):
-        replayed = timed("replay", update)
-        native = timed("observe", update)
+        replayed = timed(lambda: update("replay"))
+        native = timed(lambda: update("observe"))
         test = AlignmentTest(policy.layers, [table.places for table in tables], world.device())
-        forward = timed("replay", lambda s: policy.logprobs(microbatches, s), compare_native=True, align=test)
+        watch = Watch(native=True, align=test)
+        forward = timed(lambda watch=watch: policy.score(work(), "replay", "bench", watch))
         if number:  # the first warms up
             rows.append((replayed, native, forward))
     world.stop()
@@ -155,8 +157,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     return {
         "model": f"{facts.layers} layers, {facts.top_k} of {facts.num_experts} experts, hidden {facts.hidden_size}",
         "tokens of an update": options.sequences * options.tokens,
-        "session's share of an update": statistics.median(r[1] / r[0] for r, _, _ in rows),
-        "session's share of an old-logprob pass": statistics.median(f[1] / f[0] for _, _, f in rows),
+        "pass's share of an update": statistics.median(r[1] / r[0] for r, _, _ in rows),
+        "pass's share of an old-logprob pass": statistics.median(f[1] / f[0] for _, _, f in rows),
         "update under replay : native": middle,
         "quartiles": [round(low, 3), round(high, 3)],
         "seconds of an update": statistics.median(r[0] for r, _, _ in rows),

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -152,9 +153,7 @@ class ReplayedUpdates:
             self.microbatches.append(microbatch)
             policy = RowPolicy(missing="native")  # nothing was recorded, so nothing is read from a store
             unrecorded.append(microbatch.read_routes(None, sequences, spec, weight_version=0, policy=policy))
-        with self.policy.session(unrecorded, mode="record", name="bench") as own:
-            self.policy.logprobs(self.microbatches, own)
-        self.tables = own.recorded_routes()
+        self.tables = self.policy.score(self._work(unrecorded, []), "record", "bench").seen.recorded
 
     def new_policy(self, parallel):
         """Restore the model as it was made, on ranks in this layout."""
@@ -167,15 +166,20 @@ class ReplayedUpdates:
 
     def plans(self, overlap_chunks: int = 0) -> list:
         """Return dispatch plans of the microbatches. All ranks call it together."""
-        return self.policy.plan_dispatch(self.tables, overlap_chunks=overlap_chunks)
+        from moe_rl.replay.plans import plan_dispatch
+
+        return plan_dispatch(self.tables, self.policy.dispatch_rules(overlap_chunks=overlap_chunks)).by_microbatch
 
     def update(self, plans: list | None) -> None:
         """Run forward, backward and optimizer. plans: None routes natively; [] replays without plans."""
-        if plans is None:
-            self.policy.update(self.microbatches, None, self._loss)
-            return
-        with self.policy.session(self.tables, mode="replay", name="bench", plans=plans, training=True) as session:
-            self.policy.update(self.microbatches, session, self._loss)
+        mode = None if plans is None else "replay"
+        self.policy.update(self._work(self.tables, plans or []), self._loss, mode, "bench")
+
+    def _work(self, tables: list, plans: list) -> list:
+        from moe_rl.megatron.share import Work
+
+        work = zip_longest(self.microbatches, tables, plans)
+        return [Work(microbatch, table, microbatch.rollout_logprobs, plan=plan) for microbatch, table, plan in work]
 
     @staticmethod
     def _loss(number, logprobs):

@@ -1,5 +1,5 @@
 from moe_rl.megatron.microbatch import pack as pack
-from moe_rl.megatron.model import replay_session as replay_session
+from moe_rl.megatron.model import replay_pass as replay_pass
 from moe_rl.megatron.specs import replay_spec as replay_spec
 from moe_rl.megatron.specs import with_replay as with_replay
 from moe_rl.models.hf import read_model as read_model
@@ -11,9 +11,9 @@ from moe_rl.objectives.losses import reference_kl as reference_kl
 from moe_rl.objectives.mismatch import MismatchSums as MismatchSums
 from moe_rl.replay.batch_check import check_batch as check_batch
 from moe_rl.replay.choice import replay_topk as replay_topk
+from moe_rl.replay.replay_pass import ReplayPass as ReplayPass
 from moe_rl.replay.router_audit import audit as audit
 from moe_rl.replay.router_audit import row_places as row_places
-from moe_rl.replay.session import ReplaySession as ReplaySession
 from moe_rl.trace import TraceSpec as TraceSpec
 from moe_rl.trace import TraceStore as TraceStore
 from moe_rl.trace import validate as validate

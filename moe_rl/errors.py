@@ -37,7 +37,7 @@ Fact = Literal[
     "sampler",  # its name
     "pid",
     "log",  # file
-    "run",  # what the replay session is for: "step 3 update 0"
+    "run",  # what the replay pass is for: "step 3 update 0"
     "step",
     "update",
     "version",  # of the weights

@@ -182,7 +182,7 @@ def test_a_name_stands_for_one_thing():
         if isinstance(node, ast.ClassDef)
     ]
     files = [path.stem for path in package]
-    assert "loop" in files and "ReplaySession" in classes
+    assert "loop" in files and "ReplayPass" in classes
     assert [name for name, times in Counter(files).items() if times > 1] == []
     assert [name for name, times in Counter(classes).items() if times > 1] == []
 
@@ -227,7 +227,7 @@ def test_planted_imports_are_found(text, room):
     ("text", "room"),
     [
         ("from moe_rl.errors import describe\nfrom .schema import Config\nimport torchy", "config"),
-        ("import megatron.core\nfrom moe_rl.replay import session\nimport torch", "megatron"),
+        ("import megatron.core\nfrom moe_rl.replay import replay_pass\nimport torch", "megatron"),
         ("def f():\n    from vllm import LLM", "vllm"),
         ("from safetensors.numpy import load_file", "trace"),
     ],

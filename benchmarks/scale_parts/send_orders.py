@@ -12,7 +12,7 @@ from routes import random_routes
 from scale_parts.target import Target, at_full_size
 
 from moe_rl.planning.dispatch import DispatchGroup
-from moe_rl.replay.plans import plan_dispatch
+from moe_rl.replay.plans import DispatchRules, plan_dispatch
 
 
 def measured(target: Target) -> dict[str, float]:
@@ -27,6 +27,7 @@ def measured(target: Target) -> dict[str, float]:
     layers = spec.moe_layers[: len(spec.moe_layers) // parallel.pipeline]
     group = DispatchGroup(spec.num_experts, parallel.expert, parallel.expert_tensor, 0)
     order = np.tile(np.arange(spec.num_experts), (len(layers), 1))
+    rules = DispatchRules(layers, group, lambda counts: np.stack([counts] * ranks), order)
     rows = config.train.microbatch_tokens // (parallel.tensor * parallel.context)
     routes = random_routes(rows, len(layers), spec.num_experts, spec.top_k)
     by_layer = {layer: torch.from_numpy(routes[:, at].copy()) for at, layer in enumerate(layers)}
@@ -36,7 +37,7 @@ def measured(target: Target) -> dict[str, float]:
     def seconds(count: int) -> tuple[float, float]:
         """Return processor seconds of this thread and of the process for this many microbatches."""
         mine, all_ = time.thread_time(), time.process_time()
-        plan_dispatch([table] * count, layers, group, lambda counts: np.stack([counts] * ranks), order)
+        plan_dispatch([table] * count, rules)
         mine = time.thread_time() - mine
         while threading.active_count() > threads:
             time.sleep(0.001)

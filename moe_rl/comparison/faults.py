@@ -1,8 +1,8 @@
 """Plants faults, to show the effect of a wrong trace and which check refuses it.
 
 Each of three faults is planted in three places. In the trace: the stored routes differ from those that left the engine;
-the store, the validator or the checksums must refuse them. After reading: the trainer swaps routes; the session's
-checksums must refuse them. Past every check: the session gets the wrong routes with matching checksums, so that no
+the store, the validator or the checksums must refuse them. After reading: the trainer swaps routes; the pass's
+checksums must refuse them. Past every check: the pass gets the wrong routes with matching checksums, so that no
 check can refuse them, and the measured numbers must get worse.
 """
 
@@ -87,13 +87,12 @@ def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchR
 
 
 def in_the_tables(fault: str, scorer: Scorer) -> Refusal:
-    """Swap routes after reading them and computing their checksums: the session must refuse the dispatched routes."""
+    """Swap routes after reading them and computing their checksums: the pass must refuse the dispatched routes."""
     tables = [replace(table, routes=_planted(fault, table)) for table in scorer.tables]
-    session = scorer.policy.session(tables, mode="replay", name=fault)
+    work = [replace(one, table=table) for one, table in zip(scorer.work, tables, strict=True)]
     message = ""
     try:
-        with session:
-            scorer.policy.logprobs(scorer.microbatches, session)
+        scorer.policy.score(work, "replay", fault)
     except MoeRLError as error:
         message = str(error)
     return Refusal(fault, "exchanged in the trainer, after they were read", _first_of_all_ranks(message))

@@ -54,8 +54,8 @@ class Measurement:
         self.seed = config.run.seed
         self.bootstrap = Bootstrap(self.owners.sequences, seed=self.seed)
         # A recording pass routes natively and also keeps the chosen experts, which R2 replays.
-        native, session = self.scorer.run("record", "native", router_kl=True)
-        self.recorded = session.recorded_routes()
+        native, seen = self.scorer.run("record", "native", router_kl=True)
+        self.recorded = seen.recorded
         self.passes = {"native": native} | self._replays()
 
     def rows(self, staleness: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Runs forward passes over one set of sequences, with the trainer's own packing, routes, session and model.
+"""Runs forward passes over one set of sequences, with the trainer's own packing, routes, pass and model.
 
 All ranks call everything together. Results are gathered from all ranks and equal on each: per-token values in the order
 of the sequences, whichever rank, microbatch, pipeline stage or slice computed them.
@@ -8,7 +8,8 @@ Legend: B sequences, N completion tokens, R forwarded tokens (rows), L MoE layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import pack
-from moe_rl.replay.session import Mode, ReplaySession
+from moe_rl.replay.replay_pass import Mode, PassSeen, Watch
 from moe_rl.replay.tables import Compared, MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.shares import Shares
@@ -120,12 +121,12 @@ class Scorer:
                 "replay": config.replay.model_copy(update={"missing": "refuse", "max_fallback_fraction": 0.0}),
             }
         )
-        (share,), self.coverage = Shares(scoring, policy.layers, store, spec, vocabulary=policy.facts.vocab).of(
+        (share,), self.coverage = Shares(scoring, policy.layers, store, spec, vocabulary=policy.facts.vocab).divide(
             sequences, list(range(len(sequences))), weight_version, policy.placement
         )
         self.policy, self.store, self.spec, self.sequences = policy, store, spec, sequences
-        self.microbatches = [one.microbatch for one in share.work]
-        self.tables, self.budget = [one.table for one in share.work], budget
+        self.work, self.budget = share.work, budget
+        self.microbatches, self.tables = [one.microbatch for one in share.work], [one.table for one in share.work]
         self.owners = TokenOwners.of(sequences)
         self._first_token = np.cumsum([0, *(len(s.token_ids) for s in sequences)])
         self._first_row = np.cumsum([0, *(s.forwarded for s in sequences)])
@@ -140,7 +141,7 @@ class Scorer:
         *,
         tables: list[MicrobatchRoutes] | None = None,
         router_kl: bool = False,
-    ) -> tuple[Pass, ReplaySession]:
+    ) -> tuple[Pass, PassSeen]:
         """Run one pass under `tables`, by default the recorded routes.
 
         The routers' own choices are always compared with the record, whatever the tables.
@@ -152,29 +153,21 @@ class Scorer:
             ReplayError: The ledger is not exact, or a route was not applied.
         """
         router_kl = router_kl and self.has_router_logits
-        session = self.policy.session(
-            self.tables if tables is None else tables,
-            mode=mode,
-            name=name,
-            compare_native=True,
-            compare_with=self.tables,
-            keep_router_logits=router_kl,
-        )
-        with session:
-            logprobs = self.policy.logprobs(self.microbatches, session)
-        tally = session.tally
+        work = [replace(one, table=table) for one, table in zip(self.work, tables or self.tables, strict=True)]
+        scored = self.policy.score(work, mode, name, Watch(native=True, against=self.tables, logits=router_kl))
+        seen, tally = scored.seen, scored.seen.tally
         counts = world.all_reduce([tally.applied_mismatch, tally.applied_checked, tally.consumed, tally.expected])
         return (
             Pass(
-                self._gather_logprobs(logprobs),
-                self._gather_choices(session.compared),
-                self._gather_router_kl(session) if router_kl else None,
+                self._gather_logprobs(scored.logprobs),
+                self._gather_choices(seen.compared),
+                self._gather_router_kl(seen) if router_kl else None,
                 *map(int, counts),
             ),
-            session,
+            seen,
         )
 
-    def _gather_logprobs(self, logprobs: list[torch.Tensor]) -> np.ndarray:
+    def _gather_logprobs(self, logprobs: Seq[torch.Tensor]) -> np.ndarray:
         whole = torch.zeros(self._first_token[-1], device=world.device())
         if world.speaks_for_its_sequences():
             for microbatch, values in zip(self.microbatches, logprobs, strict=True):
@@ -203,17 +196,17 @@ class Scorer:
             )
         return Choices(shared.cpu().numpy(), margin.cpu().numpy(), self.spec.top_k)
 
-    def _gather_router_kl(self, session: ReplaySession) -> np.ndarray:
+    def _gather_router_kl(self, seen: PassSeen) -> np.ndarray:
         shape = (len(self.spec.moe_layers), self._first_row[-1])
         values = torch.zeros(shape, dtype=torch.float64, device=world.device())
-        seen = torch.zeros_like(values)
+        covered = torch.zeros_like(values)
         for number, (places, rows, logits) in enumerate(self._logits):
             for column, layer in zip(self._columns().tolist(), self.policy.layers, strict=True):
-                ours = session.router_logits[number, layer][torch.from_numpy(rows).to(world.device())]
+                ours = seen.router_logits[number, layer][torch.from_numpy(rows).to(world.device())]
                 kl = soft_kl(logits[:, column], ours.float().cpu().numpy(), self.policy.facts.score_function)
                 values[column, places] = torch.from_numpy(kl).to(values.device)
-                seen[column, places] = 1
-        for tensor in (values, seen):
+                covered[column, places] = 1
+        for tensor in (values, covered):
             dist.all_reduce(tensor)
         if not bool(values.isfinite().all()):  # NaN is reserved for rows whose logits the sampler did not store
             layers = [self.spec.moe_layers[at] for at in (~values.isfinite()).any(1).nonzero()[:, 0].tolist()]
@@ -222,7 +215,7 @@ class Scorer:
                 where={"layers": layers},
                 expected="finite logits in sampler and trainer",
             )
-        return np.where(seen.cpu().numpy() > 0, values.cpu().numpy(), np.nan)
+        return np.where(covered.cpu().numpy() > 0, values.cpu().numpy(), np.nan)
 
     def _sampler_logits(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Read the router logits that the sampler stored, for the M rows of this rank that have them. One entry per

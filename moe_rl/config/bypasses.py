@@ -44,7 +44,7 @@ _BYPASSES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     ),
     "moe_enable_routing_replay": (
         bool,
-        "megatron's own replay would have no effect, because the replay session replaces it",
+        "megatron's own replay would have no effect, because the replay pass replaces it",
         _OFF,
     ),
     "moe_token_dispatcher_type": (

@@ -19,8 +19,8 @@ from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.objectives.device import to_device
 from moe_rl.objectives.logprobs import Support
 from moe_rl.planning.token_layout import padded_lengths, rows_of
+from moe_rl.replay.replay_pass import ReplayPass
 from moe_rl.replay.routes import RowPolicy, SequenceRoutes, microbatch_routes, read_routes, source_sum
-from moe_rl.replay.session import ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import SamplerHead, SamplingSupport, Sequence, seal_of
@@ -77,15 +77,15 @@ class Microbatch:
     real_tokens: int
     padding: torch.Tensor
 
-    def begin_forward(self, session: ReplaySession | None, number: int) -> ReplaySeqParams:
-        """Tell the session that the forward pass of this microbatch, number `number`, begins now.
+    def begin_forward(self, replay: ReplayPass | None, number: int) -> ReplaySeqParams:
+        """Tell the pass that the forward pass of this microbatch, number `number`, begins now.
 
         Returns:
-            The packed sequence parameters for Megatron. Without a session, the pass routes natively and nothing is
+            The packed sequence parameters for Megatron. Without one, the model routes natively and nothing is
                 compared.
         """
-        if session is not None:
-            session.begin_forward(number, self.tokens[0, world.own_rows(self.tokens.shape[1])])
+        if replay is not None:
+            replay.begin_forward(number, self.tokens[0, world.own_rows(self.tokens.shape[1])])
         bounds, longest = self.bounds, max(self.lengths)
         return ReplaySeqParams(
             qkv_format="thd",
@@ -101,7 +101,7 @@ class Microbatch:
             lengths=self.lengths,
             tokens=self.real_tokens,
             padding=self.padding,
-            replay=None if session is None else session.handle(number),
+            replay=None if replay is None else replay.handle(number),
         )
 
     def give_advantages(self, values: Seq[Seq[float]]) -> None:
@@ -200,7 +200,7 @@ class Microbatch:
         layers: tuple[int, ...],
         expert_parallel: int,
     ) -> MicrobatchRoutes:
-        """Return the routes for a replay session of this microbatch, cut to the rows that this rank's routers see.
+        """Return the routes for a replay pass of this microbatch, cut to the rows that this rank's routers see.
 
         Args:
             sequences: The packed sequences, in packing order.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,8 @@ from moe_rl.megatron.hf_files import CheckpointReader
 from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.specs import replay_spec
 from moe_rl.models.facts import ModelFacts, Yarn
-from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.plans import LayerPlan
-from moe_rl.replay.session import Mode, ReplaySession
+from moe_rl.replay.replay_pass import Mode, ReplayPass, Watch
 from moe_rl.replay.tables import MicrobatchRoutes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -240,47 +239,39 @@ def recomputed_layers(chunks: Seq[torch.nn.Module]) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def replay_session(
+def replay_pass(
     chunks: Seq[torch.nn.Module],
     tables: Seq[MicrobatchRoutes],
     *,
     mode: Mode = "replay",
     name: str,
     plans: Seq[dict[int, LayerPlan] | None] = (),
+    watch: Watch = Watch(),  # noqa: B008 - frozen
     training: bool = False,
-    compare_native: bool = False,
-    align: AlignmentTest | None = None,
-    align_from: int = 0,
-    compare_with: Seq[MicrobatchRoutes] | None = None,
-    keep_router_logits: bool = False,
-    agreed: Callable[[Callable[[], None]], None] = lambda check: check(),
+    agreed: Callable[[], AbstractContextManager] = nullcontext,
     lr: float | None = None,
-) -> ReplaySession:
-    """Make the session of one pass of a model over its microbatches. Open it around the pass, see `ReplaySession`.
+) -> ReplayPass:
+    """Make one pass of a model over its microbatches, to be entered around it. Every pass is made here.
 
     Args:
         chunks: This rank's part of a model with layers of `replay_spec`: one GPTModel, wrapped or not, or one for each
             run of an interleaved schedule.
         tables: Routes of the microbatches, in the order of their numbers.
-        name: Names the pass in error messages.
+        mode, name, plans, watch, agreed, lr: As in `ReplayPass`.
         training: Whether the pass has a backward, in which recomputed layers run a second time.
     """
-    return ReplaySession(
+    return ReplayPass(
         list(tables),
         moe_layers(chunks),
         mode=mode,
         name=name,
         rank=dist.get_rank(),
-        compare_native=compare_native,
-        align=align,
-        align_from=align_from,
+        watch=watch,
         recomputed_layers=recomputed_layers(chunks) if training else frozenset(),
         any_stage=world.any_stage,
         sum_over_share=world.sum_over_share,
         agreed=agreed,
         lr=lr,
-        compare_with=None if compare_with is None else list(compare_with),
-        keep_router_logits=keep_router_logits,
         plans=list(plans),
     )
 

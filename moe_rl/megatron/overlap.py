@@ -17,7 +17,7 @@ later. An all-to-all consists of two nodes, its begin and its end. In the backwa
 of the gradients and the begin node ends it. Between these two run the backward of the router, of the shared experts and
 of other chunks.
 
-All ranks begin the same exchanges in the same order, given by their plans. If the session must refuse a key or a number
+All ranks begin the same exchanges in the same order, given by their plans. If the pass must refuse a key or a number
 of rows, it does so when the plan is requested, before any exchange.
 """
 
@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from moe_rl.errors import ConfigError
 from moe_rl.megatron.combine import spread, summed
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
-from moe_rl.replay.session import MicrobatchHandle
+from moe_rl.replay.replay_pass import MicrobatchHandle
 
 
 def forward(moe: MoELayer, hidden_states: torch.Tensor, handle: MicrobatchHandle, plan: LayerPlan) -> torch.Tensor:
@@ -53,7 +53,7 @@ def forward(moe: MoELayer, hidden_states: torch.Tensor, handle: MicrobatchHandle
     chunks = _chunks(moe, plan, to_experts.view(-1, hidden_states.shape[-1]))
     chunks[0].send()
     probs, routing_map = moe.route(to_router)
-    handle.session.check_dispatch(handle.microbatch, moe.layer_number - 1, routing_map)
+    handle.replay.check_dispatch(handle.microbatch, moe.layer_number - 1, routing_map)
     weights = probs.reshape(-1).index_select(0, plan.entries)
     for chunk, values in zip(chunks, weights.split([len(chunk.order) for chunk in chunks]), strict=True):
         chunk.send_weights(values)

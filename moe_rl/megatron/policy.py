@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,18 +30,18 @@ from moe_rl.megatron.model import (
     learning_rate_schedule,
     moe_layers,
     recomputed_layers,
-    replay_session,
+    replay_pass,
     transformer_config,
     unwrap,
     wrap_for_training,
 )
 from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
+from moe_rl.megatron.share import Scored, Work
 from moe_rl.models.hf import ModelFacts, expected_tensors
 from moe_rl.planning.expert_placement import check_order, natural_order
-from moe_rl.replay.plans import LayerPlan, plan_dispatch
-from moe_rl.replay.session import Mode, ReplaySession
-from moe_rl.replay.tables import MicrobatchRoutes
+from moe_rl.replay.plans import DispatchRules
+from moe_rl.replay.replay_pass import Mode, PassSeen, ReplayPass, Watch
 from moe_rl.weights.conservation import Content, parts_of
 from moe_rl.weights.stream import Round
 
@@ -117,27 +117,22 @@ class Policy:
         """Return the layers among `layers` that an update runs a second time, in its backward pass."""
         return recomputed_layers(self.chunks)
 
-    def plan_dispatch(
+    def dispatch_rules(
         self,
-        tables: list[MicrobatchRoutes],
         *,
         overlap_chunks: int = 0,
         copies: int = 0,
         least_copied_rows: int | None = None,
         node_ranks: int | None = None,
-    ) -> list[dict[int, LayerPlan] | None]:
-        """Plan how the dispatchers send the rows of these microbatches, see `replay.plans.plan_dispatch`.
-
-        The ranks exchange their counts once for all tables.
+    ) -> DispatchRules:
+        """Return how `plan_dispatch` plans for the experts' present places.
 
         Args:
             copies, least_copied_rows, node_ranks: See `PlacementConfig`.
         """
-        group = world.dispatch_group(self.facts.num_experts)
-        return plan_dispatch(
-            tables,
+        return DispatchRules(
             self.layers,
-            group,
+            world.dispatch_group(self.facts.num_experts),
             world.gather_over_dispatch,
             self.order,
             overlap_chunks=overlap_chunks,
@@ -160,61 +155,79 @@ class Policy:
                     do="set placement.copies to 0",
                 )
 
-    def session(self, tables: Seq[MicrobatchRoutes], *, mode: Mode, name: str, **options: Any) -> ReplaySession:
-        """Make the session of one pass of this policy. For `options` see `replay_session`."""
-        return replay_session(self.chunks, tables, mode=mode, name=name, lr=self.lr, **options)
+    def _replay(
+        self, work: Seq[Work], mode: Mode | None, name: str, watch: Watch, *, training: bool = False
+    ) -> AbstractContextManager[ReplayPass | None]:
+        if mode is None:
+            return nullcontext()
+        return replay_pass(
+            self.chunks,
+            [one.table for one in work],
+            mode=mode,
+            name=name,
+            plans=[one.plan for one in work],
+            watch=watch,
+            training=training,
+            agreed=lambda: world.agreed("routes that it replays"),
+            lr=self.lr,
+        )
 
-    def logprobs(
-        self, microbatches: list[Microbatch], session: ReplaySession | None, temperature: float | None = None
-    ) -> list[torch.Tensor]:
-        """Return the logprobs float32 [N] of each microbatch's completion tokens, without gradients.
+    def score(
+        self,
+        work: Seq[Work],
+        mode: Mode | None,
+        name: str,
+        watch: Watch = Watch(),  # noqa: B008 - frozen
+        *,
+        entropies: bool = False,
+        temperature: float | None = None,
+    ) -> Scored:
+        """Score the completion tokens of these microbatches, without gradients.
 
         Args:
-            session: Replays or observes; None routes natively, without comparison.
+            mode: As in `ReplayPass`; None routes natively and compares nothing.
+            name: Names the pass in error messages.
             temperature: None means the sampling temperature.
         """
-        return [values[0] for values in self._scores(microbatches, session, temperature or self.temperature)]
-
-    def logprobs_and_entropies(
-        self, microbatches: list[Microbatch], session: ReplaySession | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return for each microbatch `logprobs`, and the entropies float32 [N] in nats of the distributions that the
-        tokens were drawn from.
-
-        Both are computed over the tokens' sampling supports, if the microbatches have them.
-        """
-        scores = self._scores(microbatches, session, self.temperature, entropy=True)
-        return [(values[0], values[1]) for values in scores]
-
-    def _scores(self, microbatches, session, temperature, *, entropy=False) -> list[torch.Tensor]:
+        microbatches = [one.microbatch for one in work]
         for chunk in self.chunks:
             chunk.eval()
         try:
-            return schedule.logprobs(self.chunks, microbatches, session, temperature, entropy=entropy)
+            with self._replay(work, mode, name, watch) as replay:
+                values = schedule.logprobs(
+                    self.chunks, microbatches, replay, temperature or self.temperature, entropy=entropies
+                )
         finally:
             for chunk in self.chunks:
                 chunk.train()
+        seen = PassSeen() if replay is None else replay.seen
+        return Scored(work, [one[0] for one in values], [one[1] for one in values] if entropies else [], seen)
 
     def update(
         self,
-        microbatches: list[Microbatch],
-        session: ReplaySession | None,
+        work: Seq[Work],
         loss: LossFunction,
+        mode: Mode | None,
+        name: str,
+        watch: Watch = Watch(),  # noqa: B008 - frozen
         *,
-        entropy: bool = False,
+        entropies: bool = False,
         learned: Callable[[], object] | None = None,
-    ) -> UpdateResult:
-        """Make one optimizer step on the gradient of the summed losses.
+    ) -> tuple[UpdateResult, PassSeen]:
+        """Make one optimizer step on the gradient of the summed losses. Nothing is learned from a pass that took wrong
+        routes.
 
         If a loss or gradient is not finite on any rank, nothing changes on any rank: parameters, optimizer, `updates`,
         expert biases and random generators stay as they are.
 
         Args:
             loss: Called on the last pipeline stage only.
-            entropy: Also pass entropies to the loss.
+            mode, name: As in `score`.
+            entropies: Also pass entropies to the loss.
             learned: Called after the gradient is computed, before anything changes. It may refuse the update, on all
                 ranks.
         """
+        microbatches = [one.microbatch for one in work]
         generators = rng.state()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -222,14 +235,12 @@ class Policy:
         # Megatron updates the biases as soon as all gradients are computed, before it is checked that these are finite.
         biases = [(r.expert_bias, r.expert_bias.clone()) for r in self._routers() if r.expert_bias is not None]
         self._start_aux_loss(microbatches)
-        with mode_left_behind() as begun:
+        with self._replay(work, mode, name, watch, training=True) as replay, mode_left_behind() as begun:
             finite_losses = get_forward_backward_func()(
                 **schedule.training_pass(
-                    self.chunks, microbatches, session, loss, self.temperature, begun, entropy=entropy
+                    self.chunks, microbatches, replay, loss, self.temperature, begun, entropy=entropies
                 )
             )
-        if session is not None:
-            session.conclude()  # nothing is learned from a pass that took wrong routes
         if learned is not None:
             learned()
         self._check_router_gradients()
@@ -249,7 +260,8 @@ class Policy:
         else:
             self._step(norm)
             self.moves += grad_norm > 0
-        return UpdateResult(grad_norm=grad_norm, lr=lr, nonfinite=nonfinite, aux_loss=self._finish_aux_loss())
+        result = UpdateResult(grad_norm, lr, nonfinite, aux_loss=self._finish_aux_loss())
+        return result, PassSeen() if replay is None else replay.seen
 
     def _check_router_gradients(self) -> None:
         """Raise ReplayError if a rank's part of a router's gradient is lost, see `router_gradients.check`."""
@@ -318,7 +330,7 @@ class Policy:
         self.chunks = []
         del self._live
 
-    def _start_aux_loss(self, microbatches: list[Microbatch]) -> None:
+    def _start_aux_loss(self, microbatches: Seq[Microbatch]) -> None:
         if not self.balances:
             return
         mine = sum(m.real_tokens for m in microbatches) if world.speaks_for_its_sequences() else 0
@@ -433,6 +445,8 @@ class ReferencePolicy:
         config = transformer_config(facts, train, parallel)
         self.chunks = [chunk.eval().requires_grad_(False) for chunk in build_model(facts, config, checkpoint)]
 
-    def logprobs(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
-        """Return logprobs as `Policy.logprobs` does, natively routed."""
-        return [values[0] for values in schedule.logprobs(self.chunks, microbatches, None, self.temperature)]
+    def score(self, work: Seq[Work]) -> None:
+        """Set the `ref_logprobs` of these microbatches."""
+        scored = schedule.logprobs(self.chunks, [one.microbatch for one in work], None, self.temperature)
+        for one, values in zip(work, scored, strict=True):
+            one.ref_logprobs = values[0]

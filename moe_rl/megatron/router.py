@@ -1,10 +1,10 @@
 """Implements routing replay inside megatron-core, installed through the module spec. It uses no global list and no call
 order.
 
-    ReplaySeqParams   PackedSeqParams that also carry the handle of the microbatch in the replay session
+    ReplaySeqParams   PackedSeqParams that also carry the handle of the microbatch in the replay pass
     ReplayLayer       TransformerLayer that passes the handle to its router, in every schedule and recomputation
     ReplayRouter      TopKRouter that uses the recorded experts; their weights come from the live logits
-    ReplayMoELayer    MoELayer that gives the dispatcher its plan, reports the routing map to the session, and keeps the
+    ReplayMoELayer    MoELayer that gives the dispatcher its plan, reports the routing map to the pass, and keeps the
                       handle for its own recomputation
 
 Megatron's own score function computes the expert weights from dense scores gathered at the recorded experts. So the
@@ -30,7 +30,7 @@ from moe_rl.megatron.expert_order import relocated
 from moe_rl.megatron.layers import GroupedExperts
 from moe_rl.replay.choice import of_best_groups
 from moe_rl.replay.plans import LayerPlan
-from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
+from moe_rl.replay.replay_pass import MicrobatchHandle, refuse_lost_key
 from moe_rl.whereabouts import HERE
 
 
@@ -42,7 +42,7 @@ class ReplaySeqParams(PackedSeqParams):
         lengths: Lengths of the packed sequences, over all context-parallel ranks. Padding at the end is a sequence too.
         tokens: Number of these rows that are not padding.
         padding: bool [T], which rows of this context-parallel rank are padding.
-        replay: Handle into the replay session; None routes natively.
+        replay: Handle into the replay pass; None routes natively.
     """
 
     lengths: tuple[int, ...] = ()
@@ -68,24 +68,24 @@ class _RecordedTopK:
         handle, layer = self.router.handle, self.router.layer_number - 1
         if handle is None:
             return choose(scores)
-        session, microbatch = handle.session, handle.microbatch
-        if session.mode != "replay":
+        replay, microbatch = handle.replay, handle.microbatch
+        if replay.mode != "replay":
             values, indices = choose(scores)
-            session.observe_native(microbatch, layer, indices, scores)
-            if session.mode == "record":
-                session.record(microbatch, layer, indices)
+            replay.observe_native(microbatch, layer, indices, scores)
+            if replay.mode == "record":
+                replay.record(microbatch, layer, indices)
             return values, indices
-        indices, without_route = session.take(microbatch, layer, scores.shape[0]), session.native_rows(microbatch)
-        if session.compare_native or without_route is not None:
+        indices, without_route = replay.take(microbatch, layer, scores.shape[0]), replay.native_rows(microbatch)
+        if replay.watch.native or without_route is not None:
             _, native = choose(scores.detach())
-            session.observe_native(microbatch, layer, native, scores)
+            replay.observe_native(microbatch, layer, native, scores)
             if without_route is not None:
                 indices = torch.where(without_route[:, None], native, indices)
         return scores.gather(1, indices), indices
 
 
 class ReplayRouter(TopKRouter):
-    """TopKRouter whose top-k comes from the replay session, if its microbatch has one.
+    """TopKRouter whose top-k comes from the replay pass, if its microbatch has one.
 
     Expert groups limit the router's own choice, never a recorded one. Load balancing sees real tokens only, each once
     per training pass, even when layers are recomputed; a forward-only pass does not count. There are two kinds:
@@ -110,7 +110,7 @@ class ReplayRouter(TopKRouter):
 
     def routing(self, logits, padding_mask=None):
         if self.handle is not None:
-            self.handle.session.observe_logits(self.handle.microbatch, self.layer_number - 1, logits)
+            self.handle.replay.observe_logits(self.handle.microbatch, self.layer_number - 1, logits)
         elif not self.is_mtp_layer:
             refuse_lost_key(self.layer_number - 1)
         if torch.is_grad_enabled() and (self.enable_expert_bias or self.is_aux_loss_enabled()):
@@ -138,7 +138,7 @@ class ReplayRouter(TopKRouter):
 
 
 class ReplayMoELayer(MoELayer):
-    """MoELayer that lets the session compare the dispatched experts with the recorded ones, also when it is
+    """MoELayer that lets the pass compare the dispatched experts with the recorded ones, also when it is
     recomputed."""
 
     def __init__(self, *args, pg_collection=None, **kwargs):
@@ -186,13 +186,13 @@ class ReplayMoELayer(MoELayer):
 
     def _plan(self, rows: int) -> LayerPlan | None:
         handle = self.router.handle
-        return None if handle is None else handle.session.plan(handle.microbatch, self.layer_number - 1, rows)
+        return None if handle is None else handle.replay.plan(handle.microbatch, self.layer_number - 1, rows)
 
     def preprocess(self, hidden_states, probs, routing_map):
         handle = self.router.handle
         self.token_dispatcher.plan = self._plan(len(routing_map))
         if handle is not None:
-            handle.session.check_dispatch(handle.microbatch, self.layer_number - 1, routing_map)
+            handle.replay.check_dispatch(handle.microbatch, self.layer_number - 1, routing_map)
         return super().preprocess(hidden_states, probs, routing_map)
 
 

@@ -23,7 +23,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.cpu import mode_left_behind
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.objectives.logprobs import hidden_scores
-from moe_rl.replay.session import ReplaySession, require_open
+from moe_rl.replay.replay_pass import ReplayPass, require_open
 from moe_rl.whereabouts import HERE
 
 # (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator.
@@ -36,7 +36,7 @@ LossFunction = Callable[..., torch.Tensor]
 def logprobs(
     chunks: list[torch.nn.Module],
     microbatches: list[Microbatch],
-    session: ReplaySession | None,
+    replay: ReplayPass | None,
     temperature: float,
     *,
     entropy: bool = False,
@@ -57,7 +57,7 @@ def logprobs(
 
     with mode_left_behind() as begun:
         get_forward_backward_func()(
-            **_arguments(chunks, microbatches, session, score, collect, begun),
+            **_arguments(chunks, microbatches, replay, score, collect, begun),
             forward_only=True,
             collect_non_loss_data=True,
         )
@@ -67,7 +67,7 @@ def logprobs(
 def training_pass(
     chunks: list[torch.nn.Module],
     microbatches: list[Microbatch],
-    session: ReplaySession | None,
+    replay: ReplayPass | None,
     loss: LossFunction,
     temperature: float,
     begun: Callable[[], object],
@@ -94,10 +94,10 @@ def training_pass(
         value = loss(number, values[0], *values[len(values) - entropy :], **others)
         return value, torch.zeros([], dtype=torch.int), value.detach().isfinite()
 
-    return {**_arguments(chunks, microbatches, session, score, loss_of, begun), "forward_only": False}
+    return {**_arguments(chunks, microbatches, replay, score, loss_of, begun), "forward_only": False}
 
 
-def _arguments(chunks, microbatches, session, score, after_forward, begun) -> dict[str, object]:
+def _arguments(chunks, microbatches, replay, score, after_forward, begun) -> dict[str, object]:
     """Return the arguments that every pass gives to Megatron's schedule.
 
     Args:
@@ -105,7 +105,7 @@ def _arguments(chunks, microbatches, session, score, after_forward, begun) -> di
         after_forward: Called with (number, microbatch, what `score` returned) on the last stage.
         begun: Called before each microbatch's forward pass.
     """
-    require_open(session)
+    require_open(replay)
     in_a_round = world.microbatches_in_a_round()
     if len(microbatches) % in_a_round:
         raise ReplayError(
@@ -129,7 +129,7 @@ def _arguments(chunks, microbatches, session, score, after_forward, begun) -> di
         begun()
         number, microbatch = next(iterator)
         HERE.begin_microbatch(number)
-        params = microbatch.begin_forward(session, number)
+        params = microbatch.begin_forward(replay, number)
         # Combined 1F1B requests the parts of the forward, and runs them before it requests those of the next
         # microbatch.
         forward = model.build_schedule_plan if return_schedule_plan else model
@@ -138,7 +138,7 @@ def _arguments(chunks, microbatches, session, score, after_forward, begun) -> di
             microbatch.positions,
             None,
             packed_seq_params=params,
-            output_processor=lambda **given: score(microbatch, Output.of(**given)),
+            output_processor=lambda **given: score(microbatch, Output.gathered(**given)),
         )
         return output, partial(after_forward, number, microbatch)
 
@@ -161,7 +161,7 @@ class Output:
     matrix: torch.Tensor
 
     @classmethod
-    def of(
+    def gathered(
         cls,
         hidden_states: torch.Tensor,
         output_layer: ColumnParallelLinear,

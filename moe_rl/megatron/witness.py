@@ -1,5 +1,5 @@
 """Witnesses for tests and proofs: they record at the dispatchers what goes in, what comes out, and what the host waits
-for, independently of the replay session."""
+for, independently of the replay pass."""
 
 from __future__ import annotations
 

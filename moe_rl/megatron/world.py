@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from types import UnionType
 from typing import Any, overload
@@ -18,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from moe_rl import messages
 from moe_rl.config.training import ParallelConfig
+from moe_rl.errors import Fact, MoeRLError, ReplayError, describe
 from moe_rl.planning.dispatch import DispatchGroup
 
 
@@ -349,3 +352,41 @@ def all_reduce(values: Sequence[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -
     tensor = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(tensor, op)
     return tensor.tolist()
+
+
+@contextmanager
+def agreed(what: str = "recorded routes of its sequences") -> Iterator[None]:
+    """Run the body on all ranks. If it raises on one, all ranks raise at its end; it must not wait for other ranks.
+
+    Every rank's error gives the reason, because torchrun ends all ranks as soon as one ends. The errors have
+    `everywhere` set.
+
+    Args:
+        what: What the body reads or checks, for the errors of the other ranks.
+    """
+    refused: MoeRLError | None = None
+    try:
+        yield
+    except MoeRLError as error:
+        refused = error
+    (who,) = all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
+    if not who:
+        return
+    rank = int(who) - 1
+    own = None if refused is None else _Refusal(str(refused), refused.message.fault, dict(refused.about))
+    told = broadcast(own, _Refusal, rank)
+    if refused is None:
+        message = describe(f"another rank refused the {what}", got=f"rank {rank}: {told.text}", fault=told.fault)
+        message.about = told.about
+        refused = ReplayError(message)
+    refused.everywhere = True
+    raise refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Holds what a rank tells the others about its error."""
+
+    text: str
+    fault: str
+    about: dict[Fact, int | str]

@@ -62,30 +62,24 @@ def _seen(trial: Trial) -> dict:
     witness, waits = DispatchWitness().attach(policy.chunks), LayerWaits().attach(policy.chunks)
     order = OrderWitness().attach(policy.chunks)
     plans = SchedulePlans(policy.chunks)
-    sessions, tables, done = [], None, 0
-    if case.mode == "native":
-        logprobs = policy.logprobs(trial.microbatches, None)
-        result = policy.update(trial.microbatches, None, trial.loss)
-    else:
-        logprobs, first, tables = trial.first_pass()
-        if case.after_failure:
-            seen = len(witness.seen)
-            trial.break_off(tables)
-            del witness.seen[seen:]
-        plans.asked, done = 0, len(witness.seen)
-        order.events.clear()
-        result, second = trial.update(tables)
-        sessions = [first, second]
+    scored, tables = trial.first_pass()
+    done = len(witness.seen)
+    if case.after_failure:
+        trial.break_off(tables)
+        del witness.seen[done:]
+    plans.asked = 0
+    order.events.clear()
+    result, second = trial.update(tables)
     weights = hf_map.export(map(unwrap, policy.chunks), trial.facts, dense=True, experts=True)
     return {
         "precision": model.product_precision(case.train_config.dtype),
-        "logprobs": trial.by_sequence(logprobs),
+        "logprobs": trial.by_sequence(scored.logprobs),
         "grad_norm": result.grad_norm,
         "weights": {name: tensor.cpu().clone() for name, tensor in weights},
         "grads": whole_gradients(policy, trial.facts),
-        "tallies": [asdict(session.tally) for session in sessions],
+        "tallies": [asdict(seen.tally) for seen in (scored.seen, second) if case.mode != "native"],
         "dispatch": trial.judge(witness) if case.mode in ("r3", "observe") else None,
-        "chosen": trial.chosen(tables) if tables is not None and case.mode == "r2" else None,
+        "chosen": trial.chosen(tables) if case.mode == "r2" else None,
         "microbatches": len(trial.microbatches),
         "layers": list(policy.layers),
         "recomputed_layers": sorted(policy.recomputed_layers),

@@ -13,20 +13,24 @@ import torch.distributed as dist
 from moe_rl.megatron import hf_map, world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.model import unwrap
-from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.policy import Policy, UpdateResult
 from moe_rl.megatron.schedule import LossFunction
+from moe_rl.megatron.share import Scored, Work
 from moe_rl.megatron.witness import DispatchWitness
 from moe_rl.models.hf import ModelFacts
 from moe_rl.planning.packing import fill_rounds
 from moe_rl.planning.packing import pack as assign
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import MICROBATCH_TOKENS, Case
-from moe_rl.replay.plans import LayerPlan
+from moe_rl.replay.plans import plan_dispatch
+from moe_rl.replay.replay_pass import Mode, PassSeen, Watch
 from moe_rl.replay.routes import SequenceRoutes
-from moe_rl.replay.session import Mode, ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec
 from moe_rl.types import Sequence
+
+# The mode of the first pass, for each mode of a case.
+_FIRST: dict[str, Mode | None] = {"r3": "replay", "observe": "observe", "r2": "record", "native": None}
 
 
 class BrokenOff(Exception):
@@ -60,49 +64,42 @@ class Trial:
         packed, parallel = [self.sequences[i] for i in microbatch.indices], self.case.parallel_config
         return microbatch.routes(packed, read, self.spec, layers=self.layers, expert_parallel=parallel.expert)
 
-    def session(self, tables: list[MicrobatchRoutes], mode: Mode, name: str, **options) -> ReplaySession:
-        """Make the session of one pass, with plans if the case uses them. For `options` see `Policy.session`."""
-        case = self.case
-        plans: list[dict[int, LayerPlan] | None] = []
+    def work(self, tables: list[MicrobatchRoutes], mode: Mode | None) -> list[Work]:
+        """Return the microbatches under these tables, with plans if the case uses them."""
+        case, work = self.case, zip(self.microbatches, tables, strict=True)
+        found = [Work(microbatch, table, microbatch.rollout_logprobs) for microbatch, table in work]
         if case.plan and mode == "replay":
-            plans = self.policy.plan_dispatch(
-                tables,
+            rules = self.policy.dispatch_rules(
                 overlap_chunks=case.overlap_chunks,
                 copies=case.expert_copies,
                 least_copied_rows=1,
                 node_ranks=case.node_ranks,
             )
-        return self.policy.session(tables, mode=mode, name=name, plans=plans, **options)
+            for one, plan in zip(found, plan_dispatch(tables, rules).by_microbatch, strict=True):
+                one.plan = plan
+        return found
 
-    def first_pass(self) -> tuple[list[torch.Tensor], ReplaySession, list[MicrobatchRoutes]]:
-        """Run the forward-only pass. Returns its logprobs, its session, and the tables that the update will take."""
-        modes: dict[str, Mode] = {"r3": "replay", "observe": "observe", "r2": "record"}
-        mode = modes[self.case.mode]
-        session = self.session(self.tables, mode, "logprobs", compare_native=True)
-        if self.case.mode != "r2":
-            with session:
-                return self.policy.logprobs(self.microbatches, session), session, self.tables
+    def first_pass(self) -> tuple[Scored, list[MicrobatchRoutes]]:
+        """Run the forward-only pass. Returns its results, and the tables that the update will take."""
+        mode, watch = _FIRST[self.case.mode], Watch(native=self.case.mode != "native")
+        work = self.work(self.tables, mode)
+        if mode != "record":
+            return self.policy.score(work, mode, "logprobs", watch), self.tables
         # Record with other router weights than those of the update, so that the update's routers would choose
         # otherwise.
         routers = [layer.mlp.router for c in self.policy.chunks for layer in unwrap(c).decoder.layers]
         kept = [router.weight.detach().clone() for router in routers]
         for router in routers:
             router.weight.data = router.weight.data.flip(0)
-        with session:
-            logprobs = self.policy.logprobs(self.microbatches, session)
+        scored = self.policy.score(work, mode, "logprobs", watch)
         for router, weight in zip(routers, kept, strict=True):
             router.weight.data.copy_(weight)
-        return logprobs, session, session.recorded_routes()
+        return scored, scored.seen.recorded
 
-    def update(self, tables: list[MicrobatchRoutes], loss: LossFunction | None = None):
-        """Make one optimizer step under these tables, by default with the reference's loss.
-
-        Returns the result and its session.
-        """
-        mode: Mode = "observe" if self.case.mode == "observe" else "replay"
-        session = self.session(tables, mode, "update", training=True)
-        with session:
-            return self.policy.update(self.microbatches, session, loss or self.loss), session
+    def update(self, tables: list[MicrobatchRoutes], loss: LossFunction | None = None) -> tuple[UpdateResult, PassSeen]:
+        """Make one optimizer step under these tables, by default with the reference's loss."""
+        mode = "replay" if self.case.mode == "r2" else _FIRST[self.case.mode]
+        return self.policy.update(self.work(tables, mode), loss or self.loss, mode, "update")
 
     def break_off(self, tables: list[MicrobatchRoutes]) -> None:
         """Start an update that fails in the loss of its second microbatch."""
@@ -120,7 +117,7 @@ class Trial:
         microbatch = self.microbatches[number]
         return -(logprobs * microbatch.advantages[microbatch.sequence_ids]).sum() / len(self.sequences)
 
-    def by_sequence(self, logprobs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def by_sequence(self, logprobs: Seq[torch.Tensor]) -> dict[int, torch.Tensor]:
         return {
             i: values[microbatch.sequence_ids == n].cpu()
             for microbatch, values in zip(self.microbatches, logprobs, strict=True)

@@ -1,6 +1,6 @@
-"""Defines the checks that a replay session makes at its end, one function each.
+"""Defines the checks that a replay pass makes at its end, one function each.
 
-Each takes what the session collected, and raises an error if it proves a fault. `where` names the pass and the rank.
+Each takes what the pass collected, and raises an error if it proves a fault. `where` names the pass and the rank.
 Flags are bool tensors on the device; the host waits for the device only here, not in the layers.
 """
 
@@ -47,7 +47,7 @@ def refuse_misplanned(flags: Seq[tuple[int, int, torch.Tensor]], where: About) -
             where=where,
             got=first_of(wrong),
             expected="the plan that was made from these routes",
-            do="make plans from the tables that the session replays, in the same order",
+            do="make plans from the tables that the pass replays, in the same order",
             fault="plan",
         )
 

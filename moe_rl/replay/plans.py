@@ -76,48 +76,69 @@ class LayerPlan:
         return self.made.result()[self.at]
 
 
-def plan_dispatch(
-    tables: list[MicrobatchRoutes],
-    layers: tuple[int, ...],
-    group: DispatchGroup,
-    exchange: Callable[[np.ndarray], np.ndarray],
-    order: np.ndarray,
-    *,
-    overlap_chunks: int = 0,
-    copies: int = 0,
-    least: int = 1,
-    nodes: np.ndarray | None = None,
-) -> list[dict[int, LayerPlan] | None]:
-    """Make the dispatch plans {layer: plan} of each microbatch.
+@dataclass(frozen=True, slots=True, eq=False)
+class DispatchRules:
+    """Says among which ranks, and how, the rows of microbatches are dispatched.
 
-    All ranks of a dispatch group call this together, with the same number of microbatches. The routes are copied to the
-    host once, and the plans back to the device once per microbatch. The entries are made after this returns, in the
-    order of the microbatches.
-
-    Args:
-        tables: In the order in which passes run them.
+    Attributes:
+        layers: The MoE layers of this rank.
         exchange: Gathers int64 [M, C, L, E] of this rank into [G, M, C, L, E] of all ranks of the group, in their
-            order. Called once; not called if there are no microbatches.
+            order.
         order: int64 [L, E], the expert in each slot.
         overlap_chunks: C, for an overlapped plan. 0 makes a plan that is not overlapped, with C = 1.
         copies: c, 0 for no copies of experts.
         least: The fewest rows of a chunk for which an expert is copied.
         nodes: int64 [G], the node of each rank of the group. None: copies are chosen as if all ranks were on one node.
+    """
 
-    Returns:
-        One entry per microbatch. It is None if on any rank of the group a router must choose for rows without a route:
-            the counts are then unknown beforehand, and Megatron's own dispatcher asks for them.
+    layers: tuple[int, ...]
+    group: DispatchGroup
+    exchange: Callable[[np.ndarray], np.ndarray]
+    order: np.ndarray
+    overlap_chunks: int = 0
+    copies: int = 0
+    least: int = 1
+    nodes: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plans:
+    """Holds the dispatch plans of microbatches.
+
+    Attributes:
+        by_microbatch: {layer: plan} of each microbatch. It is None if on any rank of the group a router must choose for
+            rows without a route: the counts are then unknown beforehand, and Megatron's own dispatcher asks for them.
+        peak: The largest number of rows that the experts of this rank get in a layer of a planned microbatch.
+        fullest, rows: The sums of `LayerPlan.fullest` and `LayerPlan.rows` over layers and planned microbatches.
+    """
+
+    by_microbatch: list[dict[int, LayerPlan] | None]
+    peak: int
+    fullest: int
+    rows: int
+
+
+def plan_dispatch(tables: list[MicrobatchRoutes], rules: DispatchRules) -> Plans:
+    """Plan how the dispatchers send the rows of these microbatches.
+
+    All ranks of a dispatch group call this together, with the same number of microbatches. They exchange their counts
+    once, or not at all without microbatches. The routes are copied to the host once, and the plans back to the device
+    once per microbatch. The entries are made after this returns, in the order of the microbatches.
+
+    Args:
+        tables: In the order in which passes run them.
     """
     if not tables:
-        return []
-    chunks = max(1, overlap_chunks)
+        return Plans([], 0, 0, 0)
+    layers, group, order, copies = rules.layers, rules.group, rules.order, rules.copies
+    chunks = max(1, rules.overlap_chunks)
     pieces = [_cut(routes, chunks) for routes in _on_host(tables, layers)]
     counts = np.stack([np.stack([count(piece, group.experts) for piece in of_one]) for of_one in pieces])
     counts[[table.native is not None for table in tables]] = -1
-    everyone = exchange(counts)
+    everyone = rules.exchange(counts)
     by_slot = np.take_along_axis(everyone, order.reshape(*[1] * (everyone.ndim - 2), *order.shape), -1)
     slots, local = np.argsort(order, -1), group.experts // group.expert_parallel
-    chosen = choose_copies(by_slot.clip(0), group.expert_parallel, copies, least, nodes)
+    chosen = choose_copies(by_slot.clip(0), group.expert_parallel, copies, rules.least, rules.nodes)
     copied, sent = chosen.used, with_copies(by_slot.clip(0), chosen)
     numbers = splits(sent, replace(group, experts=group.expert_parallel * (local + copies)))
     loads = sent.sum(0).reshape(*copied.shape, group.expert_parallel, -1).sum(-1)
@@ -151,13 +172,19 @@ def plan_dispatch(
                     chunks=tuple(chunk_plan(m, c, at) for c in range(chunks)),
                     fullest=int(loads[m, :, at].max(-1).sum()),
                     rows=int(loads[m, :, at].sum()),
-                    overlapped=overlap_chunks > 0,
+                    overlapped=rules.overlap_chunks > 0,
                 )
                 for at, layer in enumerate(layers)
             }
         )
     thread.shutdown(wait=False)  # it ends after its work
-    return plans
+    planned = [plan for of_layers in plans if of_layers is not None for plan in of_layers.values()]
+    return Plans(
+        plans,
+        peak=max((int(sum(chunk.per_expert.sum() for chunk in plan.chunks)) for plan in planned), default=0),
+        fullest=sum(plan.fullest for plan in planned),
+        rows=sum(plan.rows for plan in planned),
+    )
 
 
 def _entries(
@@ -185,18 +212,6 @@ def _entries(
 def _cut(routes: np.ndarray, chunks: int) -> list[np.ndarray]:
     """Cut routes [L, R, K] into one array [L, rows, K] per chunk."""
     return np.split(routes, np.cumsum(chunk_rows(routes.shape[1], chunks))[:-1], axis=1)
-
-
-def peak_rows(plans: list[dict[int, LayerPlan] | None]) -> int:
-    """Return the largest number of rows that the experts of this rank get in a layer of a planned microbatch."""
-    layers = (plan for planned in plans if planned is not None for plan in planned.values())
-    return max((int(sum(chunk.per_expert.sum() for chunk in plan.chunks)) for plan in layers), default=0)
-
-
-def load_sums(plans: list[dict[int, LayerPlan] | None]) -> tuple[int, int]:
-    """Return the sums over layers and planned microbatches of `LayerPlan.fullest` and `LayerPlan.rows`."""
-    layers = [plan for planned in plans if planned is not None for plan in planned.values()]
-    return sum(plan.fullest for plan in layers), sum(plan.rows for plan in layers)
 
 
 def _on_host(tables: list[MicrobatchRoutes], layers: tuple[int, ...]) -> list[np.ndarray]:

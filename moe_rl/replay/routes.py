@@ -270,7 +270,7 @@ def microbatch_routes(
 
     Raises:
         ReplayError: The routes do not match `source`. The message names the sequences. A rank that lacks some rows or
-            layers cannot check this here; its session checks it at the end.
+            layers cannot check this here; its pass checks it at the end.
     """
     tokens = sum(map(len, fed))
     if padded_tokens > tokens:

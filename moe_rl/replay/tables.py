@@ -1,4 +1,4 @@
-"""Defines the inputs and results of a replay session: the routes of a microbatch, the counts of a pass, and the
+"""Defines the inputs and results of a replay pass: the routes of a microbatch, the counts of a pass, and the
 comparison of the routers' own choice with the record.
 
 Legend: R rows of a microbatch that this rank's routers see, N of these rows that have a record, K top-k, E experts, L
@@ -63,7 +63,7 @@ class MicrobatchRoutes:
 
 @dataclass(slots=True)
 class Tally:
-    """Holds what a finished session counted: integers summed over this rank's microbatches. The native counts leave
+    """Holds what a finished pass counted: integers summed over this rank's microbatches. The native counts leave
     padding out.
 
     Attributes:
@@ -117,7 +117,7 @@ class Compared:
     margin: torch.Tensor
 
     @classmethod
-    def of(cls, recorded: torch.Tensor, native: torch.Tensor, scores: torch.Tensor) -> Compared:
+    def in_layer(cls, recorded: torch.Tensor, native: torch.Tensor, scores: torch.Tensor) -> Compared:
         """Compare one layer on the device: the record and the router's choice, int64 [N, K], with its scores [N, E]."""
         shared = (recorded[:, :, None] == native[:, None, :]).sum((1, 2))
         best = scores.gather(1, native)
@@ -126,13 +126,13 @@ class Compared:
         return cls(shared < recorded.shape[1], shared, margin.float())
 
     @classmethod
-    def of_layers(cls, layers: Seq[Compared]) -> Compared:
+    def over_layers(cls, layers: Seq[Compared]) -> Compared:
         """Stack several layers of the same rows."""
         return cls(*(torch.stack([getattr(one, name) for one in layers]) for name in ("differs", "shared", "margin")))
 
 
 def totals(compared: Seq[Compared], lags: Seq[torch.Tensor], layers: Seq[int]) -> dict[str, Any]:
-    """Compute the native counts of a session's `Tally` over all its microbatches, except native_token_mismatch.
+    """Compute the native counts of a pass's `Tally` over all its microbatches, except native_token_mismatch.
 
     Args:
         lags: For each microbatch, int64 [N].

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from moe_rl.errors import ReplayError, first_of
 from moe_rl.megatron import world
-from moe_rl.train.shares import UpdateShare
+from moe_rl.megatron.share import Share
 from moe_rl.types import Sequence
 
 _REPORT = "weights are as they were before this update. Look for what changes, exchanges or repeats sequences"
@@ -60,7 +60,7 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
         )
 
 
-def check_update(share: UpdateShare, calls: Mapping[int, int]) -> None:
+def check_update(share: Share, calls: Mapping[int, int]) -> None:
     """Check what an update learned from. All ranks call this together, before the optimizer moves a weight.
 
     Args:

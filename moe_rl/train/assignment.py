@@ -3,7 +3,6 @@ how even the expert load is. All ranks make the same decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import Fact, MoeRLError, ReplayError, TraceError, describe
+from moe_rl.errors import TraceError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
@@ -20,49 +19,6 @@ from moe_rl.planning.packing import fill_rounds, pack
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import RouteRef, Sequence, by_completion
-
-
-def agreed[Result](read: Callable[[], Result], what: str = "recorded routes of its sequences") -> Result:
-    """Return what `read` returns, once it has returned on every rank. If it raises on one rank, all ranks raise.
-
-    Every rank's error gives the reason, because torchrun ends all ranks as soon as one ends. The errors have
-    `everywhere` set.
-
-    Args:
-        read: Must not wait for other ranks.
-        what: What `read` reads, for the errors of the other ranks.
-    """
-    refused: MoeRLError | None = None
-    try:
-        result = read()
-    except MoeRLError as error:
-        refused = error
-    (who,) = world.all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
-    if not who:
-        return result
-    told = world.broadcast(None if refused is None else _Refusal.of(refused), _Refusal, int(who) - 1)
-    refused = refused or told.error(what, int(who) - 1)
-    refused.everywhere = True
-    raise refused
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """Holds what a rank tells the others about its error."""
-
-    text: str
-    fault: str
-    about: dict[Fact, int | str]
-
-    @classmethod
-    def of(cls, error: MoeRLError) -> _Refusal:
-        return cls(str(error), error.message.fault, dict(error.about))
-
-    def error(self, what: str, rank: int) -> ReplayError:
-        """Return the error that the other ranks raise, with the same `about`."""
-        message = describe(f"another rank refused the {what}", got=f"rank {rank}: {self.text}", fault=self.fault)
-        message.about = self.about
-        return ReplayError(message)
 
 
 def assign(
@@ -107,30 +63,26 @@ def assign(
         for places in size.completions
     ]
 
-    def counted() -> np.ndarray:
-        loads = np.zeros((len(completions), len(spec.moe_layers), parts), np.int32)
+    counted = np.zeros((len(completions), len(spec.moe_layers), parts), np.int32)
+    with world.agreed():
         for at in range(dist.get_rank(), len(completions), dist.get_world_size()):
             for ref in completions[at]:
                 if ref is not None:
                     by_slot = np.take_along_axis(expert_counts(store, ref, spec), placement, axis=1)
-                    loads[at] += load_of(by_slot[None], parts)[0]
-        return loads
-
-    loads = torch.from_numpy(agreed(counted)).to(world.device())
+                    counted[at] += load_of(by_slot[None], parts)[0]
+    loads = torch.from_numpy(counted).to(world.device())
     dist.all_reduce(loads)
     of_update = np.split(loads.cpu().numpy(), np.cumsum([len(size.lengths) for size in sizes])[:-1])
     planners = [number % dist.get_world_size() for number in range(len(updates))]
-
-    def planned() -> list[Plan | None]:
+    with world.agreed():
         exchange = world.dispatching_shares()
-        return [
+        planned = [
             whole(size, pack_by_load(size.lengths, load, ranks=ranks, microbatch_tokens=budget, exchange=exchange)[0])
             if planner == dist.get_rank()
             else None
             for planner, size, load in zip(planners, sizes, of_update, strict=True)
         ]
-
-    plans = [world.broadcast(plan, Plan, planner) for plan, planner in zip(agreed(planned), planners, strict=True)]
+    plans = [world.broadcast(plan, Plan, planner) for plan, planner in zip(planned, planners, strict=True)]
     return [(plan, plan == other) for plan, other in zip(plans, by_length, strict=True)]
 
 
@@ -224,7 +176,9 @@ class ExpertPlacement:
         settings = self.config.placement
         if settings.experts == "natural":
             return {}
-        counts = torch.from_numpy(agreed(lambda: self._count(sequences))).to(world.device())
+        with world.agreed():
+            counted = self._count(sequences)
+        counts = torch.from_numpy(counted).to(world.device())
         dist.all_reduce(counts)
         self.counts = [*self.counts, counts.cpu().numpy()][-settings.window_steps :]
         if (step - 1) % settings.every_steps:

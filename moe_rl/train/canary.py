@@ -18,17 +18,17 @@ import numpy as np
 
 from moe_rl.errors import WeightSyncError, after_lr
 from moe_rl.megatron import world
-from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.share import Work
 from moe_rl.planning.packing import fill_rounds
 from moe_rl.replay.claims import ALPHA, History, judge
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
+from moe_rl.replay.replay_pass import Watch
 from moe_rl.replay.routes import RowPolicy
-from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.rollout.pool_client import PooledRollouts
 from moe_rl.rollout.sampler import Blocking
 from moe_rl.trace import RouteRecord, TraceSpec, TraceStore, validate
-from moe_rl.train.assignment import agreed
 from moe_rl.types import ScoredTokens, Sequence, sampled_by
 
 _SHARD = "canary"
@@ -90,8 +90,7 @@ class Canary:
         self.runs, self.store, self.spec = tuple(runs), store, spec
         self._sequences = [_sequence(f"canary/{at}", run) for at, run in enumerate(self.runs)]
         self._fed = [np.array(run[:-1], np.int64) for run in self.runs]
-        self._microbatches: list[Microbatch] = []
-        self._tables: list[MicrobatchRoutes] = []
+        self._work: list[Work] = []
         # The samplers' scores of the runs, and the records that each sampler published, by its name.
         self.scored: list[ScoredTokens] = []
         self.records: dict[str, list[RouteRecord]] = {}
@@ -112,7 +111,8 @@ class Canary:
         """
         if sampler is not None:
             self.score(sampler, version)
-        heard = agreed(lambda: None if sampler is None else self._heard(*own, version, exact), "canary")
+        with world.agreed("canary"):
+            heard = None if sampler is None else self._heard(*own, version, exact)
         return world.broadcast(heard, Heard)
 
     def score(self, sampler: Blocking | PooledRollouts, version: int) -> None:
@@ -159,30 +159,18 @@ class Canary:
         self, policy: Policy, version: int, *, logits: bool = False
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return what `natively` does, and the logits float32 [L, S, E] of the routers: NaN without `logits`."""
-        if not self._microbatches:
-            self._microbatches = _microbatches(self._sequences)
-            # These tables serve every version, since the runs have no routes to read.
-            self._tables = [
-                microbatch.read_routes(
-                    self.store,
-                    [self._sequences[i] for i in microbatch.indices],
-                    self.spec,
-                    weight_version=version,
-                    layers=policy.layers,
-                    policy=_NATIVE,
-                )
-                for microbatch in self._microbatches
-            ]
-        name = f"canary of version {version}"
-        with policy.session(self._tables, mode="record", name=name, keep_router_logits=logits) as session:
-            logprobs, *_ = policy.logprobs(self._microbatches, session, temperature=1.0)
-        chosen, rows = session.recorded_routes()[0].routes, self._microbatches[0].routed_rows
+        self._work = self._work or self._packed(policy, version)
+        own_pass = policy.score(
+            self._work, "record", f"canary of version {version}", Watch(logits=logits), temperature=1.0
+        )
+        logprobs, seen = own_pass.logprobs[0], own_pass.seen
+        chosen, rows = seen.recorded[0].routes, self._work[0].microbatch.routed_rows
         tokens = sum(map(len, self._fed))
         here = np.flatnonzero(rows < tokens)
         own = _Chosen([], [], b"", b"")
         if world.data_parallel()[0] == 0:  # the others route the same tokens
             mine = np.stack([chosen[layer].cpu().numpy()[here] for layer in policy.layers]).astype(np.int16)
-            kept = [session.router_logits[0, layer].float().cpu().numpy()[here] for layer in policy.layers if logits]
+            kept = [seen.router_logits[0, layer].float().cpu().numpy()[here] for layer in policy.layers if logits]
             own = _Chosen(list(policy.layers), rows[here].tolist(), mine.tobytes(), b"".join(x.tobytes() for x in kept))
         layers = len(self.spec.moe_layers)
         witness = np.full((layers, tokens, self.spec.top_k), -1, np.int64)
@@ -201,6 +189,20 @@ class Canary:
                 where={"token": row, "layer": self.spec.moe_layers[layer]},
             )
         return logprobs.cpu().numpy(), witness, scored
+
+    def _packed(self, policy: Policy, version: int) -> list[Work]:
+        """Pack all runs into one microbatch, which serves every version: the runs have no routes to read. Interleaved
+        stages get empty microbatches after it."""
+        (plan,) = fill_rounds([[list(range(len(self._sequences)))]], world.microbatches_in_a_round())
+        work = []
+        for indices in plan:
+            packed = [self._sequences[i] for i in indices]
+            microbatch = pack(self._sequences, indices, world.device(), world.context_parallel())
+            table = microbatch.read_routes(
+                self.store, packed, self.spec, weight_version=version, layers=policy.layers, policy=_NATIVE
+            )
+            work.append(Work(microbatch, table, microbatch.rollout_logprobs))
+        return work
 
     def _align(
         self, scored: ScoredTokens, apart: np.ndarray, witness: np.ndarray, version: int, suspects: str
@@ -343,9 +345,3 @@ def _sequence(key: str, run: tuple[int, ...]) -> Sequence:
         versions=sampled_by(0, len(run) - 1),
         routes=None,
     )
-
-
-def _microbatches(sequences: list[Sequence]) -> list[Microbatch]:
-    """Pack all sequences into one microbatch. Interleaved stages get empty microbatches after it."""
-    (plan,) = fill_rounds([[list(range(len(sequences)))]], world.microbatches_in_a_round())
-    return [pack(sequences, one, world.device(), world.context_parallel()) for one in plan]

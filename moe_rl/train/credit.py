@@ -14,14 +14,15 @@ import torch
 from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
+from moe_rl.megatron.share import Share
+from moe_rl.objectives import second_moment
 from moe_rl.objectives.advantages import advantages, has_spread
 from moe_rl.objectives.penalties import KL_ESTIMATORS
-from moe_rl.train.shares import UpdateShare
 from moe_rl.types import Sequence, by_completion
 
 
 def give_credit(
-    objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int], shares: list[UpdateShare]
+    objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int], shares: list[Share]
 ) -> dict[str, float]:
     """Set the advantages of every microbatch in `shares`. All ranks call this together.
 
@@ -49,7 +50,32 @@ def give_credit(
         share.credit.update((one.key, of[one.key]) for one in share.all)
         for work in share.work:
             work.microbatch.give_advantages([of[one.key] for one in share.all])
-    return metrics
+    limit = objective.second_moment_limit
+    return metrics if limit is None else metrics | trust(limit, shares)
+
+
+def trust(limit: float, shares: list[Share]) -> dict[str, float]:
+    """Find the tokens of each update that `objective.second_moment_limit` keeps. Needs the advantages.
+
+    Returns:
+        Metrics, equal on all ranks.
+    """
+    means = []
+    for share in shares:
+        found = []
+        for one in share.work:
+            batch = one.microbatch
+            found.append(
+                second_moment.squares(one.old_logprobs, batch.rollout_logprobs, batch.advantages, batch.sequence_ids)
+            )
+        mine = [values[region] for values, region in found] if world.speaks_for_its_sequences() else []
+        empty = torch.empty(0, dtype=torch.float64, device=world.device())
+        everyone = world.concatenate(torch.cat([empty, *mine])).cpu().numpy()
+        largest = second_moment.largest_kept(everyone, limit)
+        for one, (values, region) in zip(share.work, found, strict=True):
+            one.trusted = ~region | (values <= largest)
+        means.append(everyone.mean() if len(everyone) else 0.0)
+    return {"objective/second_moment": sum(means) / len(means)}
 
 
 def _by_turn(
@@ -80,7 +106,7 @@ def _by_turn(
 
 
 def _by_completion(
-    objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int], shares: list[UpdateShare]
+    objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int], shares: list[Share]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return the advantage of each sequence, which is that of its completion, and metrics."""
     completions = by_completion(sequences)
@@ -130,7 +156,7 @@ def _of_zeros(values: list[float]) -> dict[str, float]:
     return {"objective/zero_advantage_fraction": sum(value == 0 for value in values) / len(values)}
 
 
-def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateShare]) -> list[float | None]:
+def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[Share]) -> list[float | None]:
     """Return the sum of the KL estimates over the tokens of each sequence, in nats.
 
     The first of a completion's segments has the sum over all of them, the others have 0. The value is None for a

@@ -12,10 +12,8 @@ import torch
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
-from moe_rl.replay.session import Mode
-from moe_rl.train import scoring
-from moe_rl.train.assignment import agreed
-from moe_rl.train.shares import MicrobatchWork
+from moe_rl.megatron.share import Work
+from moe_rl.replay.replay_pass import Mode
 
 # Two temperatures can be told apart if their log-probabilities are this many times farther from each other than the
 # checked ones are from the nearer temperature's. Otherwise the check passes: rounding exceeds the difference.
@@ -30,8 +28,7 @@ def check_reference(policy: Policy, reference: ReferencePolicy) -> None:
     Raises:
         ReplayError: A weight differs. Raised on all ranks, with its name in Megatron's model.
     """
-
-    def compare() -> None:
+    with world.agreed("reference policy"):
         for own, other in zip(policy.chunks, reference.chunks, strict=True):
             of_reference = dict(other.named_parameters())
             for name, weight in own.named_parameters():
@@ -46,8 +43,6 @@ def check_reference(policy: Policy, reference: ReferencePolicy) -> None:
                         fault="reference",
                     )
 
-    agreed(compare, "reference policy")
-
 
 class TemperatureProbe:
     """Scores some of the first update's tokens at two temperatures: the config's, and 1, or 2 if the config's is 1.
@@ -55,14 +50,14 @@ class TemperatureProbe:
     The passes take the same routes as the update. All ranks create it together, and call `check` together.
     """
 
-    def __init__(self, policy: Policy, work: list[MicrobatchWork], mode: Mode, temperature: float):
+    def __init__(self, policy: Policy, work: list[Work], mode: Mode, temperature: float):
         """Args: `work` is this rank's part of the first update, of which the first round of microbatches is scored."""
         self.temperature, self.other = temperature, 1.0 if temperature != 1 else 2.0
         self._work = work[: world.microbatches_in_a_round()]
-        self._scored = []
-        for at in (self.temperature, self.other):
-            with scoring.session(policy, self._work, mode, f"temperature {at:g}", compare_native=False) as opened:
-                self._scored.append(policy.logprobs([one.microbatch for one in self._work], opened, at))
+        self._scored = [
+            policy.score(self._work, mode, f"temperature {at:g}", temperature=at).logprobs
+            for at in (self.temperature, self.other)
+        ]
 
     def check(self, seen: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
         """Compare both scores with what the update's loss got, and with the sampler's log-probabilities.

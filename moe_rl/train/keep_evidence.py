@@ -27,6 +27,7 @@ from moe_rl.megatron.cpu import without_mode
 from moe_rl.megatron.exporting import Exports
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.share import Work
 from moe_rl.models.hf import expected_tensors
 from moe_rl.report import evidence_folder
 from moe_rl.report.evidence_folder import ABSENT, Evidence, KeptRows, KeptWeights
@@ -35,7 +36,6 @@ from moe_rl.trace import TraceSpec, TraceStore, signed
 from moe_rl.trace.spans import versions_of_rows
 from moe_rl.train.canary import Canary
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.train.shares import MicrobatchWork
 from moe_rl.types import RouteRef, Sequence, VersionSpan
 
 # Limits of the rows that are kept: enough to tell a wrong layer, place or sequence from near ties.
@@ -112,7 +112,7 @@ class EvidenceKeeper:
         step: int,
         version: int,
         sequences: Callable[[], Seq[Concerned]],
-        work: Callable[[], Seq[MicrobatchWork]] = lambda: (),
+        work: Callable[[], Seq[Work]] = lambda: (),
         *,
         alike: bool = False,
     ) -> Iterator[None]:
@@ -140,7 +140,7 @@ class EvidenceKeeper:
         version: int,
         updates: int,
         sequences: Callable[[], Seq[Concerned]],
-        work: Callable[[], Seq[MicrobatchWork]] = lambda: (),
+        work: Callable[[], Seq[Work]] = lambda: (),
     ) -> None:
         """Keep evidence of an error that all ranks raise, and note on it where. updates: number made since
         `version`."""
@@ -165,7 +165,7 @@ class _Keeping:
         step: int,
         version: int,
         updates: int,
-        work: list[MicrobatchWork],
+        work: list[Work],
     ):
         self.config, self.folder, self.policy = keeper.config, keeper.folder, keeper.policy
         self.store, self.spec, self.limit = keeper.store, keeper.spec, keeper._limit

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from moe_rl.config.objective import ObjectiveConfig
+from moe_rl.megatron.share import Share, Work
 from moe_rl.objectives import corrections
 from moe_rl.objectives.centering import Head
 from moe_rl.objectives.losses import POLICY_LOSSES, USE_ROLLOUT_LOGPROBS, reference_kl
 from moe_rl.objectives.penalties import entropy_bonus
-from moe_rl.train.shares import MicrobatchWork, UpdateShare
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class UpdateLoss:
         calls: How often the loss of each microbatch was computed.
     """
 
-    def __init__(self, objective: ObjectiveConfig, share: UpdateShare, sums: LossSums, *, own_old: bool = False):
+    def __init__(self, objective: ObjectiveConfig, share: Share, sums: LossSums, *, own_old: bool = False):
         self.objective, self.share, self.sums, self.own_old = objective, share, sums, own_old
         self.seen: dict[int, tuple[torch.Tensor, ...]] = {}
         self.calls: Counter[int] = Counter()
@@ -105,7 +105,12 @@ class UpdateLoss:
         sums.ratio += result.ratio_sum
         return total
 
-    def _weights(self, work: MicrobatchWork, logprobs: torch.Tensor) -> torch.Tensor | None:
+    def scored(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the logprobs and the entropies of all microbatches; nothing on ranks that compute no loss."""
+        seen = [self.seen[number] for number in sorted(self.seen)]
+        return [logprobs for logprobs, _ in seen], [entropies for _, entropies in seen]
+
+    def _weights(self, work: Work, logprobs: torch.Tensor) -> torch.Tensor | None:
         """Return the correction weights [N] of a microbatch's tokens; None if the config has no corrections."""
         if not self.objective.corrected:
             return None

@@ -11,14 +11,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from moe_rl.megatron import world
-from moe_rl.replay.session import ReplaySession
-from moe_rl.replay.tables import Compared
+from moe_rl.megatron.share import Scored
 from moe_rl.report.sample_lines import SampleLine
 from moe_rl.rollout.kept import KeptSample
-from moe_rl.train.shares import MicrobatchWork
 from moe_rl.types import Sequence
 
 
@@ -40,37 +37,11 @@ class View:
     differing: list[int]
 
 
-@dataclass(slots=True)
-class PassSeen:
-    """Keeps this rank's results of a pass on the step's starting weights, until the advantages are known.
-
-    Attributes:
-        logprobs, entropies: [N] for each microbatch; none on ranks without the last pipeline stage.
-        compared: the routers' own choice against the record, for each microbatch.
-    """
-
-    work: Seq[MicrobatchWork]
-    logprobs: Seq[torch.Tensor]
-    entropies: Seq[torch.Tensor]
-    compared: Seq[Compared]
-
-    @classmethod
-    def of(cls, work: Seq[MicrobatchWork], scored: Seq[Seq[torch.Tensor]], session: ReplaySession) -> PassSeen:
-        """Take what a closed session saw. scored: logprobs and entropies of each microbatch."""
-        logprobs, entropies = [one for one, _ in scored], [one for _, one in scored]
-        return cls(work, logprobs, entropies, session.compared)
-
-    @property
-    def scored(self) -> list[tuple[MicrobatchWork, torch.Tensor]]:
-        """Return each microbatch with its logprobs; nothing on ranks that have none."""
-        return list(zip(self.work, self.logprobs, strict=True)) if self.logprobs else []
-
-
-def gather_views(keys: Seq[str], seen: Seq[PassSeen]) -> dict[str, list[View]]:
+def gather_views(keys: Seq[str], passes: Seq[Scored]) -> dict[str, list[View]]:
     """Return the views of all ranks of these sequences. All ranks call it together."""
     if not keys:
         return {}
-    mine = [view for one in seen for view in _views(frozenset(keys), one)]
+    mine = [view for one in passes for view in _views(frozenset(keys), one)]
     found: dict[str, list[View]] = {key: [] for key in keys}
     for views in world.gather(mine, list[View]):
         for view in views:
@@ -78,21 +49,21 @@ def gather_views(keys: Seq[str], seen: Seq[PassSeen]) -> dict[str, list[View]]:
     return found
 
 
-def _views(keys: frozenset[str], seen: PassSeen) -> list[View]:
+def _views(keys: frozenset[str], scored: Scored) -> list[View]:
     speaks, found = world.speaks_for_its_sequences(), []
-    for number, work in enumerate(seen.work):
+    for number, work in enumerate(scored.work):
         wanted = [(at, name) for at, name in enumerate(work.table.names) if name in keys]
         if not wanted:
             continue
         places, batch = work.table.places, work.microbatch
         positions, sequence = places.position[places.recorded], places.sequence[places.recorded]
         differing = np.zeros(len(positions), np.int64)
-        if seen.compared:
-            differing = seen.compared[number].differs.sum(0).cpu().numpy()
+        if scored.seen.compared:
+            differing = scored.seen.compared[number].differs.sum(0).cpu().numpy()
         for at, name in wanted:
             values, advantages = [], []
             if speaks:
-                values = seen.logprobs[number].split(batch.counts)[at].tolist()
+                values = scored.logprobs[number].split(batch.counts)[at].tolist()
                 advantages = batch.advantages.split(batch.units)[at].tolist()
             mine = sequence == at
             found.append(View(name, values, advantages, positions[mine].tolist(), differing[mine].tolist()))

@@ -3,73 +3,30 @@ pass."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
-import torch
+import torch.distributed as dist
 
 from moe_rl.config.schema import Config
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
-from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.megatron.microbatch import pack
+from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.share import Share, Work
 from moe_rl.objectives.lags import with_keys
 from moe_rl.objectives.losses import global_denominator, nonempty
 from moe_rl.planning.balance import Plan
 from moe_rl.planning.packing import split_groups
-from moe_rl.replay.plans import LayerPlan
+from moe_rl.replay.plans import plan_dispatch
 from moe_rl.replay.routes import RowPolicy, missing_rows
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.train.assignment import agreed, assign, load_excess
+from moe_rl.train.assignment import assign, load_excess
 from moe_rl.train.sampling_support import read_head, read_support
 from moe_rl.types import SamplerHead, SamplingSupport, Sequence, unit_lengths
 
 
-@dataclass(slots=True, eq=False)
-class MicrobatchWork:
-    """Holds a microbatch of this rank, and everything that a step computes for it.
-
-    Attributes:
-        table: The routes that its passes take or are compared with.
-        plan: How these routes are dispatched, if that is planned.
-        old_logprobs: float32 [N], the denominators of the ratios; at first the sampler's logprobs.
-        ref_logprobs: float32 [N], from the reference policy, if there is one.
-        lags: int64 [N], each token's lag: by how many versions the weights that sampled it, or sampled an earlier token
-            of its sequence whose keys the sampler kept, are older than the trainer's.
-        trusted: bool [N], which tokens the second-moment limit keeps, if there is one.
-    """
-
-    microbatch: Microbatch
-    table: MicrobatchRoutes
-    old_logprobs: torch.Tensor
-    ref_logprobs: torch.Tensor | None = None
-    lags: torch.Tensor | None = None
-    trusted: torch.Tensor | None = None
-    plan: dict[int, LayerPlan] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UpdateShare:
-    """Holds this rank's part of one optimizer update.
-
-    Attributes:
-        denominator, sequences, tokens: Divisors of the policy loss, the KL penalty and the entropy bonus, for the whole
-            update on all ranks. The segments of a completion count as one sequence, and each turn with its own reward
-            as one.
-        all: All sequences of the update on all ranks. The microbatches' indices refer to these.
-        credit: Advantages of the units of each sequence, by its key, once they are known.
-    """
-
-    work: list[MicrobatchWork]
-    denominator: int
-    sequences: int
-    tokens: int
-    all: tuple[Sequence, ...] = ()
-    credit: dict[str, list[float]] = field(default_factory=dict)
-
-
 def divisors(objective: str, sequences: list[Sequence], longest: int) -> tuple[int, int, int]:
-    """Return `denominator`, `sequences` and `tokens` of an UpdateShare.
+    """Return `denominator`, `sequences` and `tokens` of a Share.
 
     Args:
         objective: Name of the loss.
@@ -98,9 +55,9 @@ class Shares:
             max_staleness=config.pipeline.lag,
         )
 
-    def of(
+    def divide(
         self, sequences: list[Sequence], group_ids: list[int], weight_version: int, placement: np.ndarray
-    ) -> tuple[list[UpdateShare], dict[str, float]]:
+    ) -> tuple[list[Share], dict[str, float]]:
         """Return this rank's share of every update, and metrics on routes that are not replayed.
 
         Args:
@@ -118,7 +75,8 @@ class Shares:
         updates = [[sequences[i] for i in chosen] for chosen in split if chosen]
         planned = assign(updates, self.config, self.store, self.spec, placement)
         plans = [plan for plan, _ in planned]
-        shares = agreed(lambda: self._read(updates, plans, weight_version))
+        with world.agreed():
+            shares = self._read(updates, plans, weight_version)
         tables = [one.table for share in shares for one in share.work]
         return shares, {
             **self._fallback(tables, sequences),
@@ -126,6 +84,45 @@ class Shares:
             "routing/packed_by_length": sum(by_length for _, by_length in planned),
             "routing/load_excess": load_excess(tables, self._own(placement), self.config.parallel.expert),
         }
+
+    def plan_rows(self, policy: Policy, work: list[Work], step: int) -> tuple[float, float | None]:
+        """Make dispatch plans from the microbatches' routes, with one exchange between ranks for all of them.
+
+        `work` is in the order in which passes run it, so that the first pass waits for the plans of its first
+        microbatch only.
+
+        Returns:
+            The largest number of rows that a rank's experts get in a layer of a microbatch. How much fuller the fullest
+                rank is than the mean, minus 1; None unless experts may be copied.
+
+        Raises:
+            ReplayError: A rank would get more rows than `replay.max_rows`. Raised on all ranks.
+        """
+        replay, placement = self.config.replay, self.config.placement
+        if replay.plan is False:
+            return 0.0, None
+        rules = policy.dispatch_rules(
+            overlap_chunks=replay.overlap_chunks,
+            copies=placement.copies,
+            least_copied_rows=placement.least_copied_rows,
+            node_ranks=placement.node_ranks,
+        )
+        plans = plan_dispatch([one.table for one in work], rules)
+        limit, (peak,) = replay.max_rows, world.all_reduce([plans.peak], dist.ReduceOp.MAX)
+        if limit is not None and peak > limit:
+            raise ReplayError(
+                "the routes would give a rank too many rows in a layer of a microbatch",
+                where={"step": step},
+                got=f"{peak:.0f} (token, expert) pairs",
+                expected=f"at most {limit} (replay.max_rows)",
+                do="lower train.microbatch_tokens, try train.packing: load, or raise replay.max_rows",
+            )
+        for one, plan in zip(work, plans.by_microbatch, strict=True):
+            one.plan = plan
+        if not placement.copies:
+            return peak, None
+        fullest, rows = world.all_reduce([plans.fullest, plans.rows])
+        return peak, fullest * self.config.parallel.expert / rows - 1 if rows else 0.0
 
     def _own(self, placement: np.ndarray) -> np.ndarray:
         """Return the rows of `placement` for this rank's layers."""
@@ -153,7 +150,7 @@ class Shares:
             )
         return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
 
-    def _read(self, updates: list[list[Sequence]], plans: list[Plan], weight_version: int) -> list[UpdateShare]:
+    def _read(self, updates: list[list[Sequence]], plans: list[Plan], weight_version: int) -> list[Share]:
         """Read this rank's part of every update. `updates` holds the sequences of each."""
         shares, rank, longest = [], world.data_parallel()[0], self.config.rollout.max_completion_tokens
         for ours, plan in zip(updates, plans, strict=True):
@@ -173,9 +170,9 @@ class Shares:
                 old, lags = microbatch.rollout_logprobs, weight_version - microbatch.versions
                 if self.config.pipeline.kv == "keep":
                     lags = with_keys(lags, microbatch.sequence_ids)
-                work.append(MicrobatchWork(microbatch, table, old_logprobs=old, lags=lags))
+                work.append(Work(microbatch, table, old_logprobs=old, lags=lags))
             divided = divisors(self.config.objective.name, ours, longest)
-            shares.append(UpdateShare(work, *divided, all=tuple(ours)))
+            shares.append(Share(work, *divided, all=tuple(ours)))
         return shares
 
     def _supports(self, packed: list[Sequence]) -> list[SamplingSupport] | None:

@@ -12,20 +12,20 @@ from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.megatron.share import Scored, Share, Work
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import History
-from moe_rl.replay.session import Mode
+from moe_rl.replay.replay_pass import Mode, Watch
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.train import scoring
 from moe_rl.train.account import check_batch, check_update
 from moe_rl.train.assignment import ExpertPlacement
 from moe_rl.train.credit import give_credit
 from moe_rl.train.first_update import TemperatureProbe, check_reference
 from moe_rl.train.guards import Guards, computes_alike
 from moe_rl.train.loss import UpdateLoss
-from moe_rl.train.samples import PassSeen, View, gather_views
-from moe_rl.train.shares import MicrobatchWork, Shares, UpdateShare
-from moe_rl.train.step_metrics import Shown, step_metrics
+from moe_rl.train.samples import View, gather_views
+from moe_rl.train.shares import Shares
+from moe_rl.train.step_metrics import Shown, mismatch_of, step_metrics
 from moe_rl.types import Sequence
 
 
@@ -43,7 +43,7 @@ class TrainStep:
         self.history = History()  # what the last steps showed of the routes
         self.guards = Guards(config.guards, exact=computes_alike(config))
         self.views: dict[str, list[View]] = {}  # what the ranks saw of the last step's samples
-        self.work: list[MicrobatchWork] = []  # of the step that runs, with the routes to replay
+        self.work: list[Work] = []  # of the step that runs, with the routes to replay
         self._trained: dict[int, list[str]] = {}  # keys of what the last steps trained on, by step
 
     def run(
@@ -83,61 +83,58 @@ class TrainStep:
         with clock("placement"):
             placement = self.placement.start_step(step, sequences)
         with clock("routes"):
-            shares, fallback = self.shares.of(sequences, group_ids, weight_version, policy.placement)
+            shares, fallback = self.shares.divide(sequences, group_ids, weight_version, policy.placement)
             work = [one for share in shares for one in share.work]
-            self.work, align = work if replay == "r3" else [], None
-            if replay == "r3" and self.config.guards.alignment:
-                tested = work if objective.old_logprobs == "trainer" else shares[0].work
-                places = [one.table.places for one in tested]
-                groups = policy.facts.groups
-                align = AlignmentTest(policy.layers, places, world.device(), groups=groups, history=self.history)
+            later = [one for share in shares[own:] for one in share.work]
+            mode: Mode = "observe" if replay == "off" else "replay"
+            align = None
             if replay == "r3":
-                in_turn = [one for share in (*shares[own:], *shares[:own]) for one in share.work]
-                scoring.plan_dispatch(policy, in_turn, self.config, step, shown)
+                self.work = work
+                if self.config.guards.alignment:
+                    tested = work if objective.old_logprobs == "trainer" else shares[0].work
+                    places = [one.table.places for one in tested]
+                    groups = policy.facts.groups
+                    align = AlignmentTest(policy.layers, places, world.device(), groups=groups, history=self.history)
+                self._plan(later + work[: len(work) - len(later)], step, shown)
         with clock("logprobs"):
-            if objective.old_logprobs == "trainer" and (later := shares[own:]):
-                asked = [one for share in later for one in share.work]
-                scoring.score_old(policy, asked, replay, step, shown, align=align, align_from=len(work) - len(asked))
+            if objective.old_logprobs == "trainer" and later:
+                watch = Watch(native=True, align=align, align_from=len(work) - len(later))
+                scored = policy.score(
+                    later, "record" if replay == "r2" else mode, f"step {step} old logprobs", watch, entropies=True
+                )
+                shown.tallies.append(scored.seen.tally)
+                shown.add(scored)
+                for one, logprobs in zip(later, scored.logprobs, strict=True):
+                    one.old_logprobs = logprobs
                 if replay == "r2":
-                    scoring.plan_dispatch(policy, work, self.config, step, shown)
+                    for one, table in zip(later, scored.seen.recorded, strict=True):
+                        one.table = table
+                    self._plan(work, step, shown)
             if measure_native and replay == "r3":
-                scoring.score_natively(policy, work, step, shown)
+                scored = policy.score(work, "observe", f"step {step} native logprobs", Watch(native=True))
+                shown.native = mismatch_of(scored.pairs), scored.seen.tally
             if self.reference is not None:
-                scoring.score_reference(self.reference, work)
+                self.reference.score(work)
             if first:
-                mode: Mode = "observe" if replay == "off" else "replay"
                 probe = TemperatureProbe(policy, shares[0].work, mode, self.config.rollout.temperature)
         credit = give_credit(objective, sequences, group_ids, shares)
-        if objective.second_moment_limit is not None:
-            credit |= scoring.trust(objective.second_moment_limit, shares)
         with clock("train"):
             for number, share in enumerate(shares):
-                observe_here = number == 0 and (own or objective.old_logprobs == "sampler")
-                mode = "observe" if replay == "off" else "replay"
-                name = f"step {step} update {number}"
+                observed = number == 0 and (own or objective.old_logprobs == "sampler")
                 loss = UpdateLoss(objective, share, shown.sums, own_old=own and number == 0)
-                with scoring.session(
-                    policy,
+                result, seen = policy.update(
                     share.work,
+                    loss,
                     mode,
-                    name,
-                    compare_native=observe_here,
-                    align=align if observe_here else None,
-                    training=True,
-                ) as session:
-                    result = policy.update(
-                        [one.microbatch for one in share.work],
-                        session,
-                        loss,
-                        entropy=observe_here or objective.entropy_coef > 0,
-                        learned=partial(_check_learned, share, loss, probe if number == 0 else None),
-                    )
-                shown.tallies.append(session.tally)
+                    f"step {step} update {number}",
+                    Watch(native=True, align=align) if observed else Watch(),
+                    entropies=observed or objective.entropy_coef > 0,
+                    learned=partial(_check_learned, share, loss, probe if number == 0 else None),
+                )
                 shown.results.append(result)
-                if observe_here:
-                    shown.alignment = session.alignment
-                    seen = [loss.seen[i] for i in range(len(share.work))] if world.is_last_stage() else []
-                    shown.passes.insert(0, PassSeen.of(share.work, seen, session))
+                shown.tallies.append(seen.tally)
+                if observed:
+                    shown.add(Scored(share.work, *loss.scored(), seen))
                 self.guards.after_update(result, step=step, update=number)
         # Sequences of still earlier steps were sampled by weights that are too old: the validator refuses them.
         keys, oldest = {step: [one.key for one in sequences]}, step - self.config.pipeline.lag
@@ -148,8 +145,11 @@ class TrainStep:
             metrics |= fallback
         return metrics | credit | placement | {"optim/updates": policy.updates}
 
+    def _plan(self, work: list[Work], step: int, shown: Shown) -> None:
+        shown.peak_rows, shown.copied_excess = self.shares.plan_rows(self.policy, work, step)
 
-def _check_learned(share: UpdateShare, loss: UpdateLoss, probe: TemperatureProbe | None) -> None:
+
+def _check_learned(share: Share, loss: UpdateLoss, probe: TemperatureProbe | None) -> None:
     """Make the last checks of an update, after its gradient is computed and before a weight moves."""
     check_update(share, loss.calls)
     if probe is not None:

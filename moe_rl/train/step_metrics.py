@@ -17,6 +17,7 @@ from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import UpdateResult
+from moe_rl.megatron.share import Scored, Work
 from moe_rl.objectives import corrections
 from moe_rl.objectives.lags import LAGS
 from moe_rl.objectives.mismatch import MismatchSums
@@ -24,8 +25,6 @@ from moe_rl.replay.alignment import Alignment
 from moe_rl.replay.tables import Tally
 from moe_rl.trace import TraceSpec
 from moe_rl.train.loss import LossSums
-from moe_rl.train.samples import PassSeen
-from moe_rl.train.shares import MicrobatchWork
 
 _NO_EVIDENCE = -1000.0  # stands for a test without any values
 
@@ -59,13 +58,13 @@ class Shown:
         tallies: One for each pass in which the routers' own choice is compared with the record.
         results: One per optimizer update.
         sums: Sums for the loss metrics.
-        peak_rows: The largest result of `replay.plans.peak_rows` over all ranks; 0 without dispatch plans.
+        peak_rows: The largest `replay.plans.Plans.peak` over all ranks; 0 without dispatch plans.
         copied_excess: How much fuller the fullest rank is than the mean, minus 1, in the dispatch plans; None unless
             experts may be copied.
         alignment: Result of the alignment test, if it ran.
     """
 
-    passes: list[PassSeen] = field(default_factory=list)
+    passes: list[Scored] = field(default_factory=list)
     native: tuple[MismatchSums, Tally] | None = None
     tallies: list[Tally] = field(default_factory=list)
     results: list[UpdateResult] = field(default_factory=list)
@@ -74,8 +73,13 @@ class Shown:
     copied_excess: float | None = None
     alignment: Alignment | None = None
 
+    def add(self, scored: Scored) -> None:
+        """Add a pass on the step's starting weights. The first update's, which is the last, comes first."""
+        self.passes.insert(0, scored)
+        self.alignment = scored.seen.alignment
 
-def mismatch_of(scored: Iterable[tuple[MicrobatchWork, torch.Tensor]]) -> MismatchSums:
+
+def mismatch_of(scored: Iterable[tuple[Work, torch.Tensor]]) -> MismatchSums:
     """Compare the trainer's logprobs [N] of each microbatch with the sampler's."""
     total = MismatchSums.empty(world.device())
     for one, values in scored:
@@ -98,7 +102,7 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
     if by_layer:
         layers = _by_layer(shown.tallies, spec.moe_layers)
         metrics |= {f"routing/{name}_mismatch_layer/{layer:03d}": fraction for layer, fraction in layers.items()}
-    mismatch = _global(mismatch_of(scored for one in shown.passes for scored in one.scored))
+    mismatch = _global(mismatch_of(pair for one in shown.passes for pair in one.pairs))
     measured = mismatch.metrics()
     metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
     metrics |= _by_lag(shown.tallies, name, mismatch, ahead=config.pipeline.lag > 0)

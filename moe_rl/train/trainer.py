@@ -43,7 +43,6 @@ from moe_rl.rollout.rollouts import Environment, OwnRollouts, Rollouts, canary_r
 from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
-from moe_rl.train.assignment import agreed
 from moe_rl.train.canary import Canary, Native
 from moe_rl.train.keep_evidence import Concerned, EvidenceKeeper, of_canary
 from moe_rl.train.peers import Peers, StopRequested
@@ -207,7 +206,8 @@ class Trainer:
             batch = world.broadcast(batch, RolloutBatch | None)
             if batch is not None and self.config.task.environment is not None:
                 sequences, mine = batch.sequences, (dist.get_rank(), dist.get_world_size())
-                agreed(lambda: check_trained(sequences, self.sessions, mine), "sessions of its episodes")
+                with world.agreed("sessions of its episodes"):
+                    check_trained(sequences, self.sessions, mine)
         for part, behind in (("checkpoint", self.checkpoints), ("export", self.exports)):
             if batch is not None and behind.pending is not None:
                 with self.peers.phase(part, step), self.saving(part):

@@ -479,7 +479,7 @@ TESTED = (
         "tests/vllm/test_recorder.py::test_a_wrong_offset_is_an_error",
         "tests/vllm/test_recorder.py::test_a_reused_block_is_refused_for_its_request_alone"),
     _by("nine faults of routers, keys and layers, with plans, TP, PP, EP, CP and recomputation", "P7, P11",
-        "trainer: routers and layers", "replay session", "ReplayError", "microbatch, layer, sequences",
+        "trainer: routers and layers", "replay pass", "ReplayError", "microbatch, layer, sequences",
         BEFORE_UPDATE, REFUSED,
         "tests/distributed/test_proof.py::test_a_planted_fault_is_refused_and_named_under_plans",
         "tests/distributed/test_context.py::test_a_rank_that_takes_the_routes_of_another_ranks_rows_is_refused"),

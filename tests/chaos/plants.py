@@ -286,11 +286,11 @@ def _swapped_after_validation(lay_out):
 
 
 @in_function(
-    "trainer: R2 routes one row late after they were recorded", "moe_rl.replay.session", "ReplaySession.recorded_routes"
+    "trainer: R2 routes one row late after they were recorded", "moe_rl.replay.replay_pass", "ReplayPass._recorded"
 )
-def _late_after_recording(recorded_routes):
-    def late(session):
-        tables = recorded_routes(session)
+def _late_after_recording(recorded):
+    def late(replay):
+        tables = recorded(replay)
         fires("trainer: R2 routes one row late after they were recorded")
         return [replace(t, routes={layer: rows.roll(1, 0) for layer, rows in t.routes.items()}) for t in tables]
 
@@ -302,7 +302,7 @@ def _late_after_recording(recorded_routes):
 MICROBATCH = "trainer: a microbatch replaced by another behind the check of coverage"
 
 
-@in_function(MICROBATCH, "moe_rl.train.shares", "Shares.of")
+@in_function(MICROBATCH, "moe_rl.train.shares", "Shares.divide")
 def _microbatch_replaced(divide):
     def replacing(*args):
         shares, metrics = divide(*args)

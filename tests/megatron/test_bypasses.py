@@ -12,7 +12,7 @@ from moe_rl.config.bypasses import bypasses
 from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.hf import read_model
-from moe_rl.replay.session import MicrobatchHandle
+from moe_rl.replay.replay_pass import MicrobatchHandle, Watch
 from tests.support.refusals import tells
 
 POLICY = Path(__file__).parents[2] / "assets/tiny_moe/policy"
@@ -157,14 +157,14 @@ def test_the_reason_for_refusing_it(one_rank, settings, experts_kept, weights_ke
     logits = F.linear(hidden[:, 0], router.weight)
     weights = torch.zeros_like(logits).scatter(1, recorded, torch.softmax(logits.gather(1, recorded), -1))
 
-    session = SimpleNamespace(
+    replay = SimpleNamespace(
         mode="replay",
-        compare_native=False,
+        watch=Watch(),
         take=lambda *key: recorded,
         native_rows=lambda microbatch: None,
         observe_logits=lambda *key: None,
     )
-    router.handle = MicrobatchHandle(session, 0)
+    router.handle = MicrobatchHandle(replay, 0)
     probs, routing_map = router(hidden)
     expected = torch.zeros_like(routing_map).scatter(1, recorded, True)
     assert torch.equal(routing_map, expected) == experts_kept

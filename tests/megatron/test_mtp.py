@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from moe_rl.config.training import ParallelConfig
-from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.replay_pass import ReplayPass
 from tests.megatron.models import TRAIN, facts, table
 from tests.support.operations import Operations
 
@@ -42,25 +42,25 @@ def build(**changes):
 
 
 def run(model, routes, *, again=False, lengths=(T,)):
-    """Run a training pass on random tokens of sequences of these lengths; return the session that was open."""
+    """Run a training pass on random tokens of sequences of these lengths; return what the pass showed."""
     from moe_rl.megatron.router import ReplaySeqParams
 
     torch.manual_seed(1)
     tokens, positions = torch.randint(0, 96, (1, T)), torch.arange(T)[None]
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     layers = frozenset(routes) if again else frozenset()
-    session = ReplaySession(
+    opened = ReplayPass(
         [table(routes, 12)], tuple(routes), mode="replay", name="test", rank=0, recomputed_layers=layers
     )
-    with session:
-        session.begin_forward(0, session.microbatches[0].fed.tokens)
+    with opened:
+        opened.begin_forward(0, opened.microbatches[0].fed.tokens)
         params = ReplaySeqParams(
             qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=T, max_seqlen_kv=T,
-            lengths=lengths, tokens=T, replay=session.handle(0),
+            lengths=lengths, tokens=T, replay=opened.handle(0),
         )  # fmt: skip
         loss = model(tokens, positions, None, labels=tokens, loss_mask=torch.ones(1, T), packed_seq_params=params)
         loss.sum().backward()
-    return session
+    return opened.seen
 
 
 def test_recomputation_over_packed_sequences_changes_no_gradient(one_rank):
@@ -105,8 +105,8 @@ def test_its_router_chooses_while_the_decoder_replays(one_rank):
     for router in (*decoder, behind):
         router.register_forward_hook(look)
     routes = {layer: torch.rand(T, 12).argsort(-1)[:, :4] for layer in (0, 1)}
-    session = run(model, routes)
-    assert session.tally.consumed == session.tally.expected == 2
+    opened = run(model, routes)
+    assert opened.tally.consumed == opened.tally.expected == 2
 
     for layer, router in enumerate(decoder):
         recorded = torch.zeros_like(maps[router]).scatter(1, routes[layer], True)

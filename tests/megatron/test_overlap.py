@@ -8,8 +8,8 @@ import torch
 from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import ConfigError, ReplayError
 from moe_rl.planning.dispatch import DispatchGroup
-from moe_rl.replay.plans import plan_dispatch
-from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.plans import DispatchRules, plan_dispatch
+from moe_rl.replay.replay_pass import ReplayPass
 from tests.megatron.models import TRAIN, facts, table
 from tests.support.refusals import refused
 
@@ -44,22 +44,23 @@ class Layer:
 
     def plans(self, chunks):
         alone, natural = DispatchGroup(EXPERTS, 1, 1, 0), np.arange(EXPERTS)[None]
-        return plan_dispatch(self.tables, (0,), alone, lambda counts: counts[None], natural, overlap_chunks=chunks)
+        rules = DispatchRules((0,), alone, lambda counts: counts[None], natural, overlap_chunks=chunks)
+        return plan_dispatch(self.tables, rules).by_microbatch
 
-    def session(self, plans, microbatches=1):
+    def pass_under(self, plans, microbatches=1):
         tables, plans = microbatches * self.tables, microbatches * plans
-        return ReplaySession(tables, (0,), mode="replay", name="test", rank=0, plans=plans)
+        return ReplayPass(tables, (0,), mode="replay", name="test", rank=0, plans=plans)
 
     def run(self, plans, timeline=None):
         """Run a pass with these plans; return (output, gradients)."""
         hidden = self.hidden.clone().requires_grad_()
         self.moe.zero_grad()
-        with self.session(plans) as session:
-            session.begin_forward(0, torch.arange(ROWS))
-            self.moe.router.handle = session.handle(0)
+        with self.pass_under(plans) as opened:
+            opened.begin_forward(0, torch.arange(ROWS))
+            self.moe.router.handle = opened.handle(0)
             output, _ = self.moe(hidden)
             (output * self.weight).sum().backward()
-        assert session.tally.planned == session.tally.dispatched == 1
+        assert opened.seen.tally.planned == opened.seen.tally.dispatched == 1
         return output.detach(), [hidden.grad, *(parameter.grad.clone() for parameter in self.moe.parameters())]
 
     def timeline(self, chunks):
@@ -134,26 +135,26 @@ def test_a_key_that_is_not_its_own_is_refused_before_anything_is_sent(layer, mon
     layer.run(layer.plans(chunks))
     assert len(begun) == 6 * chunks, "the witness sees none"
     begun.clear()
-    session, hidden = layer.session(layer.plans(chunks), microbatches=2), layer.hidden
+    opened, hidden = layer.pass_under(layer.plans(chunks), microbatches=2), layer.hidden
     what = {
         "another microbatch": "a microbatch that it is not running",
         "fewer rows": "differ in number.*got 14 rows, expected 13 tokens",
-        "closed": "a session that is not open",
+        "closed": "a pass that is not open",
     }[fault]
     with pytest.raises(ReplayError, match=what):
-        layer.moe.router.handle = session.handle(0)
+        layer.moe.router.handle = opened.handle(0)
         if fault == "closed":
             layer.moe(hidden)
-        with session:
-            session.begin_forward(int(fault == "another microbatch"), torch.arange(ROWS))
+        with opened:
+            opened.begin_forward(int(fault == "another microbatch"), torch.arange(ROWS))
             layer.moe(hidden[1:] if fault == "fewer rows" else hidden)
     assert not begun
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_the_record_is_compared_before_an_expert_computes(layer, monkeypatch, chunks):
-    happened, check = [], ReplaySession.check_dispatch
-    monkeypatch.setattr(ReplaySession, "check_dispatch", lambda *a: happened.append("compared") or check(*a))
+    happened, check = [], ReplayPass.check_dispatch
+    monkeypatch.setattr(ReplayPass, "check_dispatch", lambda *a: happened.append("compared") or check(*a))
     layer.moe.experts.register_forward_pre_hook(lambda *a: happened.append("experts"))
     layer.run(layer.plans(chunks))
     assert happened == ["compared"] + chunks * ["experts"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_rl.config.training import ParallelConfig
-from moe_rl.replay.session import MicrobatchHandle
+from moe_rl.replay.replay_pass import MicrobatchHandle, Watch
 from tests.megatron.models import TRAIN, facts
 
 T, E, K = 10, 12, 4
@@ -65,10 +65,10 @@ def weights(style, logits, routes):
     return torch.zeros_like(logits).scatter(1, routes, scores * style.routed_scaling)
 
 
-def route(router, hidden, session):
+def route(router, hidden, replay):
     """Return weights [T, E], map [T, E], and the gradient of a random function of the weights for the router's
     weight."""
-    router.handle = None if session is None else MicrobatchHandle(session, 0)
+    router.handle = None if replay is None else MicrobatchHandle(replay, 0)
     router.weight.grad = None
     probs, routing_map = router(hidden)
     (probs * random_like(probs)).sum().backward()
@@ -80,10 +80,10 @@ def random_like(probs):
 
 
 def replaying(routes):
-    """Stand in for a session with these routes, with the methods that a router calls."""
+    """Stand in for a pass with these routes, with the methods that a router calls."""
     return SimpleNamespace(
         mode="replay",
-        compare_native=False,
+        watch=Watch(),
         take=lambda *key: routes,
         native_rows=lambda microbatch: None,
         observe_logits=lambda *key: None,
@@ -176,12 +176,12 @@ def test_a_router_asks_for_its_own_layer_and_chooses_for_rows_without_a_route(ro
     routes, missing = unlikely(router, hidden), torch.arange(T) % 3 == 0
     live, asked = route(router, hidden, None)[1], []
     router.set_layer_number(4)
-    session = replaying(routes)
-    session.take = lambda *key: asked.append(key) or routes
-    session.native_rows = lambda microbatch: missing
-    session.observe_native = lambda microbatch, layer, native, scores: asked.append((microbatch, layer))
+    replay = replaying(routes)
+    replay.take = lambda *key: asked.append(key) or routes
+    replay.native_rows = lambda microbatch: missing
+    replay.observe_native = lambda microbatch, layer, native, scores: asked.append((microbatch, layer))
     replayed = torch.zeros_like(live).scatter(1, routes, True)
-    assert torch.equal(route(router, hidden, session)[1], torch.where(missing[:, None], live, replayed))
+    assert torch.equal(route(router, hidden, replay)[1], torch.where(missing[:, None], live, replayed))
     assert asked == [(0, 3, T), (0, 3)]  # layers are counted from 0, Megatron's from 1
 
 

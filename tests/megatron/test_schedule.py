@@ -12,8 +12,8 @@ from torch.overrides import _get_current_function_mode_stack
 from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError
 from moe_rl.models.hf import read_model
+from moe_rl.replay.replay_pass import ReplayPass
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
-from moe_rl.replay.session import ReplaySession
 from moe_rl.trace import TraceSpec
 from moe_rl.types import Sequence, sampled_by
 from tests.support.refusals import refused
@@ -66,19 +66,28 @@ class Run:
             self.microbatches.append(packed)
             self.tables.append(table)
 
-    def session(self, name, **options):
-        return ReplaySession(self.tables, self.policy.layers, mode="replay", name=name, rank=0, **options)
+    def work(self):
+        from moe_rl.megatron.share import Work
 
-    def training(self, name="update"):
-        return self.session(name, recomputed_layers=self.policy.recomputed_layers)
+        pairs = zip(self.microbatches, self.tables, strict=True)
+        return [Work(microbatch, table, microbatch.rollout_logprobs) for microbatch, table in pairs]
+
+    def replay_pass(self, name, **options):
+        from moe_rl.megatron.model import replay_pass
+
+        return replay_pass(self.policy.chunks, self.tables, name=name, **options)
+
+    def logprobs(self, replay):
+        from moe_rl.megatron import schedule
+
+        return schedule.logprobs(self.policy.chunks, self.microbatches, replay, 1.0)
 
     def loss(self, number, values):
         return -(values * self.microbatches[number].advantages.item()).sum()
 
     def update(self, loss=None):
-        with self.training() as session:
-            result = self.policy.update(self.microbatches, session, loss or self.loss)
-        return result, asdict(session.tally)
+        result, seen = self.policy.update(self.work(), loss or self.loss, "replay", "update")
+        return result, asdict(seen.tally)
 
     def layers(self):
         from moe_rl.megatron.model import unwrap
@@ -169,15 +178,15 @@ def test_a_loss_that_raises_once(one_rank, recompute):
 
 @pytest.mark.parametrize("recompute", [pytest.param("uniform", marks=pytest.mark.long), "moe"])
 def test_a_recomputation_that_raises_once(one_rank, recompute, monkeypatch):
-    run, take = Run(recompute), ReplaySession.take
+    run, take = Run(recompute), ReplayPass.take
 
-    def raises(session, microbatch, layer, tokens):
+    def raises(replay, microbatch, layer, tokens):
         if (microbatch, layer) == (1, 3) and torch.is_grad_enabled():
             raise Planted
-        return take(session, microbatch, layer, tokens)
+        return take(replay, microbatch, layer, tokens)
 
     with monkeypatch.context() as patch, pytest.raises(Planted):
-        patch.setattr(ReplaySession, "take", raises)
+        patch.setattr(ReplayPass, "take", raises)
         run.update()
     assert_the_next_step_is_exact(run, recompute)
 
@@ -193,42 +202,40 @@ def test_a_forward_only_pass_that_raises(one_rank, recompute, monkeypatch):
             raise Planted
         return whole(microbatch, *arguments, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(Planted), run.session("logprobs") as session:
+    with monkeypatch.context() as patch, pytest.raises(Planted):
         patch.setattr(schedule, "completion_logprobs", raises)
-        run.policy.logprobs(run.microbatches, session)
+        run.policy.score(run.work(), "replay", "logprobs")
     assert_the_next_step_is_exact(run, recompute)
 
 
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        ("its own session", "already open .eval.: got update, expected no open session"),
-        ("no session", "outside its replay session .natively routed.: got update is open"),
-        ("a session that is not open", "outside its replay session .eval, rank 0.: got update is open"),
-        ("the update's session", "not taken exactly once .update.* microbatch 0 layer 0 forward 2 times"),
+        ("its own pass", "already open .eval.: got update, expected no open pass"),
+        ("no pass", "outside its replay pass .natively routed.: got update is open"),
+        ("a pass that is not open", "outside its replay pass .eval, rank 0.: got update is open"),
+        ("the update's pass", "not taken exactly once .update.* microbatch 0 layer 0 forward 2 times"),
     ],
 )
-def test_a_pass_that_is_started_inside_an_update_is_refused(one_rank, start, message):
-    run = Run()
-    session = run.training()
+def test_a_pass_that_is_started_inside_an_update_is_refused(one_rank, monkeypatch, start, message):
+    run, opened, begin = Run(), [], ReplayPass.__enter__
+    monkeypatch.setattr(ReplayPass, "__enter__", lambda replay: opened.append(replay) or begin(replay))
 
     def loss(number, values):
         if number == 2:
-            if start == "its own session":
-                with run.session("eval") as inner:
-                    run.policy.logprobs(run.microbatches, inner)
-            inner = {"no session": None, "the update's session": session}.get(start, run.session("eval"))
-            run.policy.logprobs(run.microbatches, inner)
+            if start == "its own pass":
+                run.policy.score(run.work(), "replay", "eval")
+            run.logprobs({"no pass": None, "the update's pass": opened[0]}.get(start, run.replay_pass("eval")))
         return run.loss(number, values)
 
-    with pytest.raises(ReplayError, match=message), session:
-        run.policy.update(run.microbatches, session, loss)
+    with pytest.raises(ReplayError, match=message):
+        run.update(loss)
 
 
-def test_a_pass_whose_session_was_never_opened_is_refused(one_rank):
+def test_a_pass_that_was_never_opened_is_refused(one_rank):
     run = Run()
-    with refused(ReplayError, fault="outside", run="update", rank=0):
-        run.policy.update(run.microbatches, run.training(), run.loss)
+    with refused(ReplayError, fault="outside", run="logprobs", rank=0):
+        run.logprobs(run.replay_pass("logprobs"))
 
 
 @pytest.mark.parametrize(("recompute", "microbatch"), [("none", 1), ("moe", "no microbatch")])
@@ -264,10 +271,10 @@ def test_recomputation_behind_later_forwards_keeps_its_own_routes(one_rank, boun
         for layer in unwrap(chunk).decoder.layers:
             layer.mlp.moe_layer_recompute, layer.mlp.forward = True, partial(MoELayer.forward, layer.mlp)
 
-    def forwards_and_backwards(session):
+    def forwards_and_backwards(replay):
         outputs = []
         for number, microbatch in enumerate(run.microbatches[:2]):
-            params = microbatch.begin_forward(session, number)
+            params = microbatch.begin_forward(replay, number)
             outputs.append(chunk(microbatch.tokens, microbatch.positions, None, packed_seq_params=params))
         for output in outputs:
             output.square().mean().backward()
@@ -277,10 +284,11 @@ def test_recomputation_behind_later_forwards_keeps_its_own_routes(one_rank, boun
         message = (
             "not taken exactly once .update.* microbatch 0 layer 0 recompute 0 times.*expected each of 32 exactly once"
         )
-        with pytest.raises(ReplayError, match=message), run.training() as session:
-            forwards_and_backwards(session)
+        with pytest.raises(ReplayError, match=message), run.replay_pass("update", training=True) as replay:
+            forwards_and_backwards(replay)
         return
-    with run.training() as session:
-        forwards_and_backwards(session)
-    assert session.tally.consumed == session.tally.expected == 2 * 2 * 8
-    assert session.tally.applied_checked == 2 * 2 * 8 and session.tally.applied_mismatch == 0
+    with run.replay_pass("update", training=True) as replay:
+        forwards_and_backwards(replay)
+    tally = replay.seen.tally
+    assert tally.consumed == tally.expected == 2 * 2 * 8
+    assert tally.applied_checked == 2 * 2 * 8 and tally.applied_mismatch == 0

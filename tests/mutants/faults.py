@@ -918,7 +918,7 @@ MUTANTS: list[Mutant] = [
             "if n != 1]",
             "if n < 1]",
             "A layer that takes its routes twice is not noticed.",
-            "tests/replay/test_session.py",
+            "tests/replay/test_replay_pass.py",
         ),
         (
             "stale rows not counted",
@@ -986,19 +986,19 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "layer asks for another microbatch",
-            "session.py",
+            "replay_pass.py",
             "if microbatch != self._forwarding and not recomputation:",
             "if microbatch != self._forwarding and recomputation:",
             "A router that kept an old key gets the routes of other tokens.",
-            "tests/replay/test_session.py",
+            "tests/replay/test_replay_pass.py",
         ),
         (
             "natively routed rows in the sum",
-            "session.py",
+            "replay_pass.py",
             "native=table.native)",
             "native=None)",
             "A pass with rows that have no route is refused although all others were replayed.",
-            "tests/replay/test_session.py",
+            "tests/replay/test_replay_pass.py",
         ),
         (
             "a set that agrees counts as different",
@@ -1006,7 +1006,7 @@ MUTANTS: list[Mutant] = [
             "shared < recorded.shape[1]",
             "shared <= recorded.shape[1]",
             "The shadow mismatch is 100 percent.",
-            "tests/replay/test_session.py",
+            "tests/replay/test_replay_pass.py",
         ),
         (
             "dispatched sum without the row",
@@ -1014,7 +1014,7 @@ MUTANTS: list[Mutant] = [
             "rows = sums * self.salts",
             "rows = sums",
             "Rows of a sequence that are dispatched in another order pass the check.",
-            "tests/replay/test_routes.py tests/replay/test_session.py",
+            "tests/replay/test_routes.py tests/replay/test_replay_pass.py",
         ),
         (
             "plan where another rank routes natively",

@@ -1,4 +1,4 @@
-"""Tests the dispatch plans of a rank's microbatches, and the session that hands them out and checks them."""
+"""Tests the dispatch plans of a rank's microbatches, and the pass that hands them out and checks them."""
 
 import threading
 from dataclasses import replace
@@ -10,16 +10,16 @@ import torch
 from moe_rl.errors import ReplayError
 from moe_rl.planning.dispatch import DispatchGroup, count, send_order
 from moe_rl.replay import plans as replay_plans
-from moe_rl.replay.plans import plan_dispatch
-from tests.replay.test_session import EXPERTS, LAYERS, TOKENS, TOP_K, begin, chosen, run, session, table
+from moe_rl.replay.plans import DispatchRules, plan_dispatch
+from tests.replay.test_replay_pass import EXPERTS, LAYERS, TOKENS, TOP_K, begin, chosen, pass_of, run, table
 from tests.support.refusals import refused
 
 ALONE = DispatchGroup(EXPERTS, 1, 1, 0)
 NATURAL = np.tile(np.arange(EXPERTS), (len(LAYERS), 1))
 
 
-def plans_of(tables):
-    return plan_dispatch(tables, LAYERS, ALONE, lambda counts: counts[None], NATURAL)
+def plans_of(tables, group=ALONE, exchange=lambda counts: counts[None], order=NATURAL):
+    return plan_dispatch(tables, DispatchRules(LAYERS, group, exchange, order)).by_microbatch
 
 
 def native(one):
@@ -36,7 +36,7 @@ def test_every_layer_of_every_microbatch_is_planned_by_one_exchange():
         asked.append(counts)
         return np.stack([counted(other), counts])  # this rank is the second of two
 
-    plans = plan_dispatch(tables, LAYERS, DispatchGroup(EXPERTS, 2, 1, 1), exchange, NATURAL)
+    plans = plans_of(tables, DispatchGroup(EXPERTS, 2, 1, 1), exchange)
     assert len(asked) == 1 and np.array_equal(asked[0], counted(tables))
     for m, one in enumerate(tables):
         assert list(plans[m]) == list(LAYERS)
@@ -67,13 +67,14 @@ def test_a_microbatch_can_start_while_the_rows_of_later_ones_are_sorted(monkeypa
     assert all(torch.equal(begun[0][layer].entries, alone[layer].entries) for layer in LAYERS)
     assert not any(plan.made.done() for plan in begun[1].values())
     may_go_on.set()
-    with session(tables, plans=begun) as s:
+    with pass_of(tables, plans=begun) as s:
         run(s)
-    assert s.tally.planned == 2 * len(LAYERS)
+    assert s.seen.tally.planned == 2 * len(LAYERS)
 
 
 def test_no_microbatches_ask_nobody():
-    assert plan_dispatch([], LAYERS, ALONE, None, NATURAL) == []
+    plans = plan_dispatch([], DispatchRules(LAYERS, ALONE, None, NATURAL))
+    assert (plans.by_microbatch, plans.peak, plans.fullest, plans.rows) == ([], 0, 0, 0)
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -86,7 +87,7 @@ def test_a_microbatch_with_rows_without_a_route_on_any_rank_has_no_plan_on_all(h
         theirs[0] = -1 if not here else abs(counts[0])
         return np.stack([counts, theirs])
 
-    first, second = plan_dispatch(tables, LAYERS, DispatchGroup(EXPERTS, 2, 1, 0), exchange, NATURAL)
+    first, second = plans_of(tables, DispatchGroup(EXPERTS, 2, 1, 0), exchange)
     assert first is None and set(second) == set(LAYERS)
 
 
@@ -94,20 +95,20 @@ def test_what_followed_a_plan_is_counted():
     tables = [table(0), native(table(1))]
     sums = {layer: torch.zeros_like(one) for layer, one in tables[1].checksums.items()}  # none of its rows is replayed
     tables[1] = replace(tables[1], checksums=sums)
-    with session(tables, plans=plans_of(tables), recomputed_layers=frozenset({0})) as s:
+    with pass_of(tables, plans=plans_of(tables), recomputed_layers=frozenset({0})) as s:
         with torch.no_grad():
             run(s, order=[(0, 0), (1, 0)])
         run(s)
-    assert (s.tally.planned, s.tally.dispatched) == (len(LAYERS) + 1, 2 * (len(LAYERS) + 1))
-    with session(tables) as s:
+    assert (s.seen.tally.planned, s.seen.tally.dispatched) == (len(LAYERS) + 1, 2 * (len(LAYERS) + 1))
+    with pass_of(tables) as s:
         run(s)
-    assert (s.tally.planned, s.tally.dispatched) == (0, 2 * len(LAYERS))
+    assert (s.seen.tally.planned, s.seen.tally.dispatched) == (0, 2 * len(LAYERS))
 
 
 @pytest.mark.parametrize("mode", ["observe", "record"])
 def test_a_pass_that_routes_natively_has_no_plan(mode):
     tables = [table(0)]
-    with session(tables, mode=mode, plans=plans_of(tables)) as s:
+    with pass_of(tables, mode=mode, plans=plans_of(tables)) as s:
         begin(s, 0)
         assert all(s.plan(0, layer, TOKENS) is None for layer in LAYERS)
         for layer in LAYERS:
@@ -118,7 +119,7 @@ def test_a_plan_of_other_routes_is_refused():
     tables = [table(0), table(1)]
     wrong = plans_of(tables)[::-1]
     got = ("microbatch 0 layer 0; microbatch 0 layer 1",)
-    with refused(ReplayError, fault="plan", rank=3, got=got), session(tables, plans=wrong) as s:
+    with refused(ReplayError, fault="plan", rank=3, got=got), pass_of(tables, plans=wrong) as s:
         run(s)
 
 
@@ -129,21 +130,21 @@ def test_a_plan_that_sends_one_row_elsewhere_is_refused():
     row, expert = divmod(int(at), EXPERTS)
     foreign = next(e for e in range(EXPERTS) if e not in tables[0].routes[2][row].tolist())
     at += foreign - expert
-    with refused(ReplayError, fault="plan", got="microbatch 0 layer 2"), session(tables, plans=plans) as s:
+    with refused(ReplayError, fault="plan", got="microbatch 0 layer 2"), pass_of(tables, plans=plans) as s:
         run(s)
 
 
 def test_a_plan_of_fewer_rows_is_refused_before_it_is_followed():
     tables = [table(0)]
     facts = {"fault": "plan", "got": (4 * TOP_K,), "expected": TOKENS * TOP_K}
-    with refused(ReplayError, **facts), session(tables, plans=plans_of([table(0, tokens=4)])) as s:
+    with refused(ReplayError, **facts), pass_of(tables, plans=plans_of([table(0, tokens=4)])) as s:
         begin(s, 0)
         s.plan(0, 0, TOKENS)
 
 
 def test_the_map_is_held_against_the_record_as_without_a_plan():
     tables = [table(0)]
-    with refused(ReplayError, fault="misapplied"), session(tables, plans=plans_of(tables)) as s:
+    with refused(ReplayError, fault="misapplied"), pass_of(tables, plans=plans_of(tables)) as s:
         begin(s, 0)
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
@@ -152,21 +153,21 @@ def test_the_map_is_held_against_the_record_as_without_a_plan():
 
 def test_the_trainers_own_routes_are_planned_as_they_were_recorded():
     tables, own = [table(0)], table(7)
-    with session(tables, mode="record") as s:
+    with pass_of(tables, mode="record") as s:
         begin(s, 0)
         for layer in LAYERS:
             s.record(0, layer, own.routes[layer])
-    recorded = s.recorded_routes()
+    recorded = s.seen.recorded
     (got,), (wanted,) = plans_of(recorded), plans_of([own])
     assert all(torch.equal(got[layer].entries, wanted[layer].entries) for layer in LAYERS)
-    with session(recorded, plans=[got]) as s:
+    with pass_of(recorded, plans=[got]) as s:
         run(s)
-    assert s.tally.planned == len(LAYERS)
+    assert s.seen.tally.planned == len(LAYERS)
 
 
 def test_rows_go_to_the_slots_where_their_experts_lie():
     one, order = table(0), np.roll(NATURAL, 3, axis=1)
-    (plan,) = plan_dispatch([one], LAYERS, ALONE, lambda counts: counts[None], order)
+    (plan,) = plans_of([one], order=order)
     for at, layer in enumerate(LAYERS):
         slot_of = {int(expert): slot for slot, expert in enumerate(order[at])}
         ids = one.routes[layer].tolist()

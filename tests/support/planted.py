@@ -79,8 +79,7 @@ def refused(name: str, case: Case, checkpoint: Path) -> dict[str, object]:
             if fault.training:
                 trial.update(trial.tables)
             else:
-                with trial.session(trial.tables, "replay", "logprobs") as session:
-                    trial.policy.logprobs(trial.microbatches, session)
+                trial.policy.score(trial.work(trial.tables, "replay"), "replay", "logprobs")
         except ReplayError as refusal:
             error = str(refusal)
         except RuntimeError as broken:
@@ -215,14 +214,15 @@ def _exchanged_layers(policy: Policy, fires: Fired) -> None:
 
 def _other_rows_read(policy: Policy, fires: Fired) -> None:
     """The sequences of a microbatch have each other's rows, exchanged before the trainer summed up what it read."""
-    session = policy.session
+    replay = policy._replay
 
-    def begun(tables, **options):
+    def begun(work, *given, **options):
         fires()
-        wrong = wrong_tables(SWAPPED, tables)
-        return session([replace(one, source=t.source) for one, t in zip(wrong, tables, strict=True)], **options)
+        wrong = zip(work, wrong_tables(SWAPPED, [one.table for one in work]), strict=True)
+        work = [replace(one, table=replace(table, source=one.table.source)) for one, table in wrong]
+        return replay(work, *given, **options)
 
-    policy.session = begun
+    policy._replay = begun
 
 
 def _key_bound_in_forward(policy: Policy, fires: Fired) -> None:

@@ -56,7 +56,7 @@ def test_batch_equals_single_reads(filled, data):
         assert (record.key, record.spans, record.first_row) == (alone.key, alone.spans, alone.first_row)
         assert not record.routes.flags.writeable
     expected = np.concatenate(expected)
-    # Once as a replay session uses it, a view of an [L, T, K] array of a wider type, and once plain.
+    # Once as a replay pass uses it, a view of an [L, T, K] array of a wider type, and once plain.
     for out in (
         np.full((len(columns), len(expected), 4), -1, np.int64).transpose(1, 0, 2),
         np.full(expected.shape, 255, np.uint8),

@@ -10,9 +10,9 @@ import torch
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
+from moe_rl.megatron.share import Share, Work
 from moe_rl.train import account
 from moe_rl.train.account import check_batch, check_update
-from moe_rl.train.shares import MicrobatchWork, UpdateShare
 from moe_rl.types import InsertedTokens, Sequence, sampled_by
 from tests.support.refusals import refused
 
@@ -43,12 +43,12 @@ def share(monkeypatch):
 
 
 def of(whole):
-    found = UpdateShare([], 4, 4, 11, all=tuple(whole))
+    found = Share([], 4, 4, 11, all=tuple(whole))
     found.credit.update({one.key: [one.reward / 3] for one in whole})
     for indices in ([0, 3], [2, 1], []):
         packed = pack(whole, indices, torch.device("cpu"))
         packed.give_advantages([found.credit[one.key] for one in whole])
-        found.work.append(MicrobatchWork(packed, None, packed.rollout_logprobs))
+        found.work.append(Work(packed, None, packed.rollout_logprobs))
     return found
 
 

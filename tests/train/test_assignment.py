@@ -1,5 +1,6 @@
 """Tests what a placement of experts is planned from, and what a checkpoint keeps of it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl.config.load import load_config
 from moe_rl.errors import ReplayError, TraceError
+from moe_rl.megatron import world
 from moe_rl.planning.expert_placement import natural_order
 from moe_rl.train import assignment
-from moe_rl.train.assignment import ExpertPlacement, agreed, assign
+from moe_rl.train.assignment import ExpertPlacement, assign
 from moe_rl.types import Sequence, sampled_by
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -50,7 +52,7 @@ def test_before_the_first_plan_there_is_nothing_to_keep():
 
 
 def test_it_is_planned_from_the_routes_of_the_last_steps(monkeypatch):
-    monkeypatch.setattr(assignment, "agreed", lambda read: read())
+    monkeypatch.setattr(world, "agreed", nullcontext)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda counts: None)
     placement = new("placement.window_steps=2", "placement.every_steps=9")
     for step in (2, 3, 4):
@@ -62,33 +64,32 @@ def test_it_is_planned_from_the_routes_of_the_last_steps(monkeypatch):
 def test_every_rank_is_told_why_one_of_them_refuses(monkeypatch):
     # torchrun ends a rank that still closes its sampler as soon as another one has ended
     sent = []
-    world = SimpleNamespace(
-        all_reduce=lambda values, how: [max(2, *values)], broadcast=lambda text, *_: sent.append(text)
-    )
-    monkeypatch.setattr(assignment, "world", world)
+    monkeypatch.setattr(world, "all_reduce", lambda values, how: [max(2, *values)])
+    monkeypatch.setattr(world, "broadcast", lambda text, *_: sent.append(text))
 
-    def refuses():
-        raise TraceError("shard s7 is damaged")
+    def read(error=None):
+        with world.agreed():
+            if error:
+                raise error
 
-    monkeypatch.setattr(assignment.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(world.dist, "get_rank", lambda: 1)
     with pytest.raises(TraceError, match="shard s7"):
-        agreed(refuses)
-    monkeypatch.setattr(assignment.dist, "get_rank", lambda: 0)
-    world.broadcast = lambda text, kind, source: sent[0] if source == 1 else text
+        read(TraceError("shard s7 is damaged"))
+    monkeypatch.setattr(world.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(world, "broadcast", lambda text, kind, source: sent[0] if source == 1 else text)
     with pytest.raises(ReplayError, match="rank 1: shard s7 is damaged"):
-        agreed(lambda: "routes")
+        read()
 
 
 @pytest.fixture
 def ranks(monkeypatch):
     """Make two data-parallel ranks of one group that this process stands in for alone."""
-    world = assignment.world
     monkeypatch.setattr(world, "data_parallel", lambda: (0, 2))
     monkeypatch.setattr(world, "microbatches_in_a_round", lambda: 1)
     monkeypatch.setattr(world, "device", lambda: None)
     monkeypatch.setattr(world, "dispatching_shares", lambda: 2)
     monkeypatch.setattr(world, "broadcast", lambda plan, kind, source: plan)
-    monkeypatch.setattr(assignment, "agreed", lambda read: read())
+    monkeypatch.setattr(world, "agreed", nullcontext)
     for name, value in {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda loads: None}.items():
         monkeypatch.setattr(assignment.dist, name, value)
 
@@ -116,7 +117,7 @@ def test_each_update_is_planned_by_another_rank(ranks, monkeypatch):
     monkeypatch.setattr(assignment, "pack_by_load", pack_by_load)
     monkeypatch.setattr(assignment.world, "broadcast", broadcast)
     for rank, mine in ((0, [0, 2]), (1, [1])):
-        monkeypatch.setattr(assignment.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(world.dist, "get_rank", lambda rank=rank: rank)
         planned.clear()
         sent.clear()
         assign(updates, config, None, SimpleNamespace(moe_layers=(0, 1)), natural_order(2, 4))

@@ -12,9 +12,9 @@ from moe_rl.config.objective import GspoConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
+from moe_rl.megatron.share import Share, Work
 from moe_rl.objectives.advantages import ADVANTAGES, RESOLUTION, advantages
 from moe_rl.train import credit
-from moe_rl.train.shares import MicrobatchWork, UpdateShare
 from moe_rl.types import RewardedTurn, Sequence, sampled_by
 from tests.support.refusals import refused
 
@@ -47,8 +47,8 @@ class Rank:
             of_old, of_ref = (
                 [torch.tensor([x for i in chosen for x in part[i]]) for chosen in microbatches] for part in (old, ref)
             )
-            work = [MicrobatchWork(m, None, *scores) for m, *scores in zip(packed, of_old, of_ref, strict=True)]
-            self.shares.append(UpdateShare(work, 1, 1, 1, all=tuple(ours)))
+            work = [Work(m, None, *scores) for m, *scores in zip(packed, of_old, of_ref, strict=True)]
+            self.shares.append(Share(work, 1, 1, 1, all=tuple(ours)))
 
     def advantages(self):
         return {
@@ -245,7 +245,7 @@ def test_a_turn_has_the_advantages_of_itself_and_of_what_continues_it():
     """Compares with GRPO's process supervision, by loops: rewards less the group's mean, over its std, then summed."""
     whole, groups = episodes()
     packed = pack(whole, None, torch.device("cpu"))
-    share = UpdateShare([MicrobatchWork(packed, None, None)], 1, 1, 1, all=tuple(whole))
+    share = Share([Work(packed, None, None)], 1, 1, 1, all=tuple(whole))
     found = credit.give_credit(GspoConfig(advantage="group_std"), whole, groups, [share])
     rewards = {group: [] for group in (0, 1)}
     for group, turns, _ in EPISODES.values():

@@ -10,7 +10,6 @@ from torch.nn.functional import log_softmax
 
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
-from moe_rl.train import first_update
 from moe_rl.train.first_update import TemperatureProbe, check_reference
 from tests.support.refusals import refused
 
@@ -24,8 +23,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(world, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(world, "speaks_for_its_sequences", lambda: True)
     monkeypatch.setattr(world, "microbatches_in_a_round", lambda: 1)
-    monkeypatch.setattr(first_update.scoring, "session", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(first_update, "agreed", lambda compare, what: compare())
+    monkeypatch.setattr(world, "agreed", nullcontext)
 
 
 class Side:
@@ -40,8 +38,8 @@ class Side:
         found = log_softmax(self.logits / (self.temperature or temperature), 1).gather(1, self.chosen[:, None])[:, 0]
         return found + self.rounding * torch.randn(TOKENS, generator=self.noise)
 
-    def logprobs(self, microbatches, session, temperature):
-        return [self(temperature)]
+    def score(self, work, mode, name, *, temperature):
+        return SimpleNamespace(logprobs=[self(temperature)])
 
 
 def probed(asked, *, trainer=None, update=None, sampler=None):

@@ -13,9 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, AnyObjective
 from moe_rl.megatron.microbatch import pack
+from moe_rl.megatron.share import Share, Work
 from moe_rl.objectives import corrections, second_moment
 from moe_rl.train.loss import LossSums, UpdateLoss
-from moe_rl.train.shares import MicrobatchWork, UpdateShare, divisors
+from moe_rl.train.shares import divisors
 from moe_rl.types import InsertedTokens, RewardedTurn, Sequence, sampled_by
 
 IDS, ADVANTAGES = [0, 0, 1, 1, 1, 3], [1.0, -1.0, 0.5, 0.0]
@@ -128,7 +129,7 @@ def test_a_completion_has_the_same_loss_whole_and_in_segments(name):
         microbatch = pack(sequences, None, torch.device("cpu"))
         microbatch.give_advantages([[one.reward] for one in sequences])
         logprobs, old, ref = near[0].clone().requires_grad_(), near[1], near[2]
-        share = UpdateShare([MicrobatchWork(microbatch, None, old, ref)], *divisors(name, sequences, 20))
+        share = Share([Work(microbatch, None, old, ref)], *divisors(name, sequences, 20))
         sums = LossSums()
         loss = UpdateLoss(objective, share, sums)(0, logprobs, torch.linspace(0, 1, 9))
         loss.backward()
@@ -158,7 +159,7 @@ def test_a_turn_counts_in_the_loss_as_a_completion_does(name):
         microbatch = pack(sequences, None, torch.device("cpu"))
         microbatch.give_advantages(advantages)
         logprobs = near[0].clone().requires_grad_()
-        share = UpdateShare([MicrobatchWork(microbatch, None, near[1], near[2])], *divisors(name, sequences, 20))
+        share = Share([Work(microbatch, None, near[1], near[2])], *divisors(name, sequences, 20))
         loss = UpdateLoss(objective, share, LossSums())(0, logprobs, torch.linspace(0, 1, 7))
         loss.backward()
         found.append([loss, logprobs.grad])

@@ -7,9 +7,9 @@ import torch
 
 from moe_rl.config.correction_keys import CorrectionConfig
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, GspoConfig
+from moe_rl.megatron.share import Share, Work
 from moe_rl.objectives.losses import POLICY_LOSSES, reference_kl
 from moe_rl.train.loss import LossSums, UpdateLoss
-from moe_rl.train.shares import MicrobatchWork, UpdateShare
 
 
 def test_sums_wait_for_the_end_of_the_update(monkeypatch):
@@ -24,7 +24,7 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
     microbatch = SimpleNamespace(
         advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=old
     )
-    share = UpdateShare([MicrobatchWork(microbatch, None, old, ref)] * 2, 4, 4, 6)
+    share = Share([Work(microbatch, None, old, ref)] * 2, 4, 4, 6)
     sums = LossSums()
     loss = UpdateLoss(objective, share, sums)
 
@@ -66,8 +66,8 @@ def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name
         sequence_ids=torch.tensor([0, 0, 1, 2]),
         rollout_logprobs=rollout - torch.tensor([0.0, 0.0, 0.0, 0.4]),
     )
-    work = MicrobatchWork(microbatch, None, old, torch.full((4,), -1.0))
-    share = UpdateShare([work], 7, 3, 4)
+    work = Work(microbatch, None, old, torch.full((4,), -1.0))
+    share = Share([work], 7, 3, 4)
     sums = LossSums()
     total = UpdateLoss(objective, share, sums)(0, logprobs)
     ids = microbatch.sequence_ids
@@ -95,7 +95,7 @@ def test_the_entropy_bonus_lowers_the_loss_by_the_mean_over_all_tokens():
     microbatch = SimpleNamespace(
         advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=old
     )
-    share = UpdateShare([MicrobatchWork(microbatch, None, old)], 4, 4, 6)
+    share = Share([Work(microbatch, None, old)], 4, 4, 6)
     without = UpdateLoss(GspoConfig(), share, LossSums())(0, logprobs)
     entropies = torch.tensor([1.0, 2.0, 0.5])
     bonus = UpdateLoss(GspoConfig(entropy_coef=0.5), share, LossSums())(0, logprobs, entropies)

@@ -14,6 +14,7 @@ from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.saving import Checkpoints
+from moe_rl.megatron.share import Work
 from moe_rl.models.hf import read_model
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train import shares as shares_of
@@ -86,7 +87,8 @@ def run(path, out):
     checkpoint.load(checkpoints.find(out / "checkpoints"), resumed, parallel=halves.parallel, seed=1)
     seen["next"] = [take_step(halves, p) for p in (policy, resumed)]
     try:
-        policy.logprobs([pack(sequences, [0], world.device())], None)
+        whole = pack(sequences, [0], world.device())
+        policy.score([Work(whole, None, whole.rollout_logprobs)], None, "uncut")
     except ReplayError as error:
         seen["uncut"] = str(error)
 

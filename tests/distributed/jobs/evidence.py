@@ -15,7 +15,6 @@ from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import expected_tensors, read_model
 from moe_rl.report import evidence_folder
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
-from moe_rl.train.assignment import agreed
 from moe_rl.train.keep_evidence import Concerned, EvidenceKeeper
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.types import Provenance, Sequence, Span, sampled_by
@@ -40,8 +39,8 @@ def run(layout, path, out, mib=64):
 
     seen = {}
     try:
-        with keeper.of(5, 4, lambda: [Concerned.of(one) for one in sequences]):
-            agreed(refuse, "routes")
+        with keeper.of(5, 4, lambda: [Concerned.of(one) for one in sequences]), world.agreed("routes"):
+            refuse()
     except MoeRLError as error:
         seen |= {
             "said": str(error),

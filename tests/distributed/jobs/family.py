@@ -20,6 +20,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
 from moe_rl.proof.rank import computing_as_asked
 from moe_rl.proof.trial import Trial, whole_gradients
+from moe_rl.replay.replay_pass import Watch
 from tests.support.wrong_exports import FAULTS, plant
 from tests.weights.taking import Taker, sender_of
 
@@ -64,6 +65,7 @@ def run(case):
     Face checkpoint of the loaded weights}."""
     world.lay_out(ParallelConfig.model_validate(case["parallel"]), seed=1)
     folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
+    mode = None if mode == "native" else mode
     facts = read_model(folder)
     chunks = case.get("overlap_chunks", 0)
     shared = cases.Case(dist.get_world_size(), case["parallel"], case.get("train", {}), overlap_chunks=chunks)
@@ -76,18 +78,11 @@ def run(case):
         write(policy, facts, folder, Path(case["write"]))
     trial = Trial(facts, shared, policy)
 
-    def within(name, call, **options):
-        if mode == "native":
-            return call(None), None
-        with trial.session(trial.tables, mode, name, **options) as session:
-            result = call(session)
-        return result, asdict(session.tally)
-
     def loss(number, values):
         return scale * trial.loss(number, values)
 
-    def update(session):
-        return policy.update(trial.microbatches, session, loss)
+    def update():
+        return policy.update(trial.work(trial.tables, mode), loss, mode, "update")
 
     scale, loads = 1.0, []
 
@@ -98,20 +93,20 @@ def run(case):
         return moved
 
     move = sys.modules[FINALIZE].get_updated_expert_bias
-    logprobs, forward = within("logprobs", lambda s: policy.logprobs(trial.microbatches, s), compare_native=True)
+    scored = policy.score(trial.work(trial.tables, mode), mode, "logprobs", Watch(native=True))
     with mock.patch.object(sys.modules[FINALIZE], "get_updated_expert_bias", look):
-        result, backward = within("update", update, training=True)
+        result, backward = update()
     seen = {
         "layers": policy.layers,
         "microbatches": [m.indices for m in trial.microbatches],
         "recomputed_layers": sorted(policy.recomputed_layers),
-        "logprobs": trial.by_sequence(logprobs),
+        "logprobs": trial.by_sequence(scored.logprobs),
         "aux_loss": result.aux_loss,
         "grads": whole_gradients(policy, facts),
         "loads": dict(zip(policy.layers, loads[0], strict=True)) if loads else {},
         "loaded": loaded,
         "updated": exported(policy),
-        "tallies": [forward, backward],
+        "tallies": [None if mode is None else asdict(seen.tally) for seen in (scored.seen, backward)],
         "conserved": (compared, *conserved(policy, sender, taker)),
     }
     if case.get("resume"):
@@ -121,7 +116,7 @@ def run(case):
         checkpoint.load(checkpoints.find(saved), resumed, parallel=parallel, seed=1)
         seen["resumed"] = exported(resumed)
         scale = float("nan")
-        skipped, _ = within("skipped", update, training=True)
+        skipped, _ = update()
         seen["skipped"] = skipped.applied, exported(policy)
         resumed.release()
     seen["read"] = read_again(policy, facts, folder)

@@ -14,9 +14,8 @@ from moe_rl.models.hf import read_model
 from moe_rl.objectives.losses import global_denominator
 from moe_rl.proof.trial import whole_gradients
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
-from moe_rl.train import scoring
+from moe_rl.train.credit import trust
 from moe_rl.train.loss import LossSums, UpdateLoss
-from moe_rl.train.scoring import session as session_of
 from moe_rl.train.step import TrainStep
 from moe_rl.train.step_metrics import loss_metrics
 from moe_rl.types import Provenance, Sequence, Span, sampled_by
@@ -116,7 +115,7 @@ def microbatch_means(step, share, sums):
 
 def gradients(step, policy, ready, scores, order, *, wrong=False):
     """Gradients of one update with this objective, under Hugging Face names; and what the step says of it."""
-    (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION, step.policy.placement)
+    (share,), _ = step.shares.divide(ready, list(range(len(ready))), VERSION, step.policy.placement)
 
     def of(microbatch, values):
         own = [values[order[i]] for i in microbatch.indices]
@@ -126,12 +125,11 @@ def gradients(step, policy, ready, scores, order, *, wrong=False):
         work.microbatch.give_advantages([[sequence.reward] for sequence in ready])
         work.old_logprobs, work.ref_logprobs = of(work.microbatch, scores.old), of(work.microbatch, scores.reference)
     limit = step.config.objective.second_moment_limit
-    trust = {} if limit is None else scoring.trust(limit, [share])
+    trusted = {} if limit is None else trust(limit, [share])
     sums = LossSums()
     loss = microbatch_means(step, share, sums) if wrong else UpdateLoss(step.config.objective, share, sums)
-    with session_of(policy, share.work, "replay", "update", compare_native=False, training=True) as session:
-        policy.update([work.microbatch for work in share.work], session, loss)
-    told = loss_metrics(step.config.objective, sums, 1) | trust
+    policy.update(share.work, loss, "replay", "update")
+    told = loss_metrics(step.config.objective, sums, 1) | trusted
     return whole_gradients(policy, policy.facts), told, len(share.work)
 
 
@@ -142,11 +140,9 @@ def compared(found, reference):
 
 
 def base_logprobs(step, policy, ready):
-    (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION, step.policy.placement)
-    with session_of(policy, share.work, "replay", "base", compare_native=False) as session:
-        values = policy.logprobs([work.microbatch for work in share.work], session)
+    (share,), _ = step.shares.divide(ready, list(range(len(ready))), VERSION, step.policy.placement)
     of = {}
-    for work, found in zip(share.work, values, strict=True):
+    for work, found in policy.score(share.work, "replay", "base").pairs:
         own = found.split(work.microbatch.counts)
         of |= {i: values.numpy() for i, values in zip(work.microbatch.indices, own, strict=True)}
     return [of[i] for i in range(len(ready))]

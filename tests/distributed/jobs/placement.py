@@ -79,20 +79,20 @@ class Run:
     def passes(self):
         """One forward-only pass and one update, seen at the dispatchers."""
         witness = DispatchWitness().attach(self.policy.chunks)
-        logprobs, first, tables = self.trial.first_pass()
+        scored, tables = self.trial.first_pass()
         result, second = self.trial.update(tables)
         dispatch = self.trial.judge(witness)
         for layer in self.policy._moe_layers():  # the witness stands in front of these methods
             del layer.token_dispatcher.dispatch_preprocess, layer.token_dispatcher.dispatch_postprocess
         grads = whole_gradients(self.policy, self.facts)
         return {
-            "logprobs": self.trial.by_sequence(logprobs),
+            "logprobs": self.trial.by_sequence(scored.logprobs),
             "grad_norm": result.grad_norm,
             "grads": grads if self.facts.top_k > 2 else tensor_digests(grads.items()),
             "weights": tensor_digests(self.policy.export(torch.float32, dense=True, experts=True)),
             "dispatch": dispatch,
-            "mismatch": [s.tally.applied_mismatch for s in (first, second)],
-            "planned": [s.tally.planned for s in (first, second)],
+            "mismatch": [seen.tally.applied_mismatch for seen in (scored.seen, second)],
+            "planned": [seen.tally.planned for seen in (scored.seen, second)],
         }
 
     def sent(self, folder):
@@ -161,14 +161,9 @@ def faults(case, source):
     attempt("two placements", lambda: run.policy.place(far if dist.get_rank() == 3 else near))
     after = held(run.policy)
     told["touched"] = different(before, after)
-    session = run.trial.session(run.trial.tables, "replay", "old plans")
+    work = run.trial.work(run.trial.tables, "replay")
     run.policy.place(far)
-
-    def old_plans():
-        with session:
-            run.policy.logprobs(run.trial.microbatches, session)
-
-    attempt("plans of before", old_plans)
+    attempt("plans of before", partial(run.policy.score, work, "replay", "old plans"))
     run.policy.release()
     only_dispatcher = patch("moe_rl.megatron.policy.move", lambda moe, order, _: moe.token_dispatcher.place(order))
     only_weights = patch.object(PlannedDispatcher, "place", lambda self, order: None)

@@ -66,7 +66,11 @@ class Case:
 
     def update(self):
         """The gradient norm of one more update."""
-        return self.policy.update(self.trial.microbatches, None, self.trial.loss).grad_norm
+        return self.natively(self.trial.loss).grad_norm
+
+    def natively(self, loss):
+        result, _ = self.policy.update(self.trial.work(self.trial.tables, None), loss, None, "update")
+        return result
 
     def weights(self):
         exported = dict(self.policy.export(torch.float32, dense=True, experts=True))
@@ -140,8 +144,9 @@ class Case:
         return (taker.weights, taker.places) if taker else ({}, []), most
 
     def reference(self):
-        logprobs = ReferencePolicy(*self.build, temperature=1.0).logprobs(self.trial.microbatches)
-        return {"logprobs": self.trial.by_sequence(logprobs)}
+        work = self.trial.work(self.trial.tables, None)
+        ReferencePolicy(*self.build, temperature=1.0).score(work)
+        return {"logprobs": self.trial.by_sequence([one.ref_logprobs for one in work])}
 
 
 # (module, name) of all that pickles named while checkpoints were loaded; sets that are being filled.
@@ -458,7 +463,7 @@ def spoiled(case, what):
             logprobs.register_hook(lambda gradient: gradient * torch.inf)
         return value
 
-    return case.policy.update(case.trial.microbatches, None, loss)
+    return case.natively(loss)
 
 
 def stale(new):

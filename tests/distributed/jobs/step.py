@@ -183,8 +183,13 @@ def one(name, plan, checkpoint, out):
     all, "ahead": score every sequence for the old policy in a pass of its own}.
     """
     step, ready, groups = made(name, plan, checkpoint, out)
-    open_session, passes = step.policy.session, []
-    step.policy.session = lambda *given, **options: passes.append(options) or open_session(*given, **options)
+    replay, passes = step.policy._replay, []
+
+    def replayed(work, mode, *given, **options):
+        passes.append([one.plan for one in work] if mode == "replay" else [])
+        return replay(work, mode, *given, **options)
+
+    step.policy._replay = replayed
     ahead = patch.object(ObjectiveConfig, "needs_old_first", True) if plan.get("ahead") else nullcontext()
     try:
         with ahead:
@@ -192,7 +197,7 @@ def one(name, plan, checkpoint, out):
     except MoeRLError as error:
         seen = f"{type(error).__name__}: {error} [{len(passes)} passes]"
     step.policy.release()
-    return seen, [chunks(options["plans"]) for options in passes]
+    return seen, [chunks(plans) for plans in passes]
 
 
 def chunks(plans):

@@ -1,20 +1,18 @@
-"""Defines the replay session: which routes one pass over a rank's microbatches must take, and the proof that it took
-them.
+"""Defines a replay pass: which routes one pass over a rank's microbatches must take, and the proof that it took them.
 
-A session belongs to one run of Megatron's schedule: one optimizer update, or one pass without gradients. The routers
-ask it for the routes of their (microbatch, layer), and the MoE layers report what they dispatch. The session counts
-both.
+It surrounds one run of Megatron's schedule: one optimizer update, or one pass without gradients. The routers ask it for
+the routes of their (microbatch, layer), and the MoE layers report what they dispatch. It counts both.
 
-At the end of the `with` block, or earlier in `conclude`, it checks:
+At the end of the `with` block it checks:
 
 - Every (microbatch, layer) was taken exactly once forward, and once more where its activations are recomputed.
 - For every sequence and layer, the dispatched experts have the checksum of the routes that were read.
 - For every sequence, over all layers and ranks, they have the checksum of the routes that left the sampler's engine.
 - The rows that a dispatch plan sends are those in the dispatched routing map.
-- With `align`, the routes belong to the rows that they are replayed for.
+- With `Watch.align`, the routes belong to the rows that they are replayed for.
 
-Routes are looked up by key, so no order of the schedule is assumed. The schedule announces each forward, and the
-session checks that the key belongs to these tokens.
+Routes are looked up by key, so no order of the schedule is assumed. The schedule announces each forward, and the pass
+checks that the key belongs to these tokens.
 
 Legend: R rows of a microbatch that this rank's routers see, K top-k, E experts, S sequences of a microbatch with the
 padding as one more, layer: global decoder layer, 0-based.
@@ -23,6 +21,7 @@ padding as one more, layer: global decoder layer, 0-based.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -46,44 +45,74 @@ from moe_rl.replay.tables import Compared, MicrobatchRoutes, Tally, totals
 
 Mode = Literal["replay", "observe", "record"]
 
-_open_session: ReplaySession | None = None
+_open_pass: ReplayPass | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watch:
+    """Says what a pass shows besides the routes that it takes.
+
+    Attributes:
+        native: Compare the router's own choice with the record. In replay mode this is the shadow comparison.
+        align: Tests that the routes belong to their rows, with the router's own choice as the witness. Needs `native`.
+            A test of several passes on the same weights gives its verdict in the last of them.
+        align_from: Number of this pass's first microbatch in that test.
+        against: The record to compare the router's choice with, if it is not what the pass takes: the same microbatches
+            with other routes.
+        logits: Keep the logits of every router.
+    """
+
+    native: bool = False
+    align: AlignmentTest | None = None
+    align_from: int = 0
+    against: list[MicrobatchRoutes] | None = None
+    logits: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class ReplaySession:
+class PassSeen:
+    """Holds what a pass showed. All is complete once the pass is over.
+
+    Attributes:
+        tally: What it counted.
+        compared: With `Watch.native`, one per microbatch, over this rank's layers.
+        alignment: Result of the alignment test, if this pass ended it.
+        recorded: In mode "record", the same microbatches with the routes that the routers chose.
+        router_logits: With `Watch.logits`, {(microbatch, layer): [R, E]}, before scores, bias and groups.
+    """
+
+    tally: Tally = field(default_factory=Tally)
+    compared: list[Compared] = field(default_factory=list)
+    alignment: Alignment | None = None
+    recorded: list[MicrobatchRoutes] = field(default_factory=list)
+    router_logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class ReplayPass:
     """Surrounds one pass of the schedule, as a context manager.
 
     Attributes:
         microbatches: Routes of each microbatch.
         layers: The MoE layers of this rank.
         mode: "replay" forces the recorded routes. "observe" lets the router choose, and only compares. "record" lets
-            the router choose and keeps its choice for `recorded_routes` (R2).
+            the router choose and keeps its choice (R2).
         name, rank: For error messages.
-        compare_native: Also compare the router's own choice with the record. In replay mode this is the shadow
-            comparison.
-        align: Tests that the routes belong to their rows, with the router's own choice as the witness. Needs
-            compare_native. A test of several passes on the same weights gives its verdict in the last of them.
-        align_from: Number of this pass's first microbatch in that test.
+        watch: What else it shows.
         recomputed_layers: Layers that the pass runs a second time, with gradients. Their routes are taken twice.
         any_stage: ORs bool flags [tokens] over the ranks that hold the other layers of the same tokens. Called at most
             once, at exit.
         sum_over_share: Adds int64 [n], modulo 2**64, over the ranks that hold other layers or other rows of the same
             sequences. Called at most once, at exit.
-        agreed: Calls a function that compares, and raises on every rank if it raises on one. Called once, at exit.
+        agreed: Surrounds the checks at exit, and raises on every rank if one of them raises on one.
         lr: Learning rate of the update before this pass, for messages; None before the first update.
-        compare_with: The record to compare the router's choice with, if it is not `microbatches`: the same microbatches
-            with other routes.
-        keep_router_logits: Keep the logits of every router in `router_logits`.
         plans: Dispatch plans from `plan_dispatch`, followed in replay mode. For a microbatch without a plan, Megatron's
             dispatcher asks the other ranks in every layer.
-        tally: What the session counted.
-        compared: Set at exit, with compare_native: one per microbatch, over `layers`.
-        router_logits: {(microbatch, layer): [R, E]}, before scores, bias and groups.
-        alignment: Result of the alignment test.
+        seen: What the pass shows.
 
     Raises:
-        ReplayError: Sessions are nested, or this session is used while it is not open. A router asks for an unknown
-            key, or for the key of other tokens. A check at exit fails.
+        ReplayError: Passes are nested, or this pass is used while it is not open. A router asks for an unknown key, or
+            for the key of other tokens. A check at exit fails.
     """
 
     microbatches: list[MicrobatchRoutes]
@@ -91,23 +120,15 @@ class ReplaySession:
     mode: Mode
     name: str
     rank: int
-    compare_native: bool = False
-    align: AlignmentTest | None = None
-    align_from: int = 0
+    watch: Watch = field(default_factory=Watch)
     recomputed_layers: frozenset[int] = frozenset()
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
     sum_over_share: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums
-    agreed: Callable[[Callable[[], None]], None] = lambda check: check()
+    agreed: Callable[[], AbstractContextManager] = nullcontext
     lr: float | None = None
-    compare_with: list[MicrobatchRoutes] | None = None
-    keep_router_logits: bool = False
     plans: list[dict[int, LayerPlan] | None] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
-    compared: list[Compared] = field(default_factory=list)
-    router_logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    alignment: Alignment | None = None
+    seen: PassSeen = field(default_factory=PassSeen)
     _forwarding: int | None = None
-    _concluded: bool = False
     _strangers: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     _taken: Ledger = field(default_factory=lambda: Ledger("taken"))
     _dispatched: Ledger = field(default_factory=lambda: Ledger("dispatched"))
@@ -117,33 +138,24 @@ class ReplaySession:
     _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _native: dict[tuple[int, int], Compared] = field(default_factory=dict)
 
-    def __enter__(self) -> ReplaySession:
-        global _open_session
-        if _open_session is not None:
+    def __enter__(self) -> ReplayPass:
+        global _open_pass
+        if _open_pass is not None:
             raise ReplayError(
-                "a replay session is already open",
+                "a replay pass is already open",
                 where={"run": self.name},
-                got=_open_session.name,
-                expected="no open session",
-                do="close that session first: sessions cannot be nested",
+                got=_open_pass.name,
+                expected="no open pass",
+                do="end that pass first: passes cannot be nested",
                 fault="nested",
             )
-        _open_session = self
+        _open_pass = self
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        global _open_session
-        _open_session = None
+        global _open_pass
+        _open_pass = None
         if error is None:
-            self.conclude()
-
-    def conclude(self) -> None:
-        """Make all checks once every forward and recomputation of the pass has run.
-
-        Called at exit, or earlier by code that updates the weights inside the session.
-        """
-        if not self._concluded:
-            self._concluded = True
             self._close()
 
     def handle(self, microbatch: int) -> MicrobatchHandle:
@@ -161,7 +173,7 @@ class ReplaySession:
         self._forwarding = microbatch
         if microbatch >= len(self.microbatches):
             raise ReplayError(
-                "a pass has more microbatches than its session",
+                "the schedule runs more microbatches than the pass has routes for",
                 where={**self.place, "microbatch": microbatch},
                 got=f"microbatch {microbatch}",
                 expected=f"{len(self.microbatches)} microbatches",
@@ -180,11 +192,11 @@ class ReplaySession:
 
     def routes(self, microbatch: int, layer: int) -> torch.Tensor:
         """Return the recorded routes [R, K] of one (microbatch, layer)."""
-        if _open_session is not self:
+        if _open_pass is not self:
             raise ReplayError(
-                "a router asked for routes of a session that is not open",
+                "a router asked for routes of a pass that is not open",
                 where=self._where(microbatch, layer),
-                got="no open session" if _open_session is None else _open_session.name,
+                got="no open pass" if _open_pass is None else _open_pass.name,
                 expected=self.name,
                 do="look for a router that kept the key of an earlier pass",
                 fault="not open",
@@ -217,7 +229,7 @@ class ReplaySession:
         self._taken.count(microbatch, layer)
         self._chosen[microbatch, layer] = chosen.detach().to(torch.int16)
 
-    def recorded_routes(self) -> list[MicrobatchRoutes]:
+    def _recorded(self) -> list[MicrobatchRoutes]:
         """Return the same microbatches with the routes that the routers chose in this pass."""
         return [
             replace(
@@ -234,24 +246,24 @@ class ReplaySession:
 
     def observe_native(self, microbatch: int, layer: int, native: torch.Tensor, scores: torch.Tensor) -> None:
         """Compare the router's own choice [R, K], made by its scores [R, E], with the record. Stays on the device."""
-        if not self.compare_native or (microbatch, layer) in self._native:
+        if not self.watch.native or (microbatch, layer) in self._native:
             return
         self._check_whose(microbatch, layer)
         rows = self.microbatches[microbatch].recorded
         routes = self.routes(microbatch, layer)
-        if self.align is not None:
-            self.align.observe(self.align_from + microbatch, layer, routes, native, scores)
-        if self.compare_with is not None:
-            routes = self.compare_with[microbatch].routes[layer]
-        self._native[microbatch, layer] = Compared.of(
+        if self.watch.align is not None:
+            self.watch.align.observe(self.watch.align_from + microbatch, layer, routes, native, scores)
+        if self.watch.against is not None:
+            routes = self.watch.against[microbatch].routes[layer]
+        self._native[microbatch, layer] = Compared.in_layer(
             routes.index_select(0, rows).long(), native.index_select(0, rows), scores.detach().index_select(0, rows)
         )
 
     def observe_logits(self, microbatch: int, layer: int, logits: torch.Tensor) -> None:
-        """Keep a router's logits, R x E in any shape, if `keep_router_logits` is set."""
-        if self.keep_router_logits:
+        """Keep a router's logits, R x E in any shape, if they are watched."""
+        if self.watch.logits:
             self._check_whose(microbatch, layer)
-            self.router_logits[microbatch, layer] = logits.detach().reshape(-1, logits.shape[-1])
+            self.seen.router_logits[microbatch, layer] = logits.detach().reshape(-1, logits.shape[-1])
 
     def plan(self, microbatch: int, layer: int, tokens: int) -> LayerPlan | None:
         """Return the dispatch plan of one (microbatch, layer) for `tokens` rows, or None if there is none.
@@ -268,7 +280,7 @@ class ReplaySession:
                 where=self._where(microbatch, layer),
                 got=f"{len(plan.entries)} sent rows",
                 expected=routes.numel(),
-                do="make plans from the tables that the session replays, in the same order",
+                do="make plans from the tables that the pass replays, in the same order",
                 fault="plan",
             )
         return plan
@@ -284,15 +296,15 @@ class ReplaySession:
             # plan sends exactly the map.
             sent = routing_map.reshape(-1).index_select(0, plan.entries)
             self._misplanned.append((microbatch, layer, ~sent.all()))
-        self.tally.dispatched += 1
-        self.tally.planned += plan is not None
+        self.seen.tally.dispatched += 1
+        self.seen.tally.planned += plan is not None
         table = self.microbatches[microbatch]
         applied = table.fed.applied(layer, routing_map, native=table.native)
         self._applied.append((microbatch, layer, applied != table.checksums[layer]))
         # keep the first only: a recomputation dispatches the same rows
         self._arrived.setdefault((microbatch, layer), applied)
         self._dispatched.count(microbatch, layer)
-        self.tally.applied_checked += len(table.names)
+        self.seen.tally.applied_checked += len(table.names)
 
     def _routes_of(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
         """Return the recorded routes [R, K] for these rows, after all checks that need no values from the device."""
@@ -323,36 +335,39 @@ class ReplaySession:
 
     def _close(self) -> None:
         dispatched, read = self._sums_of_share()
-        self.agreed(lambda: self._check(dispatched, read))
-        if self.compared:
-            differs = torch.cat([one.differs for one in self.compared], 1)
-            self.tally.native_token_mismatch = int(self.any_stage(differs.any(0)).sum())
+        with self.agreed():
+            self._check(dispatched, read)
+        if self.seen.compared:
+            differs = torch.cat([one.differs for one in self.seen.compared], 1)
+            self.seen.tally.native_token_mismatch = int(self.any_stage(differs.any(0)).sum())
 
     def _check(self, dispatched: list[int], read: list[int]) -> None:
         """Make the checks and counts that need no other rank."""
-        tables, where = self.microbatches, self.place
+        tables, where, seen = self.microbatches, self.place, self.seen
         refuse_strangers(self._strangers, where)
         if self.mode != "observe":
-            self.tally.consumed, self.tally.expected = self._check_ledger(self._taken, where)
+            seen.tally.consumed, seen.tally.expected = self._check_ledger(self._taken, where)
+        if self.mode == "record":
+            seen.recorded = self._recorded()
         if self.mode == "replay":
             self._check_ledger(self._dispatched, where)
             wrong = misapplied(self._applied, tables)
-            self.tally.applied_mismatch = len(wrong)
-            refuse_misapplied(wrong, self.tally.applied_checked, where)
+            seen.tally.applied_mismatch = len(wrong)
+            refuse_misapplied(wrong, seen.tally.applied_checked, where)
             refuse_misplanned(self._misplanned, where)
             refuse_other_sums(tables, dispatched, read, where)
-        if self.compare_native and tables:
+        if self.watch.native and tables:
             numbers = range(len(tables))
             refuse_uncompared(self._native, numbers, self.layers, where)
-            self.compared = [Compared.of_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
-            self.tally = replace(self.tally, **totals(self.compared, [table.lags for table in tables], self.layers))
-            if self.align is not None:
-                refuse_blind_witness(self.compared, self.tally.native_margin, self.layers, where)
-                for number, table in enumerate(tables, self.align_from):
-                    self.align.compared(number, table.names)
-                self.alignment = self.align.verdict()
-                if self.alignment is not None:
-                    refuse_misaligned(self.alignment, {**where, **self._conditions(self.alignment)})
+            seen.compared = [Compared.over_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
+            seen.tally = replace(seen.tally, **totals(seen.compared, [table.lags for table in tables], self.layers))
+            if (align := self.watch.align) is not None:
+                refuse_blind_witness(seen.compared, seen.tally.native_margin, self.layers, where)
+                for number, table in enumerate(tables, self.watch.align_from):
+                    align.compared(number, table.names)
+                seen.alignment = align.verdict()
+                if seen.alignment is not None:
+                    refuse_misaligned(seen.alignment, {**where, **self._conditions(seen.alignment)})
 
     def _conditions(self, alignment: Alignment) -> About:
         """Return the conditions, besides the routes, that a verdict on them depends on."""
@@ -385,37 +400,36 @@ class ReplaySession:
         return {**self.place, "microbatch": microbatch, "layer": layer}
 
 
-def require_open(session: ReplaySession | None) -> None:
-    """Raise ReplayError unless `session` is open; with None, if any session is open.
+def require_open(replay: ReplayPass | None) -> None:
+    """Raise ReplayError unless `replay` is open; with None, if any pass is open.
 
-    Every pass of the model calls this first. Outside its session nothing would be checked, and inside another session
-    it would be a nested pass.
+    Every run of the schedule calls this first. Outside its pass nothing would be checked, and inside another one it
+    would be nested.
     """
-    if _open_session is not session:
+    if _open_pass is not replay:
         raise ReplayError(
-            "the model was run outside its replay session",
-            where={"run": "natively routed"} if session is None else session.place,
-            got="no open session" if _open_session is None else f"{_open_session.name} is open",
-            expected="no open session" if session is None else "its session open",
-            do="run each pass inside its own `with session:` block, and no other pass inside that block",
+            "the model was run outside its replay pass",
+            where={"run": "natively routed"} if replay is None else replay.place,
+            got="no open pass" if _open_pass is None else f"{_open_pass.name} is open",
+            expected="no open pass" if replay is None else "its pass open",
+            do="run each pass inside its own `with replay_pass(...)` block, and no other pass inside that block",
             fault="outside",
         )
 
 
 def refuse_lost_key(layer: int) -> None:
-    """Raise ReplayError if a session is open, because then every MoE layer must have the handle of a microbatch.
+    """Raise ReplayError if a pass is open, because then every MoE layer must have the handle of a microbatch.
 
     A layer without it would ask the other ranks for token counts. They know the counts from their plans and would not
     answer, so all would hang.
     """
-    if _open_session is None:
+    if _open_pass is None:
         return
-    session = _open_session
-    recomputes = layer in session.recomputed_layers and torch.is_grad_enabled()
-    microbatch: About = {} if recomputes else {"microbatch": session._forwarding}
+    recomputes = layer in _open_pass.recomputed_layers and torch.is_grad_enabled()
+    microbatch: About = {} if recomputes else {"microbatch": _open_pass._forwarding}
     raise ReplayError(
         "a layer lost the handle to its routes",
-        where={**session.place, **microbatch, "layer": layer},
+        where={**_open_pass.place, **microbatch, "layer": layer},
         got="no handle",
         expected="the handle of the microbatch that the layer is running",
         do="look for code that runs the layer or its router without the packed sequence parameters",
@@ -425,8 +439,8 @@ def refuse_lost_key(layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchHandle:
-    """Holds a session and the number of one of its microbatches. Routers and MoE layers look up their routes with
+    """Holds a pass and the number of one of its microbatches. Routers and MoE layers look up their routes with
     it."""
 
-    session: ReplaySession
+    replay: ReplayPass
     microbatch: int

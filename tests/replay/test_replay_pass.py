@@ -1,4 +1,4 @@
-"""The session takes each route exactly once and the right one, or raises an error that names it."""
+"""The pass takes each route exactly once and the right one, or raises an error that names it."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from moe_rl.errors import NonFiniteError, ReplayError
 from moe_rl.replay.alignment import AlignmentTest
+from moe_rl.replay.replay_pass import ReplayPass, Watch, refuse_lost_key, require_open
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
-from moe_rl.replay.session import ReplaySession, refuse_lost_key, require_open
 from moe_rl.replay.tables import Compared, totals
 from moe_rl.trace import TraceSpec, signed
 from moe_rl.trace.source_sum import sum_of
@@ -76,34 +76,34 @@ def chosen(routes):
     return torch.zeros(routes.shape[0], EXPERTS, dtype=torch.bool).scatter_(1, routes.long(), True)
 
 
-def session(tables, layers=LAYERS, **options):
-    return ReplaySession(tables, layers, **{"mode": "replay", "name": "step 7", "rank": 3, **options})
+def pass_of(tables, layers=LAYERS, **options):
+    return ReplayPass(tables, layers, **{"mode": "replay", "name": "step 7", "rank": 3, **options})
 
 
-def begin(open_session, microbatch):
-    open_session.begin_forward(microbatch, open_session.microbatches[microbatch].fed.tokens)
+def begin(opened, microbatch):
+    opened.begin_forward(microbatch, opened.microbatches[microbatch].fed.tokens)
 
 
-def run(open_session, *, skip=(), twice=(), order=None):
+def run(opened, *, skip=(), twice=(), order=None):
     """Act as a schedule: run every layer of every microbatch, in any order."""
-    keys = order or [(m, layer) for m in range(len(open_session.microbatches)) for layer in open_session.layers]
+    keys = order or [(m, layer) for m in range(len(opened.microbatches)) for layer in opened.layers]
     for key in [k for k in keys if k not in skip] + list(twice):
-        begin(open_session, key[0])
-        routes = open_session.take(*key, tokens=open_session.microbatches[key[0]].routes[key[1]].shape[0])
-        open_session.check_dispatch(*key, chosen(routes))
+        begin(opened, key[0])
+        routes = opened.take(*key, tokens=opened.microbatches[key[0]].routes[key[1]].shape[0])
+        opened.check_dispatch(*key, chosen(routes))
 
 
 def test_each_route_once_in_any_order():
     tables = [table(0), table(1, tokens=4)]
-    with session(tables) as s:
+    with pass_of(tables) as s:
         run(s, order=[(1, 2), (0, 1), (0, 0), (1, 0), (1, 1), (0, 2)])
-    assert (s.tally.consumed, s.tally.expected, s.tally.applied_mismatch) == (6, 6, 0)
-    assert s.tally.applied_checked == 3 * (2 + 2)  # 2 sequences each, in every layer
+    assert (s.seen.tally.consumed, s.seen.tally.expected, s.seen.tally.applied_mismatch) == (6, 6, 0)
+    assert s.seen.tally.applied_checked == 3 * (2 + 2)  # 2 sequences each, in every layer
 
 
 def test_the_routes_are_those_of_the_key():
     tables = [table(0), table(1)]
-    with session(tables) as s:
+    with pass_of(tables) as s:
         for m in (0, 1):
             begin(s, m)
             assert all(torch.equal(s.take(m, layer, TOKENS), tables[m].routes[layer]) for layer in LAYERS)
@@ -123,32 +123,32 @@ def test_the_routes_are_those_of_the_key():
     ],
 )
 def test_a_missed_or_repeated_route_is_named(plan, words):
-    with refused(ReplayError, fault="taken", run="step 7", rank=3, got=words), session([table(0), table(1)]) as s:
+    with refused(ReplayError, fault="taken", run="step 7", rank=3, got=words), pass_of([table(0), table(1)]) as s:
         run(s, **plan)
 
 
 def test_recomputed_layers_take_each_route_a_second_time():
     every, first = frozenset(LAYERS), frozenset({0})
-    with session([table(0)], recomputed_layers=every) as s:
+    with pass_of([table(0)], recomputed_layers=every) as s:
         with torch.no_grad():
             run(s)
         run(s)
-    assert s.tally.consumed == s.tally.expected == 6
+    assert s.seen.tally.consumed == s.seen.tally.expected == 6
     with (
         refused(ReplayError, fault="taken", got=("layer 2 recompute 0",)),
-        session([table(0)], recomputed_layers=every) as s,
+        pass_of([table(0)], recomputed_layers=every) as s,
     ):
         with torch.no_grad():
             run(s)
         run(s, skip=[(0, 2)])
-    with session([table(0)], recomputed_layers=first) as s:
+    with pass_of([table(0)], recomputed_layers=first) as s:
         with torch.no_grad():
             run(s, order=[(0, 0)])
         run(s, order=[(0, 1), (0, 2), (0, 0)])
-    assert s.tally.consumed == s.tally.expected == 4
+    assert s.seen.tally.consumed == s.seen.tally.expected == 4
     with (
         refused(ReplayError, fault="taken", got=("layer 1 forward 2",)),
-        session([table(0)], recomputed_layers=first) as s,
+        pass_of([table(0)], recomputed_layers=first) as s,
     ):
         with torch.no_grad():
             run(s)
@@ -159,7 +159,7 @@ def test_microbatches_that_swap_their_routes_are_refused():
     """Both have equal lengths, and each is taken and dispatched once: no count could detect the swap."""
     with (
         refused(ReplayError, fault="another microbatch", layer=0, got=("1",), expected=("0",)),
-        session([table(0), table(1)]) as s,
+        pass_of([table(0), table(1)]) as s,
     ):
         for through, asked in [(0, 1), (1, 0)]:
             begin(s, through)
@@ -167,7 +167,7 @@ def test_microbatches_that_swap_their_routes_are_refused():
                 s.check_dispatch(asked, layer, chosen(s.take(asked, layer, TOKENS)))
     with (
         refused(ReplayError, fault="another microbatch"),
-        session([table(0), table(1)], mode="observe", compare_native=True) as s,
+        pass_of([table(0), table(1)], mode="observe", watch=Watch(native=True)) as s,
     ):
         begin(s, 0)
         s.observe_native(1, 0, s.microbatches[0].routes[0], FLAT)
@@ -176,32 +176,32 @@ def test_microbatches_that_swap_their_routes_are_refused():
 def test_microbatches_and_routes_in_another_order_are_refused():
     """Each key is the microbatch's own, taken once and dispatched as recorded; only the tokens differ."""
     right = [table(0), table(1)]
-    with refused(ReplayError, fault="other tokens", rank=3, got=("0, 1",)), session([right[1], right[0]]) as s:
+    with refused(ReplayError, fault="other tokens", rank=3, got=("0, 1",)), pass_of([right[1], right[0]]) as s:
         for m in (0, 1):
             s.begin_forward(m, right[m].fed.tokens)
             for layer in LAYERS:
                 s.check_dispatch(m, layer, chosen(s.take(m, layer, TOKENS)))
-    with refused(ReplayError, fault="rows", microbatch=0, got=("6",), expected=("4",)), session(right) as s:
+    with refused(ReplayError, fault="rows", microbatch=0, got=("6",), expected=("4",)), pass_of(right) as s:
         s.begin_forward(0, torch.zeros(4, dtype=torch.int64))
 
 
 def test_a_pass_of_more_microbatches_than_have_routes_is_refused():
     with (
         refused(ReplayError, fault="too many", run="step 7", rank=3, microbatch=1, expected=("1",)),
-        session([table(0)]) as s,
+        pass_of([table(0)]) as s,
     ):
         begin(s, 0)
         s.begin_forward(1, s.microbatches[0].fed.tokens)
 
 
 @pytest.mark.parametrize("mode", ["replay", "observe", "record"])
-def test_a_layer_without_a_key_is_refused_while_a_session_is_open(mode):
+def test_a_layer_without_a_key_is_refused_while_a_pass_is_open(mode):
     tables, again = [table(0), table(1)], frozenset({2})
     lost = {"fault": "lost key", "run": "step 7", "rank": 3}
     refuse_lost_key(1)  # allowed: the pass routes natively
     with (
         refused(ReplayError, **lost, layer=2, microbatch="no microbatch"),
-        session(tables, mode=mode, recomputed_layers=again) as s,
+        pass_of(tables, mode=mode, recomputed_layers=again) as s,
     ):
         begin(s, 1)
         with refused(ReplayError, **lost, microbatch=1, layer=1):
@@ -213,7 +213,7 @@ def test_a_layer_without_a_key_is_refused_while_a_session_is_open(mode):
 
 
 def test_recomputation_comes_between_the_forwards_of_other_microbatches():
-    with session([table(0), table(1)], recomputed_layers=frozenset(LAYERS)) as s:
+    with pass_of([table(0), table(1)], recomputed_layers=frozenset(LAYERS)) as s:
         for m in (0, 1):
             begin(s, m)
             with torch.no_grad():
@@ -222,13 +222,13 @@ def test_recomputation_comes_between_the_forwards_of_other_microbatches():
         for m in (0, 1):
             for layer in LAYERS:
                 s.check_dispatch(m, layer, chosen(s.take(m, layer, TOKENS)))
-    assert s.tally.consumed == s.tally.expected == 12
+    assert s.seen.tally.consumed == s.seen.tally.expected == 12
 
 
-def test_a_closed_session_gives_no_routes():
-    with session([table(0)], name="step 6") as closed:
+def test_a_closed_pass_gives_no_routes():
+    with pass_of([table(0)], name="step 6") as closed:
         run(closed)
-    for name, open_one in [("no open session", None), ("step 7", session([table(0)]))]:
+    for name, open_one in [("no open pass", None), ("step 7", pass_of([table(0)]))]:
         with refused(ReplayError, fault="not open", run="step 6", got=name, expected="step 6"):
             if open_one is None:
                 closed.take(0, 0, TOKENS)
@@ -237,9 +237,9 @@ def test_a_closed_session_gives_no_routes():
                     closed.take(0, 0, TOKENS)
 
 
-def test_a_pass_outside_of_its_session_is_refused():
+def test_a_pass_that_was_never_opened_is_refused():
     require_open(None)
-    ours = session([table(0)])
+    ours = pass_of([table(0)])
     with refused(ReplayError, fault="outside", run="step 7", rank=3):
         require_open(ours)
     with ours:
@@ -247,12 +247,12 @@ def test_a_pass_outside_of_its_session_is_refused():
         with refused(ReplayError, fault="outside", rank="no rank", got=("step 7",)):
             require_open(None)
         with refused(ReplayError, fault="outside", run="step 8", rank=3, got=("step 7",)):
-            require_open(session([table(0)], name="step 8"))
+            require_open(pass_of([table(0)], name="step 8"))
         run(ours)
 
 
 def test_a_layer_that_was_routed_but_not_dispatched_is_named():
-    with refused(ReplayError, fault="dispatched", rank=3), session([table(0)]) as s:
+    with refused(ReplayError, fault="dispatched", rank=3), pass_of([table(0)]) as s:
         begin(s, 0)
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
@@ -262,7 +262,7 @@ def test_a_layer_that_was_routed_but_not_dispatched_is_named():
 
 @pytest.mark.parametrize("fault", ["one expert", "two tokens swapped", "dropped", "another layer"])
 def test_other_experts_at_the_dispatcher_are_refused(fault):
-    with refused(ReplayError, fault="misapplied"), session([table(0)]) as s:
+    with refused(ReplayError, fault="misapplied"), pass_of([table(0)]) as s:
         begin(s, 0)
         for layer in LAYERS:
             sent = chosen(s.take(0, layer, TOKENS))
@@ -283,27 +283,27 @@ def test_other_experts_at_the_dispatcher_are_refused(fault):
 def test_rows_and_tokens_must_agree():
     with (
         refused(ReplayError, fault="rows", microbatch=0, layer=1, got=("6",), expected=("5",)),
-        session([table(0)]) as s,
+        pass_of([table(0)]) as s,
     ):
         begin(s, 0)
         s.take(0, 1, 5)
 
 
 def test_an_unknown_key_is_refused():
-    with refused(ReplayError, fault="no routes", microbatch=2, layer=0), session([table(0)]) as s:
+    with refused(ReplayError, fault="no routes", microbatch=2, layer=0), pass_of([table(0)]) as s:
         s.take(2, 0, TOKENS)
-    with refused(ReplayError, fault="no routes", microbatch=0, layer=9), session([table(0)]) as s:
+    with refused(ReplayError, fault="no routes", microbatch=0, layer=9), pass_of([table(0)]) as s:
         s.take(0, 9, TOKENS)
 
 
-def test_sessions_do_not_nest_and_nothing_leaks():
-    with refused(ReplayError, fault="nested"), session([table(0)]), session([table(1)]):
+def test_passes_do_not_nest_and_nothing_leaks():
+    with refused(ReplayError, fault="nested"), pass_of([table(0)]), pass_of([table(1)]):
         pass
-    with pytest.raises(RuntimeError, match="mid-step"), session([table(0)]) as s:
+    with pytest.raises(RuntimeError, match="mid-step"), pass_of([table(0)]) as s:
         begin(s, 0)
         s.take(0, 0, TOKENS)
         raise RuntimeError("mid-step")  # this error must be raised, not an incomplete ledger
-    with session([table(0)]) as s:
+    with pass_of([table(0)]) as s:
         run(s)
 
 
@@ -311,7 +311,7 @@ def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
     """This stage sees one of 4 tokens with another route; another stage sees the same one and a second."""
     recorded = [replace(table(n, real=2), lags=torch.tensor([0, lag])) for n, lag in enumerate((3, 9))]
     elsewhere = torch.tensor([False, True, True, False])
-    with session(recorded, compare_native=True, any_stage=lambda flags: flags | elsewhere) as s:
+    with pass_of(recorded, watch=Watch(native=True), any_stage=lambda flags: flags | elsewhere) as s:
         run(s)
         for microbatch, routes in enumerate(recorded):
             begin(s, microbatch)
@@ -320,7 +320,7 @@ def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
                 if (microbatch, layer) in ((0, 0), (0, 2)):
                     native[1] = (native[1] + 1) % EXPERTS
                 s.observe_native(microbatch, layer, native, FLAT)
-    tally = s.tally
+    tally = s.seen.tally
     assert (tally.native_mismatch, tally.native_positions) == (2, 12)
     assert (tally.native_token_mismatch, tally.native_tokens) == (2, 4)
     # The wrong row is of lag 3, the other ones of 0, 0 and 9; every row counts in 3 layers.
@@ -331,7 +331,7 @@ def test_a_layer_that_was_not_compared_is_named():
     tables = [table(0), table(1)]
     with (
         refused(ReplayError, fault="uncompared", microbatch=1, layer=2, got=("1",)),
-        session(tables, mode="observe", compare_native=True) as s,
+        pass_of(tables, mode="observe", watch=Watch(native=True)) as s,
     ):
         for microbatch, layer in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
             begin(s, microbatch)
@@ -360,7 +360,7 @@ def test_routes_that_lost_their_place_after_they_were_read_are_refused(fault):
     assert any(not torch.equal(wrong.routes[layer], right.routes[layer]) for layer in LAYERS)
     with (
         refused(ReplayError, fault="misapplied", got=("t0b layer 1",)),
-        session([wrong]) as s,
+        pass_of([wrong]) as s,
     ):
         run(s)
 
@@ -371,34 +371,34 @@ def test_tokens_that_were_packed_in_another_order_than_their_routes_are_refused(
     swapped = replace(right.fed, salts=right.fed.salts.roll(3), owner=right.fed.owner.roll(3))
     with (
         refused(ReplayError, fault="misapplied", got=("t0a layer 0", "t0b layer 0")),
-        session([replace(right, fed=swapped)]) as s,
+        pass_of([replace(right, fed=swapped)]) as s,
     ):
         run(s)
 
 
 def test_a_recording_pass_gives_the_routes_that_the_next_one_must_take():
     observed, own = [table(0), table(1)], [table(5), table(6)]
-    with session(observed, mode="record", compare_native=True) as first:
+    with pass_of(observed, mode="record", watch=Watch(native=True)) as first:
         for m in (0, 1):
             begin(first, m)
             for layer in LAYERS:
                 choice = own[m].routes[layer].long()
                 first.observe_native(m, layer, choice, FLAT)
                 first.record(m, layer, choice)
-    assert first.tally.consumed == first.tally.expected == 6 and first.tally.native_mismatch > 0
-    recorded = first.recorded_routes()
-    with session(recorded) as second:
+    assert first.seen.tally.consumed == first.seen.tally.expected == 6 and first.seen.tally.native_mismatch > 0
+    recorded = first.seen.recorded
+    with pass_of(recorded) as second:
         run(second)
         assert torch.equal(second.routes(1, 2).long(), own[1].routes[2].long())
     wrong = [recorded[0], replace(recorded[1], routes=observed[1].routes)]
-    with refused(ReplayError, fault="misapplied"), session(wrong) as third:
+    with refused(ReplayError, fault="misapplied"), pass_of(wrong) as third:
         run(third)
 
 
 def test_a_recording_pass_that_missed_a_layer_is_refused():
     with (
         refused(ReplayError, fault="taken", got=("microbatch 0 layer 2 forward 0",)),
-        session([table(0)], mode="record") as s,
+        pass_of([table(0)], mode="record") as s,
     ):
         begin(s, 0)
         for layer in LAYERS[:2]:
@@ -411,14 +411,14 @@ def test_rows_without_a_route_are_left_to_the_router():
     salts = right.fed.salts.masked_fill(native, 0)
     sums = {layer: replace(right.fed, salts=salts).chosen(layer, right.routes[layer]) for layer in LAYERS}
     mixed = replace(right, native=native, checksums=sums)
-    with session([mixed]) as s:
+    with pass_of([mixed]) as s:
         begin(s, 0)
         assert s.native_rows(0) is native
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
             routes[1] = (routes[1] + 1) % EXPERTS  # the router's own choice
             s.check_dispatch(0, layer, chosen(routes))
-    with refused(ReplayError, fault="misapplied"), session([mixed]) as s:
+    with refused(ReplayError, fault="misapplied"), pass_of([mixed]) as s:
         begin(s, 0)
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
@@ -428,7 +428,7 @@ def test_rows_without_a_route_are_left_to_the_router():
 
 def test_native_comparison_is_by_set_and_leaves_padding_out():
     recorded = table(0, real=4)
-    with session([recorded], compare_native=True) as s:
+    with pass_of([recorded], watch=Watch(native=True)) as s:
         run(s)
         for layer in LAYERS:
             native = recorded.routes[layer].long().flip(-1)  # another order, the same set
@@ -436,7 +436,7 @@ def test_native_comparison_is_by_set_and_leaves_padding_out():
                 native[1] = (native[1] + 1) % EXPERTS
                 native[5] = (native[5] + 1) % EXPERTS  # changes padding
             s.observe_native(0, layer, native, FLAT)
-    tally = s.tally
+    tally = s.seen.tally
     assert (tally.native_mismatch, tally.native_positions) == (1, 12)
     assert (tally.native_token_mismatch, tally.native_tokens) == (1, 4)
 
@@ -476,13 +476,13 @@ def test_the_comparison_counts_shared_experts_and_how_far_the_record_is_from_the
     scores = {key: torch.randn(TOKENS, EXPERTS, generator=generator) for key in product(range(2), LAYERS)}
     # changes a row that agrees
     scores[0, 1][2].scatter_(0, tables[0].routes[1][2].long(), torch.arange(9.0, 9.0 + TOP_K))
-    with session(tables, mode="observe", compare_native=True) as s:
+    with pass_of(tables, mode="observe", watch=Watch(native=True)) as s:
         for (microbatch, layer), of_rows in scores.items():
             begin(s, microbatch)
             s.observe_native(microbatch, layer, of_rows.topk(TOP_K).indices, of_rows)
     shared_sum, margin_sum = 0, 0.0
     for microbatch, rows in ((0, 4), (1, TOKENS)):
-        compared = s.compared[microbatch]
+        compared = s.seen.compared[microbatch]
         assert compared.differs.shape == compared.shared.shape == compared.margin.shape == (len(LAYERS), rows)
         for index, layer in enumerate(LAYERS):
             for row in range(rows):
@@ -494,8 +494,8 @@ def test_the_comparison_counts_shared_experts_and_how_far_the_record_is_from_the
                 assert compared.differs[index, row] == (best != recorded) == (margin > 0)
                 assert compared.margin[index, row].item() == pytest.approx(margin)
                 shared_sum, margin_sum = shared_sum + len(best & recorded), margin_sum + margin
-    assert s.tally.native_shared == shared_sum and s.tally.native_margin == pytest.approx(margin_sum)
-    assert not s.compared[0].differs[1, 2] and 0 < s.tally.native_mismatch < s.tally.native_positions
+    assert s.seen.tally.native_shared == shared_sum and s.seen.tally.native_margin == pytest.approx(margin_sum)
+    assert not s.seen.compared[0].differs[1, 2] and 0 < s.seen.tally.native_mismatch < s.seen.tally.native_positions
 
 
 def test_routes_can_be_replayed_and_the_choice_compared_with_others():
@@ -503,33 +503,33 @@ def test_routes_can_be_replayed_and_the_choice_compared_with_others():
     honest, planted = [table(0)], [table(1)]
     planted = [replace(planted[0], fed=honest[0].fed, names=honest[0].names)]
     planted[0].checksums.update({layer: honest[0].fed.chosen(layer, planted[0].routes[layer]) for layer in LAYERS})
-    with session(planted, compare_native=True, compare_with=honest) as s:
+    with pass_of(planted, watch=Watch(native=True, against=honest)) as s:
         for layer in LAYERS:
             begin(s, 0)
             routes = s.take(0, layer, TOKENS)
             assert torch.equal(routes, planted[0].routes[layer].long())
             s.observe_native(0, layer, honest[0].routes[layer].long(), FLAT)
             s.check_dispatch(0, layer, chosen(routes))
-    assert s.tally.native_mismatch == s.tally.applied_mismatch == 0
-    assert (s.compared[0].shared == TOP_K).all()
+    assert s.seen.tally.native_mismatch == s.seen.tally.applied_mismatch == 0
+    assert (s.seen.compared[0].shared == TOP_K).all()
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_router_logits_are_kept_when_they_are_asked_for(keep):
     logits = torch.randn(TOKENS, 1, EXPERTS, requires_grad=True)
-    with session([table(0)], mode="observe", keep_router_logits=keep) as s:
+    with pass_of([table(0)], mode="observe", watch=Watch(logits=keep)) as s:
         begin(s, 0)
         s.observe_logits(0, 1, logits)
-    assert list(s.router_logits) == ([(0, 1)] if keep else [])
+    assert list(s.seen.router_logits) == ([(0, 1)] if keep else [])
     if keep:
-        kept = s.router_logits[0, 1]
+        kept = s.seen.router_logits[0, 1]
         assert torch.equal(kept, logits[:, 0]) and not kept.requires_grad
 
 
 def test_logits_of_another_microbatch_are_refused():
     with (
         refused(ReplayError, fault="another microbatch"),
-        session([table(0), table(1)], mode="observe", keep_router_logits=True) as s,
+        pass_of([table(0), table(1)], mode="observe", watch=Watch(logits=True)) as s,
     ):
         begin(s, 0)
         s.observe_logits(1, 1, FLAT)
@@ -543,7 +543,7 @@ def test_routers_that_score_with_nan_are_named_and_not_the_routes(bad, align):
     test = AlignmentTest(LAYERS, [one.places for one in tables], torch.device("cpu")) if align else None
 
     def observe():
-        with session(tables, compare_native=True, align=test) as s:
+        with pass_of(tables, watch=Watch(native=True, align=test)) as s:
             for m, layer in product((0, 1), LAYERS):
                 scores = chosen(tables[m].routes[layer]).float()
                 if (m, layer) == (1, 2):
@@ -558,7 +558,7 @@ def test_routers_that_score_with_nan_are_named_and_not_the_routes(bad, align):
         with refused(NonFiniteError, run="step 7", rank=3, layers="2"):
             observe()
     else:  # nothing depends on the witness, and the metric shows that
-        assert not np.isfinite(observe().tally.native_margin)
+        assert not np.isfinite(observe().seen.tally.native_margin)
 
 
 def test_a_rank_that_reads_everything_refuses_other_routes_than_left_the_engine_at_once():
@@ -598,7 +598,7 @@ def test_what_all_ranks_dispatched_is_what_left_the_engine(ranks, at):
     for number, (layers, rows) in enumerate(ranks):
         swapped = number == {"none": None, "first": 0, "last": len(ranks) - 1}[at]
         one = laid(parts, layers=layers, rows=rows, source=sources(parts), order=(1, 0) if swapped else (0, 1))
-        s = session([one], layers, sum_over_share=share.add, recomputed_layers=frozenset(layers[:1]))
+        s = pass_of([one], layers, sum_over_share=share.add, recomputed_layers=frozenset(layers[:1]))
 
         def passes(s=s, layers=layers):
             with s:
@@ -619,7 +619,7 @@ def test_what_all_ranks_dispatched_is_what_left_the_engine(ranks, at):
 def test_what_another_rank_dispatched_wrongly_is_told_apart_from_what_was_read_wrongly():
     parts, share = parts_of(0), Share()
     for layers in ((0, 1), (2,)):
-        s = session([laid(parts, layers=layers, source=sources(parts))], layers, sum_over_share=share.add)
+        s = pass_of([laid(parts, layers=layers, source=sources(parts))], layers, sum_over_share=share.add)
         facts = {"fault": "misapplied"} if layers == (0, 1) else {"fault": "dispatched", "got": ("t0a",)}
         with refused(ReplayError, **facts), s:
             for layer in layers:
@@ -636,7 +636,7 @@ def test_rows_without_a_record_or_without_a_replay_are_accounted_for():
     ]
     source = sources(parts, slice(1, None))
     one = laid(parts, source=source)
-    with session([one]) as s:
+    with pass_of([one]) as s:
         begin(s, 0)
         for layer in LAYERS:
             sent = chosen(s.take(0, layer, TOKENS))
@@ -649,13 +649,13 @@ def test_rows_without_a_record_or_without_a_replay_are_accounted_for():
 def test_routes_of_the_trainers_own_are_no_samplers():
     parts = parts_of(0)
     one = laid(parts, source=sources(parts))
-    with session([one], mode="record") as first:
+    with pass_of([one], mode="record") as first:
         begin(first, 0)
         for layer in LAYERS:
             first.record(0, layer, one.routes[layer].flip(0))
-    with session(first.recorded_routes()) as s:
+    with pass_of(first.seen.recorded) as s:
         run(s)
-    assert s.tally.applied_mismatch == 0
+    assert s.seen.tally.applied_mismatch == 0
 
 
 @settings(deadline=None)
@@ -683,7 +683,7 @@ def test_any_change_between_reading_and_dispatch_is_seen(data):
         mine[:], theirs[:] = theirs.copy(), mine.copy()
     share = Share()
     share.add(torch.stack([laid(parts, layers=(2,), source=source).read] * 2))
-    s = session([laid(wrong, layers=layers, source=source)], layers, sum_over_share=share.add)
+    s = pass_of([laid(wrong, layers=layers, source=source)], layers, sum_over_share=share.add)
     changed = [
         part.key for part, one in zip(parts, wrong, strict=True)
         if not np.array_equal(np.sort(part.routes[:, :2], -1), np.sort(one.routes[:, :2], -1))
@@ -700,7 +700,7 @@ def test_the_same_tokens_in_another_order_are_refused():
     one = table(0)
     moved = one.fed.tokens.flip(0)
     assert not torch.equal(moved, one.fed.tokens)
-    with pytest.raises(ReplayError), session([one]) as s:
+    with pytest.raises(ReplayError), pass_of([one]) as s:
         s.begin_forward(0, moved)
         for layer in LAYERS:
             s.check_dispatch(0, layer, chosen(s.take(0, layer, TOKENS)))
