@@ -6,7 +6,6 @@ units of the loss: sequences, or turns if these have their own rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -182,46 +181,44 @@ class Microbatch:
             RouteValidationError: Routes are wrong.
             ReplayError: Routes differ from those that left the sampler's engine. All messages name the routes.
         """
-        here = spec.moe_layers if layers is None else layers
+        layers = spec.moe_layers if layers is None else layers
+        fed = self.fed(sequences)
+        here = np.zeros(sum(self.lengths), bool)
+        here[self.routed_rows] = True
+        seen = np.split(here, np.cumsum([len(tokens) for tokens in fed]))[:-1]
+        parts = read_routes(
+            store, sequences, spec, layers=layers, fed=fed, here=seen, weight_version=weight_version, policy=policy
+        )
+        return self.lay_out(sequences, fed, parts, spec, layers=layers)
 
-        def read(sequences: Seq[Sequence], fed: Seq[np.ndarray], rows: Seq[np.ndarray]) -> list[SequenceRoutes]:
-            return read_routes(
-                store, sequences, spec, layers=here, fed=fed, here=rows, weight_version=weight_version, policy=policy
-            )
-
-        return self.routes(sequences, read, spec, layers=here, expert_parallel=world.expert_parallel())
-
-    def routes(
+    def lay_out(
         self,
         sequences: Seq[Sequence],
-        read: Callable[[Seq[Sequence], Seq[np.ndarray], Seq[np.ndarray]], list[SequenceRoutes]],
+        fed: Seq[np.ndarray],
+        parts: Seq[SequenceRoutes],
         spec: TraceSpec,
         *,
         layers: tuple[int, ...],
-        expert_parallel: int,
     ) -> MicrobatchRoutes:
         """Return the routes for a replay pass of this microbatch, cut to the rows that this rank's routers see.
 
         Args:
             sequences: The packed sequences, in packing order.
-            read: Maps (sequences, their fed tokens int64 [T_i], bool [T_i] of those that this rank's routers see) to
-                their routes.
+            fed: What `fed` returns for them.
+            parts: Their routes.
             layers: Global numbers of the MoE layers that this rank holds.
         """
-        fed, rows = self.fed(sequences), self.routed_rows
-        here = np.zeros(sum(self.lengths), bool)
-        here[rows] = True
-        starts = np.cumsum([0, *map(len, fed)])
+        source = [source_sum(sequence) for sequence in sequences]
         return microbatch_routes(
-            read(sequences, fed, [here[at : at + len(tokens)] for tokens, at in zip(fed, starts, strict=False)]),
+            parts,
             spec,
             layers=layers,
             names=[sequence.key for sequence in sequences],
             fed=fed,
-            source=[source_sum(sequence) for sequence in sequences],
+            source=source,
             padded_tokens=sum(self.lengths),
-            rows=rows,
-            expert_parallel=expert_parallel,
+            rows=self.routed_rows,
+            expert_parallel=world.expert_parallel(),
             device=self.tokens.device,
         )
 

@@ -27,7 +27,6 @@ from moe_rl.replay.replay_pass import Mode, PassSeen, Watch
 from moe_rl.replay.routes import SequenceRoutes
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec
-from moe_rl.types import Sequence
 
 # The mode of the first pass, for each mode of a case.
 _FIRST: dict[str, Mode | None] = {"r3": "replay", "observe": "observe", "r2": "record", "native": None}
@@ -57,12 +56,9 @@ class Trial:
         columns = [self.facts.moe_layers.index(layer) for layer in self.layers]
         forced = {s.key: routes[:, columns] for s, routes in zip(self.sequences, self.routes, strict=True)}
 
-        def read(sequences: Seq[Sequence], fed: Seq[np.ndarray], here: Seq[np.ndarray]) -> list[SequenceRoutes]:
-            tokens = {s.key: np.array((s.prompt_token_ids + s.token_ids)[:-1]) for s in sequences}
-            return [SequenceRoutes.complete(key, run, forced[key]) for key, run in tokens.items()]
-
-        packed, parallel = [self.sequences[i] for i in microbatch.indices], self.case.parallel_config
-        return microbatch.routes(packed, read, self.spec, layers=self.layers, expert_parallel=parallel.expert)
+        packed = [self.sequences[i] for i in microbatch.indices]
+        parts = [SequenceRoutes.complete(s.key, np.array(s.ids[:-1]), forced[s.key]) for s in packed]
+        return microbatch.lay_out(packed, microbatch.fed(packed), parts, self.spec, layers=self.layers)
 
     def work(self, tables: list[MicrobatchRoutes], mode: Mode | None) -> list[Work]:
         """Return the microbatches under these tables, with plans if the case uses them."""

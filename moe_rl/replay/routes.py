@@ -290,38 +290,45 @@ def microbatch_routes(
     ids = _indices(np.concatenate([part.routes for part in parts]))
     of_rows = zip(names, fed, parts, strict=True)
     salts = np.concatenate([row_salts(name, tokens, part.versions).view(np.int64) for name, tokens, part in of_rows])
-    native = np.concatenate([part.native for part in parts])[rows]
-    recorded = np.concatenate([part.recorded for part in parts])
+    native, recorded = (np.concatenate([getattr(part, name) for part in parts]) for name in ("native", "recorded"))
+    owners = np.repeat(np.arange(len(lengths)), lengths)
     lags = np.concatenate([part.lags for part in parts])
     real = (np.arange(len(ids)) < tokens)[rows]
-    here = np.split(_mask(len(ids), rows), np.cumsum(lengths)[:-1])
-    pairs = [*zip(parts, here, strict=True)]
-    sums = _checksums(parts, [mine & ~part.native for part, mine in pairs], layers, spec, device)
-    unreplayed = _checksums(
-        parts, [mine & part.native & part.recorded for part, mine in pairs], layers, spec, device
-    ).sum(1)
+    # Each sequence has one checksum of its rows to replay, and one of those that have a record and are not replayed.
+    here = np.zeros(len(ids), bool)
+    here[rows] = True
+    summed = np.flatnonzero(here & (~native | recorded))
+    own = np.concatenate([row_salts(part.key, part.token_ids, part.versions).view(np.int64) for part in parts])
+    sums, unreplayed = expected(
+        on_device(ids[summed]),
+        on_device(own[summed]),
+        on_device((owners + len(lengths) * native)[summed]),
+        2 * len(lengths),
+        layers=layers,
+        experts=spec.num_experts,
+    ).split(len(lengths))
     table = MicrobatchRoutes(
         names=tuple(names),
         fed=RowSalts(
             on_device(np.concatenate(fed).astype(np.int64)[rows]),
             on_device(salts[rows]),
-            on_device(np.repeat(np.arange(len(lengths)), lengths)[rows]),
+            on_device(owners[rows]),
             len(lengths),
             spec.num_experts,
         ),
         places=RowPlaces.of(fed, [part.prompt for part in parts], recorded, rows, lags),
         routes=dict(zip(layers, on_device(ids[rows]).transpose(0, 1).contiguous(), strict=True)),
         checksums=dict(zip(layers, sums.T.contiguous(), strict=True)),
-        unreplayed=unreplayed,
+        unreplayed=unreplayed.sum(1),
         source=None if source is None else tuple(source),
         recorded=on_device(np.flatnonzero(recorded[rows])),
-        native=on_device(native) if native.any() else None,
-        replayed_tokens=int(real.sum()) - int(native.sum()),
-        native_tokens=int(native.sum()),
+        native=on_device(native[rows]) if native[rows].any() else None,
+        replayed_tokens=int(real.sum()) - int(native[rows].sum()),
+        native_tokens=int(native[rows].sum()),
         lags=on_device(lags[rows][recorded[rows]]),
         stale_tokens=int((lags[rows] > 0).sum()),
     )
-    if table.source is not None and tuple(layers) == spec.moe_layers and _mask(len(ids), rows)[:tokens].all():
+    if table.source is not None and tuple(layers) == spec.moe_layers and here[:tokens].all():
         check_source(
             names[: len(table.source)],
             table.read.tolist(),
@@ -348,29 +355,3 @@ def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> S
 def _indices(routes: np.ndarray) -> np.ndarray:
     """Return ids of a type that torch can index with; uint16 is not."""
     return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
-
-
-def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:
-    mask = np.zeros(count, bool)
-    mask[rows] = True
-    return mask
-
-
-def _checksums(
-    parts: Seq[SequenceRoutes], rows: Seq[np.ndarray], layers: Seq[int], spec: TraceSpec, device: torch.device
-) -> torch.Tensor:
-    """Return the checksums int64 [S, L] of the rows in the sequences' masks bool [T], from each sequence's own key,
-    tokens and routes."""
-    counts = [int(mask.sum()) for mask in rows]
-    if not any(counts):
-        return torch.zeros(len(parts), len(layers), dtype=torch.int64, device=device)
-    routes = np.concatenate([part.routes[mask] for part, mask in zip(parts, rows, strict=True)])
-    salts = [row_salts(part.key, part.token_ids, part.versions)[mask] for part, mask in zip(parts, rows, strict=True)]
-    return expected(
-        to_device(_indices(routes), device),
-        to_device(np.concatenate(salts).view(np.int64), device),
-        to_device(np.repeat(np.arange(len(parts)), counts), device),
-        len(parts),
-        layers=layers,
-        experts=spec.num_experts,
-    )

@@ -1,5 +1,5 @@
-"""Plans from recorded routes which sequences share a microbatch and a rank, and where each expert is placed. Measures
-how even the expert load is. All ranks make the same decisions."""
+"""Plans from recorded routes which sequences share a microbatch and a rank, and where each expert is placed. All ranks
+make the same decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from moe_rl.megatron.policy import Policy
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
 from moe_rl.planning.expert_placement import place
 from moe_rl.planning.packing import fill_rounds, pack
-from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import RouteRef, Sequence, by_completion
 
@@ -99,26 +98,6 @@ class _Sizes:
         return cls(completions, [sum(sequences[i].forwarded for i in places) for places in completions])
 
 
-def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parallel: int) -> float:
-    """Return how far the fullest expert-parallel rank is above the mean load, over microbatches and layers.
-
-    It is the sum of the fullest rank's (token, expert) pairs divided by the sum of the mean, minus 1; equal on all
-    ranks. Rows without a recorded route, such as padding, do not count. It is 0 if no row has a route.
-
-    Args:
-        tables: One per microbatch of this rank; the same number on every rank.
-        order: int64 [L, E], the expert in each slot, of this rank's layers.
-    """
-    most = pairs = 0
-    if tables:
-        counts = world.sum_over_dispatch(torch.stack([_count(table, order.shape[1]) for table in tables]))
-        by_slot = counts.gather(2, torch.from_numpy(order).to(counts.device).expand_as(counts))
-        loads = by_slot.view(*counts.shape[:2], expert_parallel, -1).sum(dim=3)
-        most, pairs = int(loads.amax(dim=2).sum()), int(loads.sum())
-    most_of_all, all_pairs = world.all_reduce([most, pairs])
-    return most_of_all * expert_parallel / all_pairs - 1 if all_pairs else 0.0
-
-
 def expert_counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarray:
     """Return integers [L, E], how often each expert occurs in a record, for all MoE layers of the model.
 
@@ -134,13 +113,6 @@ def expert_counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarr
             expected=f"{shape}",
         )
     return counts
-
-
-def _count(table: MicrobatchRoutes, experts: int) -> torch.Tensor:
-    """Return int64 [L, E], how often this rank's rows chose each expert of this rank's layers."""
-    chosen = torch.stack([table.routes[layer][table.recorded] for layer in sorted(table.routes)]).long().flatten(1)
-    counts = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
 
 
 @dataclass(frozen=True, slots=True)

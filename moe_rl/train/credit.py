@@ -8,6 +8,8 @@ advantages of the whole batch in the same way.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +20,7 @@ from moe_rl.megatron.share import Share
 from moe_rl.objectives import second_moment
 from moe_rl.objectives.advantages import advantages, has_spread
 from moe_rl.objectives.penalties import KL_ESTIMATORS
-from moe_rl.types import Sequence, by_completion
+from moe_rl.types import RewardedTurn, Sequence, by_completion
 
 
 def give_credit(
@@ -32,7 +34,7 @@ def give_credit(
     statistic. A KL that is not finite makes every advantage NaN, so that the guards skip the step's updates.
 
     The segments of a completion count as one: they have one reward, their lengths and KLs add up, and all get the
-    advantage of the completion. Turns with their own rewards have their own advantages: see `_by_turn`.
+    advantage of the completion. Turns with their own rewards have their own advantages: see `_to_go`.
 
     Args:
         sequences, group_ids: The whole batch.
@@ -41,15 +43,31 @@ def give_credit(
     Returns:
         Metrics, equal on all ranks.
     """
-    if any(sequence.turns for sequence in sequences):
-        of, metrics = _by_turn(objective, sequences, group_ids)
+    turns = [(number, turn) for number, sequence in enumerate(sequences) for turn in sequence.turns]
+    if turns:
+        rewards, groups = [turn.reward for _, turn in turns], [group_ids[number] for number, _ in turns]
+        units = _Units([[number] for number, _ in turns], rewards, groups, [turn.tokens for _, turn in turns])
+        metrics: dict[str, float] = {}
     else:
-        of, metrics = _by_completion(objective, sequences, group_ids, shares)
+        units, metrics = _completions(objective, sequences, group_ids, shares)
+    if turns or all(reward is None or math.isfinite(reward) for reward in units.rewards):
+        values = advantages(objective.advantage, units.rewards, units.groups, units.lengths, units.before)
+    else:
+        values = [math.nan] * len(units.rewards)
+    if turns:
+        values = _to_go(sequences, turns, values)
+    credit: dict[str, list[float]] = {}
+    for value, numbers in zip(values, units.owners, strict=True):
+        for number in numbers:
+            if value is not None:
+                credit.setdefault(sequences[number].key, []).append(value)
+    known = [value for value in values if value is not None]
+    metrics["objective/zero_advantage_fraction"] = sum(value == 0 for value in known) / len(known)
     # A sequence without an advantage is in no share.
     for share in shares:
-        share.credit.update((one.key, of[one.key]) for one in share.all)
+        share.credit.update((one.key, credit[one.key]) for one in share.all)
         for work in share.work:
-            work.microbatch.give_advantages([of[one.key] for one in share.all])
+            work.microbatch.give_advantages([credit[one.key] for one in share.all])
     limit = objective.second_moment_limit
     return metrics if limit is None else metrics | trust(limit, shares)
 
@@ -78,42 +96,44 @@ def trust(limit: float, shares: list[Share]) -> dict[str, float]:
     return {"objective/second_moment": sum(means) / len(means)}
 
 
-def _by_turn(
-    objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int]
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the advantages of the turns of each sequence, and metrics. This is GRPO with process supervision (arXiv
-    2402.03300, section 4.1.3), with any estimator instead of its division by the group's std.
+class _Units(NamedTuple):
+    """Holds completions or turns: the numbers of the sequences that get the advantage of each, and what `advantages`
+    compares."""
 
-    The reward of each turn is compared with those of all turns of its group. The advantage of a turn is the sum of
-    these values over the turn and all turns that continue it.
+    owners: list[list[int]]
+    rewards: Seq[float | None]
+    groups: list[int]
+    lengths: list[int]
+    before: list[float | None] | None = None
+
+
+def _to_go(
+    sequences: list[Sequence], turns: list[tuple[int, RewardedTurn]], values: list[float | None]
+) -> list[float | None]:
+    """Return the advantage of each turn: the sum of the values of the turn and all turns that continue it. This is GRPO
+    with process supervision (arXiv 2402.03300, section 4.1.3), with any estimator instead of its division by the
+    group's std.
+
+    Args:
+        values: Of each turn, whose reward was compared with those of all turns of its group.
     """
-    turns = [(number, turn) for number, sequence in enumerate(sequences) for turn in sequence.turns]
-    values = advantages(
-        objective.advantage,
-        [turn.reward for _, turn in turns],
-        [group_ids[number] for number, _ in turns],
-        [turn.tokens for _, turn in turns],
-    )
     places = {(sequences[number].completion, turn.number): at for at, (number, turn) in enumerate(turns)}
     to_go = [value for value in values if value is not None]  # every turn has a reward
     for (episode, _), at in sorted(places.items(), reverse=True):  # a turn has a larger number than its parent
         if (parent := turns[at][1].parent) is not None:
             to_go[places[episode, parent]] += to_go[at]
-    found: dict[str, list[float]] = {sequence.key: [] for sequence in sequences}
-    for (number, _), value in zip(turns, to_go, strict=True):
-        found[sequences[number].key].append(value)
-    return found, _of_zeros(to_go)
+    return [*to_go]
 
 
-def _by_completion(
+def _completions(
     objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int], shares: list[Share]
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the advantage of each sequence, which is that of its completion, and metrics."""
+) -> tuple[_Units, dict[str, float]]:
+    """Return the completions, whose segments share an advantage, and metrics."""
     completions = by_completion(sequences)
     rewards: list[float | None] = [sequences[numbers[0]].reward for numbers in completions]
     lengths = [sum(len(sequences[n].token_ids) for n in numbers) for numbers in completions]
     groups = [group_ids[numbers[0]] for numbers in completions]
-    metrics, before = {}, rewards
+    metrics, before = dict[str, float](), rewards
     if objective.kl_in == "reward":
         of_sequences = _sequence_kl(objective.kl_estimator, sequences, shares)
         known = [[value for n in numbers if (value := of_sequences[n]) is not None] for numbers in completions]
@@ -127,19 +147,9 @@ def _by_completion(
             None if value is None or reward is None else reward - objective.kl_coef * value
             for reward, value in zip(before, kl, strict=True)
         ]
-    if all(reward is None or math.isfinite(reward) for reward in rewards):
-        if objective.kl_in == "reward":  # of the rewards that are compared, instead of those that were sampled
-            metrics |= _of_spread(rewards, groups)
-        values = advantages(objective.advantage, rewards, groups, lengths, before)
-    else:
-        values = [math.nan] * len(rewards)
-    of = {
-        sequences[n].key: [value]
-        for value, numbers in zip(values, completions, strict=True)
-        for n in numbers
-        if value is not None
-    }
-    return of, metrics | _of_zeros([value for value in values if value is not None])
+        if all(reward is None or math.isfinite(reward) for reward in rewards):
+            metrics |= _of_spread(rewards, groups)  # of those that are compared, instead of those that were sampled
+    return _Units(completions, rewards, groups, lengths, before), metrics
 
 
 def _of_spread(rewards: list[float | None], group_ids: list[int]) -> dict[str, float]:
@@ -150,10 +160,6 @@ def _of_spread(rewards: list[float | None], group_ids: list[int]) -> dict[str, f
             members.append(reward)
     same = sum(len(members) > 1 and not has_spread(members) for members in scored.values())
     return {"group/zero_variance": same, "group/zero_variance_fraction": same / len(scored)}
-
-
-def _of_zeros(values: list[float]) -> dict[str, float]:
-    return {"objective/zero_advantage_fraction": sum(value == 0 for value in values) / len(values)}
 
 
 def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[Share]) -> list[float | None]:

@@ -4,6 +4,7 @@ pass."""
 from __future__ import annotations
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from moe_rl.config.schema import Config
@@ -20,7 +21,7 @@ from moe_rl.replay.plans import plan_dispatch
 from moe_rl.replay.routes import RowPolicy, missing_rows
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.train.assignment import assign, load_excess
+from moe_rl.train.assignment import assign
 from moe_rl.train.sampling_support import read_head, read_support
 from moe_rl.types import SamplerHead, SamplingSupport, Sequence, unit_lengths
 
@@ -79,10 +80,9 @@ class Shares:
             shares = self._read(updates, plans, weight_version)
         tables = [one.table for share in shares for one in share.work]
         return shares, {
-            **self._fallback(tables, sequences),
+            **self._loads(tables, sequences, placement),
             "routing/dropped_sequences": dropped,
             "routing/packed_by_length": sum(by_length for _, by_length in planned),
-            "routing/load_excess": load_excess(tables, self._own(placement), self.config.parallel.expert),
         }
 
     def plan_rows(self, policy: Policy, work: list[Work], step: int) -> tuple[float, float | None]:
@@ -123,10 +123,6 @@ class Shares:
             return peak, None
         fullest, rows = world.all_reduce([plans.fullest, plans.rows])
         return peak, fullest * self.config.parallel.expert / rows - 1 if rows else 0.0
-
-    def _own(self, placement: np.ndarray) -> np.ndarray:
-        """Return the rows of `placement` for this rank's layers."""
-        return placement[[self.spec.moe_layers.index(layer) for layer in self.layers]]
 
     def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
         """Return the sequences to train on, their groups, and how many were dropped because routes are missing.
@@ -188,15 +184,32 @@ class Shares:
             return None
         return [read_head(self.store, sequence, self.vocabulary, size) for sequence in packed]
 
-    def _fallback(self, tables: list[MicrobatchRoutes], sequences: list[Sequence]) -> dict[str, float]:
-        """Return metrics on how much of the step is replayed, over all ranks. Raises ReplayError on all if it is too
-        little."""
-        layers = len(self.layers)
-        covered, native, stale = world.all_reduce(
+    def _loads(
+        self, tables: list[MicrobatchRoutes], sequences: list[Sequence], placement: np.ndarray
+    ) -> dict[str, float]:
+        """Return metrics, over all ranks, on how much of the step is replayed, and how even the expert load is.
+
+        The excess is the sum, over microbatches and layers, of the fullest expert-parallel rank's (token, expert) pairs
+        divided by the sum of the mean, minus 1. Rows without a recorded route, such as padding, do not count. It is 0
+        if no row has a route.
+
+        Raises:
+            ReplayError: Too little is replayed. Raised on all ranks.
+        """
+        layers, ranks, most, pairs = len(self.layers), self.config.parallel.expert, 0, 0
+        if tables:
+            order = torch.from_numpy(placement[[self.spec.moe_layers.index(layer) for layer in self.layers]])
+            counts = world.sum_over_dispatch(torch.stack([_count(table, order.shape[1]) for table in tables]))
+            by_slot = torch.take_along_dim(counts, order.to(counts.device)[None], 2)
+            loads = by_slot.view(*counts.shape[:2], ranks, -1).sum(dim=3)
+            most, pairs = int(loads.amax(dim=2).sum()), int(loads.sum())
+        covered, native, stale, most_of_all, all_pairs = world.all_reduce(
             [
                 layers * sum(table.replayed_tokens for table in tables),
                 layers * sum(table.native_tokens for table in tables),
                 layers * sum(table.stale_tokens for table in tables),
+                most,
+                pairs,
             ]
         )
         positions = sum(s.forwarded for s in sequences) * len(self.spec.moe_layers)
@@ -218,4 +231,12 @@ class Shares:
             "routing/coverage": covered / positions,
             "routing/fallback_positions": native,
             "routing/stale_tokens": stale / len(self.spec.moe_layers),
+            "routing/load_excess": most_of_all * ranks / all_pairs - 1 if all_pairs else 0.0,
         }
+
+
+def _count(table: MicrobatchRoutes, experts: int) -> torch.Tensor:
+    """Return int64 [L, E], how often this rank's rows chose each expert of this rank's layers."""
+    chosen = torch.stack([table.routes[layer][table.recorded] for layer in sorted(table.routes)]).long().flatten(1)
+    counts = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(1, chosen, torch.ones_like(chosen))

@@ -95,7 +95,8 @@ class TrainStep:
                     places = [one.table.places for one in tested]
                     groups = policy.facts.groups
                     align = AlignmentTest(policy.layers, places, world.device(), groups=groups, history=self.history)
-                self._plan(later + work[: len(work) - len(later)], step, shown)
+                in_turn = later + work[: len(work) - len(later)]
+                shown.peak_rows, shown.copied_excess = self.shares.plan_rows(policy, in_turn, step)
         with clock("logprobs"):
             if objective.old_logprobs == "trainer" and later:
                 watch = Watch(native=True, align=align, align_from=len(work) - len(later))
@@ -109,7 +110,7 @@ class TrainStep:
                 if replay == "r2":
                     for one, table in zip(later, scored.seen.recorded, strict=True):
                         one.table = table
-                    self._plan(work, step, shown)
+                    shown.peak_rows, shown.copied_excess = self.shares.plan_rows(policy, work, step)
             if measure_native and replay == "r3":
                 scored = policy.score(work, "observe", f"step {step} native logprobs", Watch(native=True))
                 shown.native = mismatch_of(scored.pairs), scored.seen.tally
@@ -144,9 +145,6 @@ class TrainStep:
         if replay != "off":
             metrics |= fallback
         return metrics | credit | placement | {"optim/updates": policy.updates}
-
-    def _plan(self, work: list[Work], step: int, shown: Shown) -> None:
-        shown.peak_rows, shown.copied_excess = self.shares.plan_rows(self.policy, work, step)
 
 
 def _check_learned(share: Share, loss: UpdateLoss, probe: TemperatureProbe | None) -> None:
