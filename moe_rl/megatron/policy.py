@@ -37,7 +37,7 @@ from moe_rl.megatron.model import (
 )
 from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
-from moe_rl.megatron.share import Scored, Work
+from moe_rl.megatron.share import ScoredWork, Work
 from moe_rl.models.hf import ModelFacts, expected_tensors
 from moe_rl.planning.expert_placement import check_order, natural_order
 from moe_rl.replay.plans import DispatchRules
@@ -181,7 +181,7 @@ class Policy:
         *,
         entropies: bool = False,
         temperature: float | None = None,
-    ) -> Scored:
+    ) -> ScoredWork:
         """Score the completion tokens of these microbatches, without gradients.
 
         Args:
@@ -201,7 +201,7 @@ class Policy:
             for chunk in self.chunks:
                 chunk.train()
         seen = PassSeen() if replay is None else replay.seen
-        return Scored(work, [one[0] for one in values], [one[1] for one in values] if entropies else [], seen)
+        return ScoredWork(work, [one[0] for one in values], [one[1] for one in values] if entropies else [], seen)
 
     def update(
         self,

@@ -59,7 +59,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scored:
+class ScoredWork:
     """Holds the results of a pass over some microbatches of this rank.
 
     Attributes:

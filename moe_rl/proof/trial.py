@@ -15,7 +15,7 @@ from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, UpdateResult
 from moe_rl.megatron.schedule import LossFunction
-from moe_rl.megatron.share import Scored, Work
+from moe_rl.megatron.share import ScoredWork, Work
 from moe_rl.megatron.witness import DispatchWitness
 from moe_rl.models.hf import ModelFacts
 from moe_rl.planning.packing import fill_rounds
@@ -75,7 +75,7 @@ class Trial:
                 one.plan = plan
         return found
 
-    def first_pass(self) -> tuple[Scored, list[MicrobatchRoutes]]:
+    def first_pass(self) -> tuple[ScoredWork, list[MicrobatchRoutes]]:
         """Run the forward-only pass. Returns its results, and the tables that the update will take."""
         mode, watch = _FIRST[self.case.mode], Watch(native=self.case.mode != "native")
         work = self.work(self.tables, mode)

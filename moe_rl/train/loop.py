@@ -106,7 +106,9 @@ def train(
         if done or other or config.rollout.servers:
             trainer.sync(version=done)  # a new engine holds the base model's weights, and a server may hold any weights
         early = trainer.evaluate(done, last=done == config.run.steps)
-        trainer.export(done, last=done == config.run.steps or early != "")  # the earlier process may have been cut off
+        trainer.keeping.export(
+            done, trainer.policy, last=done == config.run.steps or early != ""
+        )  # the earlier process may have been cut off
         collapse, native_every = None, config.replay.native_every
         stack.callback(gc.unfreeze)
         gc.collect()
@@ -138,10 +140,10 @@ def train(
             early = trainer.evaluate(step, last=last)
             last = last or early != ""
             if collapse is None:
-                trainer.export(step, last=last)
+                trainer.keeping.export(step, trainer.policy, last=last)
             if collapse is None and (why := trainer.reason_to_stop(last=last)):
                 trainer.stop(done, why)
-            if last or step % config.checkpoint.every_steps == 0 or step == trainer.progress.best_step:
+            if last or step % config.checkpoint.every_steps == 0 or step == trainer.keeping.progress.best_step:
                 trainer.save(step, whole=last)
             if collapse is not None:
                 break

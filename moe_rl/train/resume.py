@@ -34,10 +34,11 @@ from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
 from moe_rl.train import run_folder
+from moe_rl.train.rank_zero import RankZero
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.run_inputs import RunInput, changed_inputs, write_inputs
 from moe_rl.train.sampling_support import read_head, read_support
-from moe_rl.train.trainer import RankZero, Trainer
+from moe_rl.train.trainer import Trainer
 
 # What `Trainer.save` gives to a checkpoint and `restore` reads.
 _FIELDS = ("guards", "evaluations", "ledger")
@@ -143,10 +144,10 @@ def restore(trainer: Trainer, done: int) -> None:
         seed = trainer.config.run.seed
         state = checkpoint.load(path, trainer.policy, parallel=parallel, seed=seed, fields=_FIELDS)
         trainer.train_step.guards.restore(state["guards"])
-        trainer.progress.restore(state["evaluations"])
+        trainer.keeping.progress.restore(state["evaluations"])
         trainer.train_step.placement.restore(checkpoint.run_tensors(path))
         before = state["layout"]
-        trainer.checkpoints.last = done
+        trainer.keeping.checkpoints.last = done
         if trainer.main is not None:
             check_of_this_run(path, state["ledger"], trainer.main.rollouts.ledger.digest(done))
     if (main := trainer.main) is not None:
@@ -154,7 +155,7 @@ def restore(trainer: Trainer, done: int) -> None:
             checkpoints.sweep(folder)
             for aside in checkpoints.abandon_newer(folder, done):
                 main.log.note(f"a newer {what} was renamed and is not used: {aside}")
-        checkpoints.name_best(trainer.folder.checkpoints, trainer.progress.best_step)
+        checkpoints.name_best(trainer.folder.checkpoints, trainer.keeping.progress.best_step)
         _restore_rollouts(trainer, main, done)
         main.log.rewind(done + 1)
         main.samples.rewind(done + 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_rl.megatron import world
-from moe_rl.megatron.share import Scored
+from moe_rl.megatron.share import ScoredWork
 from moe_rl.report.sample_lines import SampleLine
 from moe_rl.rollout.kept import KeptSample
 from moe_rl.types import Sequence
@@ -37,7 +37,7 @@ class View:
     differing: list[int]
 
 
-def gather_views(keys: Seq[str], passes: Seq[Scored]) -> dict[str, list[View]]:
+def gather_views(keys: Seq[str], passes: Seq[ScoredWork]) -> dict[str, list[View]]:
     """Return the views of all ranks of these sequences. All ranks call it together."""
     if not keys:
         return {}
@@ -49,7 +49,7 @@ def gather_views(keys: Seq[str], passes: Seq[Scored]) -> dict[str, list[View]]:
     return found
 
 
-def _views(keys: frozenset[str], scored: Scored) -> list[View]:
+def _views(keys: frozenset[str], scored: ScoredWork) -> list[View]:
     speaks, found = world.speaks_for_its_sequences(), []
     for number, work in enumerate(scored.work):
         wanted = [(at, name) for at, name in enumerate(work.table.names) if name in keys]

@@ -12,7 +12,7 @@ from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
-from moe_rl.megatron.share import Scored, Share, Work
+from moe_rl.megatron.share import ScoredWork, Share, Work
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import History
 from moe_rl.replay.replay_pass import Mode, Watch
@@ -135,7 +135,7 @@ class TrainStep:
                 shown.results.append(result)
                 shown.tallies.append(seen.tally)
                 if observed:
-                    shown.add(Scored(share.work, *loss.scored(), seen))
+                    shown.add(ScoredWork(share.work, *loss.scored(), seen))
                 self.guards.after_update(result, step=step, update=number)
         # Sequences of still earlier steps were sampled by weights that are too old: the validator refuses them.
         keys, oldest = {step: [one.key for one in sequences]}, step - self.config.pipeline.lag

@@ -17,7 +17,7 @@ from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import UpdateResult
-from moe_rl.megatron.share import Scored, Work
+from moe_rl.megatron.share import ScoredWork, Work
 from moe_rl.objectives import corrections
 from moe_rl.objectives.lags import LAGS
 from moe_rl.objectives.mismatch import MismatchSums
@@ -64,7 +64,7 @@ class Shown:
         alignment: Result of the alignment test, if it ran.
     """
 
-    passes: list[Scored] = field(default_factory=list)
+    passes: list[ScoredWork] = field(default_factory=list)
     native: tuple[MismatchSums, Tally] | None = None
     tallies: list[Tally] = field(default_factory=list)
     results: list[UpdateResult] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Shown:
     copied_excess: float | None = None
     alignment: Alignment | None = None
 
-    def add(self, scored: Scored) -> None:
+    def add(self, scored: ScoredWork) -> None:
         """Add a pass on the step's starting weights. The first update's, which is the last, comes first."""
         self.passes.insert(0, scored)
         self.alignment = scored.seen.alignment

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
-from dataclasses import dataclass
-from importlib.metadata import version
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -22,20 +20,11 @@ from moe_rl.errors import CollapseError, ConfigError, Stopped
 from moe_rl.gateway.trained_sessions import check_trained
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.cpu import without_mode
-from moe_rl.megatron.exporting import Exports
 from moe_rl.megatron.hf_files import Trained
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy, ReferencePolicy
-from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
-from moe_rl.models.weight_files import notes
 from moe_rl.planning.model_flops import peak_flops, training_flops
-from moe_rl.report.log import RunLog
-from moe_rl.report.run_page import write_report
-from moe_rl.report.sample_lines import SampleFile
-from moe_rl.report.summary import summarize
-from moe_rl.report.timeline import Timeline
-from moe_rl.report.trackers import Trackers
 from moe_rl.rollout.kept import RolloutBatch, kept_steps
 from moe_rl.rollout.pool_client import PooledRollouts
 from moe_rl.rollout.replayed import ReplayedRollouts
@@ -45,8 +34,9 @@ from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
 from moe_rl.train.canary import Canary, Native
 from moe_rl.train.keep_evidence import Concerned, EvidenceKeeper, of_canary
+from moe_rl.train.keeping import Keeping
 from moe_rl.train.peers import Peers, StopRequested
-from moe_rl.train.progress import Progress
+from moe_rl.train.rank_zero import RankZero, open_rank_zero
 from moe_rl.train.replayed_run import last_step
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import TrainStep
@@ -55,22 +45,6 @@ from moe_rl.weights.sender import WeightSender
 # The timed parts of a step that every rank runs. A run that is asked to stop finishes these first.
 _TRAINING = ("placement", "routes", "logprobs", "train", "sync")
 _ASKED = "the run was asked to stop"
-
-
-@dataclass(slots=True)
-class RankZero:
-    """Holds the objects that only rank 0 has.
-
-    Attributes:
-        kept_awake: Whether the sampler was told to sleep but could not free its memory.
-    """
-
-    log: RunLog
-    samples: SampleFile
-    timeline: Timeline
-    rollouts: OwnRollouts | PooledRollouts | ReplayedRollouts
-    trackers: Trackers
-    kept_awake: bool = False
 
 
 class Trainer:
@@ -92,44 +66,11 @@ class Trainer:
         sampled = folder if replayed is None else RunFolder(replayed)
         self.store, self.sessions = TraceStore(sampled.trace), sampled.rollouts
         self.replay_ends = None if replayed is None else last_step(replayed)
-        self.checkpoints = Checkpoints(
-            folder.checkpoints,
-            config.parallel,
-            keep=config.checkpoint.keep,
-            asynchronous=config.checkpoint.asynchronous,
-            published=peers.save_took,
-        )
-        self.exports = Exports(
-            folder.exports,
-            self.facts,
-            config.model.path,
-            DTYPES[config.train.dtype],
-            keep=config.export.keep_last,
-            resume_from=folder.checkpoints,
-            published=self._exported,
-        )
-        for behind in (self.checkpoints, self.exports):
-            stack.callback(behind.settle, config.checkpoint.grace_seconds)
+        self.keeping = Keeping(config, folder, self.facts, peers, self._tell, self.timed, stack)
         self.main: RankZero | None = None
         if dist.get_rank() == 0:
-            log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
-            stack.callback(log.close)
-            log.note(f"run folder: {folder.path}")
-            for note in notes(config.model.path, self.facts):
-                log.note(note)
-            log.note(
-                "starting the sampler and the verifiers ..."
-                if replayed is None
-                else f"trains on what {replayed} has kept: no sampler, no weight sync, no canary, no evaluation"
-            )
             assert task is not None
-            for note in task.notes():
-                log.note(note)
-            rollouts = self._start_rollouts(task, stack)
-            seconds = config.report.tracker_seconds
-            trackers = Trackers(folder.path, config.report.trackers, seconds=seconds, note=log.note)
-            stack.callback(trackers.close)
-            self.main = RankZero(log, SampleFile(folder.path), Timeline(folder.path), rollouts, trackers)
+            self.main = open_rank_zero(config, folder, self.facts, task, self._start_rollouts, stack)
         build = (self.facts, config.train, config.parallel, config.model.path)
         updates = config.run.steps * config.train.updates_per_step
         self.policy = Policy(*build, temperature=config.rollout.temperature, run_updates=updates)
@@ -142,8 +83,6 @@ class Trainer:
         self.peak_flops = peak_flops(world.device_name(), config.train.dtype)  # of every rank
         self.longest_step, self.step_ended = 0.0, time.monotonic()
         self.train_seconds = 0.0  # duration of the last step, including its weight sync
-        self.progress = Progress(config.eval, config.task.pass_rates)
-        self.saving = Clock(ended=self.timed)  # time spent on checkpoints and exports since the last step was logged
         runs = None if task is None else canary_runs(config, task)
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
         self.evidence = EvidenceKeeper(config, folder, self.policy, self.store, spec, self._tell)
@@ -208,12 +147,10 @@ class Trainer:
                 sequences, mine = batch.sequences, (dist.get_rank(), dist.get_world_size())
                 with world.agreed("sessions of its episodes"):
                     check_trained(sequences, self.sessions, mine)
-        for part, behind in (("checkpoint", self.checkpoints), ("export", self.exports)):
-            if batch is not None and behind.pending is not None:
-                with self.peers.phase(part, step), self.saving(part):
-                    behind.poll()
-        if main is not None and batch is not None:
-            self._retain_rollouts(main, step)
+        if batch is not None:
+            self.keeping.poll(step)
+            if main is not None:
+                self._retain_rollouts(main, step)
         return batch
 
     def _rest(self, main: RankZero, clock: Clock) -> None:
@@ -248,16 +185,13 @@ class Trainer:
             | world.peak_memory()
             | {
                 "throughput/trained_tokens_per_second": sum(lengths) / clock.seconds["train"],
-                **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
+                **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.keeping.spent()).items()},
             }
         )
-        self.saving = Clock(ended=self.timed)
         self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
         if self.main is not None:
-            self.main.samples.write(samples.lines(step, batch.samples, batch.sequences, self.train_step.views))
-            self.main.log.step(step, metrics)
-            self.main.timeline.step = step + 1
-            self.main.trackers.look()
+            lines = samples.lines(step, batch.samples, batch.sequences, self.train_step.views)
+            self.main.finish_step(step, metrics, lines)
         with self.evidence.of(step, step, lambda: _concerned(batch), alike=True):
             collapse = self.train_step.guards.after_step(step, metrics)
         if collapse is not None:
@@ -333,12 +267,12 @@ class Trainer:
             if self.main is not None:
                 self.main.trackers.look()
             due = last or step % self.config.eval.every_steps == 0
-            if due and step not in self.progress.evaluations:
+            if due and step not in self.keeping.progress.evaluations:
                 metrics = None if self.main is None else self._evaluated(self.main, step)
                 metrics = world.broadcast(metrics, dict[str, float | None] | None)
                 if metrics is not None:
-                    self.progress.add(step, metrics)
-        return "" if last else self.progress.why_end()
+                    self.keeping.progress.add(step, metrics)
+        return "" if last else self.keeping.progress.why_end()
 
     def _evaluated(self, main: RankZero, step: int) -> Mapping[str, float | None] | None:
         """Return the logged metrics of this step's evaluation, or evaluate now; None if the run was asked to stop."""
@@ -356,36 +290,11 @@ class Trainer:
     def save(self, step: int, *, whole: bool) -> None:
         """Start writing a checkpoint. With `whole`, wait until it is complete; otherwise it may be written in the
         background."""
-        state: dict[str, object] = {
-            "guards": self.train_step.guards.state(),
-            "evaluations": self.progress.state(),
-        }
-        if self.main is not None:
-            state["ledger"] = self.main.rollouts.ledger.digest(step)
-        with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
-            self.checkpoints.save(
-                step,
-                self.policy,
-                state,
-                tensors=self.train_step.placement.tensors(),
-                best=self.progress.best_step,
-            )
-            if whole:
-                self.checkpoints.finish()
+        ledger = None if self.main is None else self.main.rollouts.ledger.digest(step)
+        with self.keeping.part("checkpoint", step):
+            self.keeping.save(step, self.train_step, ledger, whole=whole)
             if self.main is not None:
                 self._retain_rollouts(self.main, step)
-
-    def export(self, step: int, *, last: bool) -> None:
-        """Start to write the weights after this step as a Hugging Face checkpoint, if that is due and not yet done."""
-        every = self.config.export.every_steps
-        if every is not None and step and (last or step % every == 0):
-            with self.peers.phase("export", step), self.saving("export"):
-                self.exports.save(step, self.policy)
-
-    def _exported(self, seconds: float) -> None:
-        if self.main is not None:
-            path = self.folder.exports / checkpoint_folder.name_of(self.exports.last)
-            self.main.log.note(f"exported: {path} ({seconds:.1f} s, in the background)")
 
     def reason_to_stop(self, *, last: bool) -> str:
         """Return why the run ends after this step with `Stopped`: a rank was asked to stop, or another step would not
@@ -403,18 +312,18 @@ class Trainer:
 
     def stop(self, done: int, why: str = _ASKED) -> NoReturn:
         """Save a checkpoint of the last finished step and end the run with `Stopped`."""
-        if done not in (self.checkpoints.last, self.checkpoints.pending):
+        if done not in (self.keeping.checkpoints.last, self.keeping.checkpoints.pending):
             self.save(done, whole=True)
         with self.peers.phase("checkpoint", done):
-            self.checkpoints.finish()
-            self.exports.finish()
+            self.keeping.checkpoints.finish()
+            self.keeping.exports.finish()
         self.peers.stopped()
         kept = "a checkpoint" if done else "nothing to save yet"
         raise Stopped(f"{why} and did after step {done}, with {kept}")
 
     def _retain_rollouts(self, main: RankZero, step: int) -> None:
         last, ahead = self.config.replay.keep_shards, self.config.pipeline.ahead
-        main.rollouts.retain(kept_steps(step, last, self.checkpoints.steps(), ahead))
+        main.rollouts.retain(kept_steps(step, last, self.keeping.checkpoints.steps(), ahead))
 
     def report(self, done: int, collapse: CollapseError | None, early: str) -> None:
         """End the run: verify the prompt ledger, write summary.json and report.html.
@@ -422,43 +331,11 @@ class Trainer:
         early: why the run ends before its last step, or "".
         """
         with self.peers.phase("report", done):
-            self.exports.finish()
+            self.keeping.exports.finish()
             if self.main is not None:
-                rollouts = self.main.rollouts
-                if early or collapse:  # the batch of the next step may have been sampled
-                    rollouts.ledger.rewind(done)
-                # A run that ends early leaves groups that have begun.
-                rollouts.ledger.verify(rollouts.source, steps=done, whole=not (early or collapse))
-                facts = self._facts(None if rollouts.engine is None else rollouts.engine.vllm_version)
-                facts |= {"collapse": collapse and str(collapse), "ended_early": early or None}
-                summarize(self.folder.path, facts)
-                path = write_report(self.folder.path)
-                if self.config.report.trackers:
-                    self.main.trackers.finish()
-                    write_report(self.folder.path)  # again, now with the trackers' results
-                checkpoint_folder.name_best(self.folder.checkpoints, self.progress.best_step)
-                if early:
-                    self.main.log.note(f"ended after step {done}: {early}")
-                self.main.log.note(f"report: {path}")
+                progress = self.keeping.progress
+                self.main.end_run(self.config, self.folder, progress, done=done, collapse=collapse, early=early)
             dist.barrier()  # if a rank ended with an error now, torchrun would kill rank 0 while it writes
-
-    def _facts(self, vllm_version: str | None) -> dict[str, object]:
-        """Return the entries of summary.json that are not measurements."""
-        config, best = self.config, self.progress.best
-        return {
-            "heldout_best_metric": config.eval.best,
-            "heldout_best_step": None if best is None else best[0],
-            "heldout_best": None if best is None else best[1],
-            "vllm_version": vllm_version,
-            "megatron_core_version": version("megatron-core"),
-            "torch_version": version("torch"),
-            "replay_mode": config.replay.mode,
-            "objective": config.objective.name,
-            "seed": config.run.seed,
-            **{f"{dimension}_parallel": ranks for dimension, ranks in config.parallel},
-            "trainer_dtype": config.train.dtype,
-            "sampler_dtype": config.rollout.dtype,
-        }
 
 
 def _concerned(batch: RolloutBatch) -> list[Concerned]:

@@ -12,6 +12,7 @@ from moe_rl.errors import CheckpointError, CollapseError, EngineError
 from moe_rl.train import trainer
 from moe_rl.train.loop import _saying_how_to_go_on
 from moe_rl.train.peers import StopRequested
+from moe_rl.train.rank_zero import RankZero
 from tests.megatron.models import facts
 
 
@@ -62,7 +63,7 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
         yield
 
     run = SimpleNamespace(
-        main=trainer.RankZero(
+        main=RankZero(
             SimpleNamespace(phase=phase),
             SimpleNamespace(),
             SimpleNamespace(),
@@ -70,8 +71,7 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
             SimpleNamespace(),
         ),
         peers=SimpleNamespace(phase=phase, to_be_left=nullcontext, asked=False),
-        checkpoints=SimpleNamespace(pending=None),
-        exports=SimpleNamespace(pending=None),
+        keeping=SimpleNamespace(poll=lambda step: None),
         config=SimpleNamespace(task=SimpleNamespace(environment=None)),
         _rest=lambda main, clock: None,
         _retain_rollouts=lambda main, step: None,
@@ -90,8 +90,8 @@ def test_utilization_is_what_training_needs_over_what_its_devices_can_do(monkeyp
     clock.seconds = dict.fromkeys(trainer._TRAINING, 0.5)
     guards = SimpleNamespace(after_step=lambda step, metrics: None)
     run = SimpleNamespace(
-        facts=model, peak_flops=peak, main=None, saving=Clock(), timed=None, train_step=SimpleNamespace(guards=guards),
-        evidence=SimpleNamespace(of=lambda *_, **__: nullcontext()),
+        facts=model, peak_flops=peak, main=None, train_step=SimpleNamespace(guards=guards),
+        keeping=SimpleNamespace(spent=dict), evidence=SimpleNamespace(of=lambda *_, **__: nullcontext()),
     )  # fmt: skip
     batch = SimpleNamespace(metrics={}, sequences=[SimpleNamespace(forwarded=length) for length in (5, 3)])
     logged = {}

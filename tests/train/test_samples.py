@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.megatron.share import Scored
+from moe_rl.megatron.share import ScoredWork
 from moe_rl.replay.replay_pass import PassSeen
 from moe_rl.replay.row_places import RowPlaces
 from moe_rl.rollout.kept import KeptSample
@@ -33,7 +33,7 @@ def seen(rows, differs, recorded=None):
     work = SimpleNamespace(table=table, microbatch=batch)
     logprobs = torch.tensor([-0.1, -0.2, -0.3, -math.inf, -0.5])
     compared = [SimpleNamespace(differs=torch.tensor(differs))]
-    return Scored([work], [logprobs], [-logprobs], PassSeen(compared=compared))
+    return ScoredWork([work], [logprobs], [-logprobs], PassSeen(compared=compared))
 
 
 def test_ranks_with_other_rows_and_layers_add_up(monkeypatch):
