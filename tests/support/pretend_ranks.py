@@ -78,7 +78,7 @@ def levels() -> dict[Any, str]:
     from moe_rl.megatron.microbatch import Microbatch, pack
     from moe_rl.megatron.policy import Policy
     from moe_rl.replay import plans
-    from moe_rl.replay.session import ReplaySession
+    from moe_rl.replay.replay_pass import ReplayPass
 
     return {
         TransformerBlock.forward: "layer",
@@ -88,7 +88,7 @@ def levels() -> dict[Any, str]:
         pack: "packing",
         Microbatch.routes: "packing",
         schedule.logprobs: "pass",
-        ReplaySession.conclude: "pass",
+        ReplayPass._close: "pass",
         Policy.update: "update",
         get_grad_norm_fp32: "norm",
         plans._entries: "thread",
@@ -98,6 +98,7 @@ def levels() -> dict[Any, str]:
 @contextmanager
 def counted(policy) -> Iterator[dict[str, int]]:
     """Count what a step does: passes, updates, and the microbatches that are packed and run forward."""
+    from moe_rl.megatron import policy as policies
     from moe_rl.megatron.microbatch import Microbatch
 
     parameters = sum(1 for chunk in policy.chunks for _ in chunk.parameters())
@@ -111,7 +112,7 @@ def counted(policy) -> Iterator[dict[str, int]]:
         return called
 
     with (
-        patch.object(policy, "session", counting("passes", policy.session)),
+        patch.object(policies, "replay_pass", counting("passes", policies.replay_pass)),
         patch.object(policy, "update", counting("updates", policy.update)),
         patch.object(Microbatch, "routes", counting("packed", Microbatch.routes)),
         patch.object(Microbatch, "begin_forward", counting("forwards", Microbatch.begin_forward)),
