@@ -86,7 +86,7 @@ def levels() -> dict[Any, str]:
         Microbatch.begin_forward: "microbatch",
         schedules.forward_step: "microbatch",
         pack: "packing",
-        Microbatch.routes: "packing",
+        Microbatch.lay_out: "packing",
         schedule.logprobs: "pass",
         ReplayPass._close: "pass",
         Policy.update: "update",
@@ -114,7 +114,7 @@ def counted(policy) -> Iterator[dict[str, int]]:
     with (
         patch.object(policies, "replay_pass", counting("passes", policies.replay_pass)),
         patch.object(policy, "update", counting("updates", policy.update)),
-        patch.object(Microbatch, "routes", counting("packed", Microbatch.routes)),
+        patch.object(Microbatch, "lay_out", counting("packed", Microbatch.lay_out)),
         patch.object(Microbatch, "begin_forward", counting("forwards", Microbatch.begin_forward)),
     ):
         yield counts
