@@ -55,7 +55,16 @@ def fit_megatron() -> None:
     `installed`."""
     import megatron.core.utils
 
-    torch.__future__.set_swap_module_params_on_conversion(True)  # a module that moves gets new parameters
+    # A module that moves gets new parameters, with what Megatron has noted on the old ones: which are experts.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    swap = torch.utils.swap_tensors
+
+    def swap_but_notes(old: torch.Tensor, new: torch.Tensor) -> None:
+        notes = {name: value for name, value in vars(old).items() if name not in ("host", "block")}
+        swap(old, new)
+        vars(old).update(notes)
+
+    torch.utils.swap_tensors = swap_but_notes
     # Megatron gives an empty tensor other data, of another shape, to cut it off from the tensor that it is a view of.
     megatron.core.utils._kernel_make_viewless_tensor = lambda tensor, grad: tensor.detach().requires_grad_(grad)
 
