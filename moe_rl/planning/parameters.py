@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from moe_rl.config.layout import Layout
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import layer_weights
-from moe_rl.models.weight_table import Weight, ends
+from moe_rl.models.weight_table import EMBEDDING, Weight, ends
 
 # Order of a layer's modules in megatron; it decides where a buffer's padding is.
 MODULES = (
@@ -77,26 +77,25 @@ class Buffer:
 def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buffer]:
     """Return the buffers of a rank for a run of adjacent layers, with the model's first or last modules if they belong
     to it.
+
+    A bucket that Megatron pads by itself is a buffer here.
     """
-    dense: list[int] = []
+    front, back = ends(facts, first=0 in layers, last=facts.layers - 1 in layers)
+    # Stages sum the gradients of their copies of a tied embedding, which is therefore a bucket of its own.
+    shared = facts.tie_word_embeddings and layout.pipeline > 1
+    apart = [weight for weight in (*front, *back) if shared and EMBEDDING in weight.tensors]
+    dense = [_elements(weight, layout) for weight in front if weight not in apart]
     expert: list[int] = []
-    for size, shared_expert in _parameters(facts, layout, layers):
-        (expert if shared_expert else dense).append(size)
+    for size, of_experts in (one for layer in layers for one in _layer_parameters(facts, layout, layer)):
+        (expert if of_experts else dense).append(size)
+    dense += [_elements(weight, layout) for weight in back if weight not in apart]
     # Megatron fills the buffers in the order of the backward pass.
     found = (
+        Buffer(tuple(_elements(weight, layout) for weight in apart), layout.dense_copies, layout.tensor),
         Buffer(tuple(reversed(dense)), layout.dense_copies, layout.tensor),
         Buffer(tuple(reversed(expert)), layout.expert_data, layout.expert * layout.expert_tensor),
     )
     return [buffer for buffer in found if buffer.sizes]
-
-
-def _parameters(facts: ModelFacts, layout: Layout, layers: range) -> Iterator[tuple[int, bool]]:
-    """Yield (elements on a rank, whether it is in the experts' buffer) of each parameter in megatron's module order."""
-    front, back = ends(facts, first=0 in layers, last=facts.layers - 1 in layers)
-    yield from ((_elements(weight, layout), False) for weight in front)
-    for layer in layers:
-        yield from _layer_parameters(facts, layout, layer)
-    yield from ((_elements(weight, layout), False) for weight in back)
 
 
 def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int) -> Iterator[tuple[int, bool]]:
