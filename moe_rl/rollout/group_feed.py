@@ -65,8 +65,9 @@ class GroupFeed:
         self._exact = pipeline.segments == "exact"  # otherwise a piece continues the previous one's record
         self.unusable: list[str] = []
         held = list(files.load(rollouts.source, self.unusable))
+        self._slots = _slots(config, len(self.sampler.places))
         self.groups = Groups(
-            dict.fromkeys(self.sampler.places, _slots(config, len(self.sampler.places))),
+            dict.fromkeys(self.sampler.places, self._slots),
             batch=config.rollout.prompts_per_step,
             size=config.rollout.group_size,
             staleness=self._staleness,
@@ -165,7 +166,7 @@ class GroupFeed:
         await self.sampler.take_weights(update)
         if update.final:
             await self.sampler.resume()
-            self.groups.update(update.version)
+            self.groups.update(update.version, dict.fromkeys(self.sampler.places, self._slots))
             self._open.set()
             self._pump()
 

@@ -217,8 +217,10 @@ class Groups:
         self._slots.pop(place, None)
         self._running.pop(place, None)
 
-    def update(self, version: int) -> None:
-        """Note that the servers now have these weights."""
+    def update(self, version: int, places: dict[int, int]) -> None:
+        """Note that the servers now have these weights, and that the lost ones among `places` have returned."""
+        self._slots = places | self._slots
+        self._running = dict.fromkeys(places, 0) | self._running
         if version < self.version:
             raise self._broken("the weight version went down", version, f"at least {self.version}")
         self.version = version

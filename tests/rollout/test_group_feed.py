@@ -133,6 +133,10 @@ class Servers:
         self.places.remove(place)
         self.lost[place].set()
 
+    def come_back(self, place):
+        self.places.append(place)
+        self.lost[place].clear()
+
     async def pause(self):
         self.running.clear()
 
@@ -395,6 +399,25 @@ def test_groups_of_a_lost_server_go_on_elsewhere(tmp_path):
     lost = [batch.metrics["pipeline/wasted_tokens/lost"] for batch in rig.batches.values()
             if "pipeline/wasted_tokens/lost" in batch.metrics]  # fmt: skip
     assert len(lost) == 1 and lost[0] > 0 and lost[0] % 10 == 0, "each of its groups lost 10 tokens"
+
+
+def test_a_server_that_came_back_samples_again_from_the_next_update_on(tmp_path):
+    async def main():
+        rig = Rig(tmp_path)
+        await rig.feed.begin()
+        training = asyncio.create_task(rig.train())
+        await asyncio.sleep(4.5)
+        rig.servers.fail(0)
+        await asyncio.sleep(1)
+        rig.servers.come_back(0)
+        rig.servers.most[0], version = 0, rig.servers.version
+        while rig.servers.version == version:
+            assert not rig.servers.most[0], "it may have older weights"
+            await asyncio.sleep(0.1)
+        await training
+        return rig.servers.most[0]
+
+    assert run(main()) > 0
 
 
 def test_a_stopped_pool_goes_on_where_it_was(tmp_path):

@@ -153,8 +153,14 @@ class Pool:
         if step % self.every == 0:
             self.disk.checkpoint = step
         self.arrives = max(self.arrives, self.clock + self.late * self.random.random() * bool(self.staleness))
-        self.after(self.arrives - self.clock, self.groups.update, step)
+        self.after(self.arrives - self.clock, self.update, step)
         self.waits = self.groups.step <= self.last
+
+    def update(self, step: int) -> None:
+        """New weights arrive, at times also at servers that were lost."""
+        if self.random.random() < 0.5:
+            self.places = dict.fromkeys(range(self.servers), self.slots)
+        self.groups.update(step, dict(self.places))
 
     # What must hold, seen from outside.
 
