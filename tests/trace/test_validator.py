@@ -237,7 +237,7 @@ def test_uint8_cannot_hold_more_than_256_experts(random_routes):
 
 def test_constant_buffers_are_refused(random_routes):
     spec = TraceSpec("m", 32, 4, "mmdmm")
-    tokens, real = [1, 2, 1, 1, 1, 1, 1, 1], random_routes(spec, 8)
+    tokens, real = [*range(8)], random_routes(spec, 8)
     same_rows, same_layers = np.repeat(real[:1], 8, axis=0), np.repeat(real[:, :1], 4, axis=1)
 
     def check(routes, tokens=tokens, spec=spec):
@@ -247,11 +247,12 @@ def test_constant_buffers_are_refused(random_routes):
         check(same_rows)
     with refused(RouteValidationError, fault="equal layers", request="r"):
         check(same_layers)
-    one_expert = TraceSpec("m", 32, 1, "mmmm")
     with refused(RouteValidationError, fault="equal tokens", got=("[0]",)):
-        check(np.zeros((8, 4, 1), np.uint8), spec=one_expert)
-    # Valid cases: short or one-token sequences, models whose router has no choice, any variation at all, and routers of
-    # few layers, which may collapse at once.
+        check(np.zeros((8, 16, 1), np.uint8), spec=TraceSpec("m", 32, 1, "m" * 16))
+    # Valid cases: short sequences or few different tokens, models whose router has no choice, any variation at all, and
+    # routers of few layers or few experts, which may collapse at once.
+    check(same_rows, [1, 2] * 4)
+    check(np.tile(np.array([[3], [9], [4], [20]], np.uint8), (8, 1, 1)), spec=TraceSpec("m", 32, 1, "mmmm"))
     check(same_rows[:, :3], spec=TraceSpec("m", 32, 4, "mmm"))
     check(same_rows[:7], tokens[:7])
     check(same_rows, [1] * 8)

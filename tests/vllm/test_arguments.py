@@ -17,7 +17,7 @@ from moe_rl.rollout.rollouts import engine_settings
 from moe_rl.vllm import api_server, arguments
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
-ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware"}
+ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware", "enable_expert_parallel"}
 
 
 class _Started(Exception):
@@ -124,7 +124,7 @@ def test_a_server_refuses_what_a_run_would_refuse(capsys):
     assert "Did you mean enable_prefix_caching?" in capsys.readouterr().err
 
 
-def test_a_server_has_more_only_for_the_requests_that_come_over_http(of_engine, of_server):
+def test_a_server_has_more_only_for_requests_over_http_and_its_share_of_updates(of_engine, of_server):
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
