@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_rl.config.check import problems
-from moe_rl.config.load import _all_keys, load_config
+from moe_rl.config.load import _all_keys, anchored, load_config
 from moe_rl.errors import ConfigError
 from moe_rl.models.hf import read_model
 from moe_rl.planning.cluster_plan import make_plan
@@ -53,4 +53,4 @@ def test_it_is_refused_by_name_or_can_be_begun(config_file, tmp_path, overrides,
         assert all(len(problem) > 20 for problem in error.problems)
         return
     if config.run.runs_dir.is_relative_to(tmp_path):
-        assert load_config(create(config).config) == config
+        assert load_config(create(config).config) == anchored(config)
