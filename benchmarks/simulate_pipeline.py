@@ -352,8 +352,9 @@ def _sample(run: Run, number: int, now: float) -> float:
 def _asynchronous(run: Run, staleness: int) -> Result:
     """Simulate `async` with this bound on the staleness of a group when it is taken."""
     pool, work = run.pool, run.work
+    places = {place: engine.slots for place, engine in enumerate(pool.engines)}
     groups = Groups(
-        {place: engine.slots for place, engine in enumerate(pool.engines)},
+        places,
         batch=work.prompts,
         size=work.group,
         staleness=staleness,
@@ -386,7 +387,7 @@ def _asynchronous(run: Run, staleness: int) -> Result:
         if now == training:
             pool.pause(now, run.costs.weight_sync)
             now, training = now + run.costs.weight_sync, math.inf
-            groups.update(groups.version + 1)
+            groups.update(groups.version + 1, places)
             run.step_ended(now, lags)
     return run.result()
 

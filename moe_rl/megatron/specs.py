@@ -52,11 +52,12 @@ def replay_spec(config: TransformerConfig, vp_stage: int | None = None) -> Trans
     Raises:
         ConfigError: The config has settings under which replay is not exact.
     """
+    _refuse_bypasses(config)
     if HAVE_TE:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         spec = _torch_block_spec(config, vp_stage)
-    return with_replay(spec, config)
+    return _replayed_block(spec)
 
 
 def with_replay(spec: TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -66,16 +67,24 @@ def with_replay(spec: TransformerBlockSubmodules, config: TransformerConfig) -> 
     Raises:
         ConfigError: The config has settings under which replay is not exact, or a layer's router cannot be replaced.
     """
+    _refuse_bypasses(config)
+    return _replayed_block(spec)
+
+
+def _refuse_bypasses(config: TransformerConfig) -> None:
     if found := list(bypasses(vars(config))):
         raise ConfigError(found)
-    return dataclasses.replace(spec, layer_specs=[_with_replay(layer) for layer in spec.layer_specs])
+
+
+def _replayed_block(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    return dataclasses.replace(spec, layer_specs=[_replayed_layer(layer) for layer in spec.layer_specs])
 
 
 # Megatron's attention, and ours for packed sequences.
 _PACKED = {SelfAttention: PackedSelfAttention, MLASelfAttention: LatentAttention}
 
 
-def _with_replay(layer: ModuleSpec) -> ModuleSpec:
+def _replayed_layer(layer: ModuleSpec) -> ModuleSpec:
     """Return a new spec of a layer, with replay if its MLP has experts. New, because Megatron's layers may share a
     spec."""
     mlp, attention = layer.submodules.mlp, layer.submodules.self_attention
