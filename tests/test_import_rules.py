@@ -254,3 +254,13 @@ def test_planted_unsafe_calls_are_found(text):
 )
 def test_harmless_calls_pass(text):
     assert unsafe_faults(text) == []
+
+
+def test_no_test_stops_the_clock_of_the_whole_process():
+    """A test that replaces `time.monotonic` or `time.sleep` does so for each thread: an event loop that looks at the
+    clock meanwhile may wait for hours. Replace the name `time` in the module under test."""
+    stops = re.compile(r"""\btime, "(?:monotonic|sleep|perf_counter)"|["']time\.(?:monotonic|sleep|perf_counter)["']""")
+    found = [
+        str(path) for path in ROOT.glob("tests/**/*.py") if path != Path(__file__) and stops.search(path.read_text())
+    ]
+    assert not found

@@ -82,7 +82,7 @@ def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
         [],
     )
     options.overrides = []
-    monkeypatch.setattr(train.time, "sleep", waited.append)
+    monkeypatch.setattr(train, "time", argparse.Namespace(sleep=waited.append))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)

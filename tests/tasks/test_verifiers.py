@@ -74,15 +74,18 @@ def test_a_function_that_does_not_ask_cannot_find_the_answer(make_pool):
     assert all(verdict.parts == {"nosy": 1.0, "nosy_with_answer": 1.0} for verdict in verdicts)
 
 
-def test_256_items_are_fast(make_pool):
+def test_256_items_take_little_processor_time(make_pool):
     rewards = ("moe_rl.tasks.rewards.exact_match", "moe_rl.tasks.rewards.answer_format")
     items = [RewardItem("p" * 200, "<answer>4</answer>", {"answer": "4"})] * 256
-    seconds = []
+    me, seconds = psutil.Process(), []
     with make_pool(*rewards) as pool:
+        pool.score(items[:1])  # starts the verifiers
+        processes = [me, *me.children(recursive=True)]
         for _ in range(5):
-            start = time.monotonic()
+            start = [process.cpu_times() for process in processes]
             assert all(verdict.reward == 2.0 for verdict in pool.score(items))
-            seconds.append(time.monotonic() - start)
+            took = zip(start, (process.cpu_times() for process in processes), strict=True)
+            seconds.append(sum(sum(end[:2]) - sum(begin[:2]) for begin, end in took))
     assert min(seconds) < 0.2
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -107,7 +108,7 @@ def test_a_figure_says_whether_it_holds_beside_others(benchmark, monkeypatch, tm
     """For a second on two processors, of which others use a twentieth at most."""
     output = benchmark("output")
     monkeypatch.setattr(output.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(output.time, "monotonic", lambda: 11.0)
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: 11.0))
     monkeypatch.setattr(output, "_BEGAN", (10.0, 50.0, 5.0))
     monkeypatch.setattr(output, "_busy", lambda: 50.7 + others)
     monkeypatch.setattr(output, "_own", lambda: 5.7)

@@ -188,7 +188,7 @@ def test_a_sender_whose_workers_are_gone_lets_rank_0_say_which(monkeypatch, erro
     def send(*_):
         raise error
 
-    monkeypatch.setattr(stream.time, "sleep", lambda seconds: told.append(seconds))
+    monkeypatch.setattr(stream, "time", SimpleNamespace(sleep=told.append))
     sender = SimpleNamespace(send=send, close=lambda: told.append("closed"))
     whole = streams([], [{"a": torch.zeros(1)}], senders=2)[1]
     with pytest.raises(WeightSyncError, match=f"failed on rank 1 of the trainer: {error}"):
