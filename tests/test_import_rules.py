@@ -29,7 +29,19 @@ LEVELS = (
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 ONLY_IN = {"megatron": {"megatron"}, "vllm": {"vllm", "weights"}}
-TORCH_FREE = ("errors", "types", "messages", "models", "config", "trace", "tasks", "planning", "report")
+TORCH_FREE = (
+    "errors",
+    "types",
+    "messages",
+    "models",
+    "config",
+    "trace",
+    "tasks",
+    "planning",
+    "report",
+    "rollout",
+    "gateway",
+)
 NEEDS_TORCH = {"torch", "transformers", "megatron", "vllm", "safetensors.torch"}
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 # Whose unpickler refuses every name but those of a list.

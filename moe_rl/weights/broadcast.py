@@ -11,7 +11,6 @@ communicator; on CPUs it is gloo.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ import xxhash
 from torch import Tensor
 
 from moe_rl.errors import About, WeightSyncError, describe
+from moe_rl.weights.addresses import own_address
 from moe_rl.weights.digest import as_announced
 from moe_rl.weights.update import Broadcast, SenderAt, TensorInfo
 
@@ -350,26 +350,3 @@ def unpacked(octets: Tensor, infos: Sequence[TensorInfo]) -> Iterator[tuple[str,
         dtype = getattr(torch, info.dtype)
         aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
         yield info.name, aligned.view(dtype).view(info.shape)
-
-
-def own_address(host: str, port: int) -> str:
-    """Return this host's address on the route to another host. Sends nothing. Raises OSError if there is no route."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
-
-
-def reached_by_all(others: Iterable[tuple[str, int]]) -> str:
-    """Return an address of this host that all of the given (host, port) can reach.
-
-    Some of them may be this host itself. The address is a loopback address only if all are. Raises OSError as
-    `own_address` does.
-    """
-    found = [own_address(*other) for other in others]
-    return next((address for address in found if not is_loopback(address)), found[0])
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address is reached only from its own host."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -18,7 +18,8 @@ from torch import Tensor
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import ConfigError, WeightSyncError, describe
 from moe_rl.planning.transfer import Place, Way, weight_transfer
-from moe_rl.weights.broadcast import Sender, is_loopback, own_address
+from moe_rl.weights.addresses import is_loopback, own_address
+from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.conservation import Conservation, Content
 from moe_rl.weights.shared_disk import DiskWay
 from moe_rl.weights.shared_memory import MemoryWay
