@@ -7,7 +7,7 @@ import pytest
 from moe_rl.proof import matrix
 from moe_rl.proof.batch import make_checkpoint
 from moe_rl.proof.cases import Case
-from tests.distributed.ranks import World
+from tests.distributed.ranks import ORIGIN, World
 from tests.support import planted
 from tests.support.independent import clear_checkpoint
 
@@ -49,6 +49,7 @@ def pytest_runtest_teardown(item, nextitem):
     if nextitem is None or nextitem.path.parent != item.path.parent:
         for world in _WORLDS.values():
             world.close()
+        ORIGIN.close()
 
 
 class Proven:

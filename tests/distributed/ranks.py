@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -27,17 +28,40 @@ class Leave(Exception):
         self.found = found
 
 
-def _torchrun(ranks: int, script, *arguments) -> dict[str, Any]:
-    """What `subprocess` needs to run a script under torchrun on a free port."""
+def torchrun(ranks: int, script, *arguments, timeout: float = 600) -> subprocess.CompletedProcess:
+    """Run a script under torchrun on a free port, to its end; its output is captured."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     # what follows two dashes is not torchrun's own, also where it looks like that
     command += ["--", str(script), *map(str, arguments)]
-    return {"args": command, "cwd": ROOT, "env": os.environ | python_path() | {"OMP_NUM_THREADS": "1"}}
+    return subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=timeout)
 
 
-def torchrun(ranks: int, script, *arguments, timeout: float = 600) -> subprocess.CompletedProcess:
-    """Run a script under torchrun to its end; its output is captured."""
-    return subprocess.run(**_torchrun(ranks, script, *arguments), capture_output=True, text=True, timeout=timeout)
+def _environment() -> dict[str, str]:
+    return os.environ | python_path() | {"OMP_NUM_THREADS": "1"}
+
+
+class Origin:
+    """The process that the ranks of all worlds are forked from: see worker.py."""
+
+    def __init__(self):
+        self._process: subprocess.Popen | None = None
+
+    def world(self, place: Path, ranks: int) -> psutil.Process:
+        """Start a world; return its agent."""
+        if self._process is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._process = subprocess.Popen([sys.executable, "-u", WORKER], cwd=ROOT, env=_environment(), **pipes)
+        print(json.dumps([str(place), ranks, os.getpid()]), file=self._process.stdin, flush=True)
+        return psutil.Process(int(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+
+ORIGIN = Origin()
 
 
 class World:
@@ -46,7 +70,7 @@ class World:
     def __init__(self, ranks: int, folder: Path):
         """folder: for jobs, and for what comes of them."""
         self._ranks, self._folder = ranks, folder
-        self._process: subprocess.Popen | None = None
+        self._agent: psutil.Process | None = None
         self._jobs = self._starts = 0
 
     def run(self, job: Callable, *arguments, timeout: float = 600) -> list[Any]:
@@ -55,7 +79,7 @@ class World:
         job: a function at the top of a module. Raises AssertionError with the traceback of each rank that failed; the
         next job then gets new ranks.
         """
-        if self._process is None or self._process.poll() is not None:
+        if self._agent is None or not self._agent.is_running():
             self._start()
         number, self._jobs = self._jobs, self._jobs + 1
         _publish(self._place / f"{number}.job", pickle.dumps((job, arguments)))
@@ -63,7 +87,7 @@ class World:
         limit = time.monotonic() + timeout
         try:
             while not all(file.exists() for file in files):
-                ended = self._process.poll() is not None and not all(file.exists() for file in files)
+                ended = not self._agent.is_running() and not all(file.exists() for file in files)
                 if ended or time.monotonic() > limit:
                     raise AssertionError(f"{job.__module__}.{job.__name__}{arguments}: {self._failure(number)}")
                 time.sleep(0.02)
@@ -79,21 +103,19 @@ class World:
 
     def close(self) -> None:
         """End all processes of the ranks."""
-        if self._process is not None:
-            if self._process.poll() is None:
-                for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
-                    with suppress(psutil.NoSuchProcess):  # it may end by itself just now
+        if self._agent is not None:
+            with suppress(psutil.NoSuchProcess):  # it may end by itself just now
+                for process in [*self._agent.children(recursive=True), self._agent]:
+                    with suppress(psutil.NoSuchProcess):
                         process.kill()
-            self._process.wait()
-            self._process = None
+                self._agent.wait()
+            self._agent = None
 
     def _start(self) -> None:
         self._place = self._folder / f"{self._ranks}-{self._starts}"
         self._starts, self._jobs = self._starts + 1, 0
         self._place.mkdir()
-        with (self._place / "log").open("w") as log:
-            command = _torchrun(self._ranks, WORKER, self._place, os.getpid())
-            self._process = subprocess.Popen(**command, stdout=log, stderr=subprocess.STDOUT)
+        self._agent = ORIGIN.world(self._place, self._ranks)
 
     def _failure(self, number: int) -> str:
         said = [(path.stem, path.read_text()) for path in sorted(self._place.glob(f"{number}-rank*.error"))]
