@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from moe_rl.commands import train
+from moe_rl.models.hf import read_model
+from moe_rl.models.second_reading import reading_problems
 
 ROOT = Path(__file__).parents[2]
+POLICY = ROOT / "assets/tiny_moe/policy"
 
 
 class Launcher:
@@ -49,6 +52,7 @@ class Launcher:
 
 
 def main() -> None:
+    reading_problems(POLICY / "config.json", read_model(POLICY))  # transformers is asked once, not in each run
     for line in sys.stdin:
         asked = json.loads(line)
         child = os.fork()

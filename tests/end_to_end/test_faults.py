@@ -28,7 +28,7 @@ def test_it_ends_and_names_the_dead(tmp_path, who, blow, said):
             and (run.folder / "metrics.jsonl").exists()
             and '"kind": "train"' in (run.folder / "metrics.jsonl").read_text()
         ),
-        200,
+        600,
     )
     pid = run.engine_pid() if who == "engine" else run.rank_pid(1)
     everyone = run.processes()
