@@ -207,8 +207,9 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
 
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="vLLM"))
-    # Workers then need only their own experts of an update, and keep no others until a layer is complete.
-    parser.set_defaults(enable_expert_parallel=True, **sizes)
+    # With expert parallelism workers need only their own experts of an update, and keep no others until a layer is
+    # complete. An event of a stream has 16 tokens, since each event costs the trainer 40 us.
+    parser.set_defaults(**{"enable_expert_parallel": True, "stream_interval": 16, **sizes})
     given = parser.parse_args(list(further))
     # Other listeners and authentication settings would bypass the gate.
     for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):

@@ -17,7 +17,8 @@ from moe_rl.rollout.rollouts import engine_settings
 from moe_rl.vllm import api_server, arguments
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
-ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware", "enable_expert_parallel"}
+ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware"}
+ONLY_SERVER |= {"enable_expert_parallel", "stream_interval"}
 
 
 class _Started(Exception):
@@ -84,7 +85,7 @@ PASSED = {
     "enable_prefix_caching": False,
     "block_size": 64,
     "max_num_batched_tokens": 96,
-    "stream_interval": 16,
+    "stream_interval": 8,  # for a server 16 if not set
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
 }
 
