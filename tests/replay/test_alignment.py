@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.alarm_parts.models import Setting, rollout
+from moe_rl.errors import ReplayError
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, PASSES, Bets, History, judge, log_e
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
@@ -227,6 +228,13 @@ def test_a_fault_is_refused_by_the_claim_that_is_about_it(fault):
     assert words in "; ".join(found.faults), found.faults
     before = large.test()
     assert not before.faults and status(before)[claim] == "proven"  # it knew that it would see this
+
+
+def test_a_record_that_names_an_expert_twice_is_an_error_of_the_caller():
+    record = HEALTHY.record.copy()
+    record[2, :, 1] = record[2, :, 0]
+    with pytest.raises(ReplayError, match=r"names an expert twice \(layer 4, token 0\).*4 different experts"):
+        HEALTHY.test(record)
 
 
 def test_stuck_rows_and_other_pieces_are_named_with_their_sequence():
