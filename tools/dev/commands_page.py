@@ -84,7 +84,7 @@ PAGES = {
     "explain": "../howto/guards.md",
     "compare": "../howto/compare.md",
     "check-replay": "../howto/other_trainers.md",
-    "prove": "../measurements/layouts.md",
+    "prove": "../measurements/what_was_run.md#layouts",
     "patch": "../howto/install.md",
     "export": "../reference/models.md",
     "doctor": "../howto/install.md",
