@@ -85,8 +85,8 @@ def norm_bytes(width: int, rows: int, shape: Shape) -> int:
 
 
 def head_norm_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Return the bytes of the norms of queries and keys: T x 8 for each number, plus a factor for each head; 0 without
-    these norms."""
+    """Return the bytes that the norms of queries and keys keep: for each token 8 a number, and one factor a head. A
+    model without these norms has 0."""
     if not facts.qk_norm:
         return 0
     heads = (facts.heads + facts.kv_heads) // layout.tensor

@@ -253,7 +253,7 @@ class Audited:
             yield "padding", f"{len(pads)} rows have experts {used}"
 
     def _named(self, one: RouterRun, rows: np.ndarray, own: bool) -> Iterator[tuple[str, str]]:
-        """Name the fault of a run with these wrong rows; nothing without one."""
+        """Name the fault of a run with these wrong rows. Yield nothing if it has none."""
         if not len(rows):
             return
         share = f"{len(rows)} of {len(one.ids)} rows"

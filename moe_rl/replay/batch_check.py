@@ -191,7 +191,7 @@ def _form(tokens: Seq[np.ndarray], arrays: Seq[np.ndarray], spec: TraceSpec, nam
 
 
 def _copies(tokens: Seq[np.ndarray], arrays: Seq[np.ndarray], names: Seq[str]) -> Iterator[str]:
-    """Name pairs of sequences with equal routes behind the first token in which they differ."""
+    """Name pairs of sequences with equal routes after the first token in which they differ."""
     at: dict[bytes, int] = {}
     for number, array in enumerate(arrays):
         if len(array) < _FEW_ROWS or array.ndim != 3:

@@ -13,6 +13,7 @@ from moe_rl.report import timeline_plots
 from moe_rl.report.format import count, duration, percent, points, scientific, seconds
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import Row, RunLines, pass_rates, read_run, values
+from moe_rl.report.metric import Metric
 from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
 from moe_rl.report.run_config import flat, read_config
@@ -279,19 +280,22 @@ def _levels(run: RunLines) -> dict[str, Any]:
 
 
 def _metrics(run: RunLines) -> dict[str, Any]:
-    """Return every logged metric in registry order with its last value, and the metrics that were not logged."""
+    """Return every logged metric with its last value, by the first part of its name, and the metrics that were not
+    logged."""
     latest: dict[str, tuple[int, float | None]] = {}
     for row in sorted(run.train + run.eval, key=lambda row: row["step"]):
         latest.update({key: (row["step"], value) for key, value in values(row).items()})
-    rows, absent = [], []
+    rooms: dict[str, list[tuple[str, Metric, float | None, int, bool]]] = {}
+    absent = []
     for metric in METRICS.values():
         keys = sorted(key for key in latest if find(key) is metric)
         if not keys:
             absent.append(metric.key)
         for key in keys:
             step, value = latest[key]
-            rows.append((key, metric, value, step, _broken(metric.better, value, latest)))
-    return {"metrics": rows, "absent": absent}
+            entry = (key, metric, value, step, _broken(metric.better, value, latest))
+            rooms.setdefault(key.partition("/")[0], []).append(entry)
+    return {"metrics": rooms, "absent": absent}
 
 
 def _broken(better: str, value: float | None, latest: dict[str, tuple[int, float | None]]) -> bool:

@@ -101,7 +101,7 @@ class Sampler(Protocol):
 
         Raises:
             ServerLost: the place is lost, with all that this call sampled.
-            RequestRefused: the requests cannot be sampled, or not recorded. The place goes on.
+            RequestRefused: the requests cannot be sampled, or not recorded. The place continues.
         """
         ...
 

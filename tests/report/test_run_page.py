@@ -173,6 +173,7 @@ def test_a_broken_proof_is_loud(synthetic_run, facts, step_metrics, faults):
     assert all(f"\u2717 {BROKEN[key][1]}" in page.words for key in faults)
     assert "routes was NOT exact on every step" in page.words and "was exact on every step" not in page.words
     assert text.count('<tr class="broken">') == len(faults)
+    assert text.count("<details open><summary><b>") == 1  # of routing/; groups without a fault are folded
 
 
 def test_replay_off_says_so_and_claims_nothing(unreplayed):
