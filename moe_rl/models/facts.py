@@ -134,15 +134,30 @@ class ModelFacts:
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _YARN = _ROPE | {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
 _YARN |= {"attention_factor", "mscale", "mscale_all_dim"}
-# Keys that change what vLLM or transformers computes. No family here has them.
-FOREIGN = (
-    "text_config",
-    "per_layer_config",
-    "dual_chunk_attention_config",
-    "rotary_pct",
-    "rotary_emb_fraction",
-    "rotary_emb_base",
-)
+# Keys of other families that change what vLLM or transformers computes here too, and the only value that changes nothing.
+FOREIGN: dict[str, Any] = {
+    "is_causal": True,
+    # Another description of the decoder, of its layers, or of its weights
+    "text_config": None,
+    "decoder": None,
+    "generator": None,
+    "text_encoder": None,
+    "per_layer_config": None,
+    "block_configs": None,
+    "compression_config": None,
+    # Another attention
+    "attn_type_list": None,
+    "dual_chunk_attention_config": None,
+    "index_topk": None,
+    "llama_4_scaling": None,
+    "num_kv_heads": None,
+    "n_head_kv": None,
+    "rswa_window": None,
+    # Another rotary position
+    "rotary_pct": None,
+    "rotary_emb_fraction": None,
+    "rotary_emb_base": None,
+}
 
 
 class Fields:

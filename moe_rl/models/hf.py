@@ -138,10 +138,12 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
     if heads % kv_heads:
         read.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
     family = FAMILIES[architecture]
+    if len(architectures) > 1:
+        read.wrong("architectures", architectures, "one class: vLLM takes the first that it has")
     if raw.get("model_type") not in family.MODEL_TYPES:
         read.wrong("model_type", raw.get("model_type"), f"{' or '.join(family.MODEL_TYPES)}, as of {architecture}")
-    for key in FOREIGN:
-        read.only(key, None)
+    for key, value in FOREIGN.items():
+        read.only(key, value)
     rope = Rope.of(read, theta=family.ROPE_THETA, fraction=family.ROTARY_FRACTION)
     read.only("hidden_act", "silu")
     top_k = read.count("num_experts_per_tok")

@@ -52,9 +52,9 @@ class PromptGroup:
 
     @property
     def informative(self) -> bool:
-        """Return whether the rewards differ, so that group-relative advantages are not all zero."""
+        """Return whether the rewards that are compared differ: those of the turns, if turns have their own."""
         of_turns = [turn.reward for piece in all_pieces(self.pieces) for turn in piece.turns]
-        return has_spread(self.rewards) or has_spread(of_turns)
+        return has_spread(of_turns or self.rewards)
 
 
 def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:

@@ -14,7 +14,7 @@ import pytest
 from moe_rl.cli import main
 from moe_rl.errors import ConfigError
 from moe_rl.models import second_reading
-from moe_rl.models.facts import LatentAttentionSizes, Yarn
+from moe_rl.models.facts import FOREIGN, LatentAttentionSizes, Yarn
 from moe_rl.models.hf import FAMILIES, read_published
 from tests.config.conftest import DEEPSEEK_CONFIG, GLM_CONFIG, GPT_OSS_CONFIG, HF_CONFIG
 from tests.support.refusals import refused
@@ -274,6 +274,19 @@ def test_two_rope_keys_that_contradict_each_other_are_refused(more, tmp_path):
         raw = without(BASES[base], "rope_theta", "rope_scaling") | {"rope_parameters": plain, "rope_scaling": scaled}
         with refused(ConfigError, key="model.path", field="rope_parameters and rope_scaling"):
             ours(raw, tmp_path)
+
+
+@pytest.mark.parametrize("base", USUAL)
+def test_keys_of_other_families_that_software_reads_in_any_file_are_refused(base, tmp_path):
+    """transformers masks nothing where `is_causal` is false or null. vLLM reads the others."""
+    for key, harmless in FOREIGN.items():
+        for value in [{"num_hidden_layers": 1}, 1, *([] if harmless is None else [None, False])]:
+            with refused(ConfigError, key="model.path", field=key):
+                ours(BASES[base] | {key: value}, tmp_path)
+        assert ours(BASES[base] | {key: harmless}, tmp_path)
+    for classes in (["LlamaForCausalLM", *BASES[base]["architectures"]], BASES[base]["architectures"] * 2):
+        with refused(ConfigError, key="model.path", field="architectures"):
+            ours(BASES[base] | {"architectures": classes}, tmp_path)
 
 
 def test_the_second_reading_is_that_of_transformers():
