@@ -47,12 +47,16 @@ _BETWEEN = re.compile(r"~|\\?[ ,;:!]")
 # A number with a power of ten. The power has at most three digits, so that no short text becomes a huge number.
 _SCIENTIFIC = re.compile(
     r"(?<![\w.\\/])(\d+(?:\.\d+)?|\.\d+)"
-    r"(?:[eE]([+-]?\d{1,3})|\s*(?:\\times|\\cdot|\u00d7|\*)\s*10\s*\^\s*(?:\{\s*(-?\d{1,3})\s*\}|(\d)))(?!\w|\.\d)"
+    r"(?:[eE]([+-]?\d{1,3})|\s*(?:\\times|\\cdot|\u00d7|\*)\s*10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|(-\d{1,3}|\d)))(?!\w|\.\d)"
 )
 _MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) +(\d{1,9})/([1-9]\d{0,8})(?![\w/]|\.\d)")
-_CURRENCY = re.compile(r"[\u20ac\u00a3\u00a5]\s*(?=\d)")
+_CURRENCY = re.compile(r"(?:[\u20ac\u00a3\u00a5]|\\text\{\s*\\\$\s*\})\s*(?=\d)")
+# A dash of text that is no range.
+_MINUS = re.compile(r"(?<![\w\s.)}])\u2013(?=\d|\\frac|\.\d)")
 # "The answer is (B).": a letter for a choice, outside LaTeX, at the end of a clause.
-_CHOICE = re.compile(r"((?i:answer)(?:\s+is)?\s*:?\s*)\**\(?([A-Z])\)?\**(?=\s*(?:[.,;!]|\n|$))")
+_CHOICE = re.compile(
+    r"((?i:answer|correct\s+(?:option|choice))(?:\s+is)?(?:\s+(?i:option|choice))?\s*:?\s*)\**\(?([A-Z])\)?\**(?=\s*(?:[.,;!]|\n|$))"
+)
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
@@ -99,7 +103,7 @@ def _spelt(text: str) -> str:
     """
     text = "".join(map(_sign, text))
     text = _SUPERSCRIPT.sub(_raised, text)
-    text = _CURRENCY.sub("", text)
+    text = _MINUS.sub("-", _CURRENCY.sub("", text))
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = _GROUPS.sub(lambda found: _BETWEEN.sub("", found[0]), text)
     text = _MIXED.sub(lambda found: str(int(found[1]) + Fraction(int(found[2]), int(found[3]))), text)
