@@ -134,7 +134,7 @@ class ModelFacts:
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _YARN = _ROPE | {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
 _YARN |= {"attention_factor", "mscale", "mscale_all_dim"}
-# Keys of other families that change what vLLM or transformers computes here too, and the only value that changes nothing.
+# Keys of other families, which vLLM or transformers reads for these too, and the only value that changes nothing.
 FOREIGN: dict[str, Any] = {
     "is_causal": True,
     # Another description of the decoder, of its layers, or of its weights

@@ -10,6 +10,7 @@ from moe_rl.tasks.rows import plain_json, value_at
 
 # The beginning of messages in JSON and in Python's repr.
 _MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|from|value|messages)["']\s*:""")
+_OBJECT = re.compile(r"\s*(?:\[\s*)?\{")
 _ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
 
 
@@ -19,20 +20,31 @@ def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
     Raises:
         ValueError: the text looks like messages but cannot be read as a list of them. The text is for the user.
     """
-    if not isinstance(prompt, str) or not _MESSAGES.match(prompt) or not _ROLE.search(prompt):
+    if not isinstance(prompt, str) or not _OBJECT.match(prompt) or not _ROLE.search(prompt):
         return prompt
     remedy = "give a list of messages, or JSON text of one"
     try:
         value = plain_json(prompt)
     except ValueError as error:
+        if not _MESSAGES.match(prompt):
+            return prompt  # a text that begins with some JSON
         raise ValueError(f"the prompt looks like stored messages but is not JSON; {remedy}: {prompt[:60]!r}") from error
     if isinstance(value, list):
-        return value if all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in value) else prompt
-    if "messages" in value:
-        remedy = "name the messages inside it with the key `prompt` of the source, as in prompt.messages"
-    elif "role" not in value:
+        return value if _are_messages(value) else prompt
+    within = next((name for name, one in value.items() if isinstance(one, list) and _are_messages(one)), None)
+    if within is not None:
+        remedy = f"name the messages inside it with the key `prompt` of the source, as in prompt.{within}"
+    elif "role" not in value or not _MESSAGES.match(prompt):
         return prompt
     raise ValueError(f"the prompt is JSON text of an object, not a list of messages; {remedy}: {prompt[:60]!r}")
+
+
+def _are_messages(value: list[Any]) -> bool:
+    """Return whether all have a role, and what it says or calls."""
+    return bool(value) and all(
+        isinstance(one, dict) and {"role", "from"} & one.keys() and {"content", "value", "tool_calls"} & one.keys()
+        for one in value
+    )
 
 
 def listed_tools(row: dict[str, Any], column: str) -> list[Mapping[str, Any]]:

@@ -101,7 +101,13 @@ class _Words:
                 function[key] = self.new(None, name, told) if function[key].strip() else function[key]
         parameters = function.get("parameters")
         if isinstance(parameters, Mapping) and parameters.get("properties"):
-            properties = {self.new(None, name, told): {"type": "string"}}
+            given = [one for one in parameters["properties"].values() if isinstance(one, Mapping)]
+            made: dict[str, Any] = {"type": "string"}
+            if any(one.get("description") for one in given):
+                made["description"] = self.new(None, name, told)
+            if any(one.get("enum") for one in given):
+                made["enum"] = [self.new(None, name, told)]
+            properties = {self.new(None, name, told): made}
             function["parameters"] = {**parameters, "properties": properties, "required": list(properties)}
         return {**tool, "function": function} if isinstance(inner, Mapping) else function
 

@@ -14,11 +14,11 @@ from moe_rl.config.load import load_config
 from moe_rl.config.prompt_sources import HeldoutSourceConfig
 from moe_rl.errors import RewardError
 from moe_rl.report.registry import check_eval
-from moe_rl.rollout.batches import Batches, digest_of, recorded
+from moe_rl.rollout.batches import Batches, PromptGroup, digest_of, recorded
 from moe_rl.rollout.kept import shard_name, shard_step
 from moe_rl.rollout.rollouts import Rollouts, generate_request
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.types import Completion, Prompt, RoutePart, RouteRef, Verdict, sampled_by
+from moe_rl.types import Completion, Prompt, RewardedTurn, RoutePart, RouteRef, Verdict, sampled_by
 from moe_rl.vllm.sampling import Growing, ReportedSpan
 from tests.support.task import task_of
 
@@ -157,6 +157,14 @@ def test_without_it_every_group_is_trained_on(tmp_path):
     assert rewards == pytest.approx({"p05": 0.125, "p25": 0.5, "p50": 0.5, "p75": 0.875, "p95": 1.75})
     lengths = [len(s.token_ids) for s in batch.sequences]
     assert batch.metrics["rollout/completion_tokens_quantile/p95"] == pytest.approx(np.percentile(lengths, 95))
+
+
+@pytest.mark.parametrize(("turns", "differ"), [([[1.0], [1.0, 1.0]], False), ([[1.0, 0.0], [0.0, 1.0]], True)])
+def test_where_turns_have_rewards_only_these_tell_a_group_apart(turns, differ):
+    """Episodes of more turns have larger sums."""
+    pieces = [[SimpleNamespace(turns=[RewardedTurn(n, None, 1, one) for n, one in enumerate(own)])] for own in turns]
+    group = PromptGroup(0, None, pieces, [], [], [sum(own) for own in turns])
+    assert group.informative is differ
 
 
 @pytest.mark.parametrize(

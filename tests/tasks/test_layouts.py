@@ -165,8 +165,9 @@ def test_messages_and_tools_as_json_text_are_messages_and_tools(load, chat):
     stored = [
         {"prompt": json.dumps(CHAT, indent=1), "tools": json.dumps([ADD])},
         {"prompt": CHAT, "tools": [json.dumps(ADD)]},
+        {"prompt": json.dumps([{"name": None, **CHAT[0]}]), "tools": [ADD]},
     ]
-    assert text(stored) == [plain, plain]
+    assert text(stored) == [plain] * 3
     assert text([{"m": {"messages": CHAT, "functions": [ADD]}}], prompt="m.messages", tools="m.functions") == [plain]
     assert text([{"m": json.dumps({"messages": CHAT, "t": [ADD]})}], prompt="m.messages", tools="m.t") == [plain]
     [xlam] = text([{"prompt": CHAT, "tools": json.dumps([BARE])}])
@@ -204,6 +205,8 @@ PRINTED = "[{'role': 'user', 'content': 'hi'}]"
         ({"prompt": '[{"role": "user", "content": "hi"}'}, {}, ["not JSON"]),
         ({"prompt": '{"messages": [{"role": "user", "content": "hi"}]}'}, {}, ["prompt.messages"]),
         ({"prompt": '{"role": "user", "content": "hi"}'}, {}, ["list of messages"]),
+        ({"prompt": '{"conversations": [{"from": "human", "value": "hi"}]}'}, {}, ["prompt.conversations"]),
+        ({"prompt": '{"id": 3, "chat": [{"role": "user", "content": "hi"}]}'}, {}, ["prompt.chat"]),
         ({"prompt": {"messages": CHAT}}, {}, ["dict"]),
         ({"prompt": "1+1", "tools": [ADD]}, {}, ["task.chat", "tools=null"]),
         ({"prompt": "1+1", "tools": "hammer"}, {}, ["tools=null"]),
@@ -231,7 +234,13 @@ def test_sharegpt_and_the_like_are_refused(load, messages, stored):
         )
 
 
-@pytest.mark.parametrize("text", ['[{"value": 3}, {"value": 1}]', '{"value": 3}', "[1, 2]", "[{", '{"from": 1}'])
+COOK = '{"name": "Ann", "role": "cook"}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['[{"value": 3}, {"value": 1}]', '{"value": 3}', "[1, 2]", "[{", '{"from": 1}', f"[{COOK}]", f"{COOK} as YAML"],
+)
 def test_a_text_about_json_stays_a_text(load, text):
     [prompt] = load([{"prompt": text, "tools": None}]).train[0].prompts
     assert prompt.text == text and prompt.messages is None

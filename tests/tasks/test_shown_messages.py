@@ -19,6 +19,10 @@ SILENT = """{% for m in messages %}{% if m.content is none %}{% for c in m.tool_
 LATEST = WHOLE.replace("{{ m.reasoning_content }}", "{% if loop.index0 > last %}{{ m.reasoning_content }}{% endif %}")
 ADD = {"name": "add", "description": "Adds.", "parameters": {"properties": {"a": {}}}}
 TOOLS = [{"type": "function", "function": ADD}]
+# Shows the names of a tool's arguments alone.
+NAMES = WHOLE.replace("{{ tool.function | tojson }}", "{% set f = tool.function %}{{ f.name }} {{ f.description }}"
+                      "{{ f.parameters.properties | list }}")  # fmt: skip
+DESCRIBED = {"function": {**ADD, "parameters": {"properties": {"a": {"description": "A number.", "enum": [5]}}}}}
 ASKS, SAYS = {"role": "user", "content": "5"}, {"role": "assistant", "content": "5"}
 
 
@@ -47,7 +51,7 @@ def writes(template):
 @pytest.mark.parametrize(
     ("messages", "tools"),
     [
-        ([ASKS, SAYS, ASKS], TOOLS),
+        ([ASKS, SAYS, ASKS], [*TOOLS, DESCRIBED]),
         ([ASKS, calls(call(1)), result(1)], []),
         ([ASKS, calls(call(1, {"a": [5]}), call(2), content="5"), result(1), result(2)], TOOLS),
         ([ASKS, calls(call(1), reasoning_content="5"), result(1, name="add")], []),
@@ -74,6 +78,7 @@ def test_what_is_shown_is_accepted(messages, tools):
         (WHOLE.replace("c.function.arguments", "5"), [ASKS, calls(call(1))], [], 1, "tool_calls"),
         (WHOLE.replace("in m.tool_calls", "in m.tool_calls[:1]"), [calls(call(1), call(2))], [], 0, "tool_calls"),
         (WHOLE.replace("tool.function |", "tool.function.name |"), [ASKS], TOOLS, None, "tools.0"),
+        (NAMES, [ASKS], [{**DESCRIBED, "type": "function"}], None, "tools.0"),
         (WHOLE.replace("{{ m.name }}", ""), [ASKS, calls(call(1)), result(1, name="sub")], [], 2, "name"),
         (WHOLE, [ASKS, calls(call(1), call(2)), result(2), result(1)], [], 2, "tool_call_id"),
         (WHOLE, [ASKS, calls(call(1), call(2)), result(2)], [], 2, "tool_call_id"),
