@@ -34,7 +34,7 @@ _FORMATS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 _UNPACKED = {"fp8": "FP8 in blocks", "mxfp4": "MXFP4"}
 _SUFFIX = re.compile(
-    r"([-_.](fp8|nvfp4|mxfp4|fp4|awq|gptq|int[48]|[48]-?bit|bnb|w[48]a(8|16)|quantized|dynamic|block|mlx))+$",
+    r"([-_.](fp8|nvfp4|mxfp4|fp4|awq|gptq|int[48]|[48]-?bit|bnb|w[48]a(8|16)|quantized|dynamic|block|mlx|hqq|eetq))+$",
     re.IGNORECASE,
 )
 
@@ -61,13 +61,18 @@ def unpacked(found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def packing_problems(
-    packed: Mapping[str, str], left: Collection[str], settings: Mapping[str, Any], folder: Path
+    packed: Mapping[str, str],
+    left: Collection[str],
+    other_dtypes: Collection[str],
+    settings: Mapping[str, Any],
+    folder: Path,
 ) -> list[Problem]:
     """Return why the tensors of a checkpoint cannot be read, or do not match config.json.
 
     Args:
         packed: the packed tensors, see `unpacked`.
         left: names of the tensors that are neither unpacked nor part of the model.
+        other_dtypes: those of unpacked tensors that are no floating-point numbers of 16 or 32 bits.
         settings: `quantization_config` of the model; empty without one.
     """
     where: About = {"key": "model.path", "field": "quantization_config", "folder": folder}
@@ -75,6 +80,10 @@ def packing_problems(
     base = _SUFFIX.sub("", folder.name)
     do = "take the checkpoint in bfloat16 that this one was made from" + (f": {base}" if base != folder.name else "")
     unreadable = next((name for name, pattern, _ in _FORMATS if any(re.search(pattern, one) for one in left)), "")
+    if settings and other_dtypes:
+        unreadable = (
+            unreadable or f"tensors of {' and '.join(sorted(other_dtypes))} without the scales of a known format"
+        )
     if unreadable:
         return [
             describe(

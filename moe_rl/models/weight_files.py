@@ -106,7 +106,8 @@ def read_checkpoint(path: str | Path, facts: ModelFacts) -> WeightFiles:
     tensors, packing = unpacked({name: one for name, one in stored.items() if not is_left_out(facts, name)})
     expected = expected_tensors(facts)
     found = {name: one for name, one in tensors.items() if not is_mtp_tensor(facts, name)}
-    problems = packing_problems(packing, found.keys() - expected.keys(), _quantisation(folder), folder)
+    others = {dtype for dtype, _, _ in found.values()} - {*FLOAT_DTYPES}
+    problems = packing_problems(packing, found.keys() - expected.keys(), others, _quantisation(folder), folder)
     problems = problems or tensor_problems(expected, found, {"folder": folder})
     if facts.tie_word_embeddings and {EMBEDDING, HEAD} <= stored.keys():
         first, second = (stored_bytes(folder / stored[name][2], name) for name in (EMBEDDING, HEAD))

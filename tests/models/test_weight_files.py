@@ -130,6 +130,16 @@ FORMATS = {
     "FP8": (  # one scale for the whole tensor
         {"weight": ("F8_E4M3", same), "weight_scale": ("F32", lambda r, c: ())}, {"quant_method": "fp8"}, "FP8",
     ),
+    "tensors of F8_E4M3 without": (
+        {"weight": ("F8_E4M3", same)}, {"quant_method": "fp8"}, "FP8",
+    ),
+    "tensors of I8 without": (
+        {"weight": ("I8", same), "weight_scales": ("F16", lambda r, c: (r,))}, {"quant_method": "eetq"}, "eetq",
+    ),
+    "tensors of U8 without": (
+        {"W_q": ("U8", lambda r, c: (r // 2, c)), "scale": ("F16", lambda r, c: (r, 1))},
+        {"quant_method": "hqq"}, "hqq",
+    ),
     "FP8 in blocks": (  # of another size
         {"weight": ("F8_E4M3", same), "weight_scale_inv": ("F32", lambda r, c: (-(-r // 64), -(-c // 64)))},
         {"quant_method": "fp8", "weight_block_size": [64, 64]}, "FP8",
