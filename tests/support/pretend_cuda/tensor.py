@@ -268,7 +268,8 @@ def _to_device(target: PretendTensor, source: torch.Tensor, *, non_blocking: boo
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8)  # a view would keep a stride of 0
 
 
 def _collective(func, args: tuple, kwargs: dict[str, Any]):
