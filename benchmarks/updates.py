@@ -175,6 +175,10 @@ class ReplayedUpdates:
         mode = None if plans is None else "replay"
         self.policy.update(self._work(self.tables, plans or []), self._loss, mode, "bench")
 
+    def logprobs(self, plans: list) -> list:
+        """Return the logprobs float32 [N] of each microbatch, replayed by these plans."""
+        return list(self.policy.score(self._work(self.tables, plans), "replay", "bench").logprobs)
+
     def _work(self, tables: list, plans: list) -> list:
         from moe_rl.megatron.share import Work
 
