@@ -105,17 +105,16 @@ OPTIMIZER = Passed(
     ),
     ours=_words(
         """optimizer lr min_lr adam_beta1 adam_beta2 adam_eps weight_decay clip_grad use_distributed_optimizer bf16
-        fp16 params_dtype delay_wgrad_compute overlap_grad_reduce"""
+        fp16 params_dtype delay_wgrad_compute"""
     ),
     refused={
         "timers": _OBJECT,
         r"(muon|adaptive_muon|lion|soap|sgd|loss_scale|initial_loss|min_loss)_\w+|loss_scale|hysteresis": _ADAM,
         r"config_logger_dir|barrier_with_L1_time|log_num_zeros_in_grad|optimizer_cuda_graph|"
-        r"overlap_param_gather_with_optimizer_step|use_layer_wise_distributed_optimizer": _UNREAD,
+        r"num_buckets|overlap_param_gather_with_optimizer_step|use_layer_wise_distributed_optimizer": _UNREAD,
         r"\w*fsdp\w*|use_custom_fsdp|\w+_sharding_strategy|keep_fp8_transpose_cache|"
         r"suggested_communication_unit_size|gradient_reduce_div_fusion": "the trainer does not use Megatron's FSDP",
         r"grad_norm_skip_threshold|check_for_\w+": "guards decides which updates are skipped",
-        r"bucket_size|num_buckets": "all gradients are summed at once, after the last microbatch",
         r"(overlap|align)_param_gather": "a step reads the parameters right after its last update",
         "average_in_collective": "gradients are sums, because the loss has its global denominator already",
         "num_distributed_optimizer_instances": _LAYOUT,
@@ -214,12 +213,20 @@ def passed_problems(config: Config) -> Iterator[Problem]:
         elif not _accepts(known[name], value):
             expected = ast.unparse(known[name]).replace("torch.dtype", f"one of {', '.join(DTYPES)}")
             yield describe("wrong value", where={"key": key}, got=repr(value), expected=expected)
-    yield from _memory_problems(config)
+    yield from _optimizer_problems(config)
 
 
-def _memory_problems(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each combination under which the optimizer's state could not be moved, saved or seen."""
+def _optimizer_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each combination that has no effect, or under which the optimizer's state could not be moved,
+    saved or seen."""
     passed = config.train.megatron_optimizer
+    if "bucket_size" in passed and not passed.get("overlap_grad_reduce"):
+        yield describe(
+            "has no effect: all gradients are summed at once, after the last microbatch",
+            where={"key": "train.megatron_optimizer.bucket_size"},
+            got=passed["bucket_size"],
+            do="remove it, or set train.megatron_optimizer.overlap_grad_reduce to true",
+        )
     apart = [key for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload") if passed.get(key)]
     if apart == ["optimizer_cpu_offload"]:
         yield describe(

@@ -27,8 +27,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from moe_rl.config.passed_on import DTYPES as DTYPE_NAMES
 from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
-from moe_rl.megatron import hf_map, router_gradients, world
+from moe_rl.megatron import hf_map, world
 from moe_rl.megatron.hf_files import CheckpointReader
+from moe_rl.megatron.own_gradients import OwnGradients
 from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.specs import replay_spec
 from moe_rl.models.facts import ModelFacts, Yarn
@@ -277,16 +278,10 @@ def replay_pass(
 
 
 def _sum_gradients(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-    """Sum gradients over ranks, after noting on each chunk whether this rank's own part is finite, and its part of the
-    routers' gradients. After the sum, a value that is not finite on one rank is so on all ranks."""
-    for chunk in chunks:
-        buffers = chunk.buffers + chunk.expert_parallel_buffers
-        extremes = torch.stack([end for buffer in buffers for end in torch.aminmax(buffer.grad_data)])
-        chunk.own_gradients_finite = extremes.isfinite().all()
-        chunk.own_router_gradients = router_gradients.own_parts(
-            layer for layer in unwrap(chunk).decoder.layers if layer.is_moe_layer
-        )
+    """Sum gradients over ranks, as far as the backward pass has not."""
     finalize_model_grads(chunks, None, **kwargs)
+    for chunk in chunks:
+        chunk.own_gradients.check_sums()
 
 
 def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint: Path | str) -> list[torch.nn.Module]:
@@ -336,13 +331,19 @@ def wrap_for_training(
     """Add data parallelism with float32 main gradients, and the optimizer, distributed or whole on every rank."""
     passed = train.megatron_optimizer
     ours = {"use_distributed_optimizer": train.distributed_optimizer, "grad_reduce_in_fp32": True}
-    ours |= {"overlap_grad_reduce": False, "delay_wgrad_compute": train.delay_wgrad_compute}
+    # A device sums gradients while it computes others.
+    ours |= {"overlap_grad_reduce": torch.cuda.is_available(), "delay_wgrad_compute": train.delay_wgrad_compute}
     ddp_config = DistributedDataParallelConfig(**ours | _of(DistributedDataParallelConfig, passed))
     # In later chunks all gradients are ready at the same time: buckets would only make more, smaller messages.
     chunks = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+    for chunk in chunks:
+        layers = [layer for layer in unwrap(chunk).decoder.layers if layer.is_moe_layer]
+        chunk.own_gradients = OwnGradients(chunk, layers)
+    # Megatron sums in the backward pass of the last microbatch.
+    config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) != 1 else chunks[0].no_sync
     if passed.get("optimizer_cpu_offload") and not next(chunks[0].parameters()).is_cuda:
         raise ConfigError(
             "the optimizer's state is in host memory already",

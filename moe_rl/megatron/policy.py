@@ -265,7 +265,7 @@ class Policy:
 
     def _check_router_gradients(self) -> None:
         """Raise ReplayError if a rank's part of a router's gradient is lost, see `router_gradients.check`."""
-        own = [chunk.own_router_gradients for chunk in self.chunks]
+        own = [chunk.own_gradients.routers for chunk in self.chunks]
         router_gradients.check(
             self.facts.moe_layers,
             dict(zip(self.layers, (router.weight for router in self._routers()), strict=True)),
@@ -293,7 +293,7 @@ class Policy:
         For gradients it names the ranks whose own part, before the sum over ranks, is not finite. Weights are checked
         only if something else is not finite.
         """
-        found = self._where({"loss": finite_losses, "gradient": [chunk.own_gradients_finite for chunk in self.chunks]})
+        found = self._where({"loss": finite_losses, "gradient": [chunk.own_gradients.finite for chunk in self.chunks]})
         # all ranks have the same norm: if nothing else is wrong, the sum over ranks overflowed
         if not math.isfinite(grad_norm):
             found.append(f"gradient norm {grad_norm}")

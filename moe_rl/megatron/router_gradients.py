@@ -8,9 +8,9 @@ here: the last router may have no gradient on a rank that has only tokens of pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -31,25 +31,16 @@ def _direction(size: int, device: torch.device) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(size)).to(device)
 
 
-def own_parts(layers: Iterable[TransformerLayer]) -> torch.Tensor:
-    """Return what `check` needs of a rank's own gradients, float64 [L, 3]: the component along a direction, the norm,
-    and the norm of the gradient of the layer norm before the router. Call it after the backward passes and before the
-    sum over ranks.
+def parts(layer: TransformerLayer) -> list[tuple[Callable[[torch.nn.Parameter], torch.Tensor], torch.nn.Parameter]]:
+    """Return what `check` needs of a rank's own gradients of a MoE layer, before the sum over ranks, as functions and
+    the parameter that each measures: the component along a direction, the norm, and the norm of the gradient of the
+    layer norm before the router."""
+    router = layer.mlp.router.weight
+    return [(partial(_along, optimizers=()), router), (_norm, router), (_norm, layer.pre_mlp_layernorm.weight)]
 
-    Args:
-        layers: The L MoE layers of a chunk.
-    """
-    found = [
-        torch.stack(
-            [
-                _along(layer.mlp.router.weight, ()),
-                layer.mlp.router.weight.main_grad.norm().double(),
-                layer.pre_mlp_layernorm.weight.main_grad.norm().double(),
-            ]
-        )
-        for layer in layers
-    ]
-    return torch.stack(found) if found else torch.empty(0, 3, dtype=torch.float64, device=world.device())
+
+def _norm(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.main_grad.norm()
 
 
 def check(
@@ -65,7 +56,7 @@ def check(
     Args:
         all_layers: Global numbers of all MoE layers of the model.
         routers: Weights of this rank's routers, by the global number of their layer.
-        own: What `own_parts` returned for these, before the sum.
+        own: What `parts` measured of these before the sum, float64 [L, 3].
 
     Raises:
         ReplayError: A router has no gradient on ranks whose experts have one, or the sum lacks a part. Raised on all

@@ -51,6 +51,7 @@ def test_fields_of_the_installed_versions_are_taken(tmp_path):
         ("train.megatron.rotary_interleaved=true", {}),
         ("train.megatron_optimizer.exp_avg_dtype=int4", {"expected": ("float32", "bfloat16")}),
         ("train.megatron_optimizer.overlap_param_gather=true", {}),
+        ("train.megatron_optimizer.bucket_size=1000", {"got": 1000, "do": "overlap_grad_reduce to true"}),
         ("train.megatron_optimizer.lr=0.1", {"got": 0.1}),
         ("rollout.vllm.max_num_seqs=3", {"do": "rollout.max_concurrent"}),
         ("rollout.vllm.enforce_eager=false", {"do": "rollout.cuda_graphs"}),
