@@ -98,7 +98,7 @@ def read_data(file: str, most: int | None) -> list[Mapping[str, Any]]:
     """Return the first rows of a file. Raises DataError for a row that cannot be read, and if there are no rows."""
     at: About = {"option": "--data", "file": file}
     if Path(file).suffix not in (".jsonl", ".parquet"):
-        raise DataError("this is no file of rows", where=at, expected="FILE.jsonl or FILE.parquet")
+        raise DataError("rows cannot be read from this file", where=at, expected="FILE.jsonl or FILE.parquet")
     rows: list[Mapping[str, Any]] = []
     for where, row in islice(read_rows(PromptSourceConfig(name="data", data=file), "--data", set()), most):
         if isinstance(row, ValueError):

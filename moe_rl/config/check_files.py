@@ -53,7 +53,7 @@ def _absent_sources(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator
                 yield describe("there is no such file", where=where, do="correct the path")
             else:
                 kinds = "a .jsonl file, a .parquet file, a data set's folder or hub name, or reasoning_gym:TASK"
-                yield describe("this is nothing that prompts are read from", where=where, expected=kinds)
+                yield describe("prompts cannot be read from this", where=where, expected=kinds)
 
 
 def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:

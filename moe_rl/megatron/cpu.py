@@ -59,7 +59,7 @@ class Event:
 
 
 class HostDevice(TorchFunctionMode):
-    """Changes device "cuda" to "cpu", and names host tensors as the optimizer's type checks expect."""
+    """Changes device "cuda" to "cpu", and gives host tensors the type names that the optimizer checks for."""
 
     here = False
 

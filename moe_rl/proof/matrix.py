@@ -176,7 +176,7 @@ class Proof:
 
 
 def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
-    """Run cases with the controls of their r3 cases; return one row for each of `cases`.
+    """Run `cases`, and a control for each r3 case; return one row for each of `cases`.
 
     Raises:
         ConfigError: A case is not a valid layout of the proof's model.

@@ -118,7 +118,7 @@ class Compared:
 
     @classmethod
     def in_layer(cls, recorded: torch.Tensor, native: torch.Tensor, scores: torch.Tensor) -> Compared:
-        """Compare one layer on the device: the record and the router's choice, int64 [N, K], with its scores [N, E]."""
+        """On the device, compare one layer's record with the router's choice, int64 [N, K], given its scores [N, E]."""
         shared = (recorded[:, :, None] == native[:, None, :]).sum((1, 2))
         best = scores.gather(1, native)
         # The last term is 0, but NaN if a score is infinite, which amin alone could hide.

@@ -252,7 +252,7 @@ def parse_index(header: ShardHeader, raw: bytes) -> tuple[tuple[str, ...], dict[
         head, at = varint_at(raw, at)
         entries[raw[at : at + 8]] = IndexEntry(start, size, head >> 1, bool(head & 1))
         if head >> 1 > size:
-            raise TraceError("its index gives a frame a header longer than the frame")
+            raise TraceError("a frame's header is longer than the frame, according to the index")
         start += size
         at += 8
     if at != len(raw) or start != header.frame_bytes:

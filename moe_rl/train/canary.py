@@ -101,7 +101,7 @@ class Canary:
     def compare(
         self, own: Native, sampler: Blocking | PooledRollouts | None, version: int, *, exact: float = 0.0
     ) -> Heard:
-        """Let the sampler score the runs, and compare. The result is the same on all ranks.
+        """Let the sampler score the token sequences, and compare. All ranks get the same result.
 
         own: what `natively` returned for this version. sampler: given on rank 0 only. version: of the weights that both
         sides hold. exact: the message names the experts common to all tokens that differ by more than this many nats; 0
@@ -116,7 +116,7 @@ class Canary:
         return world.broadcast(heard, Heard)
 
     def score(self, sampler: Blocking | PooledRollouts, version: int) -> None:
-        """Let the sampler score the runs, and keep its scores until it scores the next version."""
+        """Let the sampler score the token sequences, and keep the scores until it scores the next version."""
         self.store.remove(*self._shards())  # left by a run that ended during a comparison
         self.scored, self.records = sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"), {}
 

@@ -39,7 +39,7 @@ def decode_megatron(path: Path, spec: TraceSpec) -> np.ndarray:
 
     Raises:
         TraceError: A line has another form, layers are missing or are not the model's, they have different numbers of
-            rows, or the file is of several ranks.
+            rows, or the file has rows of several ranks.
     """
     rows: dict[int, list[list[int]]] = {}
     passes: dict[int, list[tuple[int, int]]] = {}
@@ -60,7 +60,7 @@ def decode_megatron(path: Path, spec: TraceSpec) -> np.ndarray:
         passes.setdefault(line.layer, []).append((line.step, len(line.top_indices)))
     about: About = {"file": path}
     if len(ranks) > 1:
-        raise TraceError("the file is of several ranks", where=about, got=sorted(ranks), expected="one rank")
+        raise TraceError("the file has rows of several ranks", where=about, got=sorted(ranks), expected="one rank")
     layers = sorted(rows)
     if layers not in (list(spec.moe_layers), list(range(len(spec.moe_layers)))):
         raise TraceError(

@@ -268,8 +268,9 @@ def _to_device(target: PretendTensor, source: torch.Tensor, *, non_blocking: boo
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    return flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8)  # a view would keep a stride of 0
+    """Return a tensor's bytes; they share its memory if it is contiguous."""
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a view would keep the stride 0 of one element
 
 
 def _collective(func, args: tuple, kwargs: dict[str, Any]):
