@@ -13,8 +13,8 @@ import msgspec
 from moe_rl.errors import About, EngineError, RequestRefused
 from moe_rl.vllm.control import RUN_HEADER, read_token
 
-# A server closes connections that were idle for 5 s. Reusing one at that moment fails, so idle ones are dropped
-# earlier.
+# A server that something else started closes connections that were idle for 5 s. Reusing one at that moment fails, so
+# idle ones are dropped earlier.
 _KEEPALIVE_SECONDS = 1.0
 # The statuses of the gate and of vLLM that mean: this call is impossible. Others are about the server or its weights.
 _AT_FAULT = frozenset({400, 403, 413, 415, 422})

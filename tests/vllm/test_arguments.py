@@ -120,6 +120,11 @@ def test_servers_with_gpus_use_cuda_graphs(of_engine, of_server, monkeypatch, ov
     assert of_server(*overrides)["enforce_eager"] is not server
 
 
+def test_a_server_closes_no_connection_that_a_run_uses(of_server):
+    of_server()
+    assert int(os.environ["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 60
+
+
 def test_a_server_refuses_what_a_run_would_refuse(capsys):
     assert main(["serve", "--config", CONFIG, "rollout.vllm.enable_prefix_cachin=true"]) == 2
     assert "Did you mean enable_prefix_caching?" in capsys.readouterr().err
