@@ -222,10 +222,10 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
     passed = config.train.megatron_optimizer
     if "bucket_size" in passed and not passed.get("overlap_grad_reduce"):
         yield describe(
-            "has no effect: all gradients are summed at once, after the last microbatch",
+            "has an effect only where gradients are summed during the backward pass, by default on GPUs alone",
             where={"key": "train.megatron_optimizer.bucket_size"},
             got=passed["bucket_size"],
-            do="remove it, or set train.megatron_optimizer.overlap_grad_reduce to true",
+            do="remove it, or set train.megatron_optimizer.overlap_grad_reduce to true as well",
         )
     apart = [key for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload") if passed.get(key)]
     if apart == ["optimizer_cpu_offload"]:

@@ -152,8 +152,8 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
     os.environ |= model_runner(settings.capture) | {TOKEN_FILE: str(token_file)}
     # By default torch.distributed listens at the host name's address. Servers on several machines set this themselves.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # vLLM closes a connection after 5 s without a request. On a busy machine that is also one whose request is on its
-    # way, and the run would take the server for lost.
+    # vLLM closes a connection after 5 s without a request. If its event loop stood still that long, a request may be on
+    # its way, and the run would take the server for lost.
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "650")
     address, port = listener.getsockname()[:2]
     fingerprint = settings.model_fingerprint or routed_fingerprint(settings.model)
