@@ -130,6 +130,7 @@ def test_a_client_that_goes_away_ends_its_request(running, engine, router):
     (turn,) = session.turns
     assert turn.finish_reason == "abort" and turn.token_ids
     client_of(running, opened).completions.create(model="any", prompt="ab", max_tokens=5)
+    session = running.session(opened)  # asked in the gateway's loop, which has then noted that its reply was received
     assert [(one.kind, one.received) for one in session.turns] == [("first", False), ("first", True)]
     check_session(session.finish(), running.store)
     running.agrees(session, router)
