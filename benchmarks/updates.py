@@ -84,6 +84,7 @@ def described(options: argparse.Namespace, seen: dict) -> dict[str, object]:
         "microbatches of a rank": options.microbatches,
         "tokens of a microbatch": options.tokens,
         "rounds": len(seen["rounds"]),
+        **seen["memory"],
     }
 
 
@@ -190,12 +191,16 @@ class ReplayedUpdates:
         return -logprobs.sum() / 1e4
 
     def leave(self, seen: dict) -> None:
+        import torch
         import torch.distributed as dist
 
         from moe_rl.megatron import world
 
         if dist.get_rank() == 0:
-            about = {"model": self.model, "device": world.device_name()}
+            about = {"model": self.model, "device": world.device_name(), "memory": {}}
+            if torch.cuda.is_available():
+                peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+                about["memory"] = {"most GiB allocated": peaks[0] / 2**30, "most GiB reserved": peaks[1] / 2**30}
             (self.folder / "seen.json").write_text(json.dumps(about | seen))
         world.stop()
 

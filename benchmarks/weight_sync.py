@@ -232,7 +232,11 @@ def make_checkpoint(folder: Path, mib: float) -> Path:
         tie_word_embeddings=False,
     )
     torch.manual_seed(1)
-    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a host takes a minute for random numbers
+        model = Qwen3MoeForCausalLM(config)
+    model.bfloat16().save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
     return folder
 
 

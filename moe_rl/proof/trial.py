@@ -151,7 +151,8 @@ class Trial:
         received = received.gather(2, by_slot)
         own = torch.zeros_like(received[0, 0], dtype=torch.bool)
         own[world.own_slots(self.facts.num_experts)] = True
-        everywhere = world.sum_over_dispatch(torch.stack([one.received for one in witness.seen])).cpu()
+        seen = torch.stack([one.received for one in witness.seen])  # Megatron counts them on the host
+        everywhere = world.sum_over_dispatch(seen.to(world.device())).cpu()
         everywhere //= (
             self.case.parallel_config.expert_tensor
         )  # ranks that share an expert's matrices get the same rows

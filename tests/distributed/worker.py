@@ -8,6 +8,9 @@ FOLDER/<n>-rank<r>.pt, or its traceback to FOLDER/<n>-rank<r>.error, and then en
 makes FOLDER/<n>-rank<r>.left. A job lays out its own parallel groups.
 
 PID: of the process that gives the jobs; without it the ranks end.
+
+Where there is a GPU, each rank begins anew after its fork: a driver does not work in a fork of a process that asked for
+it, and imports ask.
 """
 
 import gc
@@ -37,7 +40,8 @@ JOBS = [f"tests.distributed.jobs.{path.stem}" for path in Path(__file__).parent.
 def main() -> None:
     for name in ("tests.support.planted", *JOBS):
         importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, which forked ranks would not have"
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1 or torch.cuda.is_available(), "an import started a thread, which forked ranks would not have"
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # agents that ended leave no zombies
@@ -63,6 +67,8 @@ def _be_agent(folder: Path, ranks: int, giver: int) -> NoReturn:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
             os.environ |= {"MASTER_PORT": os.read(read, 16).decode(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            if torch.cuda.is_available():
+                os.execv(sys.executable, [sys.executable, "-u", __file__, str(folder), str(giver), str(agent)])
             _be_rank(folder, giver, agent)
         ports.append(write)
     # The store has threads, so it comes after the forks.
@@ -115,4 +121,7 @@ def _do_jobs(folder: Path, giver: Path, agent: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 1:
+        main()
+    else:
+        _be_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -46,7 +46,7 @@ _CONSEQUENCES = ("subprocess.CalledProcessError", "torch.distributed.elastic", "
 
 fill = partial(textwrap.fill, width=120, break_on_hyphens=False, break_long_words=False)
 
-_REAL_WIDTH = ("--model", "qwen3_30b_a3b", "--ranks", "1", "--dtype", "bfloat16", "--tokens", "4096")
+_REAL_WIDTH = ("--model", "qwen3_30b_a3b", "--ranks", "1", "--dtype", "bfloat16", "--tokens", "2048")
 _SMALL = ("--model", "tiny", "--ranks", "1", "--tokens", "64")
 
 

@@ -164,7 +164,7 @@ def run(func, args: tuple, kwargs: dict[str, Any]):
     if not ours and not here:
         made = func(*args, **plain)
         return _pin(made) if pinned else made
-    if len(ours) < len(tensors):
+    if len(ours) < len(tensors) and packet not in _SHAPES_ONLY:
         _check_hosts(func, args, [one for one in tensors if one.ndim and not isinstance(one, PretendTensor)])
     device = current()
     if packet in _WAITS or _masks(packet, args) or (packet is aten.repeat_interleave and _lengths(args, kwargs)):
@@ -198,6 +198,10 @@ def run(func, args: tuple, kwargs: dict[str, Any]):
         return made
 
     return tree_map(wrap, out)
+
+
+# They take a shape from a tensor of any device, and no values.
+_SHAPES_ONLY = {aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like}
 
 
 def _address(tensor: torch.Tensor) -> int:
