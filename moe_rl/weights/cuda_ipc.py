@@ -1,6 +1,6 @@
 """Sends an update through a GPU buffer that trainer rank 0 and the sampler share, in vLLM's packed IPC chunks.
 
-Never run on a GPU: the tests use a buffer of one process where two processes would map one.
+The tests use a buffer of one process where two processes would map one. One H200 has run it: docs/measurements/gpu.md.
 
 The buffer's handle travels as typed fields; vLLM would pickle it over HTTP. vLLM copies the buffer before it answers
 the call, so the trainer may then fill the buffer again.

@@ -1,4 +1,4 @@
-"""The trained policy on one CUDA device against the same independent reference. Never run so far.
+"""The trained policy on one CUDA device against the same independent reference.
 
 The rounding of TF32 alone changes a log-probability by 1.3e-3.
 """

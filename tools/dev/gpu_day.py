@@ -88,15 +88,15 @@ PARTS = {
     ),
     "step_overhead": Part(
         "updates that route natively, replay, or replay by plans, on 4 layers of Qwen3-30B-A3B", 100,
-        ("benchmarks/step_overhead.py",), (*_REAL_WIDTH, "--pairs", "10"), (*_SMALL, "--pairs", "1"),
+        ("benchmarks/step_overhead.py",), (*_REAL_WIDTH, "--pairs", "6"), (*_SMALL, "--pairs", "1"),
     ),
     "overlap": Part(
-        "what chunks of rows cost, on the same layers", 80,
-        ("benchmarks/overlap.py",), (*_REAL_WIDTH, "--rounds", "10"), (*_SMALL, "--rounds", "1", "--chunks", "2"),
+        "what chunks of rows cost, on the same layers", 70,
+        ("benchmarks/overlap.py", "--chunks", "2"), (*_REAL_WIDTH, "--rounds", "4"), (*_SMALL, "--rounds", "1"),
     ),
     "digest": Part(
-        "the device's digest of the weights, GB/s", 40,
-        ("benchmarks/weight_sync.py", "--ways"), ("--mib", "8000"), ("--mib", "8", "--rounds", "1"),
+        "the device's digest of the weights, GB/s", 50,
+        ("benchmarks/weight_sync.py", "--ways"), ("--mib", "1000"), ("--mib", "8", "--rounds", "1"),
     ),
     "recording": Part(
         "throughput with recording : without, compiled, with CUDA graphs", 210,
