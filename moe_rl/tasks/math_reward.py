@@ -42,8 +42,8 @@ _SIGNS = {
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 _ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-z]))")
 # Digits in groups of three, separated by spaces of text or LaTeX.
-_GROUPS = re.compile(r"(?<![\d.,}])\d{1,3}(?:(?: |~|\\[ ,;:!])\d{3})+(?!\s*[\d/])")
-_BETWEEN = re.compile(r"~|\\?[ ,;:!]")
+_GROUPS = re.compile(r"(?<![\d.,}])\d{1,3}(?:(?: |~|\\[ ,;:!]|\\thinspace *)\d{3})+(?!\s*[\d/])")
+_BETWEEN = re.compile(r"~|\\thinspace *|\\?[ ,;:!]")
 # A number with a power of ten. The power has at most three digits, so that no short text becomes a huge number.
 _SCIENTIFIC = re.compile(
     r"(?<![\w.\\/])(\d+(?:\.\d+)?|\.\d+)"
@@ -53,10 +53,14 @@ _MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) +(\d{1,9})/([1-9]\d{0,8})(?![\w/]|\.
 _CURRENCY = re.compile(r"(?:[\u20ac\u00a3\u00a5]|\\text\{\s*\\\$\s*\})\s*(?=\d)")
 # A dash of text that is no range.
 _MINUS = re.compile(r"(?<![\w\s.)}])\u2013(?=\d|\\frac|\.\d)")
-# "The answer is (B).": a letter for a choice, outside LaTeX, at the end of a clause.
+_MONEY = re.compile(r"(?<=\d)\s+(?:dollars?|euros?|pounds?)\b")
+# "The answer is (B).", "the answer is b) 12": a letter for a choice, at the end of a clause or as a label.
 _CHOICE = re.compile(
-    r"((?i:answer|correct\s+(?:option|choice))(?:\s+is)?(?:\s+(?i:option|choice))?\s*:?\s*)\**\(?([A-Z])\)?\**(?=\s*(?:[.,;!]|\n|$))"
+    r"((?i:answer|correct\s+(?:option|choice))(?:\s+is)?(?:\s+(?i:option|choice))?\s*:?\s*)\**"
+    r"\(?([A-Za-z])(?:\)\**|\**(?=\s*(?:[.,;:!]|\n|$)|\s+(?:because|since)\b))"
 )
+_TAGGED = re.compile("<answer>(.*?)</answer>", re.DOTALL)
+_SENTENCE = re.compile("[A-Za-z]+ +[A-Za-z]+")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
@@ -74,7 +78,7 @@ def mathematically_equal(completion: str, answer: object) -> float:
         ValueError: the library finds no mathematics in `answer`.
     """
     right = _read_answer(answer)
-    given = parse(_spelt(completion), parsing_timeout=None)
+    given = parse(_spelt(_final(completion)), parsing_timeout=None)
     equal = verify(
         right,
         given,
@@ -86,12 +90,24 @@ def mathematically_equal(completion: str, answer: object) -> float:
     return float(equal and not _far_apart(right[0], given[0]))
 
 
+def _final(completion: str) -> str:
+    """Return the last text between answer tags, as a whole answer where it is no sentence; else the completion."""
+    tagged = _TAGGED.findall(completion)
+    if not tagged:
+        return completion
+    text = tagged[-1].strip()
+    return text if _delimited(text) or _SENTENCE.search(text) else f"\\boxed{{{text}}}"
+
+
+def _delimited(text: str) -> bool:
+    return len(_DOLLAR.findall(text)) > 1 or any(mark in text for mark in ("\\boxed", "\\(", "\\["))
+
+
 def _read_answer(answer: object) -> list[Any]:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"the column answer is {type(answer).__name__}, expected text or a number")
     text = _spelt(str(answer))
-    delimited = len(_DOLLAR.findall(text)) > 1 or any(mark in text for mark in ("\\boxed", "\\(", "\\["))
-    right = parse(text if delimited else f"\\boxed{{{_DOLLAR.sub('', text)}}}", parsing_timeout=None)
+    right = parse(text if _delimited(text) else f"\\boxed{{{_DOLLAR.sub('', text)}}}", parsing_timeout=None)
     if not right:
         raise ValueError(f"math-verify finds no mathematics in the column answer: {answer!r:.80}")
     return list(right)
@@ -103,12 +119,13 @@ def _spelt(text: str) -> str:
     """
     text = "".join(map(_sign, text))
     text = _SUPERSCRIPT.sub(_raised, text)
-    text = _MINUS.sub("-", _CURRENCY.sub("", text))
+    text = _MONEY.sub("", _MINUS.sub("-", _CURRENCY.sub("", text)))
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = _GROUPS.sub(lambda found: _BETWEEN.sub("", found[0]), text)
     text = _MIXED.sub(lambda found: str(int(found[1]) + Fraction(int(found[2]), int(found[3]))), text)
     text = _SCIENTIFIC.sub(lambda found: str(Fraction(f"{found[1]}e{found[2] or found[3] or found[4]}")), text)
-    return _CHOICE.sub(lambda found: f"{found[1]}${found[2]}$", text)
+    begin, end = ("$", "$") if "\\boxed" in text else ("\\boxed{", "}")
+    return _CHOICE.sub(lambda found: f"{found[1]}{begin}{found[2]}{end}", text)
 
 
 def _raised(found: re.Match[str]) -> str:

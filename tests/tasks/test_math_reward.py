@@ -170,6 +170,20 @@ TABLE = [
     (r"\boxed{6÷2}", r"3", 1),
     (r"5", 5, 1),
     (r"\boxed{2.50}", 2.5, 1),
+    ("The answer is (b).", "B", 1),
+    ("The answer is B because it is larger.", "B", 1),
+    ("The answer is A because B is smaller.", "B", 0),
+    ("The answer is B. 12", "B", 1),
+    ("the answer is b) 12", "B", 1),
+    ("The answer is a prime number, 7", "A", 0),
+    (r"$10\thinspace 000$", "10000", 1),
+    ("$1250$", "1,250 dollars", 1),
+    ("<answer>42</answer>", "42", 1),
+    ("<think>7, or 42</think> <answer>7</answer> 42", "42", 0),
+    (r"I think 7. <answer>\frac{1}{2}</answer>", "0.5", 1),
+    ("<answer>(b)</answer>", "B", 1),
+    ("<answer>It is $42$.</answer>", "42", 1),
+    ("<answer>It is 42.</answer>", "42", 1),
 ]
 # Floats have 15 digits, and numbers inside tuples are compared to 15 decimals.
 KNOWN_WRONG = [
