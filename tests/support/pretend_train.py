@@ -1,4 +1,4 @@
-"""Runs a rank of `moe-rl train` on the pretend device: arguments as `tools/train_moe_rl.py`. Engines stay on the CPU."""
+"""Runs a rank of `moe-rl train` on the pretend device: arguments as `tools/train_moe_rl.py`. Engines use the CPU."""
 
 import argparse
 import sys
