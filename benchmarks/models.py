@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
@@ -35,10 +39,8 @@ SHAPES = {
 
 def make_model(shape: str, folder: Path) -> Path:
     """Save a random model of SHAPES[shape] in bfloat16 and return its folder."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig
 
-    torch.manual_seed(1)
     sizes = SHAPES[shape]
     unless_given = {
         "intermediate_size": 2 * sizes["hidden_size"],
@@ -57,6 +59,15 @@ def make_model(shape: str, folder: Path) -> Path:
         initializer_range=0.1,
         **unless_given | sizes,
     )
+    return save_random(config, folder)
+
+
+def save_random(config: PretrainedConfig, folder: Path) -> Path:
+    """Save a random Qwen3-MoE of this config in bfloat16 and return its folder."""
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a host takes a minute for random numbers
         model = Qwen3MoeForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)

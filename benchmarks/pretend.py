@@ -85,6 +85,7 @@ def measure(checkpoint: Path, folder: Path) -> dict[str, Any]:
         "places": seen["syncs"],
         "counts": counts,
         "weights": seen["weights"],
+        "proof": seen["proof"],
         "metrics": seen["metrics"],
     }
 

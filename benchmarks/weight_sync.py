@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from models import save_random
 from output import quartiles, tell
 from safetensors.torch import load_file
 
@@ -214,7 +215,7 @@ def settings(model: Path, folder: Path) -> EngineSettings:
 
 def make_checkpoint(folder: Path, mib: float) -> Path:
     """Make a random Qwen3-MoE of about this many MiB in bfloat16, with 32 experts of 512 x 384 and enough layers."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig
 
     of_layer = 2 * (32 * 3 * 512 * 384 + 3 * 512 * 512) / 2**20
     config = Qwen3MoeConfig(
@@ -231,13 +232,7 @@ def make_checkpoint(folder: Path, mib: float) -> Path:
         norm_topk_prob=True,
         tie_word_embeddings=False,
     )
-    torch.manual_seed(1)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a host takes a minute for random numbers
-        model = Qwen3MoeForCausalLM(config)
-    model.bfloat16().save_pretrained(folder)
-    del model
-    torch.cuda.empty_cache()
-    return folder
+    return save_random(config, folder)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,11 @@
 """The code for GPUs on a pretend CUDA device: benchmarks/pretend.py, and the same step on the host."""
 
 import importlib
-import json
-import os
-import subprocess
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 
-from moe_rl.parent import torchrun
-from moe_rl.proof.cases import Case
 from tests.distributed.jobs.step import one
-from tools.dev.runs import python_path
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -54,10 +46,6 @@ def test_weights_are_handed_over_and_digested_on_the_device(pretended):
     assert weights["syncs"] < weights["buckets"], "one wait for a round of another rank, and a few for all"
 
 
-def test_the_proof_runs_on_the_device(checkpoint, tmp_path):
-    (tmp_path / "cases.json").write_text(json.dumps([asdict(Case(1))]))
-    command = [*torchrun(1), "-m", "tests.support.pretend_proof", str(checkpoint), str(tmp_path)]
-    environment = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    subprocess.run([*command, str(tmp_path / "cases.json")], env=environment, check=True)
-    dispatch = torch.load(tmp_path / "0-rank0.pt", weights_only=True)["dispatch"]
-    assert dispatch["maps"] == 24 and dispatch["wrong_maps"] == dispatch["wrong_received"] == 0
+def test_the_proof_runs_on_the_device(pretended):
+    proof = pretended["proof"]
+    assert proof["maps"] > 0 and proof["wrong_maps"] == proof["wrong_received"] == 0

@@ -44,6 +44,8 @@ def main() -> int:
 
 def measure(device: Device, folder: Path, checkpoint: Path, overrides: list[str]) -> dict[str, Any]:
     from moe_rl.clock import Clock
+    from moe_rl.proof import rank
+    from moe_rl.proof.cases import Case
     from tests.distributed.jobs.step import VERSION, made
 
     step, sequences, groups = made("pretend", {"overrides": overrides}, checkpoint, folder)
@@ -57,12 +59,14 @@ def measure(device: Device, folder: Path, checkpoint: Path, overrides: list[str]
         metrics = run()
     syncs = [[*key, number] for key, number in sorted(device.syncs.items())]
     weights = weight_stream(device, step.policy)
+    proof = rank.run(Case(2, {"expert": 2}), checkpoint)["dispatch"]
     faults = sorted(set(device.faults))  # before anything is planted
     return {
         "metrics": {key: value for key, value in metrics.items() if not key.startswith(("time/", "throughput/"))},
         "counts": counts,
         "syncs": syncs,
         "weights": weights,
+        "proof": proof,
         "faults": faults,
         "plants": {name: plant(device, run) for name, plant in PLANTS.items()},
     }
