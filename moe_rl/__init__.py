@@ -39,11 +39,21 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 
+# The extra that a room needs; `train` for all others.
+_EXTRAS = {"objectives": "objectives", "replay": "objectives", "vllm": "serve"}
+
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    home = _HOMES[name]
+    try:
+        value = globals()[name] = getattr(import_module(home), name)
+    except (ImportError, SyntaxError) as error:
+        what_lacks = import_module("moe_rl.errors").what_lacks
+        if lacks := what_lacks(f"moe_rl.{name}", error, _EXTRAS.get(home.split(".")[1], "train")):
+            raise ImportError(lacks) from error
+        raise
     return value
 
 

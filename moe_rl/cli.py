@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from moe_rl.errors import what_lacks
+
 VERBS = {
     "train": "train a policy with routing replay",
     "plan": "print every number derived from a config, and every problem; train nothing",
@@ -28,6 +30,9 @@ VERBS = {
     "doctor": "show what is installed here, what it enables and what is missing",
 }
 
+
+# The extra that a verb needs; `train` for all others. Most of `trace`, and `check-replay`, need none.
+_EXTRAS = {"serve": "serve", "patch": "serve", "trace": "analysis", "check-replay": "analysis"}
 
 # What shells say of a process that SIGPIPE ended: 128 + 13.
 _READER_GONE = 141
@@ -60,15 +65,21 @@ def _run(arguments: Sequence[str] | None) -> int:
         _overview().parse_args(given or ["--help"])
     verb, *rest = given
     cut = rest.index("--") if "--" in rest else len(rest)
-    module = import_module(f"moe_rl.commands.{verb.replace('-', '_')}")
-    parser = argparse.ArgumentParser(prog=f"moe-rl {verb}")
-    module.add_arguments(parser)
-    options = parser.parse_args(rest[:cut])
-    if verb == "serve":
-        options.further = rest[cut + 1 :]
-    elif rest[cut:]:
-        parser.error(f"arguments after -- are for vLLM, and {verb} does not start vLLM: {' '.join(rest[cut:])}")
-    return module.run(options)
+    try:
+        module = import_module(f"moe_rl.commands.{verb.replace('-', '_')}")
+        parser = argparse.ArgumentParser(prog=f"moe-rl {verb}")
+        module.add_arguments(parser)
+        options = parser.parse_args(rest[:cut])
+        if verb == "serve":
+            options.further = rest[cut + 1 :]
+        elif rest[cut:]:
+            parser.error(f"arguments after -- are for vLLM, and {verb} does not start vLLM: {' '.join(rest[cut:])}")
+        return module.run(options)
+    except (ImportError, SyntaxError) as error:
+        if lacks := what_lacks(f"moe-rl {verb}", error, _EXTRAS.get(verb, "train")):
+            print(lacks, file=sys.stderr)
+            return 2
+        raise
 
 
 def _overview() -> argparse.ArgumentParser:

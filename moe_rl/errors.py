@@ -10,9 +10,13 @@ The parts survive pickling. Only the text crosses a process boundary by msgspec 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from typing import Unpack  # Python 3.11
 
 _SHOWN = 5
 
@@ -165,6 +169,21 @@ def after_lr(lr: float | None) -> About:
 def with_extra(name: str) -> str:
     """Say how to install moe_rl with an extra. No package index has moe_rl."""
     return f"run pip install '.[{name}]' in the folder of moe_rl's source"
+
+
+def what_lacks(user: str, error: ImportError | SyntaxError, extra: str) -> str:
+    """Say why a part of the package cannot be imported; "" if nothing is missing, so that the import itself is wrong.
+
+    Args:
+        user: the part, as in "moe-rl train".
+        extra: the extra that brings what it needs.
+    """
+    if sys.version_info < (3, 12) and (extra in ("train", "serve") or not isinstance(error, ModuleNotFoundError)):
+        return f"{user} needs Python 3.12, got {sys.version.split()[0]}"
+    missing = (getattr(error, "name", None) or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or missing in ("", "moe_rl"):
+        return ""
+    return f"{user} needs {missing}, which is not installed ({with_extra(extra)})"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

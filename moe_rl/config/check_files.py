@@ -182,7 +182,7 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
                 "the library uvicorn, through which environments call the model, is not installed",
                 where={"key": "task.environment"},
                 got=environment.run,
-                do=with_extra("gateway"),
+                do=with_extra("serve"),
                 fault="no library",
             )
     for name, reward in config.task.rewards.items():

@@ -50,7 +50,7 @@ TRANSFORMERS = Requirement(
     "transformers", ("transformers",), ">=5.19,<6", "5.19.0", "references in tests; vLLM's tokenizers"
 )
 SAFETENSORS = Requirement("safetensors", ("safetensors",), ">=0.6.2", "0.8.0", "reading and writing checkpoints")
-NUMPY = Requirement("numpy", ("numpy",), ">=2.0,<3", "2.3.5", "routes and traces")
+NUMPY = Requirement("numpy", ("numpy",), ">=1.26,<3", "2.3.5", "routes and traces")
 PYDANTIC = Requirement("pydantic", ("pydantic",), ">=2.12,<3", "2.14.3", "configs")
 CUDA = Requirement("CUDA", (), ">=13.0", "", "training and sampling on GPUs")
 NCCL = Requirement("NCCL", ("nvidia-nccl-cu13",), ">=2.29", "", "collectives between GPUs")

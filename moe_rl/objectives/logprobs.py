@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -351,7 +351,7 @@ class Support:
     starts: np.ndarray
 
     @classmethod
-    def of(cls, counts: np.ndarray, ids: np.ndarray, device: torch.device) -> Self:
+    def of(cls, counts: np.ndarray, ids: np.ndarray, device: torch.device) -> Support:
         """Build a Support from counts [T] and ids [sum of counts], of any integer dtype."""
         counts = np.asarray(counts, np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from moe_rl.errors import RouteValidationError, first_of
+from moe_rl.errors import RouteValidationError, first_of, with_extra
 from moe_rl.trace import TraceSpec
 from moe_rl.trace.adapters.envelopes import moe_columns
 from moe_rl.trace.adapters.lint import lint
@@ -221,7 +221,7 @@ def _alignment(
     try:
         import torch
     except ImportError:
-        return [Checked("alignment", "weak", 0.0, ("torch is not installed",))]
+        return [Checked("alignment", "weak", 0.0, (f"torch is not installed: {with_extra('objectives')}",))]
 
     from moe_rl.replay.alignment import AlignmentTest
     from moe_rl.replay.choice import own_choice

@@ -24,9 +24,8 @@ Legend for shapes: T tokens, L layers, K top-k, N = T * L sets.
 from __future__ import annotations
 
 import threading
-from collections.abc import Buffer
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zstandard
@@ -34,6 +33,9 @@ import zstandard
 from moe_rl.errors import TraceError
 from moe_rl.trace import enumerative, ranked
 from moe_rl.trace.ranked import MAX_COLUMNS, sort_sets
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer  # Python 3.12
 
 
 class Codec(IntEnum):

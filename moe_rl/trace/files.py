@@ -10,11 +10,14 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Buffer, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_rl.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer  # Python 3.12
 
 # Adjacent ranges are read together, up to this size, so that memory use does not grow with the file.
 _READ = 8 << 20

@@ -12,8 +12,9 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Buffer, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -24,6 +25,9 @@ from moe_rl.trace.primitives import Cursor, pack_bytes, pack_ints, varint
 from moe_rl.trace.record import MAX_ROWS, check_key, check_name
 from moe_rl.trace.shard import ShardHeader
 from moe_rl.types import Provenance, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer  # Python 3.12
 
 MAGIC = b"MRF2"
 MAX_HEAD = 1 << 20

@@ -8,7 +8,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from moe_rl.errors import About, TraceError
 from moe_rl.trace.files import File, LocalFolder, Range, RemoteFolder
@@ -127,7 +126,7 @@ class Reading:
         self._open: dict[str, tuple[File, ShardIndex]] = {}
         self._found: dict[RoutePart, Found] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Reading:
         return self
 
     def __exit__(self, *error: object) -> None:

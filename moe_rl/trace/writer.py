@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import xxhash
@@ -251,7 +250,7 @@ class ShardWriter:
                 os.unlink(self._tmp)
             self._close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:

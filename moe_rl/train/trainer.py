@@ -115,7 +115,7 @@ class Trainer:
         world.give_back()  # an engine may start on this GPU
         environment: Environment | None = None
         if config.task.environment is not None:
-            from moe_rl.gateway.episode_gateway import EpisodeGateway  # needs the extra `gateway`
+            from moe_rl.gateway.episode_gateway import EpisodeGateway  # needs the extra `serve`
 
             environment = EpisodeGateway
         rollouts = Rollouts.start(config, self.facts, task, run_dir, stack, environment)

@@ -40,8 +40,8 @@ def asked(*extras: str) -> list[Requirement]:
 @pytest.mark.parametrize(
     ("files", "extras"),
     [
-        (("cpu", "reasoning_gym"), ("cpu", "analysis", "gateway", "tasks", "dev")),
-        (("gpu", "gpu_built"), ("gpu", "gateway", "dev")),
+        (("cpu", "reasoning_gym"), ("cpu", "analysis", "train", "serve", "tasks", "dev")),
+        (("gpu", "gpu_built"), ("gpu", "train", "serve", "dev")),
     ],
 )
 def test_an_environment_has_what_the_package_asks_for(files, extras):

@@ -1,6 +1,6 @@
 """Resolves the environment of a machine with NVIDIA GPUs: requirements/gpu.txt and requirements/gpu_built.txt.
 
-python tools/dev/lock_gpu.py           # from setup.py's extras gpu, gateway and dev, keeping versions that still fit
+python tools/dev/lock_gpu.py           # from setup.py's extras, keeping versions that still fit
 
 This needs the package registry, but no GPU. Versions of requirements/cpu.txt are used where they fit.
 """
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = [word for extra in ("gpu", "gateway", "dev") for word in ("--extra", extra)]
+EXTRAS = [word for extra in ("gpu", "train", "serve", "dev") for word in ("--extra", extra)]
 LOCK, BUILT = ROOT / "requirements/gpu.txt", ROOT / "requirements/gpu_built.txt"
 # The only package without a wheel. It is compiled against the installed torch.
 COMPILED = "transformer-engine-torch"

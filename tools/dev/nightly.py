@@ -22,6 +22,7 @@ from tools.dev.runs import ROOT
 
 _PYTEST = ("-m", "pytest", "-q", "-m")
 _FIRST_MACHINE = "tests/tools/test_first_machine.py"
+_EXTRAS = "tests/package/test_extras.py"
 
 PARTS = {
     "mutants": Part(
@@ -30,11 +31,14 @@ PARTS = {
     "pairs": Part("all pairs of switches that the checks accept", 2 * 3600, ("benchmarks/pairs.py",)),
     "layouts": Part(
         "four ranks, and whole runs that are struck, resumed and played over servers", 2 * 3600,
-        (*_PYTEST, "nightly", f"--ignore={_FIRST_MACHINE}"), writes=False,
+        (*_PYTEST, "nightly", f"--ignore={_FIRST_MACHINE}", f"--ignore={_EXTRAS}"), writes=False,
     ),
     "first_machine": Part(
         "the day on a GPU, run dry with the versions of a likely first machine; needs a network", 3600,
         (*_PYTEST, "nightly", _FIRST_MACHINE), writes=False,
+    ),
+    "extras": Part(
+        "pip installs each extra; needs a network", 3600, (*_PYTEST, "nightly", _EXTRAS), writes=False,
     ),
     "seeds": Part(
         "comparisons with independent models, 20 seeds each", 1800,

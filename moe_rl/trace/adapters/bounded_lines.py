@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from moe_rl.errors import About, TraceError
 
+T = TypeVar("T")
 
-def decoded_lines[T](
+
+def decoded_lines(
     path: Path, decoder: msgspec.json.Decoder[T], *, limit: int, wrong: str, expected: str
 ) -> Iterator[tuple[About, T]]:
     """Yield the place and the content of every line that is not blank.
