@@ -19,7 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colorbar import Colorbar
 from matplotlib.colorizer import ColorizingArtist
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from numpy.typing import ArrayLike
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f7fd9", "#dd8427", "#2f9e73", "#8d6fd1"
@@ -99,6 +99,7 @@ def figure_of(
         each.patch.set_alpha(0)
         each.xaxis.set_major_locator(MaxNLocator(integer=True))
         each.yaxis.set_major_locator(MaxNLocator(nbins=4 if rows > 1 else 5))
+        each.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # no common factor, which would lie on the legend
     for each in axes[-1]:
         each.set_xlabel(xlabel)
     return figure, axes[0, 0] if axes.size == 1 else axes.ravel()

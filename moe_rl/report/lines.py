@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ class RunLines:
         """Return steps and values of two keys, for the steps where both were logged and finite."""
         rows = [row for row in self.train if row.get(key) is not None and row.get(partner) is not None]
         return [row["step"] for row in rows], [row[key] for row in rows], [row[partner] for row in rows]
+
+    @property
+    def lags(self) -> list[str]:
+        """Return the lags for which the policy KL was logged, such as "0" and "2-3", in their order; none for a
+        synchronous run."""
+        start = "policy_kl/k3_lag/"
+        logged = {key.removeprefix(start) for row in self.train for key in row if key.startswith(start)}
+        return sorted(logged, key=lambda lag: int(re.split(r"\D", lag)[0]))
 
     @property
     def mode(self) -> Mode:

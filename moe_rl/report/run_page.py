@@ -17,7 +17,7 @@ from moe_rl.report.metric import Metric
 from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
 from moe_rl.report.run_config import flat, read_config
-from moe_rl.report.run_plots import panels
+from moe_rl.report.run_plots import FEWEST_PAIRS, panels
 from moe_rl.report.sample_lines import SampleLine, read_samples
 from moe_rl.report.timeline import read_timeline
 from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state
@@ -105,6 +105,8 @@ def _facts(run: RunLines, summary: dict[str, Any], config: dict[str, Any]) -> li
         rate, step = percent(summary["heldout_best"]), summary["heldout_best_step"]
         facts.append(f"best {summary['heldout_best_metric']} {rate} after step {step}")
     facts.append(f"routing replay {run.mode}" if run.train else "no training step logged")
+    if config.get("run", {}).get("replays"):
+        facts.append("trained again on the rollouts of another run (--replay)")
     for key, label in (
         ("objective", "{}"),
         ("seed", "seed {}"),
@@ -164,6 +166,8 @@ def _policy_kl_tile(run: RunLines, s: dict[str, Any]) -> Tile:
     if native is not None and replay is not None:
         steps = s["policy_kl_k3_native_steps"]
         under = f"nats/token, both against the same sampler logprobs, on {steps} paired steps"
+        under += ": too few to tell" if steps < FEWEST_PAIRS else ""
+        under += f"; tokens of lag {', '.join(run.lags)}" if run.lags else ""
         return Tile("Policy KL k3, native to replay", scientific(native), under, scientific(replay))
     why = {"r3": "native pass not measured", "r2": "routed natively", "off": "replay is off"}[run.mode]
     why = why if run.train else "not measured"
@@ -274,8 +278,8 @@ def _levels(run: RunLines) -> dict[str, Any]:
     reading = "One evaluation so far."
     if changes:
         (least, worst), (most, best) = min(changes), max(changes)
-        reading = f"Largest change: {best}, {points(most)}"
-        reading += f"; smallest: {worst}, {points(least)}." if len(changes) > 1 else "."
+        reading = f"Largest change: level {best}, {points(most)}"
+        reading += f"; smallest: level {worst}, {points(least)}." if len(changes) > 1 else "."
     return {"levels": levels, "level_steps": [row["step"] for row in shown], "level_reading": reading}
 
 

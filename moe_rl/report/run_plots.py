@@ -36,6 +36,9 @@ from moe_rl.report.lines import RunLines
 
 _CYCLE = (GREEN, PURPLE, CYAN, ORANGE, RED, GREY)
 
+FEWEST_PAIRS = 3
+"""With fewer steps that measured both passes, the pages do not say that replay lowers the KL."""
+
 
 def panels(run: RunLines) -> list[Panel]:
     """Return every plot of the report, in reading order."""
@@ -164,11 +167,15 @@ def _policy_kl(run: RunLines) -> Panel:
         before, after = statistics.fmean(native), statistics.fmean(partner)
         lower = sum(b > a for b, a in zip(native, partner, strict=True))
         ratio = f", {before / after:.1f} times lower" if 0 < after < before else ""
+        found = f"{ratio}; lower under replay on {lower} of {len(pair_steps)}"
         reading = (
-            f"On the {len(pair_steps)} steps with both passes: {scientific(before)} native, "
-            f"{scientific(after)} with replay{ratio}; lower under replay on {lower} of "
-            f"{len(pair_steps)}."
+            f"On the {len(pair_steps)} steps with both passes: {scientific(before)} native, {scientific(after)} with "
+            f"replay{found if len(pair_steps) >= FEWEST_PAIRS else ': too few to tell'}."
         )
+    if run.lags:
+        means = ((lag, run.series(f"policy_kl/k3_lag/{lag}")[1]) for lag in run.lags)
+        said = ", ".join(f"lag {lag}: {scientific(statistics.fmean(values))}" for lag, values in means if values)
+        reading += f" Tokens of older weights add to it; means by lag in versions: {said}."
     if len(positive) < len(steps):
         reading += f" {len(steps) - len(positive)} values that are not above 0 are not shown on the log axis."
     return panel_of(name, title, direction, reading, figure)

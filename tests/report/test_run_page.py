@@ -273,6 +273,29 @@ def test_values_not_above_zero_are_owned_up_to_on_the_log_axis(synthetic_run, st
     assert "1 values that are not above 0 are not shown" in kl.reading
 
 
+def test_few_pairs_old_tokens_and_a_replay_of_a_run_are_said(synthetic_run, step_metrics, facts):
+    run_dir = synthetic_run(steps=6)  # of which steps 1 and 6 measure both passes
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 1,", "seed: 1, replays: runs/other,"))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for step in (7, 8):
+            lags = {"policy_kl/k3_lag/0": 1e-4, "policy_kl/k3_lag/2-3": 1e-3 * step}
+            file.write(encode(step, "train", step_metrics(step) | lags))
+    _, page = report(run_dir, facts)
+    assert "with replay: too few to tell." in page.words and "times lower" not in page.words
+    assert "on 2 paired steps: too few to tell; tokens of lag 0, 2-3" in page.words
+    assert "means by lag in versions: lag 0: 1.0e-04, lag 2-3: 7.5e-03." in page.words
+    assert "trained again on the rollouts of another run (--replay)" in page.words
+
+
+def test_no_plot_has_a_factor_over_its_axis():
+    figure, axes = figures.figure_of()
+    figures.line(axes, [1, 2], [6e-5, 1e-4], figures.BLUE, "rate")
+    figure.draw_without_rendering()
+    assert "8e\u221205" in [label.get_text() for label in axes.get_yticklabels()]
+    assert axes.yaxis.get_offset_text().get_text() == ""
+
+
 def test_utilization_is_shown_where_it_was_measured(synthetic_run, step_metrics):
     run_dir = synthetic_run(steps=3)
     without = run_plots._throughput(read_run(run_dir))
