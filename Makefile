@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-seeds test-part test-all nightly chaos mutants lint docs docs-test generated gpu-kit clean
+.PHONY: help venv lock demo test test-seeds test-part test-all nightly chaos mutants lint docs docs-test figures generated gpu-kit clean
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -65,6 +65,9 @@ docs: $(READY) ## build docs/ as a site in site/; needs no network
 
 docs-test: $(READY) ## run or check every block of the docs; the result is build/docs_test.json
 	@$(VENV)/bin/python -m tools.dev.docs_blocks
+
+figures: $(READY) ## make the pictures of the docs anew, and the text that quotes them: FIGURES="demo overlap"
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tools.dev.figures $(FIGURES)
 
 # The text of each page is in the module that writes it.
 PAGES := config=moe_rl.config.schema_reference metrics=moe_rl.report.registry commands=tools.dev.commands_page \
