@@ -300,7 +300,7 @@ class Session:
 
     @classmethod
     def of(cls, finished: FinishedSession) -> Session:
-        """Make the session again from what `finish` returned.
+        """Rebuild a session from the result of `finish`.
 
         Raises:
             SessionError: the place or content of a turn has changed. The message names the turn.

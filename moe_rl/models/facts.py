@@ -276,7 +276,7 @@ class Rope:
             read.wrong(f"{self.key}.rope_type", self.given["rope_type"], "'default', the only supported one")
 
     def whole(self, read: Fields) -> None:
-        """Refuse heads that are rotated in part, which vLLM would do and transformers would not."""
+        """Refuse partly rotated heads: vLLM would rotate a part, transformers all of each head."""
         if self.fraction != 1:
             read.wrong("partial_rotary_factor", self.fraction, "1.0, the only supported value")
 

@@ -82,8 +82,8 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        """Return what a GPU must hold that rank 0 shares with the sampler. What the trainer has reserved for a step, it
-        gives back before the sampler wakes."""
+        """Return the bytes on a GPU that rank 0 shares with the sampler. The trainer frees the memory of a step before
+        the sampler wakes."""
         first, sampler = self.stages[0], self.sampler.total_bytes
         if self.sleeps:
             return max(first.total_bytes, first.memory.model_bytes + sampler)

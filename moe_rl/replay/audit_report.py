@@ -52,7 +52,7 @@ _MOST = 0.9  # this share of the wrong rows must have the signature
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterRun:
-    """Holds one run of a router. ids, native: integers [R, K], ascending: what it returned, and its own choice."""
+    """Holds one call of a router. ids, native: integers [R, K], ascending: the returned experts, and its own choice."""
 
     microbatch: int
     layer: int
