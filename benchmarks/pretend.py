@@ -32,13 +32,13 @@ SETTINGS = ("parallel.expert=2", "train.dtype=bfloat16")
 
 BUDGET = {
     "layer": ("layer, forward and backward", 0),
-    "microbatch": ("microbatch and pass", 1),
-    "packing": ("microbatch, before the passes", 23),
-    "thread": ("microbatch, in the thread that makes the plans", 1),
-    "pass": ("pass", 11),
-    "update": ("update, besides its pass", 22),
+    "microbatch": ("microbatch and pass", 0),
+    "packing": ("microbatch, before the passes", 1),
+    "thread": ("microbatch, in the thread that makes the plans", 0),
+    "pass": ("pass", 7),
+    "update": ("update, besides its pass", 18),
     "norm": ("parameter and update, without TransformerEngine", 1),
-    "step": ("step", 36),
+    "step": ("step", 31),
 }
 """{level: (what it is counted for, how often the host may wait in it)}."""
 

@@ -52,10 +52,10 @@ TRANSFORMERS = Requirement(
 SAFETENSORS = Requirement("safetensors", ("safetensors",), ">=0.6.2", "0.8.0", "reading and writing checkpoints")
 NUMPY = Requirement("numpy", ("numpy",), ">=1.26,<3", "2.3.5", "routes and traces")
 PYDANTIC = Requirement("pydantic", ("pydantic",), ">=2.12,<3", "2.14.3", "configs")
-CUDA = Requirement("CUDA", (), ">=13.0", "", "training and sampling on GPUs")
+CUDA = Requirement("CUDA", (), ">=13.0", "13.0", "training and sampling on GPUs")
 NCCL = Requirement("NCCL", ("nvidia-nccl-cu13",), ">=2.29", "", "collectives between GPUs")
 TRANSFORMER_ENGINE = Requirement(
-    "transformer-engine", ("transformer-engine",), ">=2.0", "",
+    "transformer-engine", ("transformer-engine",), ">=2.0", "2.20.2",
     "fused layers, one grouped GEMM for a rank's experts, attention without padding",
 )  # fmt: skip
 APEX = Requirement("NVIDIA apex", ("apex",), "", "", "a fused Adam where transformer-engine is not installed")

@@ -21,9 +21,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.autograd.function import once_differentiable
 
-from moe_rl.megatron import world
 from moe_rl.megatron.copied_experts import receive_copies
 from moe_rl.megatron.dispatcher import PlannedDispatcher
+from moe_rl.objectives.device import to_device
 from moe_rl.planning.token_layout import positions_of
 
 
@@ -165,7 +165,7 @@ class PackedSelfAttention(SelfAttention):
 @lru_cache(maxsize=8)  # every layer of a microbatch asks for the same result
 def _positions(lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device) -> torch.Tensor:
     """Return the position of each row of a context-parallel rank in its sequence, [rows]."""
-    return world.on_device(np.concatenate([positions_of(n, rank, ranks) for n in lengths]), device)
+    return to_device(np.concatenate([positions_of(n, rank, ranks) for n in lengths]), device)
 
 
 class PackedAttention(torch.nn.Module):
@@ -283,8 +283,8 @@ def _slots(
     positions = np.zeros((len(lengths), width), np.int64)
     for row, n in zip(positions, lengths, strict=True):
         row[: n // ranks] = positions_of(n, rank, ranks)
-    queries, keys = (world.on_device(np.concatenate(part), device) for part in (queries, keys))
-    return queries, keys, world.on_device(positions, device)
+    queries, keys = (to_device(np.concatenate(part), device) for part in (queries, keys))
+    return queries, keys, to_device(positions, device)
 
 
 class PackedRotaryEmbedding(torch.nn.Module):

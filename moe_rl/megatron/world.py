@@ -112,12 +112,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def on_device(values: np.ndarray, target: torch.device) -> torch.Tensor:
-    """Copy an array to a device. The host does not wait for a GPU: the copy comes from pinned memory."""
-    host = torch.from_numpy(np.ascontiguousarray(values))
-    return host if target.type == "cpu" else host.pin_memory().to(target, non_blocking=True)
-
-
 def device_name() -> str:
     """Return the name of this rank's device, such as "NVIDIA H100 80GB HBM3"; "CPU" without a GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

@@ -274,8 +274,7 @@ def by_cuda_ipc(
     """Send the stream through a buffer on the GPU that rank 0 and the sampler share, one part per filling of the
     buffer.
 
-    Arguments and errors are those of `broadcast`. The sampler has copied the buffer when it answers a call. Never run
-    on a GPU.
+    Arguments and errors are those of `broadcast`. The sampler has copied the buffer when it answers a call.
     """
     # Imported here: vLLM's packed buckets take seconds to import, and only this way needs them.
     from moe_rl.weights.cuda_ipc import packed

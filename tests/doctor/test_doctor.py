@@ -36,8 +36,9 @@ from tests.support.refusals import tells
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = {path.name for path in (ROOT / "patches/vllm/0.32.0").glob("*.patch")}
 CONFIG = ROOT / "configs/tiny_moe_cpu.yaml"
-# The versions in the table, for a machine with a GPU.
-WHOLE = {part.name: part.tested for part in PARTS} | {"Python": "3.12.1", "CUDA": "13.0", "NCCL": "2.29.7"}
+# The versions in the table, for a machine with a GPU and without transformer-engine.
+OTHERS = {"Python": "3.12.1", "NCCL": "2.29.7", TRANSFORMER_ENGINE.name: ""}
+WHOLE = {part.name: part.tested for part in PARTS} | OTHERS
 
 
 def made_up(gpus=(), apex="absent", **found):

@@ -2,8 +2,9 @@
 names and shapes: `python -m tests.support.stubbed_te FOLDER`.
 
 The Python part of TransformerEngine must be importable. Nothing can be computed. For each family, weights are loaded
-from a checkpoint and exported again, experts are moved to other slots and back, and a sharded checkpoint is saved and
-loaded into a model with other weights. Prints one line of JSON: {family: what differs, or "" if nothing}.
+from a checkpoint and exported again, compared with sums of the live parameters, experts are moved to other slots and
+back, and a sharded checkpoint is saved and loaded into a model with other weights. Prints one line of JSON: {family:
+what differs, or "" if nothing}.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ def differences(name: str, folder: Path) -> str:
     """Return what differs for one family; "" if nothing."""
     from megatron.core import dist_checkpointing
 
-    from moe_rl.megatron import expert_order, hf_map, model, world
+    from moe_rl.megatron import expert_order, hf_map, live_weights, model, world
     from moe_rl.models.hf import read_model
     from moe_rl.proof.cases import Case
+    from moe_rl.weights import conservation
     from tests.support.families import write_checkpoint
 
     case, facts = Case(1), read_model(write_checkpoint(name, folder / name, seed=1))
@@ -75,6 +77,17 @@ def differences(name: str, folder: Path) -> str:
         pairs = hf_map.export([module], facts, dense=True, experts=True)
         return {key: value.clone() for key, value in pairs}
 
+    def unlike_live(module: torch.nn.Module) -> str:
+        """Say where sums of the parameters, which know TransformerEngine's names too, differ from those exported."""
+        tensors = exported(module)
+        parts = conservation.parts_of({key: value.shape for key, value in tensors.items()})
+        held = live_weights.LiveWeights([module], facts, parts).content(torch.float32, [], updated=False)
+        sums = conservation.PartSums(parts, torch.device("cpu"))
+        for key, value in tensors.items():
+            for part, piece in conservation.cut(key, value):
+                sums.add(part, piece, value.dtype)
+        return conservation.difference(sums.content(), held, None, version=1)
+
     ours = built(folder / name)
     before = exported(ours)
     layers = [layer.mlp for layer in ours.decoder.layers if layer.is_moe_layer]
@@ -84,7 +97,7 @@ def differences(name: str, folder: Path) -> str:
     turned = np.arange(facts.num_experts)[::-1].copy()
     for moe in layers:
         expert_order.move(moe, turned, [optimizer])
-    moved = exported(ours)
+    moved, live = exported(ours), unlike_live(ours)
     for moe in layers:
         expert_order.move(moe, np.arange(facts.num_experts), [optimizer])
     write_checkpoint(name, folder / f"{name} other", seed=2)
@@ -100,6 +113,7 @@ def differences(name: str, folder: Path) -> str:
     found = {
         "no TransformerEngine": [] if kinds == {"TEGroupedMLP"} else sorted(kinds),
         "moved experts": _differing(before, moved),
+        "live weights": [live] if live else [],
         "experts moved back": _differing(before, exported(ours)),
         "loaded again": _differing(before, exported(other)),
         "nothing to load": [] if unlike else ["all weights are equal"],
