@@ -69,6 +69,7 @@ LOSSES = {
     "gmpo": ("clip_low=0.33", "clip_high=0.49"),
     "dppo_tv": ("delta_low=0.2", "delta_high=0.2", "weight_cap=20.0"),
     "minirl": ("clip_low=0.2", "clip_high=0.27", "weight_cap=5.0"),
+    "topr": ("weight_cap=1.0",),
     "decoupled": ("clip_low=0.2", "clip_high=0.2", "weight_cap=5.0", "dual_clip=3.0"),
 }
 _TRUNCATE, _REJECT = (

@@ -154,10 +154,13 @@ class ObjectiveConfig(Section):
             )
 
     def _second_moment_problems(self) -> Iterator[Problem]:
-        if self.old_logprobs == "sampler":
+        if self.old_logprobs != "trainer":
             yield describe(
-                "the old policy is the sampler, so every log-ratio that it uses is 0",
-                where={"key": "objective.second_moment_limit", "given": "objective.old_logprobs is sampler"},
+                "it compares the trainer's policy before the update with the sampler",
+                where={
+                    "key": "objective.second_moment_limit",
+                    "given": f"objective.old_logprobs is {self.old_logprobs}",
+                },
                 got=self.second_moment_limit,
                 expected="objective.old_logprobs trainer, or null",
             )
@@ -325,8 +328,18 @@ class MinirlConfig(ObjectiveConfig):
     """Fixed by the method: its ratio is to the trainer's policy before the first update of the step."""
 
 
+class ToprConfig(ObjectiveConfig):
+    """Imitates completions with a positive advantage at full weight, and weights the others by the truncated ratio of
+    the whole completion to the sampler. It sums over a sequence and takes the mean over sequences."""
+
+    name: Literal["topr"]
+    weight_cap: WeightCap = Field(examples=[1.0])
+    old_logprobs: Literal["sampler"] = "sampler"
+    """Fixed by the method: its ratio is to the sampler's policy."""
+
+
 class DecoupledConfig(ObjectiveConfig):
-    """Works like dapo, multiplied by the truncated ratio of the trainer's old policy to the sampler."""
+    """Works like dapo, multiplied by the truncated ratio of the old policy to the sampler."""
 
     weighs_by_sampler = True
     name: Literal["decoupled"]
@@ -334,8 +347,10 @@ class DecoupledConfig(ObjectiveConfig):
     clip_high: ClipHigh = Field(examples=[0.2])
     weight_cap: WeightCap = Field(examples=[5.0])
     dual_clip: DualClip = Field(default=None, examples=[3.0])
-    old_logprobs: Literal["trainer"] = "trainer"
-    """Fixed by the method: its ratio is to the trainer's policy before the first update of the step."""
+    old_logprobs: Literal["trainer", "interpolated"] = "trainer"  # type: ignore[assignment]
+    """Source of the old log-probabilities. trainer: the weights at the step's beginning. interpolated (A-3PO,
+    arXiv 2512.06547): (1 - a) times the current policy's plus a times the sampler's, with a = 1 / lag of the token, and
+    0 at lag 0. It needs no pass of its own in any update."""
 
 
 AnyObjective = Annotated[
@@ -349,6 +364,7 @@ AnyObjective = Annotated[
     | Annotated[GmpoConfig, Tag("gmpo")]
     | Annotated[DppoTvConfig, Tag("dppo_tv")]
     | Annotated[MinirlConfig, Tag("minirl")]
+    | Annotated[ToprConfig, Tag("topr")]
     | Annotated[DecoupledConfig, Tag("decoupled")],
     chosen_by("name", "gspo"),
 ]

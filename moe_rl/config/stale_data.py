@@ -35,7 +35,7 @@ def stale_problems(objective: ObjectiveConfig, lag: int) -> Iterator[Problem]:
             where={"key": "objective", "given": f"completions may be {lag} weight versions old"},
             got=f"objective.name {objective.name} with objective.old_logprobs trainer and no correction",
             expected=f"a lag of at most {UNCORRECTED_LAG}, or an objective that corrects it",
-            do="set objective.name to decoupled, minirl or dppo_tv, or objective.old_logprobs to sampler, or add a "
-            "truncate, mask or reject to objective.corrections, or set objective.off_policy_delta or "
+            do="set objective.name to decoupled, minirl, dppo_tv or topr, or objective.old_logprobs to sampler, or add "
+            "a truncate, mask or reject to objective.corrections, or set objective.off_policy_delta or "
             "objective.second_moment_limit",
         )

@@ -33,3 +33,19 @@ def with_keys(lags: Tensor, sequence_ids: Tensor) -> Tensor:
         return lags
     apart = sequence_ids * (lags.amax() + 1)
     return (apart + lags).cummax(0)[0] - apart
+
+
+def interpolated(logprobs: Tensor, rollout_logprobs: Tensor, lags: Tensor) -> Tensor:
+    """Return A-3PO's old logprobs (arXiv 2512.06547), which need no pass of their own.
+
+    (1 - a_t) l_t + a_t l_rollout_t,   a_t = 1 / lag of token t, and 0 at lag 0
+
+    The older the sampler's weights are, the nearer this is to the current policy.
+
+    Args:
+        logprobs: [N] float32 or float64, of the current policy, without gradient. rollout_logprobs has the same shape
+            and dtype.
+        lags: int64 [N].
+    """
+    share = torch.where(lags > 0, 1 / lags.clamp(min=1).double(), 0.0)
+    return torch.lerp(logprobs.double(), rollout_logprobs.double(), share).to(logprobs.dtype)

@@ -31,7 +31,7 @@ from moe_rl.objectives.clipped import dapo, decoupled, dr_grpo, grpo, sapo
 from moe_rl.objectives.loss_parts import PolicyLoss, check_tokens, nan_unless_finite, own_length
 from moe_rl.objectives.penalties import KL_ESTIMATORS
 from moe_rl.objectives.sequence_ratio import gmpo, gspo, gspo_token
-from moe_rl.objectives.weighted import cispo, dppo_tv, minirl
+from moe_rl.objectives.weighted import cispo, dppo_tv, minirl, topr
 
 POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "gspo": gspo,
@@ -44,6 +44,7 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "gmpo": gmpo,
     "dppo_tv": dppo_tv,
     "minirl": minirl,
+    "topr": topr,
     "decoupled": decoupled,
 }
 
@@ -56,7 +57,7 @@ def global_denominator(name: str, lengths: Iterable[int], max_tokens: int) -> in
 
         gspo, gspo_token, grpo, sapo, gmpo: number of sequences with at least one token
         dapo, cispo, dppo_tv, decoupled: number of tokens
-        minirl: number of sequences, empty ones included
+        minirl, topr: number of sequences, empty ones included
         dr_grpo: number of sequences, empty ones included, times max_tokens
 
     A denominator of 0 means that the batch has nothing to learn from: skip the update.
@@ -72,7 +73,7 @@ def global_denominator(name: str, lengths: Iterable[int], max_tokens: int) -> in
     lengths = list(lengths)
     if name in _TOKEN_MEANS:
         return sum(lengths)
-    if name == "minirl":
+    if name in ("minirl", "topr"):
         return len(lengths)
     if name == "dr_grpo":
         return len(lengths) * max_tokens

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.objectives.centering import Head, centering
-from moe_rl.objectives.loss_parts import PolicyLoss, check_loss, token_advantages, with_counts
+from moe_rl.objectives.loss_parts import PolicyLoss, check_loss, sum_by_sequence, token_advantages, with_counts
 
 
 def cispo(
@@ -130,6 +130,36 @@ def minirl(
     masked = ((of_token > 0) & (ratio > 1 + clip_high)) | ((of_token < 0) & (ratio < 1 - clip_low))
     scale = torch.where(masked, 0.0, (current - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap))
     return _weighted(logprobs, of_token, scale, ratio, masked, denominator, broken)
+
+
+def topr(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    weight_cap: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """Compute the loss of Tapered Off-Policy REINFORCE (arXiv 2503.14286).
+
+    loss = -(1 / denominator) sum_i sum_t w_i A_i l_t
+    w_i  = sg[min(exp(sum_t (l_t - l_old_t)), weight_cap)] where A_i < 0, else 1
+
+    Good completions are imitated with full weight however old they are; bad ones count only as far as the policy would
+    still write them. So nothing grows without bound, and no bound keeps the policy near the sampler. The method's old
+    policy is the sampler: pass the sampler's logprobs as old_logprobs. The denominator is the number of sequences,
+    empty ones included. A clip event is a token of a sequence with A_i < 0 whose ratio is above weight_cap. The ratio
+    statistics use the token's own ratio. The paper uses weight_cap 1.
+    """
+    broken = check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, weight_cap=weight_cap)
+    of_token = token_advantages(advantages, sequence_ids, weights)
+    log_ratio = logprobs.detach().double() - old_logprobs.detach().double()
+    of_sequence = sum_by_sequence(log_ratio, advantages, sequence_ids).exp()[sequence_ids]
+    bad = of_token < 0
+    scale = torch.where(bad, of_sequence.clamp(max=weight_cap), 1.0)
+    return _weighted(logprobs, of_token, scale, log_ratio.exp(), bad & (of_sequence > weight_cap), denominator, broken)
 
 
 def _weighted(

@@ -292,13 +292,13 @@ ALL = (
     # The update.
     Metric("objective/loss", "loss", "neutral",
         "Value of the loss. It does not measure progress. With centred advantages and a mean "
-        "over sequences it is near 0 by construction. Under cispo, dppo_tv and minirl it "
+        "over sequences it is near 0 by construction. Under cispo, dppo_tv, minirl and topr it "
         "contains the log-likelihood, and only its gradient has a meaning.",
         "Not finite: all ranks skip the update."),
     Metric("objective/clip_fraction", "fraction", "neutral",
         "Fraction of the tokens (gspo: of the sequences) whose gradient the loss removed or "
         "reduced. Clipping the ratio removes the gradient (gspo, gspo_token, grpo, dr_grpo, "
-        "dapo, gmpo, decoupled), and so does masking (dppo_tv, minirl). cispo truncates the "
+        "dapo, gmpo, decoupled), and so does masking (dppo_tv, minirl). cispo and topr truncate the "
         "weight. sapo fades it, and a gate below 1/2 counts. A token with advantage 0 or "
         "correction weight 0 does not count.",
         "Near 1: the policy moves too far in a step. 0 is expected with one update per step and old_logprobs=trainer."),

@@ -13,6 +13,7 @@ from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.megatron.share import Share, Work
 from moe_rl.objectives import corrections
 from moe_rl.objectives.centering import Head
+from moe_rl.objectives.lags import interpolated
 from moe_rl.objectives.losses import POLICY_LOSSES, USE_ROLLOUT_LOGPROBS, reference_kl
 from moe_rl.objectives.penalties import entropy_bonus
 
@@ -65,6 +66,9 @@ class UpdateLoss:
         self.seen[number] = tuple(values.detach() for values in (logprobs, *entropies))
         if self.own_old:
             work.old_logprobs = self.seen[number][0]
+        elif objective.old_logprobs == "interpolated":
+            assert work.lags is not None
+            work.old_logprobs = interpolated(self.seen[number][0], microbatch.rollout_logprobs, work.lags)
         own: dict[str, Any] = {}
         if objective.name in USE_ROLLOUT_LOGPROBS:
             own["rollout_logprobs"] = microbatch.rollout_logprobs

@@ -121,7 +121,7 @@ class TrainStep:
         credit = give_credit(objective, sequences, group_ids, shares)
         with clock("train"):
             for number, share in enumerate(shares):
-                observed = number == 0 and (own or objective.old_logprobs == "sampler")
+                observed = number == 0 and (own or objective.old_logprobs != "trainer")
                 loss = UpdateLoss(objective, share, shown.sums, own_old=own and number == 0)
                 result, seen = policy.update(
                     share.work,

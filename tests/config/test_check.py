@@ -200,6 +200,7 @@ def settings(name):
         "dr_grpo": ["advantage=group_mean"],
         "minirl": ["advantage=group_mean"],
         "dppo_tv": ["old_logprobs=sampler"],
+        "topr": ["old_logprobs=sampler"],
     }
     parameters = [f"{key}={value}" for key, value in LOSS_PARAMETERS[name].items()]
     return [f"objective.{item}" for item in [f"name={name}", *parameters, *others.get(name, [])]]
@@ -235,6 +236,8 @@ def test_a_parameter_that_the_loss_needs_is_asked_for_with_its_published_value(f
         ("dr_grpo", "objective.advantage=group_std", "group_mean"),
         ("minirl", "objective.advantage=leave_one_out", "group_mean"),
         ("dppo_tv", "objective.old_logprobs=trainer", "sampler"),
+        ("topr", "objective.old_logprobs=trainer", "sampler"),
+        ("cispo", "objective.old_logprobs=interpolated", "sampler"),
         ("minirl", "objective.old_logprobs=sampler", "trainer"),
         ("decoupled", "objective.old_logprobs=sampler", "trainer"),
     ],

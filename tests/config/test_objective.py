@@ -74,9 +74,9 @@ def test_the_second_moment_limit_needs_a_loss_by_token_and_the_trainers_old_poli
     for name, other in (("gspo", "gspo_token"), ("gmpo", "grpo")):
         (message,) = found(*loss(name), SECOND_MOMENT)
         tells(message, other, key="objective.second_moment_limit", given=f"objective.name is {name}")
-    for name in ("gspo_token", "dppo_tv"):
-        (message,) = found(*loss(name, old="sampler"), SECOND_MOMENT)
-        tells(message, key="objective.second_moment_limit", given="objective.old_logprobs is sampler")
+    for name, old in (("gspo_token", "sampler"), ("dppo_tv", "sampler"), ("decoupled", "interpolated")):
+        (message,) = found(*loss(name, old=old), SECOND_MOMENT)
+        tells(message, key="objective.second_moment_limit", given=f"objective.old_logprobs is {old}")
 
 
 CENTERED = "objective.score_centering=8"
@@ -203,7 +203,7 @@ def test_another_loss_than_that_of_the_file(found, config_file):
     assert found() == []
     (message,) = found("objective.name=grpo")
     tells(message, key="objective.weight_cap", file=config_file, line=line, given="objective.name is grpo", got=3)
-    tells(message, "cispo, dppo_tv, minirl, decoupled", expected=("objective.clip_low, objective.clip_high",))
+    tells(message, "cispo, dppo_tv, minirl, topr, decoupled", expected=("objective.clip_low, objective.clip_high",))
     objective = load_config(config_file, ["objective.name=grpo", "objective.weight_cap=null"]).objective
     assert objective.parameters == {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": None} and objective.name == "grpo"
     lost = found("objective.name=sapo")

@@ -21,7 +21,8 @@ PLAIN = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "cispo", "sapo", "gmpo
 CASES = [
     *((name, {}, False) for name in PLAIN),
     *((name, {"old_logprobs": "sampler"}, True) for name in PLAIN),
-    *((name, {}, True) for name in ("dppo_tv", "minirl", "decoupled")),
+    *((name, {}, True) for name in ("dppo_tv", "minirl", "topr", "decoupled")),
+    ("decoupled", {"old_logprobs": "interpolated"}, True),
     *(("grpo", {"corrections": (one,)}, True) for one in (TIS, MASK, REJECT)),
     ("grpo", {"corrections": (VETO,)}, False),
     ("gspo", {"corrections": (VETO, REJECT)}, True),

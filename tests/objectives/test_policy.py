@@ -141,7 +141,7 @@ def scalar_denominator(name, lengths):
         return max(1, len([n for n in lengths if n > 0]))
     if name in TOKEN_MEANS:
         return max(1, sum(lengths))
-    return max(1, {"minirl": len(lengths), "dr_grpo": len(lengths) * MAX_TOKENS}[name])
+    return max(1, {"minirl": len(lengths), "topr": len(lengths), "dr_grpo": len(lengths) * MAX_TOKENS}[name])
 
 
 def clip(ratio, batch):
@@ -181,6 +181,17 @@ def scalar_sequence(name, batch, advantage, tokens):
             [0.0 if e else value / n for e in events],
             [math.exp(d) for d in deltas],
             sum(e and weights[0] > 0 for e in events),
+        )
+    if name == "topr":
+        whole = math.exp(min(math.fsum(deltas), 700))
+        scale = min(whole, o["weight_cap"]) if advantage < 0 else 1.0
+        event = advantage < 0 and whole > o["weight_cap"]
+        slopes = [-w * scale * advantage for w in weights]
+        return (
+            math.fsum(slope * batch.l[t] for slope, t in zip(slopes, tokens, strict=True)),
+            slopes,
+            [math.exp(d) for d in deltas],
+            sum(event and w > 0 for w in weights),
         )
     value, gradient, ratios, events = 0.0, [], [], 0
     for t, d, correction in zip(tokens, deltas, weights, strict=True):
@@ -286,7 +297,7 @@ def test_gradients_equal_finite_differences(name):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_the_fixed_batch_has_both_branches(name):
-    batch = Batch(**{**vars(FIXED), "others": FIXED.others | {"tau_positive": 5.0}})  # a gate narrow enough to fade
+    batch = Batch(**{**vars(FIXED), "others": FIXED.others | {"tau_positive": 5.0, "weight_cap": 1.5}})  # narrow enough
     result, _ = batch.run(name)
     assert 0 < result.clip_events.item() < result.clip_units.item()
 
@@ -329,6 +340,7 @@ BY_HAND = {  # gradients times the denominator, and the denominator
     "cispo": ([-1.75 * 3, 1, 0.25, 1], 4),  # 2 is truncated to 1.75
     "dppo_tv": ([-1.75 * 3, 1, 0, 1], 4),  # 0.5 - 0.25 is within 0.5, 0.125 - 0.5 is not within 0.3
     "minirl": ([0, 0.5, 0, 1.75], 3),  # 2 and 1/4 are masked; to the sampler 0.5 / 1.0 and 0.5 / 0.03125 truncated
+    "topr": ([-3, 0.25, 0.25, 0.25], 3),  # the ratio of the good completion does not count, that of the bad one is 1/4
     "decoupled": ([0, 0.5, 0, 1.75], 4),  # clipped alike; times 1/2 and 16 truncated
     # the third root of 1 x 1/2 x 1, where 1/4 is held at 1/2, over 3 tokens; 2 is held at 1.5
     "gmpo": ([0, 0.5 ** (1 / 3) / 3, 0, 0.5 ** (1 / 3) / 3], 2),
@@ -398,7 +410,8 @@ def test_an_overflowing_ratio_that_does_not_count_leaves_no_nan(name, advantage)
 def test_an_overflowing_ratio_is_bounded_by_the_losses_that_truncate_or_fade(name, advantage):
     result, gradient = Batch([-0.5], [-2000.0], [advantage], [0], 0.2, 0.2).run(name)
     assert result.ratio_max.item() == math.inf  # the witness: exp did overflow
-    kept = advantage if name == "cispo" or (name in ("dppo_tv", "minirl") and advantage < 0) else 0.0
+    kept = advantage if name == "cispo" or (name in ("dppo_tv", "minirl", "topr") and advantage < 0) else 0.0
+    kept = 0.5 if name == "topr" and advantage > 0 else kept  # imitated at full weight
     assert gradient == [-2.0 * kept] and math.isfinite(result.loss.item())  # 2 is weight_cap
 
 
@@ -501,6 +514,7 @@ def test_denominators():
         "dppo_tv": 5,
         "decoupled": 5,
         "minirl": 4,
+        "topr": 4,
         "dr_grpo": 40,
     }
     assert {global_denominator(name, [], 10) for name in POLICY_LOSSES} == {0}

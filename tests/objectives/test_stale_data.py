@@ -8,6 +8,7 @@ import torch
 
 from moe_rl.config.correction_keys import CorrectionConfig
 from moe_rl.objectives.corrections import token_weights
+from moe_rl.objectives.lags import interpolated
 from moe_rl.objectives.losses import policy_loss
 
 F64 = torch.float64
@@ -17,10 +18,12 @@ CAPPED = {"weight_cap": 50.0}
 NOW = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=F64).log()
 SAMPLER = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64).log()
 ADVANTAGES = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=F64)
+LAGS = torch.tensor([0, 1, 2, 8])
 TIS = (CorrectionConfig(level="token", rule="truncate", high=50.0),)
 PRODUCT = (CorrectionConfig(level="sequence", rule="truncate", high=50.0),)
 RIGHT = {
     "decoupled": ("decoupled", NOW, WIDE | CAPPED, ()),
+    "decoupled, interpolated": ("decoupled", interpolated(NOW, SAMPLER, LAGS), WIDE | CAPPED, ()),
     "minirl": ("minirl", NOW, WIDE | CAPPED, ()),
     "dppo_tv": ("dppo_tv", SAMPLER, {"delta_low": 1.0, "delta_high": 1.0} | CAPPED, ()),
     **{
@@ -35,6 +38,7 @@ WRONG = {
     **{name: (name, NOW, WIDE, ()) for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo")},
     "cispo": ("cispo", NOW, CAPPED, ()),
     "sapo from the sampler": ("sapo", SAMPLER, SAPO, ()),
+    "topr": ("topr", SAMPLER, {"weight_cap": 1.0}, ()),
 }
 
 
@@ -69,3 +73,10 @@ def test_without_the_ratio_to_the_sampler_it_is_another_one(case):
     """The control: these losses take the trainer's old policy for the one that drew the tokens."""
     gradient = mean_gradient(*WRONG[case])
     assert (gradient - POLICY_GRADIENT).abs().max() > 0.1 * POLICY_GRADIENT.abs().max()
+
+
+def test_interpolated_logprobs_by_hand():
+    """At lag 0 the current policy's, at lag 1 the sampler's, later again nearer to the current policy's."""
+    now, sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-3.0, -3.0, -3.0, -5.0])
+    assert interpolated(now, sampler, LAGS).tolist() == [-1.0, -3.0, -2.0, -1.5]
+    assert interpolated(now, sampler, LAGS).dtype == torch.float32

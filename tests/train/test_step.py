@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_rl.config.correction_keys import CorrectionConfig
-from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, GspoConfig
+from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, DecoupledConfig, GspoConfig
 from moe_rl.megatron.share import Share, Work
 from moe_rl.objectives.losses import POLICY_LOSSES, reference_kl
 from moe_rl.train.loss import LossSums, UpdateLoss
@@ -100,3 +100,25 @@ def test_the_entropy_bonus_lowers_the_loss_by_the_mean_over_all_tokens():
     entropies = torch.tensor([1.0, 2.0, 0.5])
     bonus = UpdateLoss(GspoConfig(entropy_coef=0.5), share, LossSums())(0, logprobs, entropies)
     assert float(bonus - without) == pytest.approx(-0.5 * 3.5 / 6)
+
+
+def test_interpolated_old_logprobs_follow_the_current_policy_by_lag():
+    """No pass has computed old logprobs: the loss has them from its own forward, in every update."""
+    objective = DecoupledConfig(
+        name="decoupled", clip_low=0.2, clip_high=0.2, weight_cap=5.0, old_logprobs="interpolated"
+    )
+    rollout, lags = torch.tensor([-1.5, -2.0, -0.4]), torch.tensor([0, 1, 4])
+    microbatch = SimpleNamespace(
+        advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=rollout
+    )
+    work = Work(microbatch, None, rollout, lags=lags)
+    for logprobs in (torch.tensor([-1.0, -2.1, -0.8]), torch.tensor([-1.1, -2.3, -0.7])):
+        old = torch.tensor([float(logprobs[0]), -2.0, float(0.75 * logprobs[2] + 0.25 * rollout[2])])
+        alone = POLICY_LOSSES["decoupled"](
+            logprobs, old, microbatch.advantages, microbatch.sequence_ids, denominator=3, rollout_logprobs=rollout,
+            **objective.parameters,
+        )  # fmt: skip
+        assert float(UpdateLoss(objective, Share([work], 3, 2, 3), LossSums())(0, logprobs)) == pytest.approx(
+            float(alone.loss), rel=1e-6
+        )
+        torch.testing.assert_close(work.old_logprobs, old)
