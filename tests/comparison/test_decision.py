@@ -111,6 +111,7 @@ def test_the_sequences_of_a_single_prompt_are_drawn_one_by_one():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_looking_several_times_decides_wrongly_no_more_often_than_promised(monkeypatch):
     """Without a difference, 5% of the decisions may be wrong. Uncorrected looks would be wrong twice as often."""
     monkeypatch.setattr(decision, "RESAMPLES", 3000)

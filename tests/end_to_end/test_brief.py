@@ -168,7 +168,8 @@ def test_several_samples_of_a_prompt_give_pass_at_k(brief_run):
 @pytest.mark.long
 def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):
     """Rank 0 dies in the second of two steps. Ended in other phases and by SIGTERM: test_run.py."""
-    launches.append(Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *BRIEF)))
+    # In the background the first checkpoint may still be unfinished when the second step trains.
+    launches.append(Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *BRIEF, "checkpoint.asynchronous=false")))
     (killed,) = launches
 
     def in_the_second_update():

@@ -253,5 +253,5 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         kept = store.aux(completion.routes, "router_logits")
         rows = store.aux(completion.routes, "router_logits_rows")
         best = np.sort(np.argsort(kept, -1)[..., -4:], -1)
-        apart = gaps_of(torch.from_numpy(kept), 4) >= NEAR
+        apart = gaps_of(torch.tensor(kept), 4) >= NEAR
         np.testing.assert_array_equal(best[apart], store.read(completion.routes).routes[rows][apart])

@@ -166,6 +166,8 @@ def test_the_amx_back_end_takes_updates(tmp_path):
     updates = [by_disk(tmp_path, sent, version=1), by_disk(tmp_path, sent, version=2, replaces=1, changed=False)]
     command = [sys.executable, "-c", UPDATED, str(model), *(encode(update).decode() for update in updates)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if "no attribute 'convert_weight_packed'" in done.stderr:
+        pytest.skip("vLLM's library for this CPU, which lacks AVX512-BF16, has no kernels that pack for AMX")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
     answer = json.loads(line.removeprefix("ANSWER "))
