@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 
-_DEEPEST = 100
+# Deepest nesting of a body, and of a call's arguments, which come back inside of a body.
+_DEEPEST, _DEEPEST_ARGUMENTS = 100, 80
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _HALF = re.compile(b"(%b(?!%b)|(?<!%b)%b)" % (_HIGH, _LOW, _HIGH, _LOW))
 
 
-def carried(text: str | bytes) -> Any:
+def carried(text: str | bytes, deepest: int = _DEEPEST) -> Any:
     """Return the value of JSON text. If an object repeats a name, the last value counts.
 
     Raises:
@@ -26,21 +27,21 @@ def carried(text: str | bytes) -> Any:
     try:
         value = msgspec.json.decode(text)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {_DEEPEST}") from None
+        raise ValueError(f"it is nested deeper than {deepest}") from None
     except (msgspec.MsgspecError, UnicodeError) as error:
         content = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
         if half := _HALF.search(content):
             raise ValueError(f"a text has half a surrogate pair, {half[1].decode()}, which is no character") from None
         raise ValueError(str(error)) from None
-    if _depth(value) > _DEEPEST:
-        raise ValueError(f"it is nested deeper than {_DEEPEST}")
+    if _depth(value) > deepest:
+        raise ValueError(f"it is nested deeper than {deepest}")
     return value
 
 
 def as_object(text: str) -> dict[str, Any] | None:
     """Return a tool call's arguments if they are an object that survives a round trip, otherwise None."""
     try:
-        value = carried(text)
+        value = carried(text, _DEEPEST_ARGUMENTS)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -6,33 +6,21 @@ tower. They differ too much in how they say which layers have experts, so the us
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# As transformers and vLLM spell them.
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-    "num_moe_experts",
-    "n_experts",
-    "moe_num_primary_experts",
+# Names of keys: a number of experts, such as num_experts, moe_num_experts, n_routed_experts, expert_num and
+# num_experts_list; a number of experts per token, such as num_experts_per_tok, moe_topk and top_k_experts.
+_EXPERTS = re.compile(r"(.*_)?((num|n|nb|total)_(.*_)?experts?(_list|_count)?|experts?_(num|number|count)|experts)")
+_TOP_K = re.compile(
+    r"(.*_)?(experts?_per_tok(en)?(_list)?|top_?k_experts?|experts?_(top_?k|used|used_count)|(moe|router)_(.*_)?(top_?)?k"
+    r"|(selected|active|activated|used)_(.*_)?experts)"
 )
-_TOP_K = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "top_k_experts",
-    "moe_top_k",
-    "moe_topk",
-    "moe_k",
-    "experts_per_token",
-    "num_selected_experts",
-    "moe_num_active_primary_experts",
-)
-_LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
+_OTHER = re.compile("shared|redundant|zero|mtp|draft|vision|audio|used|(^|_)(per|top|selected|active|activated)(_|$)")
+_BARE_TOP_K = re.compile("top_?k")  # outside of a section about experts these are settings of sampling
+_LAYERS = re.compile("num_hidden_layers|n_layers|num_layers|n_layer")
 # Parts of a model other than the text decoder.
 _BESIDE = ("vision", "visual", "audio", "talker", "code2wav", "draft")
 
@@ -59,12 +47,17 @@ class Experts:
 
 def find_experts(raw: dict[str, Any]) -> Experts | None:
     """Return the experts of a model's decoder, None for a dense model. raw: its config.json."""
+    found: list[Experts] = []
     for names, sections in _sections(raw):
-        experts = _number(sections[:1], _EXPERTS)
+        experts = _number(sections[:1], _EXPERTS, but=_OTHER)
         # A dense model may have the keys of its family with null, 0 or 1.
         if experts is not None and experts > 1 and sections[0].get("enable_moe_block") is not False:
-            return Experts(".".join(names), experts, _number(sections, _TOP_K), _number(sections, _LAYERS))
-    return None
+            top_k = _number(sections, _TOP_K)
+            if top_k is None and any("moe" in name for name in names):
+                top_k = _number(sections[:1], _BARE_TOP_K)
+            found.append(Experts(".".join(names), experts, top_k, _number(sections, _LAYERS)))
+    alike = [one for one in found if one.where == found[0].where]  # one section for each layer
+    return max(alike, key=lambda one: one.num_experts, default=None)
 
 
 def family_name(raw: dict[str, Any]) -> str:
@@ -83,19 +76,20 @@ def _sections(raw: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], list[dict[
         level = [
             ((*names, name), [section, *outer])
             for names, outer in level
-            for name, section in outer[0].items()
+            for name, value in outer[0].items()
+            for section in (value if isinstance(value, list) else [value])
             if isinstance(section, dict) and not any(part in name for part in _BESIDE)
         ]
 
 
-def _number(sections: Sequence[dict[str, Any]], keys: Sequence[str]) -> int | None:
-    """Return the first whole number under one of the keys. A list, one number per layer or modality, counts if all its
-    numbers are equal."""
+def _number(
+    sections: Sequence[dict[str, Any]], keys: re.Pattern[str], but: re.Pattern[str] | None = None
+) -> int | None:
+    """Return the largest whole number under one of the keys, in the first section that has any. A list has one number
+    per layer or modality."""
     for section in sections:
-        for key in keys:
-            value = section.get(key)
-            if isinstance(value, list) and value and all(one == value[0] for one in value):
-                value = value[0]
-            if type(value) is int:
-                return value
+        given = [value for key, value in section.items() if keys.fullmatch(key) and not (but and but.search(key))]
+        flat = [one for value in given for one in (value if isinstance(value, list) else [value])]
+        if found := [one for one in flat if type(one) is int]:
+            return max(found)
     return None

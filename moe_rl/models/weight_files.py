@@ -25,8 +25,8 @@ from moe_rl.models.weight_table import EMBEDDING, HEAD
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 # Buffers that older model versions saved, and that transformers and vLLM skip.
 _DERIVED = re.compile(
-    r"(^|\.)(rotary_(pos_)?emb\.((original_)?inv_freq|cos_cached|sin_cached|cos_sin_cache)"
-    r"|(self_attn|attn|attention)\.(bias|masked_bias))$"
+    r"(^|\.)((rotary(_pos)?(_emb)?|rope)\.((original_)?inv_freq|freqs|_?(cos|sin)_cached|cos_sin_cache)"
+    r"|freqs_cis|position_ids|(self_attn|attn|attention)\.(bias|masked_bias))$"
 )
 
 
@@ -141,7 +141,7 @@ def is_left_out(facts: ModelFacts, name: str) -> bool:
 
 
 def is_derived(name: str) -> bool:
-    """Return whether `name` is a buffer that software recomputes from config.json: rotary angles, causal masks."""
+    """Return whether `name` is a buffer that software recomputes: rotary angles, causal masks, positions."""
     return _DERIVED.search(name) is not None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from moe_rl.tasks.rows import plain_json, value_at
@@ -11,6 +12,7 @@ from moe_rl.tasks.rows import plain_json, value_at
 # The beginning of messages in JSON and in Python's repr.
 _MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|from|value|messages)["']\s*:""")
 _OBJECT = re.compile(r"\s*(?:\[\s*)?\{")
+_QUOTED = re.compile(r'\s*"\s*\[\s*\{\s*\\"')
 _ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
 
 
@@ -20,6 +22,10 @@ def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
     Raises:
         ValueError: the text looks like messages but cannot be read as a list of them. The text is for the user.
     """
+    if isinstance(prompt, str) and _QUOTED.match(prompt):  # JSON text of JSON text
+        with suppress(ValueError):
+            inner = stored_messages(plain_json(prompt))
+            return inner if isinstance(inner, list) else prompt
     if not isinstance(prompt, str) or not _OBJECT.match(prompt) or not _ROLE.search(prompt):
         return prompt
     remedy = "give a list of messages, or JSON text of one"
@@ -58,6 +64,36 @@ def listed_tools(row: dict[str, Any], column: str) -> list[Mapping[str, Any]]:
     if not isinstance(found, list) or not all(map(_is_tool, tools)):
         raise _no_tools(column, found)
     return tools
+
+
+def refuse_unread(row: dict[str, Any], template_kwargs: Mapping[str, Any], *, tools_unknown: bool) -> None:
+    """Refuse a row of a chat whose columns say what the template is not told: tools under another name, settings.
+
+    Args:
+        template_kwargs: those of task.chat.
+        tools_unknown: whether the row may have tools in a column that nobody named.
+
+    Raises:
+        ValueError: there is such a column. The text is for the user.
+    """
+    for name, value in row.items():
+        if tools_unknown and isinstance(value, list) and value and all(map(_is_schema, value)):
+            raise ValueError(
+                f"the column {name} has tools that the prompt does not show; name it with tools={name} in the source, "
+                f"or set tools=null: {len(value)} tools"
+            )
+    own = row.get("chat_template_kwargs")
+    if isinstance(own, Mapping) and any(template_kwargs.get(name) != value for name, value in own.items()):
+        raise ValueError(
+            f"the row has chat_template_kwargs, which are not read; set task.chat.template_kwargs for all rows, or "
+            f"leave the column out: {own}"
+        )
+
+
+def _is_schema(value: Any) -> bool:
+    inner = value.get("function", value) if isinstance(value, Mapping) else None
+    kinds = {"parameters", "input_schema", "inputSchema"}
+    return _is_tool(value) and isinstance(inner, Mapping) and any(isinstance(inner.get(one), Mapping) for one in kinds)
 
 
 def _stored(value: Any, column: str) -> Any:

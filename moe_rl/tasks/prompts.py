@@ -16,7 +16,7 @@ from moe_rl.config.check_files import number_problems
 from moe_rl.config.prompt_sources import HeldoutSourceConfig, PromptSourceConfig, TrainSourceConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError, Problem, describe, first_of
-from moe_rl.tasks.chat_columns import listed_tools, stored_messages
+from moe_rl.tasks.chat_columns import listed_tools, refuse_unread, stored_messages
 from moe_rl.tasks.reward_arguments import Columns
 from moe_rl.tasks.rows import open_generator, read_rows, value_at
 from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
@@ -293,6 +293,9 @@ class _PromptMaker:
             if isinstance(given, list) or self._config.task.chat is not None:
                 if not given:
                     raise _Unfit("the prompt is empty", "no text", kind="empty")
+                chat = self._config.task.chat
+                unknown = source.tools == "tools" and not tools
+                refuse_unread(row, chat.template_kwargs if chat else {}, tools_unknown=unknown)
                 messages = self._template.messages(given)
                 text, token_ids, spells = self._template.tokens(messages, tools, self._codec)
                 self._spelling += int(spells)

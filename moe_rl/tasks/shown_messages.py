@@ -7,7 +7,7 @@ in which a unique word replaces each text. A text whose word is missing from the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +110,52 @@ class _Words:
             properties = {self.new(None, name, told): made}
             function["parameters"] = {**parameters, "properties": properties, "required": list(properties)}
         return {**tool, "function": function} if isinstance(inner, Mapping) else function
+
+
+def shown_whole(messages: Chat, tools: Chat, render: Render) -> tuple[Chat, str]:
+    """Return the messages of a row and their text, which shows all of them.
+
+    Data sets and templates have several spellings of a call of a tool: beside it null, "" or no content, and its
+    arguments as an object or as JSON text. Where the template does not show the row's spelling, others are tried.
+
+    Raises:
+        NotShown: no spelling is shown whole, see `check_shown`.
+        ValueError: `render` raised it.
+    """
+    refusals = []
+    for spelt in _spellings(messages):
+        try:
+            text = render(spelt, tools)
+            check_shown(spelt, tools, render)
+            return spelt, text
+        except ValueError as error:
+            refusals.append(error)
+    raise next((one for one in refusals if isinstance(one, NotShown)), refusals[0])
+
+
+def _spellings(messages: Chat) -> Iterator[Chat]:
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        for convert in (None, json.loads, json.dumps):
+            for nothing in (None, ""):
+                yield [_spelt(one, nothing, convert) if one.get("tool_calls") else one for one in messages]
+
+
+def _spelt(message: Mapping[str, Any], nothing: str | None, convert: Callable[[Any], Any] | None) -> Mapping[str, Any]:
+    def spelt(call: Any) -> Any:
+        inner = call.get("function", call) if isinstance(call, Mapping) else None
+        if convert is None or not isinstance(inner, Mapping):
+            return call
+        given = inner.get("arguments")
+        if given is None or isinstance(given, str) == (convert is json.dumps):
+            return call
+        try:
+            inner = {**inner, "arguments": convert(given)}
+        except ValueError:  # a text that is no JSON
+            return call
+        return {**call, "function": inner} if "function" in call else inner
+
+    return {**message, "content": message.get("content") or nothing, "tool_calls": [*map(spelt, message["tool_calls"])]}
 
 
 def check_shown(messages: Chat, tools: Chat, render: Render, *, start: int = 0, said: int = 0) -> None:

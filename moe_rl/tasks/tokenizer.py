@@ -15,7 +15,7 @@ from moe_rl.config.prompt_sources import ChatConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError
 from moe_rl.models.facts import ModelFacts
-from moe_rl.tasks.shown_messages import check_shown
+from moe_rl.tasks.shown_messages import shown_whole
 from moe_rl.tasks.special_tokens import SpecialTokens, Spelling
 from moe_rl.types import Completion
 
@@ -266,10 +266,7 @@ class ChatTemplate:
             NotShown: the text does not show a part of the messages or the tools.
             ValueError: the template refuses the messages, or the settings set other tools. The text is for the user.
         """
-        given = self._tools(tools)
-        text = self._text(messages, given)
-        check_shown(messages, given, self._text)
-        return text
+        return shown_whole(messages, self._tools(tools), self._text)[1]
 
     def tokens(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], codec: TextCodec
@@ -281,8 +278,9 @@ class ChatTemplate:
         Raises:
             ValueError: see `render`.
         """
-        text, given = self.render(messages, tools), self._tools(tools)
-        hidden = codec.special_tokens.hidden(messages, given)
+        given = self._tools(tools)
+        spelt, text = shown_whole(messages, given, self._text)
+        hidden = codec.special_tokens.hidden(spelt, given)
         if hidden is None:
             return text, codec.encode(text), False
         return text, codec.encode_hidden(self._text(*hidden)), True

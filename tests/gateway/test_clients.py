@@ -169,6 +169,7 @@ UNREADABLE = {
     "digits": '{"a": ' + "7" * 5000 + "}",
     "nesting": '{"a": ' + "[" * 3000 + "]" * 3000 + "}",
     "nesting that some read": '{"a": ' + "[" * 300 + "]" * 300 + "}",
+    "nesting that the body with it would exceed": '{"a": ' + "[" * 97 + "]" * 97 + "}",
     "NaN": '{"a": NaN, "b": 1}',
     "infinity": '{"a": -Infinity}',
     "beyond floats": '{"a": 1e999}',
@@ -183,6 +184,7 @@ READABLE = {
     "a whole pair": (r'{"a": "\ud83d\ude00"}', {"a": "\U0001f600"}),
     "a long text": ('{"a": "' + "x" * 5000 + '"}', {"a": "x" * 5000}),
     "a name like ours": ('{"arguments": "x"}', {"arguments": "x"}),
+    "nesting": ('{"a": ' + "[" * 78 + "]" * 78 + "}", {"a": json.loads("[" * 78 + "]" * 78)}),
     "nothing": ("{}", {}),
     "null": ("null", {}),
 }

@@ -94,12 +94,28 @@ OTHERS = {
     ),
     "Mixtral": ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}, 8, 2),
     "ERNIE": ({"architectures": ["Ernie4_5_VLMoe"], "moe_num_experts": [64, 64], "moe_k": 6}, 64, 6),
+    "expert_num": ({"architectures": ["A"], "expert_num": 64, "moe_topk": 6}, 64, 6),
+    "num_experts_list": ({"architectures": ["A"], "num_experts_list": [0, 32, 64], "moe_k": 4}, 64, 4),
+    "n_expert": ({"architectures": ["A"], "expert_count": 60, "expert_used_count": 4}, 60, 4),
+    "Megatron": ({"architectures": ["A"], "num_moe_experts": 8, "moe_router_topk": 2}, 8, 2),
+    "shared": ({"architectures": ["A"], "num_shared_experts": 2, "num_experts": 16, "num_active_experts": 3}, 16, 3),
+    "in a section": ({"architectures": ["A"], "top_k": 50, "moe": {"num_experts": 8, "top_k": 2}}, 8, 2),
+    "twice nested": (
+        nested("A", "a", moe_config={"nb_experts": 40, "num_experts_per_token": 5}, num_hidden_layers=2), 40, 5,
+    ),
+    "a section a layer": (
+        {"architectures": ["NemotronHPuzzleForCausalLM"], "num_experts_per_tok": 6,
+         "block_configs": [{"block_type": "mamba"}, {"block_type": "moe", "n_routed_experts": 64},
+                           {"block_type": "moe", "n_routed_experts": 128}]}, 128, 6,
+    ),
     "null beside": ({"num_experts": None, "num_local_experts": 8, "num_experts_per_tok": 2}, 8, 2),
 }  # fmt: skip
 DENSE = {
     "gemma-4-31B": gemma_4(None, None, 60),
     "Qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 28},
     "one expert": {"architectures": ["HunYuanDenseV1ForCausalLM"], "num_experts": 1, "moe_topk": 1},
+    "shared alone": {"architectures": ["A"], "num_shared_experts": 2, "n_redundant_experts": 4, "top_k": 50},
+    "groups": {"architectures": ["A"], "n_expert_groups": 8, "expert_layer_period": 2, "expert_capacity": 64},
     "no experts": {"architectures": ["JambaForCausalLM"], "num_experts": 0},
 }
 

@@ -164,10 +164,11 @@ def test_messages_and_tools_as_json_text_are_messages_and_tools(load, chat):
     assert '{"name": "add", "parameters"' in plain and plain.endswith("<|im_start|>assistant\n")
     stored = [
         {"prompt": json.dumps(CHAT, indent=1), "tools": json.dumps([ADD])},
+        {"prompt": json.dumps(json.dumps(CHAT)), "tools": [ADD]},
         {"prompt": CHAT, "tools": [json.dumps(ADD)]},
         {"prompt": json.dumps([{"name": None, **CHAT[0]}]), "tools": [ADD]},
     ]
-    assert text(stored) == [plain] * 3
+    assert text(stored) == [plain] * 4
     assert text([{"m": {"messages": CHAT, "functions": [ADD]}}], prompt="m.messages", tools="m.functions") == [plain]
     assert text([{"m": json.dumps({"messages": CHAT, "t": [ADD]})}], prompt="m.messages", tools="m.t") == [plain]
     [xlam] = text([{"prompt": CHAT, "tools": json.dumps([BARE])}])
@@ -212,6 +213,9 @@ PRINTED = "[{'role': 'user', 'content': 'hi'}]"
         ({"prompt": "1+1", "tools": "hammer"}, {}, ["tools=null"]),
         ({"prompt": "1+1", "tools": [{"type": "function"}]}, {}, ["tools=null"]),
         ({"prompt": "1+1", "tools": '{"name": "f"}'}, {}, ["tools=null"]),
+        ({"prompt": CHAT, "functions": [BARE]}, {}, ["tools=functions", "tools=null"]),
+        ({"prompt": CHAT, "given": [ADD], "tools": []}, {}, ["tools=given"]),
+        ({"prompt": CHAT, "chat_template_kwargs": {"enable_thinking": False}}, {}, ["task.chat.template_kwargs"]),
     ],
 )
 def test_a_layout_that_is_refused_with_its_remedy(load, row, keys, pieces):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jinja2
 import pytest
 
-from moe_rl.tasks.shown_messages import NotShown, check_shown
+from moe_rl.tasks.shown_messages import NotShown, check_shown, shown_whole
 
 # Shows all that it is told, but the ids of calls.
 WHOLE = """{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}
@@ -117,3 +117,47 @@ def test_only_new_messages_are_looked_for():
     assert [one["role"] for one in seen] == ["tool", "tool"]
     with pytest.raises(NotShown, match="message 2"):
         check_shown([*history[:2], result(2), result(1)], [], writes(WHOLE), start=2)
+
+
+CALLED = (
+    "{% for m in messages %}CONTENT{% for c in m.tool_calls %}{{ c.function.name }} ARGUMENTS{% endfor %}{% endfor %}"
+)
+# Templates that need a text beside a call, arguments as an object or as a text, and no text beside a call.
+NEEDING = {
+    "text": ("{{ m.content.strip() }}", "{{ c.function.arguments | string }}"),
+    "object": ("{{ m.content or '' }}", "{% for k, v in c.function.arguments.items() %}{{ k }} {{ v }}{% endfor %}"),
+    "JSON text": ("{{ m.content or '' }}", "{{ ' ' + c.function.arguments }}"),
+    "nothing": ("{% if m.content is none or not m.tool_calls %}{{ m.content or '' }}", "{{ c.function.arguments }}"),
+}
+
+
+def needs(what):
+    content, arguments = NEEDING[what]
+    end = "{% endif %}" if what == "nothing" else ""
+    render = writes(
+        CALLED.replace("CONTENT", content).replace("ARGUMENTS{% endfor %}", f"{arguments}{{% endfor %}}{end}")
+    )
+
+    def strictly(messages, tools):
+        try:
+            return render(messages, tools)
+        except (jinja2.UndefinedError, TypeError) as error:
+            raise ValueError(str(error)) from error
+
+    return strictly
+
+
+@pytest.mark.parametrize("arguments", [{"a": 7}, '{"a": 7}'])
+@pytest.mark.parametrize("beside", [{"content": None}, {"content": ""}, {}])
+@pytest.mark.parametrize("needed", NEEDING)
+def test_a_call_is_shown_however_it_is_spelt(needed, beside, arguments):
+    answer = {"role": "assistant", "tool_calls": [call(1, arguments)], **beside}
+    _, text = shown_whole([ASKS, answer, result(1)], [], needs(needed))
+    same = {"object": "a 7", "JSON text": ' {"a": 7}'}.get(needed, str(arguments))
+    assert text == f"5add {same}5"
+
+
+@pytest.mark.parametrize("made", [["add"], [{"name": 5}], [{"function": "add"}], [call(1, "no JSON")], [call(1, [1])]])
+def test_a_call_that_is_none_is_refused_in_every_spelling(made):
+    with pytest.raises(ValueError):
+        shown_whole([ASKS, calls(*made)], [], needs("object"))

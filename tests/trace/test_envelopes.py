@@ -185,6 +185,8 @@ OTHER_FORMS = {
     "SkyRL, int32": ("vllm", lambda wide, start: shaped(wide)),
     "prime-rl": ("vllm", lambda wide, start: shaped(wide.astype(np.uint8), start=start)),
     "prime-rl, two bytes": ("vllm", lambda wide, start: shaped(wide.astype(np.uint16), start=start)),
+    "SkyRL, int8": ("vllm", lambda wide, start: shaped(wide.astype(np.int8))),
+    "lists in a choice": ("vllm", lambda wide, start: wide.tolist()),
     "older NeMo-RL": ("nemo", lambda wide, start: [*wide.tolist(), [[0, 1]] * len(SPEC.layer_map)]),
 }
 
@@ -219,7 +221,8 @@ def test_other_forms_of_the_routes_give_the_same_records(tmp_path, name):
         (shaped(all_layers(ROUTES)[10:]) | {"shape": [1 << 40, 48, 8]}, "size of its shape"),
         (shaped(all_layers(ROUTES)[10:]) | {"shape": [-5, -5, 2]}, "size of its shape"),
         ({"data": None, "shape": [5, 5, 2], "dtype": "uint8"}, "payload cannot be read"),
-        ([[[1, 2]]], "text, or an object"),
+        (5, "text, an object"),
+        ([[[1, 2]], [[1]]], "ragged"),
     ],
 )
 def test_a_wrong_object_of_routes_is_refused_and_checked_alike(tmp_path, payload, piece):

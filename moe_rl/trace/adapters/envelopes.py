@@ -42,14 +42,17 @@ _NPY_HEADERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 
-_SHAPED_TYPES = ("uint8", "uint16", "int16", "int32", "int64")
+_SHAPED_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 
 _NPY_FILE: About = {"field": ".npy file"}
 
 
 def decode_vllm(payload: object) -> np.ndarray:
-    """Decode the `routed_experts` of a vLLM choice, text or a shaped object, to [T, C, K]. Raises TraceError."""
+    """Decode the `routed_experts` of a vLLM choice, text, a shaped object or nested lists, to [T, C, K]. Raises
+    TraceError."""
     where: About = {"field": "vLLM routed_experts"}
+    if isinstance(payload, list):
+        return decode_lists(payload)
     if isinstance(payload, Mapping):
         return _decode_shaped(payload, where)
     return decode_npy(_base64(payload, where), where=where)

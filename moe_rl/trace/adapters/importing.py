@@ -5,9 +5,9 @@ Formats vllm, sglang, nemo and lists are JSON lines, one reply per line:
     {"key": "step7/p3", "prompt_token_ids": [...], "response": {...}, "start": 0, "parent": "...", "weight_version": 7}
 
 response  the sampler's answer. vllm: the reply, or one of its choices; several choices become KEY/0, KEY/1, ...;
-          `routed_experts` may also be SkyRL's or prime-rl's object. sglang: the reply of /generate. nemo: a reply or
-          its message, which contains the prompt's tokens. lists: not used; the line has "token_ids", the forwarded
-          tokens, and "routed_experts", nested lists.
+          `routed_experts` may also be SkyRL's or prime-rl's object, or lists. sglang: the reply of /generate. nemo: a
+          reply or its message, which contains the prompt's tokens. lists: not used; the line has "token_ids", the
+          forwarded tokens, and "routed_experts", nested lists.
 start     position of the first row, if the request asked for no earlier rows. "parent" is then the key of an earlier
           line whose record has the earlier rows, with the same tokens.
 weight_version  version for all rows; needed if the reply does not give one as a number.

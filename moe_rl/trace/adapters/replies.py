@@ -28,7 +28,7 @@ _KINDS: dict[type | UnionType, str] = {
     str: "text",
     list: "a list",
     Mapping: "an object",
-    str | Mapping: "text, or an object with data, shape and dtype",
+    str | Mapping | list: "text, an object with data, shape and dtype, or nested lists",
     str | list: "text, or nested lists",
 }
 
@@ -57,7 +57,7 @@ def from_vllm(
     The reply does not say which rows came from the prefix cache, so all prompt rows count as prefill.
     """
     where: About = {"request": key}
-    payload = _field(choice, "routed_experts", str | Mapping, where)
+    payload = _field(choice, "routed_experts", str | Mapping | list, where)
     start = first_row(payload, start, where)
     reply = _Reply(
         decode_vllm(payload),
