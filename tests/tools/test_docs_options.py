@@ -22,7 +22,7 @@ FILES = (".py", ".sh", ".json", ".html", ".jsonl", ".yaml", ".safetensors", ".lo
 OTHERS = {
     "docker": ("gpus", "ipc", "rm", "shm-size", "volume"),
     "hf": ("local-dir", "repo-type"),
-    "pip": ("editable", "find-links", "no-deps"),
+    "pip": ("editable", "find-links", "no-build-isolation", "no-deps"),
     "pytest": ("dist", "part", "seeds"),
     "sbatch": ("export", "nodes", "signal"),
     "tensorboard": ("logdir",),

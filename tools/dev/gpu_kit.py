@@ -4,20 +4,25 @@
 
 OUT/site has the packages for PYTHONPATH, OUT/kit.json their versions and size. The machine is expected to have Python
 3.12, torch for CUDA 13 with what it needs, transformers and safetensors. Its versions may differ from our pins;
-`gpu_day` writes them beside the results. With --patient, OUT/wheels also has vLLM, the pinned torch and what these
-import, for a second day with the parts that need vLLM. Large wheels are in parts of 60 MB.
+`gpu_day` writes them beside the results. With --patient, OUT/vllm.tar.zst.* also has vLLM and what it imports, in parts
+of 60 MB, for a second day with the parts that need vLLM. Its code is left for an H100 or H200 alone, and it runs with
+the machine's torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
+from typing import Any
 
+import zstandard
+
+from tools.dev.one_architecture import emptied
 from tools.dev.runs import ROOT
 
 # What moe_rl, its tests and Megatron import, and torch and transformers do not bring.
@@ -27,19 +32,34 @@ NAMES = (
     "rich", "markdown-it-py", "mdurl",
 )  # fmt: skip
 LIMIT, PART = 64 << 20, 60_000_000
-"""Most bytes that travel at once, and bytes of a part of a large wheel."""
+"""Most bytes that travel at once, and bytes of a part of what is larger."""
 
-_ELSEWHERE = ("nvidia-", "cuda-", "transformer-engine")  # with the machine's CUDA, or built there
+# What vLLM imports where only a model is served, and the machine does not have.
+OF_VLLM = (
+    "vllm", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2", "compressed-tensors", "depyf", "dill",
+    "fastapi", "httpx2", "ijson", "importlib-metadata", "interegular", "jiter", "jsonschema",
+    "jsonschema-specifications", "lark", "llguidance", "lm-format-enforcer", "loguru", "openai", "opentelemetry-api",
+    "opentelemetry-sdk", "opentelemetry-semantic-conventions", "oss-harmony", "partial-json-parser",
+    "prometheus-fastapi-instrumentator", "pybase64", "pydantic-settings", "python-dotenv", "python-json-logger",
+    "python-multipart", "pyzmq", "referencing", "rpds-py", "setproctitle", "sniffio", "starlette", "watchfiles",
+    "xgrammar",
+)  # fmt: skip
+# Attention for older GPUs, and a server that nothing here starts.
+_LEFT_OUT = ("vllm/vllm_flash_attn/_vllm_fa2_C*", "vllm/vllm-rs")
+_HOPPER = 90
+
+# pip takes a wheel of exactly these: of glibc 2.35 and older, for which 2.17 has two names.
+_GLIBCS = ("2014", *(f"_2_{minor}" for minor in range(17, 36)))
 _PLATFORM = (
-    "--only-binary", ":all:", "--python-version", "3.12", "--platform", "manylinux_2_28_x86_64",
-    "--platform", "manylinux_2_17_x86_64", "--platform", "manylinux2014_x86_64",
+    "--only-binary", ":all:", "--python-version", "3.12",
+    *(word for glibc in _GLIBCS for word in ("--platform", f"manylinux{glibc}_x86_64")),
 )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/gpu-kit"), metavar="FOLDER")
-    parser.add_argument("--patient", action="store_true", help="also vLLM and torch, about 1 GB, in parts")
+    parser.add_argument("--patient", action="store_true", help="also vLLM, in parts")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.out, ignore_errors=True)
     pins = pinned(ROOT / "requirements/gpu.txt")
@@ -49,11 +69,12 @@ def main(arguments: list[str] | None = None) -> int:
     size = sum(file.stat().st_size for file in (options.out / "site").rglob("*") if file.is_file())
     if size > LIMIT:
         parser.error(f"the kit has {size / 2**20:.0f} MiB, more than the {LIMIT >> 20} that travel at once")
-    kit = {"packages": chosen, "bytes": size, "parts": {}}
+    kit: dict[str, Any] = {"packages": chosen, "bytes": size, "parts": []}
     if options.patient:
-        wheels = options.out / "wheels"
-        _pip("download", "--dest", str(wheels), *_PLATFORM, *carried(pins))
-        kit["parts"] = {wheel.name: split(wheel) for wheel in sorted(wheels.glob("*.whl")) if _large(wheel)}
+        site, of_vllm = options.out / "of_vllm", [f"{name}=={pins[name]}" for name in OF_VLLM]
+        _pip("install", "--no-compile", "--target", str(site), *_PLATFORM, *of_vllm)
+        kit["packages"] += of_vllm
+        kit["parts"] = packed(site, options.out / "vllm.tar.zst")
     (options.out / "kit.json").write_text(json.dumps(kit, indent=2) + "\n")
     print(told(options.out, size, patient=options.patient))
     return 0
@@ -63,12 +84,6 @@ def pinned(file: Path) -> dict[str, str]:
     """Return {name: version} of a requirements file, with names in lower case and with "-" for "_"."""
     lines = [line.partition("#")[0].strip().partition("==") for line in file.read_text().splitlines()]
     return {name.lower().replace("_", "-"): version for name, equals, version in lines if equals}
-
-
-def carried(pins: dict[str, str]) -> list[str]:
-    """Return what a patient kit brings besides, as requirements: all but the libraries of CUDA, and what is built."""
-    names = [name for name in pins if not name.startswith(_ELSEWHERE) or name == "nvidia-ml-py"]
-    return [f"{name}=={pins[name]}" for name in names]
 
 
 def _pip(*arguments: str) -> None:
@@ -85,39 +100,64 @@ def _pip(*arguments: str) -> None:
     subprocess.run([*command, *arguments[1:]], check=True)
 
 
-def _large(wheel: Path) -> bool:
-    return wheel.stat().st_size > PART
+def packed(site: Path, archive: Path) -> list[str]:
+    """Pack a folder of packages into parts ARCHIVE.000, ARCHIVE.001 and so on, with code for one architecture, and
+    remove it. Return the names of the parts."""
+    for file in (file for pattern in _LEFT_OUT for file in site.glob(pattern)):
+        file.unlink()
+    for library in site.rglob("*.so"):
+        library.write_bytes(emptied(library.read_bytes(), _HOPPER))
+    with (
+        archive.open("wb") as file,
+        zstandard.ZstdCompressor(level=12, write_checksum=True).stream_writer(file) as stream,
+        tarfile.open(fileobj=stream, mode="w|") as tar,
+    ):
+        tar.add(site, "site")
+    shutil.rmtree(site)
+    return split(archive)
 
 
-def split(wheel: Path) -> str:
-    """Replace a file by parts NAME.000, NAME.001 and so on. Return the sha256 of the whole."""
-    whole = hashlib.sha256()
-    with wheel.open("rb") as source:
+def split(file: Path) -> list[str]:
+    """Replace a file by parts NAME.000, NAME.001 and so on. Return their names."""
+    parts = []
+    with file.open("rb") as source:
         for number, part in enumerate(iter(lambda: source.read(PART), b"")):
-            whole.update(part)
-            wheel.with_name(f"{wheel.name}.{number:03}").write_bytes(part)
-    wheel.unlink()
-    return whole.hexdigest()
+            parts.append(file.with_name(f"{file.name}.{number:03}"))
+            parts[-1].write_bytes(part)
+    file.unlink()
+    return [part.name for part in parts]
+
+
+_UNPACK = (
+    "import sys, tarfile, zstandard as z; unpacked = z.ZstdDecompressor().stream_reader(sys.stdin.buffer); "
+    'tarfile.open(fileobj=unpacked, mode="r|").extractall("build", filter="tar")'
+)
 
 
 def told(out: Path, size: int, *, patient: bool) -> str:
     """Return the commands for the machine with the GPU."""
+    there = Path("$PWD") / out
     lines = [
         f"The kit has {size / 2**20:.0f} MiB, in {out}/site. Copy it and this checkout to the machine, and run there:",
         "",
-        f"  export PYTHONPATH=$PWD/{out}/site:$PWD",
+        f"  export PYTHONPATH={there}/site:$PWD",
         "  tools/dev/gpu_day.sh --out build/one --json build/one.json        # at most 8 minutes",
         "  tools/dev/gpu_day.sh --out build/two --with build/one/gpu_day.json   # only what failed",
     ]
     if patient:
         lines += [
             "",
-            f"For the parts that need vLLM copy {out}/wheels too, whose large files are in parts, and first run there:",
+            f"For the parts that need vLLM copy {out}/vllm.tar.zst.* too, and first run there:",
             "",
-            f"  (cd {out}/wheels; for f in *.whl.000; do cat ${{f%.000}}.* > ${{f%.000}} && rm ${{f%.000}}.0??; done)",
-            f"  python3 -m pip install --no-deps --no-index --target build/site {out}/wheels/*.whl",
-            "  export PYTHONPATH=$PWD/build/site:$PWD && python3 tools/apply_patches.py --apply",
+            f"  cat {out}/vllm.tar.zst.* | python3 -c '{_UNPACK}'",
+            f"  export PYTHONPATH=$PWD/build/site:{there}/site:$PWD VLLM_USE_FLASHINFER_SAMPLER=0",
+            "  python3 tools/apply_patches.py --apply",
             "  tools/dev/gpu_day.sh recording cuda_ipc sleep --out build/three --with build/two/gpu_day.json",
+            "",
+            "Processes that judge rewards see no PYTHONPATH. For `moe-rl train` name the folders in a file instead:",
+            "",
+            f"  printf '%s\\n' $PWD/build/site {there}/site $PWD \\",
+            "    > $(python3 -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')/moe_rl_kit.pth",
         ]
     return "\n".join(lines)
 
