@@ -72,9 +72,8 @@ for step in range(STEPS):
     # One update with replay. Each sequence is a microbatch, so a pass has the rows 0, 1, ... of one sequence.
     rows = [(np.full(len(one.routes), at), np.arange(len(one.routes))) for at, one in enumerate(done)]
     replayed = []
-    with watch.step(
-        [np.array(one[:-1]) for one in tokens], [one.routes for one in done], rows, prompts=prompts
-    ) as seen:
+    fed = [np.array(one[:-1]) for one in tokens]
+    with watch.step(fed, [one.routes for one in done], rows, prompts=prompts) as seen:
         for at, one in enumerate(done):
             routes = torch.from_numpy(one.routes.astype(np.int64))
             seen.forward(at)
