@@ -36,7 +36,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 # What this API calls the fields of messages.
 _NAMES = {"reasoning_content": "thinking", "tool_calls": "tool_use", "tool_call_id": "tool_use_id"}
-# Prefix of a block of the system prompt with the provider's billing data; it differs with each request.
+# Prefix of the system prompt's first line with the provider's billing data, which differs with each request.
 _BILLING = "x-anthropic-billing-header:"
 # Templates have no error results, so the text marks the error.
 _FAILED = "Error: "
@@ -164,10 +164,10 @@ def error_body(error: BadRequest) -> dict[str, Any]:
 
 
 def _system(given: str | list[dict[str, Any]] | None) -> str:
-    """Return the system prompt without the block that only concerns the provider."""
+    """Return the system prompt without a first line that only concerns the provider."""
     blocks = [{"type": "text", "text": given}] if isinstance(given, str) else given or []
-    if blocks and str(blocks[0].get("text")).startswith(_BILLING):
-        blocks = blocks[1:]
+    if blocks and str(text := blocks[0].get("text")).startswith(_BILLING):
+        blocks = [{**blocks[0], "text": str(text).partition("\n")[2].lstrip("\n")}, *blocks[1:]]
     return plain_text(blocks, "system")
 
 

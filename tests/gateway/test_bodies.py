@@ -123,6 +123,8 @@ def test_a_block_for_the_providers_bill_is_not_for_the_model(text):
     asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
     wish = read_messages(msgspec.json.encode(asked | {"system": blocks}))
     assert wish == read_messages(msgspec.json.encode(asked | {"system": text}))
+    for one in (f"{blocks[0]['text']}\n\n{text}", [{"type": "text", "text": f"{blocks[0]['text']}\n{text}"}]):
+        assert wish == read_messages(msgspec.json.encode(asked | {"system": one}))
     later = read_messages(msgspec.json.encode(asked | {"system": blocks[::-1]}))
     assert "billing" in later.messages[0]["content"]
 
