@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -29,6 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repository root, to import `benchmarks`
 
 from benchmarks.alarm_parts.faults import FAULTS
 from benchmarks.alarm_parts.guards import run as guard_checks

@@ -559,7 +559,7 @@ def test_the_trainer_renormalises_over_what_was_drawn_from(steps, by_transformer
     assert metrics["objective/kl_ref"] == pytest.approx(0, abs=1e-9)
     if case != "masked-sampler":  # whose ratios are far from 1, and clipped
         assert metrics["optim/grad_norm"] == pytest.approx(expected["norms"][1], rel=1e-5)
-    assert abs(expected["norms"][1] / expected["norms"][0] - 1) > 0.05, "the bonus is no part of the gradient"
+    assert abs(expected["norms"][1] / expected["norms"][0] - 1) > 0.02, "the bonus is no part of the gradient"
 
 
 def test_without_the_mask_the_trainer_is_far_away(steps, by_transformers):

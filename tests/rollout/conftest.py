@@ -130,9 +130,9 @@ def two_stop_strings(codec, completions):
     return text(first)[-1] + text(second)[0], text(left) + text(right)[0]
 
 
-def check_stopped(codec, free, stopped, stops) -> None:
+def check_stopped(codec, free, stopped, stops, *, seed=0) -> None:
     """Check that each completion ends with the token that completes the first stop string, as the one without end
-    shows, and has all tokens up to there."""
+    shows, and has all tokens up to there. With another seed than 0 one of the strings may always come first."""
     for before, after in zip(free, stopped, strict=True):
         texts = [codec.decode([t for t in before.token_ids[:n] if t < TEXTS]) for n in range(len(before.token_ids) + 1)]
         ends = [n for n, text in enumerate(texts) if any(stop in text for stop in stops)]
@@ -141,7 +141,8 @@ def check_stopped(codec, free, stopped, stops) -> None:
         if ends:
             wanted = texts[ends[0]][: texts[ends[0]].index(after.stop_string)]
             assert codec.text(after).replace("\ufffd", "") == wanted.replace("\ufffd", "")
-    assert {one.stop_string for one in stopped} == {None, *stops}
+    found = {one.stop_string for one in stopped}
+    assert found == {None, *stops} or (seed and len(found) > 1)
 
 
 def make_requests(groups: int, size: int, *, max_tokens=12, stop=(), prompt=70, temperature=1.0, seed=0) -> list:

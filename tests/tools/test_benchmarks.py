@@ -1,5 +1,6 @@
 """Tests what several benchmarks share, and what those of peers compare."""
 
+import ast
 import json
 import os
 import shutil
@@ -14,6 +15,45 @@ import psutil
 import pytest
 
 from moe_rl.models.hf import read_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def bound(path: Path) -> set[str]:
+    """Names that a module defines or imports."""
+    tree = ast.parse(path.read_text())
+    found = {
+        alias.asname or alias.name for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) for alias in one.names
+    }
+    for one in ast.walk(tree):
+        if isinstance(one, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(one.name)
+        elif isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found.add(one.id)
+    return found
+
+
+def test_what_scripts_import_from_here_exists():
+    """A benchmark that no test runs would otherwise break unseen when a name moves."""
+    scripts = [path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
+    missing = []
+    for script in scripts:
+        text = script.read_text()
+        for one in ast.walk(ast.parse(text)):
+            if not isinstance(one, ast.ImportFrom) or (one.module or "").split(".")[0] not in (
+                "moe_rl",
+                "tools",
+                "tests",
+            ):
+                continue
+            home = ROOT.joinpath(*one.module.split("."))
+            module = home.with_suffix(".py") if home.with_suffix(".py").is_file() else home / "__init__.py"
+            names = bound(module) if module.is_file() else set()
+            for alias in one.names:
+                inside = home / alias.name
+                if alias.name not in names and not inside.with_suffix(".py").is_file() and not inside.is_dir():
+                    missing.append(f"{script.relative_to(ROOT)}: {one.module}.{alias.name}")
+    assert len(scripts) > 60 and missing == []
 
 
 def test_one_round_is_its_own_quartiles(benchmark):

@@ -30,6 +30,8 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repository root, to import `tools.dev`
+
 from moe_rl.disk import write_json
 from moe_rl.doctor.machine import PARTS as REQUIREMENTS
 from moe_rl.doctor.machine import VLLM, Machine, found_version, look
