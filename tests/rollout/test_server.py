@@ -538,7 +538,7 @@ def test_the_worst_that_can_be_asked_leaves_a_server_that_samples(server, checkp
 
 def test_a_shard_waits_for_the_requests_that_still_add_to_it(server):
     """The shard is published while a request runs, whose rows would otherwise be lost."""
-    params = {"max_tokens": 200, "ignore_eos": True, "detokenize": False}
+    params = {"max_tokens": 80, "ignore_eos": True, "detokenize": False}
     params["extra_args"] = {"moe_rl_key": "slow", "moe_rl_sink": "waits"}
     body = {"token_ids": [5] * 40, "stream": True, "sampling_params": params}
     headers = {"Authorization": f"Bearer {server.token}"}
@@ -547,7 +547,7 @@ def test_a_shard_waits_for_the_requests_that_still_add_to_it(server):
         next(chunks)
         answer = server.control("publish", {"sink": "waits", "sequences": {}})
     assert answer.status_code == 200, answer.text
-    assert [(ref.key, ref.rows) for ref in server.store.records("waits")] == [("slow", 239)]
+    assert [(ref.key, ref.rows) for ref in server.store.records("waits")] == [("slow", 119)]
 
 
 def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
