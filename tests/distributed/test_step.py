@@ -36,7 +36,7 @@ STALE = ["pipeline.mode=one_step_off"]
 MASK = ["rollout.top_k=7", "rollout.keep_sampling_mask=true"]
 SMALL = ["train.microbatch_tokens=14", "train.updates_per_step=1"]
 INTERLEAVED = ["parallel.expert=1", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
-ENTROPY_COEF = 2.0
+ENTROPY_COEF = 4.0
 USUAL = ["whole", "by-load", "masked-tensor"]
 # Natively routed, so that `transformers` computes the same, and the reference, of the same weights, too.
 MASKED = [*MASK, "replay.mode=off", "train.updates_per_step=1", "objective.kl_coef=0.1"]
@@ -559,7 +559,7 @@ def test_the_trainer_renormalises_over_what_was_drawn_from(steps, by_transformer
     assert metrics["objective/kl_ref"] == pytest.approx(0, abs=1e-9)
     if case != "masked-sampler":  # whose ratios are far from 1, and clipped
         assert metrics["optim/grad_norm"] == pytest.approx(expected["norms"][1], rel=1e-5)
-    assert abs(expected["norms"][1] / expected["norms"][0] - 1) > 0.02, "the bonus is no part of the gradient"
+    assert abs(expected["norms"][1] / expected["norms"][0] - 1) > 0.05, "the bonus is no part of the gradient"
 
 
 def test_without_the_mask_the_trainer_is_far_away(steps, by_transformers):
