@@ -19,6 +19,7 @@ from moe_rl.trace import TraceStore
 from moe_rl.train.sampling_support import read_head, read_support
 from moe_rl.types import Sequence
 from tests.rollout.conftest import TEXTS, VOCAB, check_stopped, two_stop_strings
+from tests.rollout.in_flight import ENDLESS
 from tests.rollout.serving import MAX_LEN
 from tests.support.near_ties import NEAR, gaps_of
 
@@ -164,7 +165,7 @@ def test_the_environment_of_the_ranks_does_not_reach_the_engine(monkeypatch):
 
 @pytest.mark.seeds(3)
 def test_a_call_that_is_left_keeps_the_rest_as_far_as_it_got(engine, settings, reference, seed, requests_of):
-    requests = [replace(r, max_tokens=8 if at < 3 else 100) for at, r in enumerate(requests_of(4, 2))]
+    requests = [replace(r, max_tokens=8 if at < 3 else ENDLESS) for at, r in enumerate(requests_of(4, 2))]
 
     async def run():
         leave, short = asyncio.Event(), []
@@ -178,7 +179,7 @@ def test_a_call_that_is_left_keeps_the_rest_as_far_as_it_got(engine, settings, r
 
     completions = asyncio.run(run())
     assert [c.finish_reason for c in completions] == ["length"] * 3 + ["abort"] * 5
-    assert all(0 < len(c.token_ids) < 100 for c in completions[3:])
+    assert all(c.token_ids for c in completions[3:])
     check_against_reference(completions, settings, reference)
     store = TraceStore(settings.trace_root)
     assert [store.info(c.routes).aborted for c in completions] == [False] * 3 + [True] * 5
