@@ -28,6 +28,11 @@ WORDS = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor 
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}="
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 REFUSES = "{{ nothing.here }}"
+CALLS = (
+    "{% for m in messages %}<|{{ m.role if m.role != 'tool' else 'user' }}|>{{ m.content }}"
+    "{% if 'tool_calls' in m %}{{ m.tool_calls[0].function.arguments | tojson }}<|pad|>{% else %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)  # as in gpt-oss and GLM-4.5: a call ends with a token that ends no answer
 THINKS = EACH % "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content | trim }}<|end|>\n"
 
 
@@ -80,6 +85,9 @@ def test_what_a_template_writes_behind_an_answer(template, ends):
         (USERS, (0,), {}),
         (REFUSES, (0,), {}),
         (THINKS, (1,), {}),
+        (CALLS, (0, 1), {}),
+        (CALLS, (1,), {"stop_token_ids": [0]}),
+        (CALLS.replace("<|pad|>", "<|end|>"), (1,), {}),
     ],
 )
 def test_a_chat_that_ends(codec, template, stops, keys):
@@ -101,6 +109,11 @@ def test_a_chat_that_ends(codec, template, stops, keys):
 def test_a_chat_that_never_ends(codec, template, keys, key, got, pieces):
     problem = endless_problem(writes(template), codec, (0,), rollout(**keys))
     tells(problem, *pieces, key=key, got=got, fault="endless")
+
+
+def test_a_tool_call_that_never_ends(codec):
+    problem = endless_problem(writes(CALLS), codec, (1,), rollout())
+    tells(problem, "a turn that calls a tool", key="rollout.stop_token_ids", got="'<|pad|>' (0)", fault="endless")
 
 
 @pytest.fixture
