@@ -212,7 +212,7 @@ class VllmServer:
             reads_text=served.reads_text,
         )
         if not served.weights_whole:
-            got = "an update that failed"
+            got = "an update that failed" if served.updates else "no update since it started without weights"
             raise EngineError("The vLLM server's weights are incomplete", where={"url": self.url}, got=got)
         records = any(request.record for request in requests)
         if records:

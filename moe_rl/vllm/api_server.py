@@ -214,6 +214,8 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
     # complete. An event of a stream has 16 tokens, since each event costs the trainer 40 us.
     parser.set_defaults(**{"enable_expert_parallel": True, "stream_interval": 16, **sizes})
     given = parser.parse_args(list(further))
+    if given.load_format == "dummy":  # nothing is read, and a run sends all weights before the server samples
+        ours = {name: value for name, value in ours.items() if name != "load_format"}
     # Other listeners and authentication settings would bypass the gate.
     for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
         if (value := getattr(given, name)) != parser.get_default(name):

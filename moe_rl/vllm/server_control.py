@@ -160,7 +160,7 @@ class Control:
 
     async def _resume(self, engine, _) -> None:
         """End a pause, unless the weights are incomplete."""
-        self._refuse_torn_weights()
+        self._refuse_torn_weights(engine)
         await engine.resume_generation()
         self._goes_on.set()
 
@@ -213,9 +213,14 @@ class Control:
         self._holding = agreement([msgspec.convert(answer, Holding) for answer in answers])
         return self._holding
 
-    def _refuse_torn_weights(self) -> None:
-        if not self._holding.whole:
-            raise RefusedCall(409, "the weights are incomplete")
+    def _whole(self, engine) -> bool:
+        """Return whether the server holds complete weights: with `--load-format dummy` not before an update."""
+        loaded = self._updates > 0 or engine.vllm_config.load_config.load_format != "dummy"
+        return loaded and self._holding.whole
+
+    def _refuse_torn_weights(self, engine) -> None:
+        if not self._whole(engine):
+            raise RefusedCall(409, "the weights are incomplete: a run must send an update first")
 
     def _refuse_pause(self) -> None:
         if not self._goes_on.is_set():
@@ -224,7 +229,7 @@ class Control:
     async def _generate(self, engine, message: Generation) -> SaltedGeneration:
         # In a pause vLLM would give it cached prefixes from the weights before the update.
         await self._goes_on.wait()
-        self._refuse_torn_weights()
+        self._refuse_torn_weights(engine)
         given, asked = message.sampling_params, message.sampling_params.extra_args
         if asked is not None:
             parse(msgspec.to_builtins(asked), asked.moe_rl_key)
@@ -251,7 +256,7 @@ class Control:
         )
 
     async def _score(self, engine, message: Scoring) -> Scores:
-        self._refuse_torn_weights()
+        self._refuse_torn_weights(engine)
         self._refuse_pause()
         for run in message.runs:
             sampling.check_scored(run, **_limits(engine))
@@ -305,7 +310,7 @@ class Control:
             updates=self._updates,
             weight_version=int(await engine.get_weight_version()),
             weight_digest=self._holding.digest,
-            weights_whole=self._holding.whole,
+            weights_whole=self._whole(engine),
             **spec,
         )
 

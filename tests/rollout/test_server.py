@@ -315,6 +315,20 @@ def test_a_request_that_is_refused_leaves_nothing_waiting(server, requests_of):
     alive(server)
 
 
+@pytest.mark.long
+def test_a_server_that_loads_no_weights_samples_those_of_a_run(checkpoint, reference, requests_of, tmp_path):
+    requests = requests_of(2, 2)
+    with serving(checkpoint, tmp_path, "--load-format", "dummy") as server:
+        client = server.client()
+        assert not client.recording().weights_whole
+        with refused(EngineError, url=server.url, got="no update since it started without weights"):
+            client.generate(requests, shard="none")
+        with refused(EngineError, url=server.url, got=("HTTP 409", "a run must send an update first")):
+            asyncio.run(client.score([range(5)]))
+        client.update_weights(whole_update(server, checkpoint, 1, replaces=0))
+        agree(server.store, reference, client.generate(requests, shard="sent"), version=1)
+
+
 def test_a_store_below_the_trace_root(server, requests_of, tmp_path):
     root = Path(server.ready["trace_root"])
     (one,) = server.client(folder="run7/trace").generate(requests_of(1, 1), shard="below")
