@@ -784,7 +784,7 @@ MUTANTS: list[Mutant] = [
         (
             "any stop token ends a turn",
             "turn_end.py",
-            "if set(model_stops) & {*behind, *codec.encode(end)}:",
+            "if set(model_stops) & {*after, *codec.encode(end)}:",
             "if model_stops:",
             "Every answer of a base model runs to the limit.",
             "tests/tasks/test_turn_end.py",
