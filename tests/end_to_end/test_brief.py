@@ -180,7 +180,8 @@ def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):
     everyone, pid, folder = killed.processes(), killed.rank_pid(0), killed.folder
     os.kill(pid, signal.SIGKILL)
     assert killed.wait(60) != 0 and not still_running(everyone, 5)
-    assert f"rank 0 (pid {pid} on " in killed.text() and "in phase train of step 2, died" in killed.text()
+    said = killed.text()
+    assert f"rank 0 (pid {pid} on " in said and "in phase train of step 2, died" in said, said
 
     launches.append(Launch(tmp_path, "--resume", folder))
     assert launches[1].wait() == 0, launches[1].text()[-4000:]
