@@ -79,7 +79,8 @@ def kinds_of(messages: Chat, tools: Chat) -> set[DialogueKind]:
             found.add("later_turns")
         if message["role"] == "tool" or message.get("tool_calls"):
             found.add("tool_calls")
-        if message.get("reasoning_content"):
+        # Renderers read the tags of thinking in a text too.
+        if message.get("reasoning_content") or "</think>" in (message.get("content") or ""):
             found.add("reasoning")
     return found
 
