@@ -25,6 +25,14 @@ OTHERS = {
     "pip": ("editable", "find-links", "no-build-isolation", "no-deps"),
     "pytest": ("dist", "part", "seeds"),
     "sbatch": ("export", "nodes", "signal"),
+    "slime": (
+        *("advantage-estimator", "colocate", "custom-rm-path", "disable-grpo-std-normalization"),
+        *("dynamic-sampling-filter-path", "eps-clip", "hf-checkpoint", "input-key", "kl-coef", "kl-loss-coef"),
+        *("label-key", "max-tokens-per-gpu", "n-samples-per-prompt", "num-rollout", "num-steps-per-rollout"),
+        *("opsm-delta", "prompt-data", "ref-load", "rm-type", "rollout-batch-size", "rollout-max-prompt-len"),
+        *("sglang-", "sglang-mem-fraction-static", "tis-clip", "use-kl-loss", "use-opsm", "use-rollout-logprobs"),
+        *("use-rollout-routing-replay", "use-tis"),
+    ),
     "tensorboard": ("logdir",),
     "torchrun": (
         *("local-addr", "master-addr", "master-port", "max-restarts", "nnodes", "node-rank", "nproc-per-node"),
@@ -32,7 +40,7 @@ OTHERS = {
     ),
     "vllm": (
         *("data-parallel-size", "enable-eplb", "enforce-eager", "gpu-memory-utilization", "no-enable-expert-parallel"),
-        *("kv-cache-memory-bytes", "max-model-len", "pipeline-parallel-size", "tensor-parallel-size"),
+        *("kv-cache-memory-bytes", "load-format", "max-model-len", "pipeline-parallel-size", "tensor-parallel-size"),
     ),
 }
 
