@@ -4,6 +4,7 @@
     moe-rl show RUN --step 3 --best     samples of step 3, highest reward first
     moe-rl show RUN --mismatch          samples of all steps, largest difference of the engines first
     moe-rl show RUN --session NAME      the turns of an episode, such as step000003-p0-c1
+    moe-rl show RUN --profile           the recorded profiles of steps, see report.profile
     moe-rl show FILE.session            the turns of a session that a gateway has kept
 
 The run keeps report.samples_per_step sequences of each step in samples.jsonl, and the sessions of the steps whose
@@ -23,8 +24,10 @@ from moe_rl.commands.show_session import indented, session_lines
 from moe_rl.disk import write_json
 from moe_rl.errors import DataError, MoeRLError
 from moe_rl.report import evidence_folder
+from moe_rl.report.format import binary
 from moe_rl.report.sample_lines import FILE, SampleLine, read_samples
 from moe_rl.rollout.kept import SESSION_SUFFIX
+from moe_rl.train.run_folder import RunFolder
 
 _TOKENS = 5  # tokens that are listed for each sample
 
@@ -34,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, or a session file")
     parser.add_argument("--session", metavar="NAME", help="an episode of the run")
+    parser.add_argument("--profile", action="store_true", help="list the recorded profiles of steps")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="tokenizer for a session file without a run")
     parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last one, or all with an order)")
     order = parser.add_mutually_exclusive_group()
@@ -50,6 +54,9 @@ def run(options: argparse.Namespace) -> int:
         if not options.run.exists():
             do = "give the run folder that the run printed, or a session file"
             raise DataError("there is no such folder or file", where={"folder": options.run}, do=do)
+        if options.profile:
+            print("\n".join(_profile_lines(options.run)))
+            return 0
         if options.session is not None or options.run.suffix == SESSION_SUFFIX:
             print("\n".join(session_lines(options.run, options.session, options.model)))
             return 0
@@ -64,6 +71,16 @@ def run(options: argparse.Namespace) -> int:
         print(f"moe-rl: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _profile_lines(run: Path) -> list[str]:
+    folder = RunFolder(run).profiles
+    found = sorted(folder.glob("step*"))
+    if not found:
+        do = "set report.profile, such as report.profile.steps=[3]; a resumed run may set it too"
+        raise DataError("the run has recorded no step", where={"folder": folder}, do=do)
+    lines = [f"{binary(path.stat().st_size):>10}  {path}" for path in found]
+    return [*lines, "open .json.gz in Perfetto or chrome://tracing, and .pickle in PyTorch's memory viewer"]
 
 
 def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[SampleLine]:

@@ -65,6 +65,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *passed_problems(config),
         *layout_problems(config.parallel, config.train, facts, world_size),
         *_share_problems(config, world_size),
+        *_profile_problems(config, world_size),
     ]
 
 
@@ -323,3 +324,20 @@ def _copies_problems(config: Config) -> Iterator[Problem]:
         if wrong:
             do = "change it, or set placement.copies to 0"
             yield describe(what, where={"key": key, **given}, got=got, expected=expected, do=do)
+
+
+def _profile_problems(config: Config, world_size: int) -> Iterator[Problem]:
+    profile = config.report.profile
+    if profile is None:
+        return
+    for key, last, most in (
+        ("steps", max(profile.steps), config.run.steps),
+        ("ranks", max(profile.ranks), world_size - 1),
+    ):
+        if last > most:
+            yield describe(
+                "the run has no such step or rank to record",
+                where={"key": f"report.profile.{key}"},
+                got=last,
+                expected=f"at most {most}",
+            )

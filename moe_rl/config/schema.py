@@ -336,6 +336,18 @@ class EvalConfig(Section):
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
+class ProfileConfig(Section):
+    """Chooses steps that are recorded with torch.profiler, from sampling to weight sync. `moe-rl show RUN --profile`
+    lists the files."""
+
+    steps: Annotated[tuple[Count, ...], Field(min_length=1, max_length=16)]
+    """Steps to record. A recorded step is slower."""
+    ranks: Annotated[tuple[Whole, ...], Field(min_length=1, max_length=64)] = (0,)
+    """Ranks that record."""
+    mib: Count = 1024
+    """Largest size in MiB of a file. A larger one is removed, and the run says so."""
+
+
 class ReportConfig(Section):
     """Says what a run keeps for its readers, and where else it goes."""
 
@@ -351,6 +363,8 @@ class ReportConfig(Section):
     tracker_seconds: Seconds = 30.0
     """Longest time that a call to a tracker may take, and longest time that the end of a run waits for all trackers. A
     slower tracker counts as failed. A failure never ends the run."""
+    profile: ProfileConfig | None = None
+    """Steps that are recorded with torch.profiler. null: none."""
 
     def problems(self) -> Iterator[Problem]:
         if len(set(self.trackers)) < len(self.trackers):

@@ -117,7 +117,7 @@ def train(
             if early:
                 break
             clock = Clock(peers.part, trainer.timed)
-            with clock("step"):
+            with trainer.profiler.step(step), clock("step"):
                 batch = trainer.sample(step, clock)
                 if batch is None:
                     trainer.stop(done)

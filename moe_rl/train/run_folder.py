@@ -9,6 +9,7 @@ pool.log        the output of the pool that samples while the ranks train
 trackers/       what each tracker has received, and its log
 inputs.jsonl    digests of what the run reads
 evidence/       what a check that ended the run was about, for `moe-rl explain`
+profiles/       what report.profile recorded of steps
 summary.json, report.html                 run.lock        locked by every rank while it runs; says where rank 0 is
 
 A step's trace shards and its rollout file are kept or deleted together. The run keeps those of the last
@@ -87,6 +88,10 @@ class RunFolder:
     @property
     def sync(self) -> Path:
         return self.path / "sync"
+
+    @property
+    def profiles(self) -> Path:
+        return self.path / "profiles"
 
     @property
     def checkpoints(self) -> Path:

@@ -36,6 +36,7 @@ from moe_rl.train.canary import Canary, Native
 from moe_rl.train.keep_evidence import Concerned, EvidenceKeeper, of_canary
 from moe_rl.train.keeping import Keeping
 from moe_rl.train.peers import Peers, StopRequested
+from moe_rl.train.profiling import StepProfiler
 from moe_rl.train.rank_zero import RankZero, open_rank_zero
 from moe_rl.train.replayed_run import last_step
 from moe_rl.train.run_folder import RunFolder
@@ -85,6 +86,7 @@ class Trainer:
         self.train_seconds = 0.0  # duration of the last step, including its weight sync
         runs = None if task is None else canary_runs(config, task)
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
+        self.profiler = StepProfiler(config.report.profile, folder.profiles, dist.get_rank())
         self.evidence = EvidenceKeeper(config, folder, self.policy, self.store, spec, self._tell)
 
     def _tell(self, text: str) -> None:

@@ -29,8 +29,9 @@ from moe_rl.vllm.server_control import Control, RefusedCall
 GATE = f"{__name__}.Gate"
 TOKEN_FILE = "MOE_RL_TOKEN_FILE"
 
-# vLLM's routes that only report and change nothing.
-_TOLD = frozenset({"/health", "/metrics", "/version", "/v1/models", "/openapi.json"})
+# vLLM's routes that only report, and those of its profiler, which are there if the server's arguments ask for one.
+_PASSED = {("GET", f"/{path}") for path in ("health", "metrics", "version", "v1/models", "openapi.json")}
+_PASSED |= {("POST", "/start_profile"), ("POST", "/stop_profile")}
 
 # vLLM's routes for agents.
 _FOR_AGENTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
@@ -58,7 +59,7 @@ class Gate:
         if not free and not self._admits(scope["headers"]):
             refusal = WebSocketClose(1008) if kind == "websocket" else _error(401, "this server needs the run's token")
             await refusal(scope, receive, send)
-        elif kind == "lifespan" or (kind == "http" and scope["method"] == "GET" and scope["path"] in _TOLD):
+        elif kind == "lifespan" or (kind == "http" and (scope["method"], scope["path"]) in _PASSED):
             await self._app(scope, receive, send)
         elif kind != "http":
             await WebSocketClose(1008)(scope, receive, send)

@@ -317,8 +317,10 @@ def test_a_request_that_is_refused_leaves_nothing_waiting(server, requests_of):
 
 @pytest.mark.long
 def test_a_server_that_loads_no_weights_samples_those_of_a_run(checkpoint, reference, requests_of, tmp_path):
-    requests = requests_of(2, 2)
-    with serving(checkpoint, tmp_path, "--load-format", "dummy") as server:
+    """And its profiler takes the run's token."""
+    requests, profiles = requests_of(2, 2), tmp_path / "profiles"
+    profiler = json.dumps({"profiler": "torch", "torch_profiler_dir": str(profiles)})
+    with serving(checkpoint, tmp_path, "--load-format", "dummy", "--profiler-config", profiler) as server:
         client = server.client()
         assert not client.recording().weights_whole
         with refused(EngineError, url=server.url, got="no update since it started without weights"):
@@ -326,7 +328,11 @@ def test_a_server_that_loads_no_weights_samples_those_of_a_run(checkpoint, refer
         with refused(EngineError, url=server.url, got=("HTTP 409", "a run must send an update first")):
             asyncio.run(client.score([range(5)]))
         client.update_weights(whole_update(server, checkpoint, 1, replaces=0))
+        assert server.http("POST", "/start_profile").status_code == 401
+        assert server.http("POST", "/start_profile", token=server.token).status_code == 200
         agree(server.store, reference, client.generate(requests, shard="sent"), version=1)
+        assert server.http("POST", "/stop_profile", token=server.token).status_code == 200
+        assert list(profiles.glob("*.json.gz"))
 
 
 def test_a_store_below_the_trace_root(server, requests_of, tmp_path):

@@ -41,6 +41,7 @@ OTHERS = {
     "vllm": (
         *("data-parallel-size", "enable-eplb", "enforce-eager", "gpu-memory-utilization", "no-enable-expert-parallel"),
         *("kv-cache-memory-bytes", "load-format", "max-model-len", "pipeline-parallel-size", "tensor-parallel-size"),
+        "profiler-config",
     ),
 }
 

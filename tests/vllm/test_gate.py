@@ -68,6 +68,7 @@ BODIES = {
 }
 OTHERS = [
     "/", "/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/v1/completions", "/v1/chat/completions",
+    "/start_profile", "/stop_profile",
     "/inference/v1/abort_requests", "/scale_elastic_ep", "/tokenize", "/invocations", "/moe_rl", "/moe_rl/", "//health",
     "/moe_rl/open/", "/moe_rl/../health", "/inference/v1/generate/",
 ]  # fmt: skip
@@ -86,6 +87,7 @@ class Engine:
                 dtype="torch.float32",
                 skip_tokenizer_init=False,
             ),
+            load_config=SimpleNamespace(load_format="auto"),
             additional_config={
                 "moe_rl": {"trace_root": str(root), "support": False, "head": 0, "router_logits_fraction": 0.0}
             },
@@ -174,7 +176,8 @@ class Vllm:
     async def __call__(self, scope, receive, send) -> None:
         body = (await receive())["body"]
         headers = dict(scope["headers"])
-        assert b"authorization" not in headers or scope["path"] in gate._TOLD
+        passed = (scope["method"], scope["path"]) in gate._PASSED
+        assert b"authorization" not in headers or passed
         if scope["path"] == gate.GENERATE:
             assert headers == {b"content-type": b"application/json", b"content-length": str(len(body)).encode()}
             given = json.loads(body)
@@ -186,7 +189,7 @@ class Vllm:
             assert {"request_id", *given} == set(GENERATION) - {"name"} | {"request_id", "cache_salt"}
             assert set(params) == set(GENERATION["sampling_params"])
         else:
-            assert scope["method"] == "GET" and scope["path"] in gate._TOLD
+            assert passed
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
@@ -470,6 +473,16 @@ def test_stop_strings_that_would_slow_every_token_are_refused(server, stop, said
     answer = server.answers("POST", gate.GENERATE, json.dumps(body).encode())
     assert answer.status_code == 400 and said in answer.json()["error"]
     server.alive()
+
+
+def test_a_server_that_loaded_no_weights_samples_after_an_update(tmp_path, monkeypatch):
+    monkeypatch.setenv(gate.TOKEN_FILE, str(tmp_path / "token"))
+    server = Server(tmp_path)
+    server.engine.vllm_config.load_config.load_format = "dummy"
+    for path, body in ((gate.GENERATE, GENERATION), ("/moe_rl/score", {"runs": [[1, 2]]})):
+        answer = server.answers("POST", path, json.dumps(body).encode())
+        assert answer.status_code == 409 and "a run must send an update first" in answer.json()["error"]
+    assert not server.answers("GET", "/moe_rl/recording").json()["weights_whole"]
 
 
 def test_a_server_without_a_tokenizer_refuses_stop_strings(server, monkeypatch):
