@@ -210,40 +210,48 @@ class Conservation:
 
 
 def difference(exported: Content, held: Content, before: tuple[int, Content] | None, version: int) -> str:
-    """Say which parts were exported wrongly, and what was exported in their place. Return "" when all are right.
-
-    before: an earlier version, and what the trainer held then.
-    """
-    wrong = (exported.table != held.table).any(0).nonzero().flatten().tolist()
-    if not wrong:
+    """Say which parts were exported wrongly, see `differences`. Return "" when all are right."""
+    found = differences(exported, held, before)
+    if not found:
         return ""
+    return describe(
+        "the exported weights are not what the trainer holds",
+        where={"version": version},
+        got=f"{len(found)} of {len(held.parts)} parts of the model wrong: {first_of(found)}",
+        expected="every part as the trainer holds it",
+        do="look for what names, gathers or keeps these tensors between the optimizer and the sampler, as "
+        "moe_rl/megatron/hf_map.py does; nothing has been sampled from them",
+    )
+
+
+def differences(got: Content, held: Content, before: tuple[int, Content] | None) -> list[str]:
+    """Name each part whose sum differs from what is held, and what it is instead.
+
+    before: an earlier version, and what was held then.
+    """
+    wrong = (got.table != held.table).any(0).nonzero().flatten().tolist()
+    if not wrong:
+        return []
     known: dict[tuple[int, ...], str] = {}
     ages = [(held, "")] + ([(before[1], f" was in version {before[0]}")] if before else [])
     for content, when in reversed(ages):
         names = list(content.parts)
         known |= {tuple(one): f"what {place(names[at])}{when or ' is'}" for at, one in enumerate(_columns(content))}
-    names, got = list(held.parts), _columns(exported)
+    names, columns = list(held.parts), _columns(got)
     earlier = _columns(before[1]) if before else None
     found = []
     for at in wrong:
-        total, elements = got[at]
+        total, elements = columns[at]
         if not elements:
             what = "nothing"
         elif elements != held.table[1, at]:
             what = f"{elements} elements for {int(held.table[1, at])}"
-        elif earlier is not None and before is not None and earlier[at] == got[at]:
+        elif earlier is not None and before is not None and earlier[at] == columns[at]:
             what = f"stale, what it was in version {before[0]}"
         else:
-            what = "only zeros" if _all_zeros(total, elements) else known.get(got[at], "other values")
+            what = "only zeros" if _all_zeros(total, elements) else known.get(columns[at], "other values")
         found.append(f"{place(names[at])}: {what}")
-    return describe(
-        "the exported weights are not what the trainer holds",
-        where={"version": version},
-        got=f"{len(wrong)} of {len(names)} parts of the model wrong: {first_of(found)}",
-        expected="every part as the trainer holds it",
-        do="look for what names, gathers or keeps these tensors between the optimizer and the sampler, as "
-        "moe_rl/megatron/hf_map.py does; nothing has been sampled from them",
-    )
+    return found
 
 
 def _all_zeros(total: int, elements: int) -> bool:

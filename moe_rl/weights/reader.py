@@ -29,6 +29,7 @@ class Reader:
         device: where the worker's tensors live.
         rank: the worker's rank among the workers of its sampler.
         on_tensor: called after each confirmed tensor.
+        before_load: called with the tensors before `load` is.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Reader:
         *,
         rank: int = 0,
         on_tensor: Callable[[], None] = lambda: None,
+        before_load: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
     ):
+        self._before_load = before_load
         self._intake, self._give, self._device = intake, load, device
-        self._rank, self._on_tensor = rank, on_tensor
+        self._rank, self.on_tensor = rank, on_tensor
         self._link: Receiver | None = None
         self._importer: PackedBufferImporter | None = None
 
@@ -63,7 +66,7 @@ class Reader:
             if isinstance(update.source, SharedMemory) and not (update.final and update.number == 0):
                 # vLLM loads a layer when it is complete. By then the trainer may have overwritten the segment.
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-            self._intake.confirm(tensors, self._on_tensor)
+            self._intake.confirm(tensors, self.on_tensor)
             self._load(tensors)
 
     def release(self) -> None:
@@ -89,7 +92,7 @@ class Reader:
         from moe_rl.weights.broadcast import Receiver
 
         def take(tensors: list[tuple[str, Tensor]]) -> None:
-            self._intake.received(tensors, self._on_tensor)
+            self._intake.received(tensors, self.on_tensor)
             self._load(dict(tensors))
 
         if self._link is None or not self._link.reaches(source):
@@ -103,6 +106,7 @@ class Reader:
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
         self._intake.touch()
+        self._before_load(tensors)
         self._give(tensors)
 
 

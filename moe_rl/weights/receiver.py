@@ -32,12 +32,13 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
-from moe_rl.errors import MoeRLError, WeightSyncError
+from moe_rl.errors import MoeRLError, WeightSyncError, first_of
 from moe_rl.models.weight_files import is_derived
 from moe_rl.models.weight_table import EMBEDDING, HEAD
 from moe_rl.weights.digest import dtype_name
 from moe_rl.weights.expert_loads import collect_experts, experts_of
 from moe_rl.weights.intake import Intake
+from moe_rl.weights.read_back import ReadBack
 from moe_rl.weights.reader import Reader
 from moe_rl.weights.shared_disk import checkpoint_shapes
 from moe_rl.weights.update import WeightUpdate, decode
@@ -115,11 +116,15 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
             and not is_derived(name)
             and not (self._tied and name == HEAD)
         )
-        self.intake = Intake({name: shapes[name] for name in sent}, dtype_name(self.model_config.dtype))
+        self._shapes = {name: shapes[name] for name in sent}
+        self.intake = Intake(self._shapes, dtype_name(self.model_config.dtype))
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         told = lambda: self.on_progress()  # noqa: E731 - late binding: on_progress is set afterwards
-        self._reader = Reader(self.intake, self._load, self.device, rank=rank, on_tensor=told)
+        self._read_back: ReadBack | None = None
+        self._reader = Reader(
+            self.intake, self._load, self.device, rank=rank, on_tensor=told, before_load=self._confirmed
+        )
         self.under_way = False
         self._open = False
         self._lost: list[str] = []
@@ -131,6 +136,11 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
         """Mark an update as started. The model is opened for loading after the first part is confirmed:
         `Reader.take`."""
         self.under_way = True
+        if self._read_back is None:  # by now vLLM has made the layers' kernels
+            self._read_back = ReadBack(
+                self.model, self._shapes, self.model_config.dtype, self.device, self._reader.on_tensor
+            )
+        self._read_back.begin()
 
     @torch.inference_mode()
     def receive_weights(self, update_info: UpdatePart) -> None:
@@ -156,16 +166,36 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
             self.intake.abandon()
 
     def check_reached(self) -> None:
-        """Raise WeightSyncError if a parameter did not receive all its tensors."""
+        """Raise WeightSyncError if a parameter did not receive all its tensors, or if the model computes with other
+        weights than were confirmed. The weights are then incomplete."""
         if self._lost:
             raise WeightSyncError(
                 "vLLM did not load all new weights",
                 got=f"{len(self._lost)} incomplete parameters: {', '.join(self._lost[:3])}",
                 do="check the patch series: moe-rl patch --check",
             )
+        assert self._read_back is not None  # since the update's start
+        version = self.intake.holding().version
+        with torch.inference_mode():
+            wrong = self._read_back.wrong(version)
+        if wrong:
+            self.intake.touch()
+            raise WeightSyncError(
+                "vLLM computes with other weights than the confirmed ones",
+                where={"version": version},
+                got=f"{len(wrong)} parts of the model wrong: {first_of(wrong)}",
+                expected="in each layer what was confirmed, by digest, for this version",
+                do="look at what happens between the digests and the layers: vLLM's loaders, its merging of matrices, "
+                "and its packing of weights for a kernel. moe-rl patch --check says whether the series is whole",
+                fault="read back",
+            )
 
     def shutdown(self) -> None:
         self._reader.close()
+
+    def _confirmed(self, tensors: dict[str, Tensor]) -> None:
+        assert self._read_back is not None  # since the update's start
+        self._read_back.confirmed(tensors)
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
         if not self._open:

@@ -197,7 +197,7 @@ def refusal(holding: Holding) -> WeightSyncError:
         return WeightSyncError(f"{holding.refused}. The sampler continues with version {holding.version}, which it had")
     return WeightSyncError(
         holding.refused or "An update was started and not finished",
-        got="parts of two sets of weights",
+        got="no whole set of weights",
         expected="weights of one version",
         do="send a whole update again, from its first part: until then nothing is sampled",
     )

@@ -201,6 +201,32 @@ LAYOUTS = (
     ),
 )  # fmt: skip
 
+_READ_BACK, _ELSE = "engine, by sums over what its layers compute with", "vLLM computes with other weights"
+
+
+def _computed(name: str, *says: str) -> Fault:
+    planted = "engine: behind the digests, before vLLM loads"
+    says = (_ELSE, *says)
+    return Fault(f"engine: {name} behind the digests", "P6", planted, _READ_BACK, "WeightSyncError", says,
+                 BEFORE_SAMPLING, MENDED, "lab")  # fmt: skip
+
+
+ENGINE_WEIGHTS = (
+    _computed("one expert zeroed", f"layer {LAYER}, expert {EXPERT}, down_proj.weight: only zeros"),
+    _computed(
+        "two experts exchanged",
+        f"layer {LAYER}, expert {EXPERT}, down_proj.weight: what layer {LAYER}, expert {OTHER_EXPERT}, down_proj",
+    ),
+    _computed(
+        "the routers of two layers exchanged",
+        f"layer {LAYER}, mlp.gate.weight: what layer {OTHER_LAYER}, mlp.gate.weight is",
+    ),
+    _computed("q_proj stale", f"layer {LAYER}, self_attn.q_proj.weight: stale, what it was in version "),
+    _computed("all attention stale", "layer 0, self_attn.k_proj.weight: stale, what it was in version "),
+    _computed("all experts stale", "layer 0, expert 0, down_proj.weight: stale, what it was in version "),
+)
+"""Faults of the engine's weights that no digest can show."""
+
 _CONSERVATION = "rank 0, by sums over exported and held weights"
 WEIGHTS = (
     _exported(
@@ -220,6 +246,7 @@ WEIGHTS = (
     ),
 )
 WEIGHTS += (
+    *ENGINE_WEIGHTS,
     _carried("weights by shared memory: one bit flipped", "engine: in the segment of shared memory"),
     _carried("weights by disk: one bit flipped", "engine: in the file on the shared disk"),
 )
@@ -284,8 +311,8 @@ def _in_flight() -> Iterator[Fault]:
                 if (victim, state) != ("a verifier", "waits"):
                     yield _flies(victim, how, state)
     yield Fault(
-        NOT_LOADED, "P6", "engine: behind the digests, before vLLM loads", "rank 0, by the canary", "WeightSyncError",
-        ("an update has not reached a sampler", "--resume {run}"), "behind the update", ENDS_ONCE, "flight",
+        NOT_LOADED, "P6", "engine: behind the digests, before vLLM loads", _READ_BACK, "WeightSyncError",
+        (_ELSE, "--resume {run}"), "behind the update", ENDS_ONCE, "flight",
     )  # fmt: skip
 
 

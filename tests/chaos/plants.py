@@ -514,6 +514,54 @@ _dies_in("rank killed in evaluation", "moe_rl.rollout.rollouts", "Rollouts.evalu
 _dies_in("rank killed in the report", "moe_rl.report.run_page", "write_report")
 _dies_in("engine killed in evaluation", "moe_rl.vllm.sampling", "check")
 
+# In the engine, between the digests and vLLM's loaders: the engine then computes with other weights.
+
+_LOADED: dict[str, object] = {}
+
+
+def _behind_the_digests(fault: str):
+    """Decorate a change of the tensors that vLLM loads: change({name: tensor}) -> {name: other tensor}."""
+
+    def register(change: Callable) -> Callable:
+        @in_function(fault, "moe_rl.weights.receiver", "WeightReceiver._load")
+        def make(load):
+            def changed(receiver, tensors):
+                wrong = change(tensors)
+                if any((tensor != tensors[name]).any() for name, tensor in wrong.items()):
+                    fires(fault)
+                load(receiver, tensors | wrong)
+
+            return changed
+
+        return change
+
+    return register
+
+
+def _stale(tensors, part: str) -> dict[str, object]:
+    return {name: _LOADED[name] for name in tensors if part in name}
+
+
+_behind_the_digests("engine: one expert zeroed behind the digests")(_expert_zeroed)
+_behind_the_digests("engine: two experts exchanged behind the digests")(_experts_permuted)
+_behind_the_digests("engine: the routers of two layers exchanged behind the digests")(_routers_swapped)
+_behind_the_digests("engine: q_proj stale behind the digests")(partial(_stale, part=STALE_TENSOR))
+_behind_the_digests("engine: all attention stale behind the digests")(partial(_stale, part=".self_attn."))
+_behind_the_digests("engine: all experts stale behind the digests")(partial(_stale, part=".mlp.experts."))
+
+
+@in_function("", "moe_rl.weights.receiver", "WeightReceiver._load")
+@in_function(FORGET, "moe_rl.weights.receiver", "WeightReceiver._load")
+def _remembers_loaded(load):
+    """Not a fault: what is loaded as it is, for those that load it again."""
+
+    def remembering(receiver, tensors):
+        _LOADED.update({name: tensor.clone() for name, tensor in tensors.items()})
+        load(receiver, tensors)
+
+    return remembering
+
+
 NOT_LOADED = "an update that the engine confirms and does not load"
 
 

@@ -14,9 +14,12 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """{name of the fault: what came of it}"""
-    folder = tmp_path_factory.mktemp("lab")
-    names = [fault.name for fault in faults.of("lab")]
-    run = Control(folder).launch(folder, json.dumps(names), ranks=1, script="tests/chaos/lab.py")
+    return run_through(tmp_path_factory.mktemp("lab"), faults.of("lab"))
+
+
+def run_through(folder, planted, *overrides):
+    names = [fault.name for fault in planted]
+    run = Control(folder).launch(folder, json.dumps(names), *overrides, ranks=1, script="tests/chaos/lab.py")
     assert run.wait() == 0, run.text()[-4000:]
     results = json.loads((folder / "lab.json").read_text())
     return {one["fault"] or f"none {one['step']}": one for one in results}
@@ -38,3 +41,12 @@ def test_it_is_refused_in_its_step(seen, fault):
         assert any(key in got for harmed in one["harmed"] for key in harmed.split()), one
     assert (one["stage"] == "sync") == (fault.soon == faults.BEFORE_SAMPLING), one["stage"]
     assert not one["moved"], "weights had moved"
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-2])
+def test_at_every_learning_rate_the_weights_that_an_engine_computes_with_are_named(tmp_path, lr):
+    """The smallest updates change few bfloat16 numbers, and the largest leave no two versions alike."""
+    seen = run_through(tmp_path, faults.ENGINE_WEIGHTS, f"train.optimizer.lr={lr}")
+    test_sound_steps_are_not_refused(seen)
+    for fault in faults.ENGINE_WEIGHTS:
+        test_it_is_refused_in_its_step(seen, fault)

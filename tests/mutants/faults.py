@@ -1321,10 +1321,26 @@ MUTANTS: list[Mutant] = [
         (
             "sum or number of elements",
             "conservation.py",
-            "(exported.table != held.table).any(0)",
-            "(exported.table != held.table).all(0)",
+            "(got.table != held.table).any(0)",
+            "(got.table != held.table).all(0)",
             "Weights that changed on their way out, but not in number, are sent.",
             "tests/weights/test_conservation.py",
+        ),
+        (
+            "rows of a merged matrix that are read back",
+            "read_back.py",
+            "first = sum(sizes[:at])",
+            "first = 0",
+            "What a sampler computes with is compared with the rows of another matrix.",
+            "tests/weights/test_read_back.py",
+        ),
+        (
+            "a sampler that computes with other weights",
+            "receiver.py",
+            "if wrong:",
+            "if False:",
+            "A sampler whose layers have other weights than were confirmed goes on.",
+            "tests/weights/test_receiver.py",
         ),
     ),
     *_room(

@@ -40,6 +40,23 @@ class Worker:
         self.active = False
 
 
+class ReadingBack:
+    """Notes what was confirmed, and finds wrong what `model.wrong` names. read_back.py has tests of its own."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def begin(self):
+        self.model.confirmed = {}
+
+    def confirmed(self, tensors):
+        assert not tensors.keys() & self.model.loaded.keys(), "loaded before it was added up"
+        self.model.confirmed |= tensors
+
+    def wrong(self, version):
+        return [f"{one} in version {version}" for one in self.model.wrong]
+
+
 @pytest.fixture
 def worker(taker, tmp_path, monkeypatch):
     """Make a worker. `model.loaded` lists what was loaded; `model.fault` is raised instead of loading."""
@@ -51,7 +68,8 @@ def worker(taker, tmp_path, monkeypatch):
     monkeypatch.setattr(receiver, "collect_experts", lambda model: None)
     monkeypatch.setattr(receiver, "not_loaded", lambda model: [])
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    model = SimpleNamespace(loaded={}, fault=None, opened=opened)
+    model = SimpleNamespace(loaded={}, fault=None, opened=opened, wrong=[], confirmed={})
+    monkeypatch.setattr(receiver, "ReadBack", lambda model, *about: ReadingBack(model))
 
     def load(tensors):
         if model.fault is not None:
@@ -92,3 +110,16 @@ def test_what_is_no_update_is_refused_and_touches_nothing(worker, others, tmp_pa
     answer = take(worker, update.replace(b'"final"', b'"fin"'))
     assert answer["whole"] and "fin" in answer["refused"] and not worker.weight_transfer_engine.model.opened
     assert take(worker, update)["version"] == 1
+
+
+def test_a_model_that_computes_with_other_weights_samples_nothing_until_a_whole_update(worker, others, tmp_path):
+    from moe_rl.weights.receiver import take
+
+    model = worker.weight_transfer_engine.model
+    model.wrong = ["layer 3, mlp.gate.weight: only zeros"]
+    answer = take(worker, encode(by_disk(tmp_path, others, version=1)))
+    assert equal(model.confirmed, others) and not answer["whole"]
+    assert "vLLM computes with other weights" in answer["refused"] and model.wrong[0] in answer["refused"]
+    model.wrong, model.loaded = [], {}
+    answer = take(worker, encode(by_disk(tmp_path, others, version=2, replaces=1, changed=False)))
+    assert answer["whole"] and answer["version"] == 2

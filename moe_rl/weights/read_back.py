@@ -1,0 +1,222 @@
+"""Checks that vLLM computes with the weights that were confirmed: sums of each part of the model, before and after.
+
+    confirmed tensors --(vLLM loads, merges, packs)--> what its layers compute with --> sums of each part --\\
+            |                                                                                            equal?
+            `--> sums of each part ------------------------------------------------------------------------/
+
+The sums are those of `conservation.py`. They do not depend on the order of the elements, so they hold in whatever
+layout a kernel wants its weights. They are exact: one number that is off shows, at any learning rate and in any
+precision, and rounding cannot raise an alarm.
+
+On a CPU a layer keeps only a packed copy that nobody can read. Such a layer multiplies the identity matrix, which gives
+its weights bit for bit: every product is a weight or 0, and sums of one weight and zeros are not rounded.
+
+A part is read where this worker holds it whole and as it was sent. Tensor-parallel workers hold halves of matrices, and
+vLLM's own quantisation changes the values. The engine's log says what is not read: only the canary compares it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from moe_rl.errors import first_of
+from moe_rl.models.weight_table import EMBEDDING, HEAD
+from moe_rl.weights.conservation import Content, PartSums, cut, differences, parts_of
+
+_ROWS = 256
+"""Rows of the identity that are multiplied at a time."""
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Holds one place where a part of the model is computed with.
+
+    part: its name. dtype: in which its elements are compared. read: yields tensors with all its elements, and perhaps
+    padding of zeros.
+    """
+
+    part: str
+    dtype: torch.dtype
+    read: Callable[[], Iterator[Tensor]]
+
+
+class ReadBack:
+    """Sums up what is confirmed, and compares it with what the model computes with.
+
+    Args:
+        model: vLLM's.
+        shapes: {Hugging Face name: shape} of all tensors that an update brings.
+        dtype: that the sampler computes in.
+        device: of the model.
+        on_part: called after each part that was read back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        on_part: Callable[[], None] = lambda: None,
+    ):
+        self._device, self._on_part = device, on_part
+        self._parts = {part: at for at, part in enumerate(dict.fromkeys(map(_joined, parts_of(shapes))))}
+        self._readings = list(_readings(model, shapes, dtype))
+        self._dtypes = {one.part: one.dtype for one in self._readings}
+        self._confirmed: PartSums | None = None
+        self._before: tuple[int, Content] | None = None
+        if unread := [part for part in self._parts if part not in self._dtypes]:
+            print(f"weights: {len(unread)} of {len(self._parts)} parts cannot be read back here: {first_of(unread)}")
+
+    def begin(self) -> None:
+        """Forget what was confirmed: an update begins."""
+        self._confirmed = PartSums(self._parts, self._device)
+
+    def confirmed(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add tensors whose digests are right, before vLLM gets them."""
+        assert self._confirmed is not None
+        for name, tensor in tensors.items():
+            for one, piece in cut(name, tensor):
+                part = _joined(one)
+                if part in self._dtypes:
+                    # The identity turns -0.0 into 0.0.
+                    self._confirmed.add(part, piece.to(self._dtypes[part]) + 0.0, self._dtypes[part])
+
+    def wrong(self, version: int) -> list[str]:
+        """Name the parts that the model computes with otherwise than they were confirmed as `version`."""
+        assert self._confirmed is not None
+        held, self._confirmed = self._confirmed.content(), None
+        live = PartSums({str(at): at for at in range(len(self._readings))}, self._device)
+        for at, one in enumerate(self._readings):
+            for tensor in one.read():
+                live.add(str(at), tensor + 0.0, one.dtype)
+            self._on_part()
+        table = held.table.clone()
+        for one, total in zip(self._readings, live.content().table[0].tolist(), strict=True):
+            if total != held.table[0, self._parts[one.part]]:
+                table[0, self._parts[one.part]] = total
+        found = differences(Content(self._parts, table.cpu()), Content(self._parts, held.table.cpu()), self._before)
+        self._before = (version, Content(self._parts, held.table.cpu()))
+        return found
+
+
+def _joined(part: str) -> str:
+    """Return the name under which a part is compared: vLLM holds the gate and the up matrix of an expert as one."""
+    found = _EXPERT.fullmatch(part)
+    if found is None or found[3] == "down":
+        return part
+    return f"{found[1]}.experts.{found[2]}.gate_up_proj.{found[4]}"
+
+
+def _readings(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[_Reading]:
+    modules = dict(model.named_modules())
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        mapper = replace(mapper, orig_to_new_stacked={})  # it would hide which rows of a merged matrix are meant
+    merged = {
+        one: (whole, at)
+        for whole, ones in getattr(model, "packed_modules_mapping", {}).items()
+        for at, one in enumerate(ones)
+    }
+    seen = set[str]()
+    for name, shape in shapes.items():
+        for part in parts_of({name: shape}):
+            if found := _EXPERT.fullmatch(part):
+                if (joined := _joined(part)) not in seen:
+                    seen.add(joined)
+                    yield from _of_expert(modules, joined, found, dtype)
+                continue
+            own = name if mapper is None else mapper.map_name(name)
+            yield from _of_module(modules, part, own or "", shape, merged, dtype)
+            if name == EMBEDDING and HEAD not in shapes:
+                yield from _of_module(modules, part, HEAD, shape, merged, dtype)
+
+
+def _of_expert(
+    modules: Mapping[str, nn.Module], part: str, found: re.Match[str], dtype: torch.dtype
+) -> Iterator[_Reading]:
+    prefix, kind, leaf = f"{found[1]}.experts", found[3], found[4]
+    layers = [one for name, one in modules.items() if name.startswith(f"{prefix}.") and isinstance(one, RoutedExperts)]
+    layer = layers[0] if layers else modules.get(prefix)
+    if not isinstance(layer, RoutedExperts) or not isinstance(layer.quant_method, _PLAIN):
+        return
+    config = layer.moe_config
+    at = layer._map_global_expert_id_to_local_expert_id(int(found[2]))
+    if at < 0 or config.moe_parallel_config.tp_size > 1 or config.num_experts != config.num_logical_experts:
+        return
+    parameter = f"{'w2' if kind == 'down' else 'w13'}_{leaf}"
+    yield _Reading(part, dtype, lambda: iter([getattr(layer, parameter)[at]]))
+
+
+def _of_module(
+    modules: Mapping[str, nn.Module],
+    part: str,
+    name: str,
+    shape: tuple[int, ...],
+    merged: Mapping[str, tuple[str, int]],
+    dtype: torch.dtype,
+) -> Iterator[_Reading]:
+    """Yield the readings of a tensor that vLLM has as `name`, or as rows of a merged layer."""
+    path, _, leaf = name.rpartition(".")
+    module, first = modules.get(path), 0
+    if module is None:
+        above, _, last = path.rpartition(".")
+        whole, at = merged.get(last, ("", 0))
+        module = modules.get(f"{above}.{whole}")
+        sizes = getattr(module, "output_partition_sizes", ())
+        if at >= len(sizes) or sizes[at] != shape[0]:
+            return  # another worker has a share of these rows
+        first = sum(sizes[:at])
+    parameter = getattr(module, leaf, None)
+    if not isinstance(module, nn.Module) or not isinstance(parameter, Tensor):
+        return
+    if not isinstance(getattr(module, "quant_method", None), _PLAIN):
+        return
+    rows, kind = slice(first, first + shape[0]), dtype if leaf == "bias" else parameter.dtype
+    if leaf == "weight" and _packed(module) and _inputs(module) == shape[1]:
+        yield _Reading(part, kind, partial(_by_identity, module, rows, kind))
+    if parameter.numel() and parameter.shape[1:] == shape[1:] and len(parameter) >= rows.stop:
+        yield _Reading(part, kind, lambda: iter([getattr(module, leaf)[rows]]))
+    for one in modules.values():  # latent attention multiplies by halves of this matrix
+        halves = getattr(one, "W_UV", None), getattr(one, "W_UK_T", None)
+        if leaf == "weight" and getattr(one, "kv_b_proj", None) is module and None not in halves:
+            yield _Reading(part, kind, partial(_halves, one))
+
+
+def _packed(module: nn.Module) -> bool:
+    """Return whether a layer multiplies by a packed copy of its matrix."""
+    looks_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    return hasattr(module, "cpu_linear") and not looks_up
+
+
+def _inputs(module: nn.Module) -> int:
+    """Return how many columns of its matrix a layer has here."""
+    if isinstance(module, VocabParallelEmbedding):
+        return int(module.embedding_dim)
+    return int(getattr(module, "input_size_per_partition", module.input_size))  # of a row-parallel layer a share
+
+
+def _halves(attention: nn.Module) -> Iterator[Tensor]:
+    yield from (attention.W_UV, attention.W_UK_T)
+
+
+def _by_identity(layer: nn.Module, rows: slice, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield some rows of a layer's matrix, as columns of what it makes of the identity."""
+    for some in torch.eye(_inputs(layer), dtype=dtype).split(_ROWS):
+        yield layer.cpu_linear(some, layer.weight, None)[:, rows]
