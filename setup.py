@@ -96,6 +96,7 @@ setup(
             "mkdocs>=1.6.1,<2",
             "mypy>=2.4,<3",
             "openai>=3.51,<4",
+            "peft>=0.21,<0.22",  # the reference of train.lora
             "pytest>=8,<9.2",  # under 9.2, pytest-xdist 3.8 ignores --dist loadgroup
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.8",

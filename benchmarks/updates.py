@@ -156,13 +156,13 @@ class ReplayedUpdates:
             unrecorded.append(microbatch.read_routes(None, sequences, spec, weight_version=0, policy=policy))
         self.tables = self.policy.score(self._work(unrecorded, []), "record", "bench").seen.recorded
 
-    def new_policy(self, parallel):
-        """Restore the model as it was made, on ranks in this layout."""
+    def new_policy(self, parallel, lora=None):
+        """Restore the model as it was made, on ranks in this layout, with adapters if `lora` describes them."""
         from moe_rl.config.training import OptimizerConfig, TrainConfig
         from moe_rl.megatron.policy import Policy
 
         optimizer = OptimizerConfig(lr=1e-12)
-        train = TrainConfig(dtype=self.dtype, microbatch_tokens=1024, optimizer=optimizer)
+        train = TrainConfig(dtype=self.dtype, microbatch_tokens=1024, optimizer=optimizer, lora=lora)
         return Policy(self.facts, train, parallel, self.folder / "model", temperature=1.0)
 
     def plans(self, overlap_chunks: int = 0) -> list:

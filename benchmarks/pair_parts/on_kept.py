@@ -17,7 +17,8 @@ import torch.distributed as dist
 from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
 from moe_rl.megatron import world
-from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.megatron.frozen_policy import ReferencePolicy
+from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.kept import KeptRollouts
 from moe_rl.trace import TraceSpec, TraceStore

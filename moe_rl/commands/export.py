@@ -58,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to create")
     parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapters of a run with train.lora as a folder of peft, not the weights with them merged in",
+    )
+    parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="default: the dtype of the run, or bfloat16 with --model"
     )
     parser.add_argument(
@@ -80,6 +85,8 @@ def run(options: argparse.Namespace) -> int:
         if options.tokenizer is not None:
             print(f"written: {options.out}, {convert_tokenizer(options.tokenizer, options.out, options.run_code)}")
             return 0
+        if options.adapter and (options.run is None or options.dtype or options.json):
+            raise ConfigError("--adapter needs --run, and takes neither --dtype nor --json")
         if options.model is not None and (options.overrides or options.step is not None):
             raise ConfigError("--step and overrides of parallel.* need --run: a --model has no layout")
         if options.model is not None:
@@ -91,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
         found = list(layout_problems(config.parallel, config.train, facts, ranks))
         if found:
             raise ConfigError(found)
+        if options.adapter and config.train.lora is None:
+            raise ConfigError("this run trained no adapters", where={"key": "train.lora"}, do="leave --adapter out")
         return _from_run(options, folder, config, facts, options.dtype or config.train.dtype)
     except MoeRLError as error:
         if rank == 0:
@@ -101,19 +110,23 @@ def run(options: argparse.Namespace) -> int:
 def _from_run(
     options: argparse.Namespace, folder: run_folder.RunFolder, config: Config, facts: ModelFacts, dtype: str
 ) -> int:
-    done, first = write_weights(checkpoints.find(folder.checkpoints, options.step), options.out, config, facts, dtype)
+    path = checkpoints.find(folder.checkpoints, options.step)
+    done, first = write_weights(path, options.out, config, facts, dtype, adapter=options.adapter)
     if first:
-        print(f"written: {options.out}, the weights after {done} steps")
+        print(f"written: {options.out}, the {'adapters' if options.adapter else 'weights'} after {done} steps")
         _write_result(options, dtype, {"step": done})
     return 0
 
 
-def write_weights(path: Path, out: Path, config: Config, facts: ModelFacts, dtype: str) -> tuple[int, bool]:
+def write_weights(
+    path: Path, out: Path, config: Config, facts: ModelFacts, dtype: str, *, adapter: bool = False
+) -> tuple[int, bool]:
     """Write the weights of a run's checkpoint as a Hugging Face folder. All processes call it together.
 
     Args:
         path: The checkpoint.
         config: Of the run, in the layout of these processes.
+        adapter: Write a folder of peft with the adapters alone.
 
     Returns:
         The steps of the checkpoint, and whether this process is the first.
@@ -122,15 +135,22 @@ def write_weights(path: Path, out: Path, config: Config, facts: ModelFacts, dtyp
     import torch.distributed as dist
 
     from moe_rl.megatron import checkpoint, hf_map, world
+    from moe_rl.megatron.frozen_policy import ReferencePolicy
     from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
+    from moe_rl.megatron.lora import write_peft
     from moe_rl.megatron.model import DTYPES, unwrap
-    from moe_rl.megatron.policy import ReferencePolicy
 
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)
     try:
-        model = config.model.path
-        policy = ReferencePolicy(facts, config.train, config.parallel, model, temperature=1.0)
+        model, train = config.model.path, config.train
+        if train.lora is not None:  # the checkpoint has the adapters, and what they began with may be gone
+            train = train.model_copy(update={"lora": train.lora.model_copy(update={"start": None})})
+        policy = ReferencePolicy(facts, train, config.parallel, model, temperature=1.0)
         done = checkpoint.load_weights(path, policy)["step"]
+        if adapter:
+            assert train.lora is not None
+            write_peft(out, map(unwrap, policy.chunks), facts, train.lora, model)
+            return done, dist.get_rank() == 0
         dense, experts = world.holds_first_replica()
         tensors = hf_map.export(map(unwrap, policy.chunks), facts, dense=dense, experts=experts)
         write_checkpoint(out, tensors, facts, CheckpointReader(model, facts), DTYPES[dtype])

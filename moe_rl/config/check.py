@@ -14,6 +14,7 @@ from moe_rl.config.check_cluster import engine_problems
 from moe_rl.config.check_environment import environment_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.check_layout import layout_problems
+from moe_rl.config.check_lora import lora_problems
 from moe_rl.config.passed_on import passed_problems
 from moe_rl.config.schema import Config
 from moe_rl.config.stale_data import stale_problems
@@ -61,6 +62,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *_segment_problems(config),
         *_replay_problems(config),
         *_head_problems(config),
+        *lora_problems(config, facts),
         *engine_problems(config),
         *passed_problems(config),
         *layout_problems(config.parallel, config.train, facts, world_size),

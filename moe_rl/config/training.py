@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moe_rl.config.section import BelowOne, Count, NotNegative, Number, Positive, Section, Share, Whole
+from moe_rl.config.section import BelowOne, Count, Location, NotNegative, Number, Positive, Section, Share, Whole
 from moe_rl.errors import Problem, describe
 
 
@@ -147,6 +147,29 @@ class OptimizerConfig(Section):
             )
 
 
+class LoraConfig(Section):
+    """Sets the adapters of low rank that are trained in place of the model's weights (LoRA, arXiv 2106.09685).
+
+    A matrix W of the checkpoint stays as it is and acts as W + alpha / rank * B A, with A [rank, inputs] and B
+    [outputs, rank]. Each expert has adapters of its own. Routers, embeddings and norms have none.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    """Rank of every adapter."""
+    alpha: Positive
+    """Scale of the adapters: alpha / rank times B A is added to a matrix."""
+    targets: tuple[Literal["attention", "mlp", "experts"], ...] = ("attention", "experts")
+    """Which matrices get an adapter. attention: all projections of the attention. mlp: those of dense layers and of
+    shared experts. experts: those of routed experts."""
+    start: Location | None = None
+    """Folder of adapters that the run begins with, as peft or `moe-rl export --adapter` writes it. null: A is random
+    and B is 0, so that the first weights are those of the model."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            yield describe("names no target, or one twice", where={"key": "train.lora.targets"}, got=list(self.targets))
+
+
 class TrainConfig(Section):
     """Sets how the policy is updated."""
 
@@ -185,6 +208,8 @@ class TrainConfig(Section):
     bias stays."""
     optimizer: OptimizerConfig
     """Settings of the optimizer."""
+    lora: LoraConfig | None = None
+    """Adapters to train in place of the weights, see docs/howto/lora.md. null: all weights are trained."""
     megatron: dict[str, Any] = {}
     """Further fields of Megatron's TransformerConfig that moe_rl does not set, such as recompute_granularity and
     recompute_modules, fp8, or apply_rope_fusion. docs/howto/one_node.md says which are refused, and why."""

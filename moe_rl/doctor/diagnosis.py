@@ -100,6 +100,14 @@ def _engine_problems(config: Config, engine: str) -> Iterator[Problem]:
             expected="transformer-engine 2.3 or later",
             do="install it (it needs a GPU), or remove the setting",
         )
+    if config.train.lora is not None and engine:
+        yield describe(
+            "adapters are not supported on TransformerEngine's layers",
+            where={"key": "train.lora"},
+            got=f"transformer-engine {engine}",
+            expected="an environment without it",
+            do="uninstall it, or set train.lora to null",
+        )
 
 
 def fits(part: Requirement, found: str) -> bool:

@@ -36,10 +36,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_rl.checkpoint_folder import name_of, to_resume_instead
 from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
-from moe_rl.megatron import offload, rng, unpickling, world
+from moe_rl.megatron import lora, offload, rng, unpickling, world
+from moe_rl.megatron.frozen_policy import ReferencePolicy
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.optimizer_slices import set_slices, sharded_slices
-from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.megatron.policy import Policy
 from moe_rl.weights.conservation import PartSums
 
 STATE = "state.json"
@@ -125,7 +126,7 @@ def _restore_weights(path: Path, policy: Policy | ReferencePolicy) -> None:
 
 def _set_weights(policy: Policy | ReferencePolicy, loaded: dict) -> None:
     for number, chunk in enumerate(policy.chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
+        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=not policy.trains_adapters)
 
 
 def run_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -270,8 +271,11 @@ def _shortened(reason: str) -> str:
 
 
 def _sharded_model(policy: Policy | ReferencePolicy) -> dict:
+    """Return the sharded tensors of the model: of the adapters only, if nothing else is trained."""
     return {
-        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT))
+        f"model{number}": lora.sharded(unwrap(chunk), policy.facts)
+        if policy.trains_adapters
+        else unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT))
         for number, chunk in enumerate(policy.chunks)
     }
 

@@ -22,6 +22,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from moe_rl.errors import ConfigError
 from moe_rl.megatron import world
+from moe_rl.megatron.adapters import merged
 from moe_rl.megatron.hf_files import CheckpointReader, stored_dtype
 from moe_rl.models.hf import ModelFacts, layer_weights
 from moe_rl.models.weight_table import Weight, ends
@@ -60,7 +61,8 @@ class Entry:
 
 
 def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE) -> Iterator[Entry]:
-    """Yield an entry for every parameter of an (unwrapped) GPTModel and for its routers' expert biases.
+    """Yield an entry for every parameter of an (unwrapped) GPTModel but its adapters', and for its routers' expert
+    biases.
 
     Args:
         fused: Whether the layers are TransformerEngine's.
@@ -69,7 +71,8 @@ def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE)
         ConfigError: A parameter is missing in the family's table, or in the model. The message names it.
     """
     biases = (item for item in model.named_buffers() if item[0].endswith(".router.expert_bias"))
-    left = dict(chain(model.named_parameters(), biases))
+    weights = (item for item in model.named_parameters() if ".lora." not in item[0])
+    left = dict(chain(weights, biases))
     slots = world.own_slots(facts.num_experts)
     for prefix, theirs, weight, layer in _weights_of(model, facts):
         order = layer.mlp.token_dispatcher.order if weight.experts else None
@@ -196,7 +199,8 @@ def export(
         chunks: The (unwrapped) GPTModels that this rank holds.
         dense, experts: Which weights to export, so that replicas do not repeat each other. Must be equal on all ranks
             that share tensors.
-        get: Returns what to export instead of a parameter's data. Expert biases are then left out: they have only data.
+        get: Returns what to export instead of a parameter with its adapter merged into it. Expert biases are then left
+            out: they have only data.
     """
     return export_entries(_exported(chunks, facts), facts, dense=dense, experts=experts, get=get)
 
@@ -274,7 +278,7 @@ def export_entries(
         parts = 1 if entry.axis is None else entry.group.size()
         for name, piece in zip(entry.names, _pieces(entry, facts, parts, get), strict=True):
             if parts > 1:
-                piece = torch.cat(_gather(piece, entry.group), entry.axis)
+                piece = torch.cat(gather(piece, entry.group), entry.axis)
             if entry.order is not None:
                 piece = piece[torch.from_numpy(np.argsort(entry.order)).to(piece.device)]
             if entry.group.rank() == 0:
@@ -283,14 +287,15 @@ def export_entries(
 
 def _pieces(entry: Entry, facts: ModelFacts, parts: int, get) -> list[torch.Tensor]:
     shares = [shape[0] for shape in entry.weight.tensors.values()]
-    values = (parameter.data if get is None else get(parameter) for parameter in entry.parameters)
+    values = map(get or merged, entry.parameters)
     pieces = [split(value, entry.weight.layout, facts.kv_heads // parts, shares) for value in values]
     if entry.weight.experts == "stacked":
         return [torch.stack(same) for same in zip(*pieces, strict=True)]
     return pieces[0]
 
 
-def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the shards of all ranks of a group. They call this together."""
     shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return shards

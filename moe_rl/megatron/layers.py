@@ -4,6 +4,7 @@ embedding over packed sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from functools import lru_cache
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.autograd.function import once_differentiable
 
+from moe_rl.megatron.adapters import Adapter, of_experts
 from moe_rl.megatron.copied_experts import receive_copies
 from moe_rl.megatron.dispatcher import PlannedDispatcher
 from moe_rl.objectives.device import to_device
@@ -96,21 +98,31 @@ class GroupedExperts(SequentialMLP):
         everyone = SimpleNamespace(
             config=self.config,
             activation_func=experts[0].activation_func,
-            linear_fc1=_ExpertProducts(counts, matrices[0]),
-            linear_fc2=_ExpertProducts(counts, matrices[1]),
+            linear_fc1=_ExpertProducts(counts, matrices[0], _adapters([expert.linear_fc1 for expert in experts])),
+            linear_fc2=_ExpertProducts(counts, matrices[1], _adapters([expert.linear_fc2 for expert in experts])),
         )
         return MLP.forward(everyone, rows, permuted_probs)
 
 
 class _ExpertProducts(torch.nn.Module):
-    """Stands for the linear layers of all experts, which keep their parameters."""
+    """Stands for the linear layers of all experts, which keep their parameters and adapters."""
 
-    def __init__(self, counts: list[int], matrices: list[torch.Tensor]):
+    def __init__(self, counts: list[int], matrices: list[torch.Tensor], adapters: Seq[Adapter]):
         super().__init__()
-        self.counts, self.matrices = counts, matrices
+        self.counts, self.matrices, self._adapters = counts, matrices, adapters
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _RowsTimesMatrices.apply(rows, self.counts, *self.matrices), None
+        products = _RowsTimesMatrices.apply(rows, self.counts, *self.matrices)
+        if self._adapters:
+            scale, downs, ups = of_experts(self._adapters)
+            low = _RowsTimesMatrices.apply(rows, self.counts, *downs) * scale
+            products = products + _RowsTimesMatrices.apply(low, self.counts, *ups)
+        return products, None
+
+
+def _adapters(layers: Seq[torch.nn.Module]) -> Seq[Adapter]:
+    """Return the adapters of the experts' layers, none if they are off."""
+    return [layer.lora for layer in layers if hasattr(layer, "lora") and layer.lora.on]
 
 
 class _RowsTimesMatrices(torch.autograd.Function):
@@ -130,12 +142,12 @@ class _RowsTimesMatrices(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         rows, *matrices = ctx.saved_tensors
-        of_rows, of_matrices = torch.empty_like(rows), []
+        of_rows, of_matrices, trained = torch.empty_like(rows), [], ctx.needs_input_grad[2:]
         with torch._C.DisableTorchFunction():
             cut = (tensor.split(ctx.counts) for tensor in (rows, gradient, of_rows))
-            for part, of_product, of_part, matrix in zip(*cut, matrices, strict=True):
+            for part, of_product, of_part, matrix, learns in zip(*cut, matrices, trained, strict=True):
                 torch.mm(of_product, matrix, out=of_part)
-                of_matrices.append(of_product.t().mm(part))
+                of_matrices.append(of_product.t().mm(part) if learns else None)
         return of_rows, None, *of_matrices
 
 

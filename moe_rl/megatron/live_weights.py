@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, first_of
 from moe_rl.megatron import world
+from moe_rl.megatron.adapters import merged
 from moe_rl.megatron.hf_files import stored_dtype
 from moe_rl.models.hf import ModelFacts
 from moe_rl.models.weight_table import EMBEDDING, HEAD
@@ -126,14 +127,18 @@ class LiveWeights:
             self._look()
             sums = PartSums(self._parts, device)
             for held in self._held:
-                for part, values in zip(held.parts, held.cut(held.tensor.data), strict=True):
+                for part, values in zip(held.parts, held.cut(merged(held.tensor)), strict=True):
                     sums.add(part, values, stored_dtype(part, dtype))
             late = torch.zeros(len(self._parts), dtype=torch.bool, device=device)
-            if updated and (names := _late(self._held, optimizers)):
+            adapters = list(_adapters(self._held))
+            if updated and (names := _late([*self._held, *adapters], optimizers)):
                 late[[self._parts[name] for name in names]] = True
         table = sums.content().table
         dense, expert, copied, counted, tied = self._kinds.to(device)
-        differs = torch.zeros_like(late)
+        # An adapter's whole part multiplies other rows or columns on each rank, so its copies do not show in the sums.
+        whole = _whole_parts(adapters, self._parts, device)
+        differs = _differs(whole * dense, parallel_state.get_tensor_model_parallel_group())
+        differs |= _differs(whole * expert, parallel_state.get_expert_tensor_parallel_group())
         copies = (
             (dense, parallel_state.get_data_parallel_group(with_context_parallel=True)),
             (expert, parallel_state.get_expert_data_parallel_group()),
@@ -183,8 +188,8 @@ def _layout(chunks: Iterable[torch.nn.Module]) -> tuple[list[object], list[objec
 
 
 def _held(model: torch.nn.Module, facts: ModelFacts, parts: Mapping[str, int]) -> Iterator[_Owned]:
-    """Yield every parameter and expert bias of a model, with the parts in it."""
-    tensors = dict(model.named_parameters())
+    """Yield every parameter of a model but its adapters', and every expert bias, with the parts in it."""
+    tensors = {name: parameter for name, parameter in model.named_parameters() if ".lora." not in name}
     tensors |= {name: t for name, t in model.named_buffers() if name.endswith(".router.expert_bias")}
     for name, tensor in tensors.items():
         of_layer = _OF_LAYER.fullmatch(name)
@@ -196,6 +201,22 @@ def _held(model: torch.nn.Module, facts: ModelFacts, parts: Mapping[str, int]) -
         front = f"model.layers.{layer.layer_number - 1}."
         names, cut = _pieces(of_layer[2], layer, facts)
         yield _Owned(tensor, tuple(_existing(front, theirs, parts) for theirs in names), cut)
+
+
+def _adapters(held: Iterable[_Owned]) -> Iterator[_Owned]:
+    """Yield the parameters of adapters, with the parts that they change."""
+    for one in held:
+        if (adapter := getattr(one.tensor, "adapter", None)) is not None:
+            yield from (_Owned(parameter, one.parts, one.cut) for parameter in (adapter.a, adapter.b))
+
+
+def _whole_parts(adapters: Iterable[_Owned], parts: Mapping[str, int], device: torch.device) -> Tensor:
+    """Return sums of the adapters' parameters that the ranks of a matrix do not split, by the first part of each."""
+    sums = PartSums(parts, device)
+    for one in adapters:
+        if not _is_cut(one.tensor):
+            sums.add(one.parts[0], one.tensor.data, one.tensor.dtype)
+    return sums.content().table
 
 
 def _kinds(held: Iterable[_Owned], parts: Mapping[str, int]) -> Tensor:

@@ -25,10 +25,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from moe_rl.config.passed_on import DTYPES as DTYPE_NAMES
-from moe_rl.config.training import ParallelConfig, TrainConfig
+from moe_rl.config.training import LoraConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
 from moe_rl.megatron import hf_map, world
 from moe_rl.megatron.hf_files import CheckpointReader
+from moe_rl.megatron.lora import attach
 from moe_rl.megatron.own_gradients import OwnGradients
 from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.specs import replay_spec
@@ -284,10 +285,13 @@ def _sum_gradients(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | Non
         chunk.own_gradients.check_sums()
 
 
-def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint: Path | str) -> list[torch.nn.Module]:
+def build_model(
+    facts: ModelFacts, config: TransformerConfig, checkpoint: Path | str, lora: LoraConfig | None = None
+) -> list[torch.nn.Module]:
     """Build this rank's part of the model with replay: one GPTModel for each run of layers, in the model's order.
 
-    The models are filled from a Hugging Face checkpoint folder, and wrapped for bf16 if the config says so.
+    The models are filled from a Hugging Face checkpoint folder, and wrapped for bf16 if the config says so. With `lora`
+    they get adapters, and all else is frozen.
 
     Raises:
         ConfigError: The config has settings under which replay is not exact.
@@ -295,7 +299,10 @@ def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint: Path |
     runs = config.virtual_pipeline_model_parallel_size
     numbers = [None] if runs is None else range(runs)
     reader = CheckpointReader(checkpoint, facts)
-    return [_build_chunk(facts, config, reader, number) for number in numbers]
+    chunks = [_build_chunk(facts, config, reader, number) for number in numbers]
+    if lora is not None:
+        attach(map(unwrap, chunks), facts, lora)
+    return chunks
 
 
 def _build_chunk(

@@ -86,8 +86,11 @@ class Policy:
         self.facts = facts
         self.temperature = temperature
         self.balances = train.router_aux_loss > 0
+        self.trains_adapters = train.lora is not None
         config = transformer_config(facts, train, parallel)
-        self.chunks, self.optimizer = wrap_for_training(build_model(facts, config, checkpoint), config, train)
+        self.chunks, self.optimizer = wrap_for_training(
+            build_model(facts, config, checkpoint, train.lora), config, train
+        )
         self.placement = natural_order(len(facts.moe_layers), facts.num_experts)
         self.schedule = learning_rate_schedule(self.optimizer, train, run_updates)
         self.moves = 0
@@ -264,7 +267,10 @@ class Policy:
         return result, PassSeen() if replay is None else replay.seen
 
     def _check_router_gradients(self) -> None:
-        """Raise ReplayError if a rank's part of a router's gradient is lost, see `router_gradients.check`."""
+        """Raise ReplayError if a rank's part of a router's gradient is lost, see `router_gradients.check`. Beside
+        adapters, routers are frozen."""
+        if self.trains_adapters:
+            return
         own = [chunk.own_gradients.routers for chunk in self.chunks]
         router_gradients.check(
             self.facts.moe_layers,
@@ -354,9 +360,10 @@ class Policy:
 
     @property
     def optimizers(self) -> list[MegatronOptimizer]:
-        """Return the optimizers: one for all parameters, or one for the dense parameters and one for the experts,
+        """Return the optimizers: one for all trained parameters, or one for the dense ones and one for the experts',
         depending on the layout."""
-        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        found = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [one for one in found if not one.is_stub_optimizer]  # a stub has no parameters
 
     @property
     def order(self) -> np.ndarray:
@@ -432,21 +439,3 @@ class Policy:
 
     def _rounds(self, dtype: torch.dtype, limit: float, **which) -> list[Round]:
         return hf_map.export_rounds(map(unwrap, self.chunks), self.facts, dtype, limit, **which)
-
-
-class ReferencePolicy:
-    """Holds the frozen initial policy. It always routes natively, because its own expert choice is part of the
-    reference."""
-
-    def __init__(
-        self, facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig, checkpoint, *, temperature: float
-    ):
-        self.temperature = temperature
-        config = transformer_config(facts, train, parallel)
-        self.chunks = [chunk.eval().requires_grad_(False) for chunk in build_model(facts, config, checkpoint)]
-
-    def score(self, work: Seq[Work]) -> None:
-        """Set the `ref_logprobs` of these microbatches."""
-        scored = schedule.logprobs(self.chunks, [one.microbatch for one in work], None, self.temperature)
-        for one, values in zip(work, scored, strict=True):
-            one.ref_logprobs = values[0]

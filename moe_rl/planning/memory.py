@@ -10,7 +10,7 @@ from moe_rl.config.layout import Layout, chunk_layers
 from moe_rl.config.schema import Config
 from moe_rl.config.training import TrainConfig
 from moe_rl.models.facts import ModelFacts
-from moe_rl.planning.parameters import Buffer, chunk_buffers
+from moe_rl.planning.parameters import Buffer, adapter_buffers, chunk_buffers
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
@@ -22,7 +22,9 @@ class StageMemory:
 
     Attributes:
         layers: 0-based.
-        parameters: their number, without padding.
+        parameters: their number, without padding and adapters.
+        parameter_bytes: the weights of the model.
+        adapter_bytes: the adapters, which alone have gradients and optimizer state then; 0 if the weights are trained.
         host_bytes: optimizer state that is in host memory instead (`optimizer_cpu_offload`).
         reference_bytes: the frozen initial policy; 0 if there is none.
         checkpoint_copy_bytes: what the rank copies to host memory while a checkpoint is written.
@@ -32,6 +34,7 @@ class StageMemory:
     moe_layers: int
     parameters: int
     parameter_bytes: int
+    adapter_bytes: int
     main_grad_bytes: int
     optimizer_bytes: int
     host_bytes: int
@@ -41,7 +44,8 @@ class StageMemory:
     @property
     def model_bytes(self) -> int:
         """Return the sum of all parts on the device. Activations are not included."""
-        return self.parameter_bytes + self.main_grad_bytes + self.optimizer_bytes + self.reference_bytes
+        weights = self.parameter_bytes + self.adapter_bytes + self.reference_bytes
+        return weights + self.main_grad_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +130,27 @@ def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[Sta
     """Return the memory of each pipeline stage, first to last."""
     train, found, moe_layers = config.train, [], set(facts.moe_layers)
     for runs in chunk_layers(facts, config.parallel):
-        buffers = [buffer for run in runs for buffer in chunk_buffers(facts, layout, run)]
+        weights = [buffer for run in runs for buffer in chunk_buffers(facts, layout, run)]
+        buffers, lora = weights, train.lora
+        if lora is not None:
+            buffers = [buffer for run in runs for buffer in adapter_buffers(facts, layout, run, lora)]
         ranks = max(1, layout.world_size // layout.pipeline)
-        parameters = sum(buffer.elements for buffer in buffers)
+        parameters = sum(buffer.elements for buffer in weights)
+        bare = parameters * DTYPE_BYTES[train.dtype]
         layers = tuple(layer for run in runs for layer in run)
         found.append(
             StageMemory(
                 layers=layers,
                 moe_layers=len(moe_layers.intersection(layers)),
                 parameters=parameters,
-                parameter_bytes=parameter_bytes(buffers, train),
+                # Weights that are not trained are in no buffer, so they have no padding.
+                parameter_bytes=parameter_bytes(weights, train) if lora is None else bare,
+                adapter_bytes=0 if lora is None else parameter_bytes(buffers, train),
                 main_grad_bytes=main_grad_bytes(buffers, train),
                 optimizer_bytes=max(optimizer_bytes(buffers, train, ranks)),
                 host_bytes=int(state_bytes(train).host * max(owned_parameters(buffers, train, ranks))),
                 # The reference model is not wrapped for training, so its buffers have no padding.
-                reference_bytes=parameters * DTYPE_BYTES[train.dtype] if config.objective.kl_coef > 0 else 0,
+                reference_bytes=bare if config.objective.kl_coef > 0 and lora is None else 0,
                 checkpoint_copy_bytes=checkpoint_copy_bytes(buffers, train, ranks),
             )
         )

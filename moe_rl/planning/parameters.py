@@ -9,12 +9,14 @@ ranks owns an equal piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moe_rl.config.layout import Layout
+from moe_rl.config.training import LoraConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import layer_weights
+from moe_rl.models.peft import target_of
 from moe_rl.models.weight_table import EMBEDDING, Weight, ends
 
 # Order of a layer's modules in megatron; it decides where a buffer's padding is.
@@ -74,31 +76,61 @@ class Buffer:
         return owned
 
 
+Sizes = Callable[[Weight], tuple[int, ...]]
+"""Returns the elements of what a rank trains of a weight, or of one expert's: of the weight itself or its adapter."""
+
+
+def adapter_buffers(facts: ModelFacts, layout: Layout, layers: range, lora: LoraConfig) -> list[Buffer]:
+    """Return the buffers of the adapters of a rank for a run of adjacent layers."""
+
+    def sizes(weight: Weight) -> tuple[int, ...]:
+        if target_of(weight) not in lora.targets:
+            return ()
+        ranks = layout.expert_tensor if weight.experts else layout.tensor
+        outputs, inputs = (sum(one[0] for one in weight.tensors.values()), next(iter(weight.tensors.values()))[1])
+        return (
+            len(weight.tensors) * lora.rank * inputs // (ranks if weight.axis == 1 else 1),
+            lora.rank * outputs // (ranks if weight.axis == 0 else 1),
+        )
+
+    found = [one for layer in layers for one in _layer_parameters(facts, layout, layer, sizes)]
+    dense, expert = ([size for size, of_experts in found if of_experts is which] for which in (False, True))
+    return _buffers(layout, dense, expert)
+
+
 def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buffer]:
     """Return the buffers of a rank for a run of adjacent layers, with the model's first or last modules if they belong
     to it.
 
     A bucket that Megatron pads by itself is a buffer here.
     """
+
+    def sizes(weight: Weight) -> tuple[int, ...]:
+        return (_expert_elements(facts, weight, layout) if weight.experts else _elements(weight, layout),)
+
     front, back = ends(facts, first=0 in layers, last=facts.layers - 1 in layers)
     # Stages sum the gradients of their copies of a tied embedding, which is therefore a bucket of its own.
     shared = facts.tie_word_embeddings and layout.pipeline > 1
     apart = [weight for weight in (*front, *back) if shared and EMBEDDING in weight.tensors]
     dense = [_elements(weight, layout) for weight in front if weight not in apart]
     expert: list[int] = []
-    for size, of_experts in (one for layer in layers for one in _layer_parameters(facts, layout, layer)):
+    for size, of_experts in (one for layer in layers for one in _layer_parameters(facts, layout, layer, sizes)):
         (expert if of_experts else dense).append(size)
     dense += [_elements(weight, layout) for weight in back if weight not in apart]
+    alone = Buffer(tuple(_elements(weight, layout) for weight in apart), layout.dense_copies, layout.tensor)
+    return ([alone] if alone.sizes else []) + _buffers(layout, dense, expert)
+
+
+def _buffers(layout: Layout, dense: list[int], expert: list[int]) -> list[Buffer]:
     # Megatron fills the buffers in the order of the backward pass.
     found = (
-        Buffer(tuple(_elements(weight, layout) for weight in apart), layout.dense_copies, layout.tensor),
         Buffer(tuple(reversed(dense)), layout.dense_copies, layout.tensor),
         Buffer(tuple(reversed(expert)), layout.expert_data, layout.expert * layout.expert_tensor),
     )
     return [buffer for buffer in found if buffer.sizes]
 
 
-def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int) -> Iterator[tuple[int, bool]]:
+def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int, trained: Sizes) -> Iterator[tuple[int, bool]]:
     weights = sorted(layer_weights(facts, layer), key=lambda weight: MODULES.index(_module(weight)))
     experts = [weight for weight in weights if weight.experts]
     done = False
@@ -107,10 +139,10 @@ def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int) -> Iterator
         if weight.parameter.endswith("expert_bias"):
             continue
         if not weight.experts:
-            yield _elements(weight, layout), False
+            yield from ((size, False) for size in trained(weight))
         elif not done:
             # Experts follow one by one. Where no rank shares them, megatron keeps them with the dense parameters.
-            sizes = [_expert_elements(facts, one, layout) for one in experts]
+            sizes = [size for one in experts for size in trained(one)]
             yield from ((size, layout.expert > 1) for _ in range(layout.experts_per_rank) for size in sizes)
             done = True
 

@@ -100,8 +100,9 @@ def _memory(plan: Plan) -> list[Row]:
     sharing = "sharded over its data-parallel group" if plan.distributed_optimizer else "not sharded"
     kept = f"{activations.in_flight:.4g} microbatches with {bytes_text(activations.kept_bytes)}"
     rows = [
-        ("parameters", bytes_text(memory.parameter_bytes), ""),
-        ("main gradients", bytes_text(memory.main_grad_bytes), ""),
+        ("parameters", bytes_text(memory.parameter_bytes), "frozen" if memory.adapter_bytes else ""),
+        *((("adapters", bytes_text(memory.adapter_bytes), ""),) if memory.adapter_bytes else ()),
+        ("main gradients", bytes_text(memory.main_grad_bytes), "of adapters" if memory.adapter_bytes else ""),
         ("optimizer state", bytes_text(memory.optimizer_bytes), sharing),
         *((("  in host memory", bytes_text(memory.host_bytes), "of each rank"),) if memory.host_bytes else ()),
         ("reference model", bytes_text(memory.reference_bytes), "frozen" if memory.reference_bytes else "none"),

@@ -10,6 +10,7 @@ from moe_rl.config.schema import Config
 from moe_rl.config.training import TrainConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import expected_tensors, parameter_count
+from moe_rl.models.peft import adapter_tensors
 from moe_rl.planning.batch_sizes import Batch
 from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
 
@@ -58,8 +59,11 @@ def node_share(layout: Layout, gpus_per_node: int) -> float:
 
 
 def checkpoint_bytes(facts: ModelFacts, train: TrainConfig) -> int:
-    """Return the bytes of a checkpoint: every parameter and its optimizer state, once."""
-    return parameter_count(facts).total * (DTYPE_BYTES[train.dtype] + state_bytes(train).stored)
+    """Return the bytes of a checkpoint: every trained parameter and its optimizer state, once."""
+    trained = parameter_count(facts).total
+    if (lora := train.lora) is not None:
+        trained = sum(map(math.prod, adapter_tensors(facts, lora.rank, lora.targets).values()))
+    return trained * (DTYPE_BYTES[train.dtype] + state_bytes(train).stored)
 
 
 def weight_sync_bytes(facts: ModelFacts, dtype: str) -> int:

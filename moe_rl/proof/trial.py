@@ -181,9 +181,8 @@ class Trial:
         return totals
 
 
-def whole_gradients(policy: Policy, facts: ModelFacts) -> dict[str, torch.Tensor]:
-    """Return main gradients under Hugging Face names, gathered because the distributed optimizer leaves each rank a
-    piece."""
+def whole_main_gradients(policy: Policy) -> None:
+    """Gather main gradients, because the distributed optimizer leaves each rank a piece."""
     for buffer in [b for chunk in policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]:
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
@@ -191,6 +190,11 @@ def whole_gradients(policy: Policy, facts: ModelFacts) -> dict[str, torch.Tensor
             pieces = [torch.empty_like(mine) for _ in range(group.size())]
             dist.all_gather(pieces, mine, group=group)
             bucket.grad_data.copy_(torch.cat(pieces))
+
+
+def whole_gradients(policy: Policy, facts: ModelFacts) -> dict[str, torch.Tensor]:
+    """Return main gradients under Hugging Face names."""
+    whole_main_gradients(policy)
     gradients = hf_map.export(
         map(unwrap, policy.chunks), facts, dense=True, experts=True, get=lambda parameter: parameter.main_grad
     )

@@ -11,7 +11,8 @@ import torch
 
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
-from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.megatron.frozen_policy import ReferencePolicy
+from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.share import Work
 from moe_rl.replay.replay_pass import Mode
 

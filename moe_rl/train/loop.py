@@ -103,6 +103,7 @@ def train(
             trainer.check_start()
             trainer.take_start()
         other = config.model.from_run is not None or config.rollout.weights != "exact"
+        other |= config.train.lora is not None and config.train.lora.start is not None
         if done or other or config.rollout.servers:
             trainer.sync(version=done)  # a new engine holds the base model's weights, and a server may hold any weights
         early = trainer.evaluate(done, last=done == config.run.steps)

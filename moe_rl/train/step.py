@@ -11,7 +11,8 @@ from functools import partial
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
-from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.megatron.frozen_policy import BaseOfAdapters, ReferencePolicy
+from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.share import ScoredWork, Share, Work
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import History
@@ -33,7 +34,12 @@ class TrainStep:
     """Does the training half of a step on one rank."""
 
     def __init__(
-        self, config: Config, policy: Policy, reference: ReferencePolicy | None, store: TraceStore, spec: TraceSpec
+        self,
+        config: Config,
+        policy: Policy,
+        reference: ReferencePolicy | BaseOfAdapters | None,
+        store: TraceStore,
+        spec: TraceSpec,
     ):
         self.config, self.policy, self.reference, self.spec = config, policy, reference, spec
         self.shares = Shares(config, policy.layers, store, spec, vocabulary=policy.facts.vocab)
@@ -78,7 +84,7 @@ class TrainStep:
         # own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
         own = objective.old_logprobs == "trainer" and replay != "r2" and not objective.needs_old_first
         first, probe = policy.updates == 0, None
-        if first and self.reference is not None and policy.moves == 0:
+        if first and isinstance(self.reference, ReferencePolicy) and policy.moves == 0:
             check_reference(policy, self.reference)
         with clock("placement"):
             placement = self.placement.start_step(step, sequences)

@@ -19,10 +19,13 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, ConfigError, Stopped
 from moe_rl.gateway.trained_sessions import check_trained
 from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.adapters import without_adapters
 from moe_rl.megatron.cpu import without_mode
+from moe_rl.megatron.frozen_policy import BaseOfAdapters, ReferencePolicy
 from moe_rl.megatron.hf_files import Trained
-from moe_rl.megatron.model import DTYPES
-from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.megatron.lora import check_counts
+from moe_rl.megatron.model import DTYPES, unwrap
+from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import read_model
 from moe_rl.planning.model_flops import peak_flops, training_flops
 from moe_rl.rollout.kept import RolloutBatch, kept_steps
@@ -75,11 +78,14 @@ class Trainer:
         build = (self.facts, config.train, config.parallel, config.model.path)
         updates = config.run.steps * config.train.updates_per_step
         self.policy = Policy(*build, temperature=config.rollout.temperature, run_updates=updates)
-        reference = None
-        if config.objective.kl_coef > 0:
+        reference: ReferencePolicy | BaseOfAdapters | None = None
+        if config.objective.kl_coef > 0 and config.train.lora is not None:
+            reference = BaseOfAdapters(self.policy)
+        elif config.objective.kl_coef > 0:
             reference = ReferencePolicy(*build, temperature=config.rollout.temperature)
         spec = TraceSpec.of(self.facts)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
+        self.unproven_adapters = config.train.lora is not None
         self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
         self.peak_flops = peak_flops(world.device_name(), config.train.dtype)  # of every rank
         self.longest_step, self.step_ended = 0.0, time.monotonic()
@@ -205,10 +211,14 @@ class Trainer:
         return self.evidence.of(step, step - 1, lambda: _concerned(batch), lambda: self.train_step.work)
 
     def check_start(self) -> None:
-        """Check before the first update that the trainer would send the sampler exactly the checkpoint, bit for bit."""
+        """Check before the first update that the trainer would send the sampler exactly the checkpoint, bit for bit.
+
+        Adapters that a run begins with are left out.
+        """
         started = time.monotonic()
         trained = Trained(self.config.model.path, self.facts, DTYPES[self.config.train.dtype])
-        tensors = self.sender.check_start(trained)
+        with without_adapters(map(unwrap, self.policy.chunks)):
+            tensors = self.sender.check_start(trained)
         if self.main is not None:
             took = time.monotonic() - started
             self.main.log.note(f"version 0: {tensors} exported tensors are equal to the checkpoint's ({took:.1f} s)")
@@ -240,6 +250,9 @@ class Trainer:
             return {}
         engine = None if self.main is None else self.main.rollouts.engine
         guards = self.train_step.guards
+        if self.unproven_adapters and self.policy.moves:
+            check_counts(map(unwrap, self.policy.chunks), self.facts)
+            self.unproven_adapters = False
         exact = guards.canary_limit if guards.exact else 0.0
         own: list[Native] = []
 

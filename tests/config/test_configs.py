@@ -17,6 +17,7 @@ from moe_rl.config.load import load_config
 from moe_rl.models.hf import parameter_count, read_published
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.fit import memory_problems
+from moe_rl.planning.plan_table import render
 from tests.support.refusals import tells
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,8 @@ def test_every_model_has_configs_and_its_published_size():
         "stability_study",
         "tiny_moe_cpu",
         "tool_use_cpu",
+        "lora_cpu",
+        "qwen3_30b_a3b_lora_1gpu",
     ]
     assert sorted([*REAL, *(f"{name}_141gb" for name in REAL), *others]) == SHIPPED
     for name, billions in BILLIONS.items():
@@ -86,6 +89,22 @@ def test_one_node_of_eight_gpus_is_enough_for_30b(suffix, gib, host_gib):
     _, plan, problems = planned("qwen3_30b_a3b", both)
     (problem,) = problems
     assert problem.fault == "shared" and max(plan.sampler.total_bytes, plan.fullest.total_bytes) < plan.limit_bytes
+
+
+def test_one_gpu_is_enough_for_30b_with_adapters():
+    """Weights have neither gradients nor optimizer state, on both sides of the GPU; with either it would not fit."""
+    config, plan, problems = planned("qwen3_30b_a3b_lora_1gpu")
+    of_experts, of_attention = 128 * 3 * (2048 + 768), 2 * (2048 + 4096) + 2 * (2048 + 512)
+    memory, adapters = plan.fullest.memory, 48 * config.train.lora.rank * (of_experts + of_attention)
+    assert problems == [] and plan.beside and plan.sleeps and config.cluster.gpus == 1
+    assert memory.parameter_bytes == 2 * plan.model.parameters == plan.sampler.weight_bytes
+    assert 2 * adapters <= memory.adapter_bytes < 2.01 * adapters
+    assert memory.main_grad_bytes == 2 * memory.adapter_bytes and memory.reference_bytes == 0
+    assert 5.9 * memory.adapter_bytes < memory.optimizer_bytes <= 6 * memory.adapter_bytes
+    assert 0.9 * plan.limit_bytes < plan.shared_bytes < plan.limit_bytes
+    assert "adapters" in render(plan)
+    _, plan, problems = planned("qwen3_30b_a3b_lora_1gpu", ["train.lora=null"])
+    assert problems and plan.fullest.memory.adapter_bytes == 0 and "adapters" not in render(plan)
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -150,6 +150,15 @@ def test_delayed_gradients_of_weights_need_transformer_engine(whole_installation
         tells(message, key="train.delay_wgrad_compute", got=got, expected=("transformer-engine 2.3",))
 
 
+def test_adapters_are_refused_where_transformer_engine_is(whole_installation, monkeypatch):
+    config = load_config(CONFIG, ["train.lora.rank=4", "train.lora.alpha=8"])
+    assert installation_problems(config) == []
+    versions = WHOLE | {TRANSFORMER_ENGINE.name: "2.9.0"}
+    monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part: versions[part.name])
+    (message,) = installation_problems(config)
+    tells(message, key="train.lora", got="transformer-engine 2.9.0")
+
+
 def test_a_config_for_a_cluster_needs_its_nodes(whole_installation):
     config = load_config(ROOT / "configs/qwen3_30b_a3b.yaml")
 

@@ -15,7 +15,8 @@ from moe_rl.config.load import load_config
 from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
-from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.megatron.frozen_policy import ReferencePolicy
+from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import read_model
 from moe_rl.objectives import logprobs as logprobs_module
 from moe_rl.objectives.logprobs import (
