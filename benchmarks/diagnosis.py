@@ -1,18 +1,24 @@
-"""Plants reported faults into trainers on megatron-core's own replay, and counts how many `moe_rl.audit` names.
+"""Plants faults into trainers and causes into engines, and counts how many `moe_rl.audit` and `moe_rl.bisect` name.
 
     python -m benchmarks.diagnosis --json FILE [--seeds N]
 
-Each fault of diagnosis_parts/own_replay.py is planted with each seed. It counts as named if the audit gives its name
-first in every seed. Sound trainers of every layout are audited too; whatever is named there is a false alarm.
+Each fault of diagnosis_parts/own_replay.py is planted into a trainer on megatron-core's own replay, with each seed. It
+counts as named if the audit gives its name first in every seed. Sound trainers of every layout are audited too;
+whatever is named there is a false alarm.
+
+Each cause of diagnosis_parts/causes.py, also two at once, is planted into the sampler and into the trainer. It counts
+as found if exactly these causes are found, on this side, in every seed.
 
 Keys: faults_planted, faults_named, healthy_steps, false_alarms, claims_proven (share of the claims about the records of
-sound trainers that are proven, not weak), by_fault, by_layout, processor_seconds.
+sound trainers that are proven, not weak), by_fault, by_layout, causes_planted, causes_found, by_cause,
+processor_seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from pathlib import Path
 
@@ -40,8 +46,9 @@ def main() -> None:
     torch.set_num_threads(1)
     began = time.process_time()
     world.start(ParallelConfig(), seed=1, timeout_seconds=60)
-    result = measure(given.seeds) | {"processor_seconds": time.process_time() - began}
+    result = measure(given.seeds)
     world.stop()
+    result |= causes(given.seeds) | {"processor_seconds": time.process_time() - began}
     given.json.write_text(json.dumps(result, indent=1))
     print(json.dumps({key: value for key, value in result.items() if not isinstance(value, dict)}, indent=1))
 
@@ -74,6 +81,25 @@ def measure(seeds: int) -> dict[str, object]:
         "by_fault": by_fault,
         "by_layout": by_layout,
     }
+
+
+def causes(seeds: int) -> dict[str, object]:
+    """Return the keys of the result about causes."""
+    from benchmarks.diagnosis_parts.causes import NOISE, PLANTED, QUIET, Batch, found
+
+    by_cause = {name: {"settings": planted, "wrong": []} for name, planted in (PLANTED | QUIET).items()}
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            batch = Batch(Path(folder), seed)
+        for name, planted in (PLANTED | QUIET).items():
+            for side in ("sampler", "trainer"):
+                told = found(batch.bisected(planted, side, 0.0 if name in QUIET else NOISE))
+                if told != {side: planted}:
+                    by_cause[name]["wrong"].append({"seed": seed, "side": side, "found": told})
+    for name, one in by_cause.items():
+        print(f"{name}: {one['wrong'] or 'found'}", flush=True)
+    counted = {"causes_planted": len(by_cause), "causes_found": sum(not one["wrong"] for one in by_cause.values())}
+    return counted | {"by_cause": by_cause}
 
 
 if __name__ == "__main__":

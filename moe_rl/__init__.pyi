@@ -1,3 +1,6 @@
+from moe_rl.comparison.bisection import Computation as Computation
+from moe_rl.comparison.bisection import bisect as bisect
+from moe_rl.comparison.third_engine import ThirdEngine as ThirdEngine
 from moe_rl.megatron.microbatch import pack as pack
 from moe_rl.megatron.model import replay_pass as replay_pass
 from moe_rl.megatron.specs import replay_spec as replay_spec

@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 
 from moe_rl.comparison.passes import TokenOwners
-from moe_rl.comparison.quantities import CONFIDENCE, Bootstrap, Estimate
+from moe_rl.comparison.quantities import CONFIDENCE, Bootstrap, Estimate, widening
 
 # The limits of a high-confidence interval are far out, where 2,000 resamples would leave only a handful.
 RESAMPLES = 10_000
@@ -113,20 +112,9 @@ def look(sequences: Sequence[Sums], confidence: float, seed: int) -> Look:
     less = np.array([sum(one.less for one in group) for group in groups])
     tokens = np.array([sum(one.tokens for one in group) for group in groups])
     found = Bootstrap(len(groups), seed=seed, resamples=RESAMPLES, confidence=confidence).mean(less, tokens)
-    wider = _widening(len(groups), confidence)
+    wider = widening(len(groups), confidence)
     low, high = (found.value + wider * (end - found.value) for end in (found.low, found.high))
     return Look(len(sequences), len(by_prompt), int(tokens.sum()), Estimate(found.value, low, high))
-
-
-def _widening(groups: int, confidence: float) -> float:
-    """Return how much wider Student's interval of a mean over `groups` values is than the bootstrap's.
-
-    Uses two terms of the expansion of Student's quantile (Abramowitz and Stegun 26.7.5), and the deviation with
-    groups - 1 instead of groups.
-    """
-    z, freedom = NormalDist().inv_cdf((1 + confidence) / 2), max(1, groups - 1)
-    student = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    return student / z * math.sqrt(1 + 1 / freedom)
 
 
 def sums_of(

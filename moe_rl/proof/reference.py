@@ -72,8 +72,12 @@ class IndependentModel:
             routes: [T, L, K], the experts that every token takes. Where one of these is no expert's number, and with
                 None, the routers choose.
         """
+        return self.model.lm_head(self.hidden(tokens, routes))
+
+    def hidden(self, tokens: Seq[int] | np.ndarray, routes: np.ndarray | None = None) -> torch.Tensor:
+        """Return the last hidden states [T, H], from which the output matrix makes the logits. Args as above."""
         self._routes = None if routes is None else torch.from_numpy(routes.astype(np.int64))
-        return self.model(torch.tensor([[*map(int, tokens)]])).logits[0]
+        return self.model.model(torch.tensor([[*map(int, tokens)]])).last_hidden_state[0]
 
     def _watched(self, gate, column):
         forward = gate.forward

@@ -1,0 +1,364 @@
+"""Finds which cause makes the log-probabilities of sampler and trainer differ: one setting is swapped at a time.
+
+Each side is a `Computation`: its declared settings, the log-probabilities that it gave, and a function that computes
+them under other settings. A swap moves a side's own log-probabilities by what the function predicts, run(swapped) -
+run(declared). So an error that the function makes under both settings cancels. A swap is one of
+
+    matched     the trainer takes the sampler's declared setting
+    changed     a side takes a setting that neither declared
+    suspected   a side is taken to have had a setting other than the declared one, and gets the declared one
+
+A cause is found if its swap lowers the policy KL k3 = mean(exp(d) - 1 - d), d = trainer less sampler, and the interval
+of the paired fall lies above 0. Swaps are added one by one, the best first, and dropped again where the others do
+without them. Swaps that lower the KL equally well, and of which one is enough, are reported together: this batch cannot
+tell them apart. The intervals are bootstrap intervals over sequences; those that decide are divided by the number of
+swaps (Bonferroni).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from moe_rl.comparison.quantities import CONFIDENCE, RESAMPLES, Bootstrap, Estimate, widening
+from moe_rl.errors import DataError
+
+Value = str | float | bool
+Settings = Mapping[str, Value]
+Who = Literal["sampler", "trainer"]
+Kind = Literal["matched", "changed", "suspected"]
+Verdict = Literal["carries", "either", "no", "nothing", "size only", "undecided"]
+
+# The limits of a high-confidence interval are far out, where few resamples would leave only a handful.
+_RESAMPLES = 10_000
+# A swap that lowers the KL by a smaller share of it is not worth a name.
+_LEAST_SHARE = 0.02
+# Two float32 engines that compute the same differ by less.
+_AGREE_NATS = 1e-10
+_MOST_CAUSES = 6
+# exp of a larger d would be infinite, and so would the difference of two swaps.
+_LARGEST = 30.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computation:
+    """Describes how one side computed the log-probabilities of a batch.
+
+    Attributes:
+        settings: {cause: declared value}.
+        run: Returns the log-probabilities [N] of each sequence under such settings; NaN where they are not known.
+        measured: The log-probabilities [N] that the side gave. None: run(settings).
+        suspects: {causes: values} that the side may have had in place of the declared ones. Several causes at once have
+            a tuple as key, and a tuple for each value.
+        changes: {cause: values} to take in place of the declared ones.
+    """
+
+    settings: Settings
+    run: Callable[[Settings], Seq[np.ndarray]]
+    measured: Seq[np.ndarray] | None = None
+    suspects: Mapping[str | tuple[str, ...], Seq] = field(default_factory=dict)
+    changes: Mapping[str, Seq[Value]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """Is one setting of one side that is swapped. declared: what this side said that it has."""
+
+    cause: str
+    side: Who
+    kind: Kind
+    declared: Value
+    value: Value
+
+
+Swap = frozenset[Atom]
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """Says what one swap does.
+
+    Attributes:
+        swap: Usually one setting; several if they were swapped together.
+        verdict: carries: it is a cause. either: it or one of those in `why` is: this batch cannot tell which. no: it is
+            not a cause. nothing: it changes no log-probability of this batch. size only: the sides are declared to
+            differ in it, and its KL is of the size of what remains, but token by token it does not fit, as with
+            rounding in another order. undecided: the interval is too wide.
+        alone: How far the KL falls if only this is swapped.
+        besides: A found cause: how far its swap lowers the KL after all other found ones. Others: how far it falls
+            further after the found ones.
+        makes: The KL that the swap makes by itself.
+    """
+
+    swap: tuple[Atom, ...]
+    verdict: Verdict
+    alone: Estimate
+    besides: Estimate
+    makes: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """Holds what a bisection found.
+
+    Attributes:
+        kl: The policy KL k3 before, in nats per token. remaining: after the swaps of all found causes.
+        fit: k3 of each side's run(settings) against what it gave: how well the function describes it.
+        causes: The found causes, the largest first. others: All other swaps.
+        untested: {cause: why it was not swapped}.
+    """
+
+    sequences: int
+    tokens: int
+    kl: Estimate
+    remaining: Estimate
+    fit: Mapping[str, float]
+    causes: list[Tested]
+    others: list[Tested]
+    untested: Mapping[str, str]
+
+    @property
+    def explained(self) -> bool:
+        """Return whether the found causes carry most of the KL, or there is none."""
+        return self.remaining.value < max(self.kl.value / 2, _AGREE_NATS)
+
+
+def bisect(
+    sampler: Computation, trainer: Computation, *, untested: Mapping[str, str] | None = None, seed: int = 0
+) -> Bisection:
+    """Find the causes of the policy KL between the two sides.
+
+    Args:
+        untested: {cause: reason}, for the report, of what could not be swapped.
+        seed: Of the bootstrap.
+
+    Raises:
+        DataError: The sides gave other numbers of log-probabilities, or fewer than two sequences.
+    """
+    search = _CauseSearch(sampler, trainer, seed)
+    found, rivals = search.causes()
+    rows = [search.tested(frozenset([atom]), found, rivals) for atom in found]
+    others = [search.tested(swap, found, rivals) for swap in search.swaps if not swap & found]
+    before, after = search.kl(frozenset()), search.kl(found)
+    return Bisection(
+        len(search.lengths),
+        int(search.lengths.sum()),
+        search.mean(before),
+        search.mean(after),
+        {side: float(np.nanmean(_k3(search.ran(side, {}) - search.given[side]))) for side in search.sides},
+        sorted(rows, key=lambda one: -one.besides.value),
+        sorted(others, key=lambda one: -one.alone.value),
+        dict(untested or {}),
+    )
+
+
+class _CauseSearch:
+    """Tries swaps. `kl` is k3 of each token [N]."""
+
+    def __init__(self, sampler: Computation, trainer: Computation, seed: int):
+        self.sides: dict[Who, Computation] = {"sampler": sampler, "trainer": trainer}
+        self._runs: dict[tuple[Who, frozenset], np.ndarray] = {}
+        self.given: dict[Who, np.ndarray] = {}
+        shapes = []
+        for name, side in self.sides.items():
+            measured = side.run(side.settings) if side.measured is None else side.measured
+            shapes.append([len(one) for one in measured])
+            self.given[name] = np.concatenate([np.empty(0), *measured]).astype(np.float64)
+        if shapes[0] != shapes[1] or len(shapes[0]) < 2 or not sum(shapes[0]):
+            raise DataError(
+                "the log-probabilities of sampler and trainer do not belong together",
+                got=f"{len(shapes[0])} and {len(shapes[1])} sequences, {sum(shapes[0])} and {sum(shapes[1])} tokens",
+                expected="at least 2 sequences, with the same number of tokens on both sides",
+            )
+        self.lengths = np.array(shapes[0])
+        self._owners = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        self.swaps = list(dict.fromkeys(self._swaps()))
+        self._usual, self._strict = (
+            (Bootstrap(len(self.lengths), seed=seed, resamples=resamples, confidence=confidence), confidence)
+            for resamples, confidence in ((RESAMPLES, CONFIDENCE), (_RESAMPLES, 1 - 0.05 / max(1, len(self.swaps))))
+        )
+
+    def _swaps(self) -> Iterator[Swap]:
+        sampler, trainer = self.sides["sampler"].settings, self.sides["trainer"].settings
+        matched = [
+            Atom(cause, "trainer", "matched", trainer[cause], value)
+            for cause, value in sampler.items()
+            if cause in trainer and trainer[cause] != value
+        ]
+        yield from (frozenset([atom]) for atom in matched)
+        if len(matched) > 1:
+            yield frozenset(matched)
+        kinds: tuple[tuple[Kind, str], ...] = (("suspected", "suspects"), ("changed", "changes"))
+        for (name, side), (kind, given) in itertools.product(self.sides.items(), kinds):
+            for causes, values in getattr(side, given).items():
+                keys = causes if isinstance(causes, tuple) else (causes,)
+                for value in values:
+                    pairs = zip(keys, value if isinstance(causes, tuple) else (value,), strict=True)
+                    atoms = (Atom(key, name, kind, side.settings[key], one) for key, one in pairs)
+                    if swap := frozenset(atom for atom in atoms if atom.declared != atom.value):
+                        yield swap
+
+    def ran(self, side: Who, changes: Settings) -> np.ndarray:
+        """Return the log-probabilities [N] that a side's function computes under changed settings."""
+        key = side, frozenset(changes.items())
+        if key not in self._runs:
+            found = self.sides[side].run({**self.sides[side].settings, **changes})
+            self._runs[key] = np.concatenate([np.empty(0), *found]).astype(np.float64)
+        return self._runs[key]
+
+    def moved(self, swap: Swap) -> np.ndarray:
+        """Return by how much [N] a swap moves d."""
+        total = np.zeros(len(self._owners))
+        signs: dict[Who, int] = {"sampler": -1, "trainer": 1}
+        for side, sign in signs.items():
+            for suspected in (False, True):
+                here = {a.cause: a.value for a in swap if a.side == side and (a.kind == "suspected") == suspected}
+                if here:
+                    total += (-sign if suspected else sign) * (self.ran(side, here) - self.ran(side, {}))
+        return total
+
+    def kl(self, swap: Swap) -> np.ndarray:
+        return _k3(self.given["trainer"] - self.given["sampler"] + self.moved(swap))
+
+    def mean(self, values: np.ndarray, strict: bool = False) -> Estimate:
+        """Return the mean of the finite values, with its interval over sequences."""
+        bootstrap, confidence = self._strict if strict else self._usual
+        known = np.isfinite(values)
+        sums, counts = (
+            np.bincount(self._owners, part, len(self.lengths)) for part in (np.where(known, values, 0), known)
+        )
+        found = bootstrap.mean(sums, counts)
+        wider = widening(len(self.lengths), confidence)
+        return Estimate(found.value, *(found.value + wider * (end - found.value) for end in (found.low, found.high)))
+
+    def fall(self, before: Swap, after: Swap, strict: bool = False) -> Estimate:
+        return self.mean(self.kl(before) - self.kl(after), strict)
+
+    def causes(self) -> tuple[Swap, dict[Atom, list[Swap]]]:
+        """Return the settings whose swaps together explain the KL, and for each the swaps that do as well."""
+        found: Swap = frozenset()
+        rivals: dict[Atom, list[Swap]] = {}
+        whole = float(np.nanmean(self.kl(found)))
+        for _ in range(_MOST_CAUSES):
+            if np.nanmean(self.kl(found)) < _AGREE_NATS:
+                break
+            taken = {(atom.side, atom.cause) for atom in found}
+            now = self.kl(found)
+            better = {
+                swap: fall
+                for swap in self.swaps
+                if not any((atom.side, atom.cause) in taken for atom in swap)
+                and (fall := float(np.nanmean(now - self.kl(found | swap)))) > _LEAST_SHARE * whole
+                and self.fall(found, found | swap, strict=True).low > 0
+            }
+            if not better:
+                break
+            best = max(better, key=lambda swap: better[swap])
+            alike = [swap for swap in better if not swap & best and self._alike(found, best, swap)]
+            found = self._needed(found | best, whole)
+            rivals |= dict.fromkeys(best & found, alike)
+        return found, {atom: alike for atom, alike in rivals.items() if atom in found}
+
+    def _alike(self, found: Swap, best: Swap, rival: Swap) -> bool:
+        """Return whether two swaps lower the KL equally well, and one of them is enough: the second brings no more."""
+        if self.fall(found | rival, found | best).low > 0:
+            return False
+        taken = {(atom.side, atom.cause) for atom in best}
+        if any((atom.side, atom.cause) in taken for atom in rival):
+            return True
+        return self.fall(found | best, found | best | rival, strict=True).low <= 0
+
+    def _needed(self, found: Swap, whole: float) -> Swap:
+        """Return the swaps without those that the others do without."""
+        while len(found) > 1:
+            lost = {atom: self.fall(found - {atom}, found) for atom in found}
+            least = min(sorted(found, key=str), key=lambda atom: lost[atom].value)
+            if lost[least].low > 0 and lost[least].value > _LEAST_SHARE * whole:
+                break
+            found -= {least}
+        return found
+
+    def tested(self, swap: Swap, found: Swap, rivals: Mapping[Atom, list[Swap]]) -> Tested:
+        """Return what a swap does, alone and besides the found causes."""
+        least, left = _LEAST_SHARE * float(np.nanmean(self.kl(frozenset()))), float(np.nanmean(self.kl(found)))
+        alone, makes = self.fall(frozenset(), swap), float(np.nanmean(_k3(self.moved(swap))))
+        verdict: Verdict
+        if swap <= found:
+            besides = self.fall(found - swap, found)
+            alike = [name for atom in swap for name in map(names, rivals.get(atom, []))]
+            verdict, why = ("either", "or " + " or ".join(alike)) if alike else ("carries", "")
+            if not alike and (alone.high < besides.low or besides.high < alone.low):
+                why = "depends on the others"
+        else:
+            taken = {(atom.side, atom.cause) for atom in swap}
+            rest = frozenset(atom for atom in found if (atom.side, atom.cause) not in taken)
+            besides, why = self.fall(found, rest | swap), ""
+            if mirrors := [names(frozenset([atom])) for atom, alike in rivals.items() if swap in alike]:
+                verdict, why = "either", "or " + " or ".join(mirrors)
+            elif makes < _AGREE_NATS:
+                verdict = "nothing"
+            elif left > least and left / 2 < makes < 2 * left and all(atom.kind != "suspected" for atom in swap):
+                verdict = "size only"
+            else:
+                verdict = "no" if besides.high <= least or left <= least else "undecided"
+        return Tested(tuple(sorted(swap, key=str)), verdict, alone, besides, makes, why)
+
+
+def _k3(d: np.ndarray) -> np.ndarray:
+    return np.expm1(np.minimum(d, _LARGEST)) - d
+
+
+def names(swap: Iterable[Atom]) -> str:
+    """Return a swap in words."""
+    by_value: dict[tuple, list[str]] = {}
+    for atom in sorted(swap, key=str):
+        by_value.setdefault((atom.side, atom.kind, atom.declared, atom.value), []).append(atom.cause)
+    words = {
+        "matched": "trainer {0}, sampler {1}",
+        "changed": "{2} {0}, changed to {1}",
+        "suspected": "{2} had {1}, not {0}",
+    }
+    parts = (
+        f"{', '.join(causes)}: " + words[kind].format(declared, value, side)
+        for (side, kind, declared, value), causes in by_value.items()
+    )
+    return " and ".join(parts)
+
+
+def text(found: Bisection) -> str:
+    """Format a bisection as a table. It shows the best swap of each cause."""
+    best: dict[str, Tested] = {}
+    for one in found.others:
+        best.setdefault(", ".join(atom.cause for atom in one.swap), one)
+    causes = {atom.cause for one in found.causes for atom in one.swap}
+    rows = [*found.causes, *(one for cause, one in best.items() if cause not in causes)]
+    words = [names(one.swap) for one in rows]
+    width = max(map(len, words), default=0) + 2
+    lines = [
+        f"policy KL k3 {_interval(found.kl)} nats/token of {found.sequences} sequences, {found.tokens} tokens",
+        f"the forward pass here differs from the sampler by k3 {found.fit['sampler']:.2g}, from the trainer by "
+        f"{found.fit['trainer']:.2g}",
+        f"  {'swapped':<{width}}{'verdict':<11}{'removes alone':<28}{'besides the found':<28}makes",
+    ]
+    for name, one in zip(words, rows, strict=True):
+        numbers = f"{_interval(one.alone):<28}{_interval(one.besides):<28}{one.makes:.2g}"
+        lines.append(f"  {name:<{width}}{one.verdict:<11}{numbers}  {one.why}".rstrip())
+    lines += [f"  not tested: {cause}: {why}" for cause, why in found.untested.items()]
+    whole = found.kl.value
+    if whole < _AGREE_NATS:
+        return "\n".join([*lines, "verdict: the two sides agree"])
+    shares = (
+        f"{names(one.swap)}, {one.why}".rstrip(", ") + f" ({one.besides.value / whole:.0%})" for one in found.causes
+    )
+    lines.append("verdict: " + ("; ".join(shares) or "none of the tested causes carries the KL"))
+    return "\n".join([*lines, f"what remains: {_interval(found.remaining)}, {found.remaining.value / whole:.0%}"])
+
+
+def _interval(one: Estimate) -> str:
+    return f"{one.value:.1e} [{one.low:.1e}, {one.high:.1e}]"
