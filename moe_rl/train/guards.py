@@ -31,10 +31,12 @@ _EXACT, _ROUNDED = 1e-4, 1.0
 # The test against the run's own history needs 5 syncs and looks at the last 32. A difference is too large when it is 8
 # times their median, or 5 standard deviations above it if that is more. Differences below 1e-6 count as 1e-6.
 _SYNCS, _KEPT, _FACTOR, _DEVIATIONS, _FLOOR = 5, 32, 8.0, 5.0, 1e-6
-# A sampler did not take an update when its canary log-probabilities changed by less than _FOLLOWS times the trainer's
-# change. The trainer's change must exceed _VISIBLE times the usual difference of the two sides, so that it is not
-# rounding. A sampler that took the update has a share near 1, a sampler that did not has 0.
-_FOLLOWS, _VISIBLE = 0.1, 0.5
+# A sampler did not take an update when its canary log-probabilities did not change at all, or by less than _FOLLOWS
+# times the trainer's change. A sampler that took the update has a share near 1, one that did not has 0. The trainer's
+# change must exceed the usual difference of the two sides by these factors, so that it is not rounding alone: a trainer
+# in bfloat16 beside a sampler in float32 changed by 0.6 times that difference when no weight moved visibly, and two
+# independent roundings give 1.4.
+_FOLLOWS, _VISIBLE, _VISIBLE_IF_NOTHING_CHANGED = 0.1, 2.0, 0.5
 # Tokens of lag 0 are judged once this many have come in, over any number of steps. Their policy KL shows a fault when
 # it exceeds this multiple of the median of up to 32 earlier values, three times in a row. With fewer than 5 earlier
 # values the multiple is larger. docs/measurements/routing_kl.md gives the values of healthy runs and of faults.
@@ -145,7 +147,9 @@ class Guards:
         if heard.change is None or self.skipped or not before:
             return
         ours, theirs, by = heard.change
-        if ours > _VISIBLE * float(np.median(before)) and not theirs >= _FOLLOWS * ours:
+        visible = ours / max(float(np.median(before)), _FLOOR)
+        same = visible > _VISIBLE_IF_NOTHING_CHANGED and not theirs > 0  # also NaN
+        if same or (visible > _VISIBLE and not theirs >= _FOLLOWS * ours):
             raise WeightSyncError(
                 "an update has not reached a sampler, which scores tokens as it did before",
                 where={"version": version, "sampler": by, **after_lr(self.lr)},
