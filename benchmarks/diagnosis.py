@@ -17,6 +17,7 @@ processor_seconds.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -87,12 +88,13 @@ def causes(seeds: int) -> dict[str, object]:
     """Return the keys of the result about causes."""
     from benchmarks.diagnosis_parts.causes import NOISE, PLANTED, QUIET, Batch, found
 
-    by_cause = {name: {"settings": planted, "wrong": []} for name, planted in (PLANTED | QUIET).items()}
+    by_cause: dict[str, dict] = {
+        name: {"settings": planted, "wrong": []} for name, planted in (PLANTED | QUIET).items()
+    }
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
             batch = Batch(Path(folder), seed)
-        for name, planted in (PLANTED | QUIET).items():
-            for side in ("sampler", "trainer"):
+            for (name, planted), side in itertools.product((PLANTED | QUIET).items(), ("sampler", "trainer")):
                 told = found(batch.bisected(planted, side, 0.0 if name in QUIET else NOISE))
                 if told != {side: planted}:
                     by_cause[name]["wrong"].append({"seed": seed, "side": side, "found": told})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec.msgpack import Decoder
@@ -64,7 +65,7 @@ class EngineSettings:
     reads_text: bool = False
     yields: bool = False
     cuda_graphs: bool = False
-    passed: dict[str, object] = field(default_factory=dict)
+    passed: dict[str, Any] = field(default_factory=dict)
 
 
 class Start(Message, frozen=True):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import moe_rl
+from benchmarks.diagnosis import causes
 from benchmarks.diagnosis_parts.causes import PLANTED, Batch, found
 from moe_rl.comparison.bisection import Computation, bisect, text
 from moe_rl.comparison.third_engine import ThirdEngine
@@ -30,6 +31,12 @@ def test_a_planted_cause_is_found(batch, name, side):
     bisection = batch.bisected(PLANTED[name], side)
     assert found(bisection) == {side: PLANTED[name]}
     assert bisection.explained and bisection.remaining.value < bisection.kl.value / 4
+
+
+@pytest.mark.long
+def test_the_benchmark_counts_each_planted_cause():
+    counted = causes(seeds=1)
+    assert counted["causes_planted"] == counted["causes_found"] == 15
 
 
 def test_sides_that_agree_have_no_cause(batch):

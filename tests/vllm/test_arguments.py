@@ -12,9 +12,10 @@ import pytest
 
 from moe_rl.cli import main
 from moe_rl.config.load import load_config
+from moe_rl.messages import encode
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.rollouts import engine_settings
-from moe_rl.vllm import api_server, arguments
+from moe_rl.vllm import api_server, arguments, wire
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
 ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware"}
@@ -36,7 +37,8 @@ def of_engine(tmp_path):
 
         config = load_config(Path(CONFIG), [f"run.runs_dir={tmp_path}", *overrides])
         facts = read_model(config.model.path)
-        settings = engine_settings(config, facts, tmp_path)
+        # as the child gets them
+        settings = wire.CALLS.decode(encode(wire.Start(engine_settings(config, facts, tmp_path)))).settings
         with patch.object(vllm, "LLM", side_effect=_Started) as llm, pytest.raises(_Started):
             ChildEngine(settings, lambda: None)
         return llm.call_args.kwargs
