@@ -31,10 +31,13 @@ demo: $(READY) ## teach a small Qwen3-MoE arithmetic on this CPU, with routing r
 test: $(READY) ## run the tests that go before every commit
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 
-# One eighth of the long tests, another one for each commit.
+# One eighth of the long tests, another one for each commit. Many have time limits, which a busy machine may exceed: what
+# fails is shown, and runs once more alone.
+LONG = -m "long and not gpu and not chaos and not nightly"
 test-part: $(READY) ## run some of the long tests, others for each commit
 	@part="$$(git rev-list --count HEAD)/8"; echo "part $$part of the long tests"; \
-	    $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m "long and not nightly" --part "$$part"
+	    $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder $(LONG) --part "$$part" || \
+	    { echo "what failed runs once more, alone"; $(VENV)/bin/python -m pytest -q --last-failed $(LONG); }
 
 test-seeds: $(READY) ## compare with independent models again, on 20 random models; on 3 where vLLM samples
 	@$(VENV)/bin/python -m pytest -q --seeds 20 -m seeds tests/distributed tests/rollout

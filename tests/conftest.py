@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Part(*map(int, part.split("/"))))
     if config.getoption("seeds") > 1:
         config.pluginmanager.register(_OneSeedAfterTheOther())
+    if getattr(config.option, "dist", "no") == "loadgroup" and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_PlainNames())
 
 
 class _OneSeedAfterTheOther:
@@ -66,6 +68,14 @@ class _Part:
         kept = items[self.number % self.parts :: self.parts]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+class _PlainNames:
+    """Takes the group that xdist adds to a test's name off again, so that --last-failed finds the test."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        report.nodeid = report.nodeid.rpartition("@")[0] or report.nodeid
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
