@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.training import ParallelConfig
-from moe_rl.errors import ReplayError
+from moe_rl.errors import ReplayError, WeightSyncError
 from moe_rl.megatron import adapters, checkpoint, lora, world
 from moe_rl.megatron.frozen_policy import BaseOfAdapters
 from moe_rl.megatron.model import unwrap
@@ -78,6 +78,26 @@ def run(case):
         seen["continued"] = adapters_of(policy, facts)
     policy.release()
     return seen
+
+
+def damaged(case):
+    """What is said after an update of adapters if one number changes in rank 1's memory: case["where"] is the layer
+    within a transformer layer, and which parameter of its adapter."""
+    world.lay_out(ParallelConfig.model_validate(case["parallel"]), seed=1)
+    facts, shared, policy = policy_of(case, Path(case["checkpoint"]))
+    trial = Trial(facts, shared, policy)
+    trial.update(trial.tables)
+    policy.content(torch.float32, updated=True)
+    parameter = unwrap(policy.chunks[0]).decoder.layers[1].get_parameter(case["where"])
+    if dist.get_rank() == 1:
+        parameter.data.flatten()[0] += 1
+    told = "nothing"
+    try:
+        policy.content(torch.float32, updated=True)
+    except WeightSyncError as error:
+        told = str(error)
+    policy.release()
+    return told
 
 
 def count_twice(case):
