@@ -16,7 +16,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LEVELS = (
-    ("errors", "types", "clock", "whereabouts", "messages", "parent", "disk", "checkpoint_folder", "shipped"),
+    (
+        "errors",
+        "types",
+        "clock",
+        "whereabouts",
+        "messages",
+        "parent",
+        "disk",
+        "checkpoint_folder",
+        "shipped",
+        "prometheus",
+    ),
     ("models",),
     ("config",),
     ("trace", "objectives", "planning", "tasks"),

@@ -365,6 +365,9 @@ class ReportConfig(Section):
     slower tracker counts as failed. A failure never ends the run."""
     profile: ProfileConfig | None = None
     """Steps that are recorded with torch.profiler. null: none."""
+    prometheus_port: Annotated[int, Field(ge=1, le=65534)] | None = None
+    """Port of 127.0.0.1 at which rank 0 serves the newest metrics as Prometheus text. At the next port the process that
+    samples while the ranks train serves how many groups are in which state. null: none."""
 
     def problems(self) -> Iterator[Problem]:
         if len(set(self.trackers)) < len(self.trackers):

@@ -28,13 +28,13 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, PipelineError
 from moe_rl.rollout.batches import PromptGroup, check_drawing, discarded, recorded
 from moe_rl.rollout.group_files import GroupFiles
-from moe_rl.rollout.groups import Group, Groups, Reason
+from moe_rl.rollout.groups import Group, Groups, Reason, State
 from moe_rl.rollout.kept import RolloutBatch
 from moe_rl.rollout.pieces import all_pieces, joined, sampled_tokens, unfinished
 from moe_rl.rollout.pipeline_metrics import Usage, of_consumed, of_dropped
@@ -146,6 +146,10 @@ class GroupFeed:
         self.rollouts.kept.save(step, batch)
         self.files.counted(step, taken.cursors, [cursor for cursor, _ in taken.dropped])
         return batch
+
+    def states(self) -> dict[str, float]:
+        """Return how many groups are in each state."""
+        return {f"pool_groups_{state}": len(self.groups.all(state)) for state in get_args(State)}
 
     def worked(self) -> list[tuple[str, float, float]]:
         """Return when servers sampled and verifiers judged since the last call, for the run's timeline."""

@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from moe_rl import prometheus
 from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
@@ -54,12 +55,15 @@ def main(environment: Environment | None = None) -> None:
             assert isinstance(call, wire.OpenPool)  # rank 0 sends it first, and only once
             with line.beating():
                 rollouts = _open(call.run_dir, call.config, stack, environment)
+                port, states = rollouts.config.report.prometheus_port, dict[str, float]()
+                port = None if port is None else port + 1
+                stack.enter_context(prometheus.serving(port, call.run_dir.name, states.copy))
         except Exception as error:
             line.answer(_failed(error))
             return
         sampler = rollouts.sampler
         line.answer(wire.PoolOpened(sampler.vllm_version, sampler.workers, sampler.address))
-        asyncio.run(_Pool(line, rollouts, call.run_dir).serve())
+        asyncio.run(_Pool(line, rollouts, call.run_dir, states).serve())
     os._exit(0)
 
 
@@ -73,12 +77,14 @@ def _open(run_dir: Path, config_file: Path, stack: ExitStack, environment: Envir
 class _Pool:
     """Answers rank 0's calls."""
 
-    def __init__(self, line: _PoolLine, rollouts: Rollouts, run_dir: Path):
+    def __init__(self, line: _PoolLine, rollouts: Rollouts, run_dir: Path, states: dict[str, float]):
+        """states: filled with how many groups of the feed are in which state."""
         self._line, self._rollouts, self._sampler = line, rollouts, rollouts.sampler
         self._files = GroupFiles(run_dir / "groups", rollouts.kept, rollouts.ledger)
         self._feed: GroupFeed | None = None  # in mode async, once rank 0 has sent the step and the weight version
         self._order, self._judging = asyncio.Lock(), asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._states = states
 
     async def serve(self) -> None:
         """Answer calls until rank 0 closes."""
@@ -100,6 +106,8 @@ class _Pool:
         while True:
             await asyncio.sleep(_ALIVE_SECONDS)
             self._line.beat()
+            if self._feed is not None:
+                self._states.update(self._feed.states())
 
     async def _answer(self, call: wire.Call) -> None:
         """Answer a call, after those that came before. Only files are deleted at once."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
-from moe_rl import checkpoint_folder
+from moe_rl import checkpoint_folder, prometheus
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError
 from moe_rl.models.facts import ModelFacts
@@ -32,6 +32,7 @@ class RankZero:
 
     Attributes:
         kept_awake: Whether the sampler was told to sleep but could not free its memory.
+        newest: The metrics of the newest step, and those of the newest evaluation.
     """
 
     log: RunLog
@@ -40,11 +41,13 @@ class RankZero:
     rollouts: OwnRollouts | PooledRollouts | ReplayedRollouts
     trackers: Trackers
     kept_awake: bool = False
+    newest: Mapping[str, float] = field(default_factory=dict)
 
     def finish_step(self, step: int, metrics: dict[str, float], lines: list[SampleLine]) -> None:
         """Write a step's samples and metrics."""
         self.samples.write(lines)
         self.log.step(step, metrics)
+        self.newest = {**self.newest, "step": step, **metrics}
         self.timeline.step = step + 1
         self.trackers.look()
 
@@ -119,4 +122,6 @@ def open_rank_zero(
     rollouts, seconds = start(task, stack), config.report.tracker_seconds
     trackers = Trackers(folder.path, config.report.trackers, seconds=seconds, note=log.note)
     stack.callback(trackers.close)
-    return RankZero(log, SampleFile(folder.path), Timeline(folder.path), rollouts, trackers)
+    main = RankZero(log, SampleFile(folder.path), Timeline(folder.path), rollouts, trackers)
+    stack.enter_context(prometheus.serving(config.report.prometheus_port, folder.path.name, lambda: main.newest))
+    return main

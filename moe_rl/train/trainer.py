@@ -300,6 +300,7 @@ class Trainer:
             metrics = main.rollouts.evaluate(step)
         if metrics is not None:
             main.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
+            main.newest = {**main.newest, **metrics}
         return metrics
 
     def save(self, step: int, *, whole: bool) -> None:

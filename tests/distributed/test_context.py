@@ -26,7 +26,11 @@ def test_a_step_on_halves_of_sequences_is_the_step_on_shares_of_the_batch(seen):
             assert -1000 < tested["routing/alignment_evidence"] < 0 <= tested["routing/alignment_power"] <= 1
         # and none of them brings as many rows
         assert 0 < halves.pop("routing/peak_rows") < shares.pop("routing/peak_rows")
-        assert halves == pytest.approx(shares, rel=1e-5, abs=1e-7)
+        # a signed mean of log-probabilities of 4 to 8 nats keeps their rounding
+        signed = {key for key in halves if key.startswith("policy_kl/k1")}
+        assert len(signed) > 1 and halves.keys() == shares.keys()
+        for key, value in halves.items():
+            assert value == pytest.approx(shares[key], rel=1e-5, abs=8 * 2**-24 if key in signed else 1e-7), key
         assert halves["routing/coverage"] == 1 and halves["routing/applied_mismatch"] == 0
         # what the numbers above are of: random routes are not what the routers choose, and it shows
         assert halves["routing/native_mismatch"] > 0.9 and halves["optim/grad_norm"] > 0.1
