@@ -183,6 +183,8 @@ def what_lacks(user: str, error: ImportError | SyntaxError, extra: str) -> str:
     missing = (getattr(error, "name", None) or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or missing in ("", "moe_rl"):
         return ""
+    if missing == "vllm":  # no other extra has it: its builds for GPUs and for CPUs exclude each other
+        return f"{user} needs vllm, which is not installed ({with_extra('gpu')}; without a GPU '.[cpu]')"
     return f"{user} needs {missing}, which is not installed ({with_extra(extra)})"
 
 

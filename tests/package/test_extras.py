@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from moe_rl.errors import what_lacks
 from tests.package.test_wheel import call, wheel
 
 __all__ = ["wheel"]
@@ -144,3 +145,13 @@ def test_pip_installs_it(wheel, tmp_path, extra):
             call(home / "bin/python", "-c", CHECKED + TRAINED, cwd=home)
         else:
             assert f"usage: moe-rl {extra}" in call(home / "bin/moe-rl", extra, "--help", cwd=home)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [("vllm", "'.[gpu]' in the folder of moe_rl's source; without a GPU '.[cpu]'"), ("uvicorn", "'.[serve]'")],
+)
+def test_what_is_lacking_names_the_extra_that_brings_it(missing, said):
+    text = what_lacks("moe-rl serve", ModuleNotFoundError(name=missing), "serve")
+    assert f"needs {missing}" in text and said in text
+    assert what_lacks("moe-rl serve", ModuleNotFoundError(name="moe_rl.nothing"), "serve") == ""
