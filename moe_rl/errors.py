@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 if TYPE_CHECKING:
-    from typing import Unpack  # Python 3.11
+    from typing import Self, Unpack  # Python 3.11
 
 _SHOWN = 5
 
@@ -206,6 +206,11 @@ class MoeRLError(Exception):
     def __init__(self, what: str = "", **parts: Unpack[Parts]):
         """what: a whole message, or the problem if there are parts: see `describe`."""
         super().__init__(describe(what, **parts) if parts else what)
+
+    def by_all(self) -> Self:
+        """Set `everywhere`: every rank raises this error, because all compared the same values. Return it."""
+        self.everywhere = True
+        return self
 
     @property
     def message(self) -> Problem:

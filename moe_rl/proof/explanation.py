@@ -16,7 +16,9 @@ way.
 Before that: a trainer that was given routes other than the record's is wrong. So is a recorder whose record contradicts
 the router logits of its own engine, or has a checksum that differs from that of the engine's output. If a checksum was
 refused, and the record in the trace has it, the trainer changed what it read. If a run collapsed with both engines
-right, its training is at fault.
+right, its training is at fault. Alignment, canary, lag 0 and the rules of variety judge by statistics. All other checks
+compare bits and cannot be wrong: if both engines are right, the trace has another record than the sampler made, or the
+step did something else with its batch than it was given.
 
 Legend: T rows of a sequence, L MoE layers, K top-k.
 """
@@ -47,6 +49,8 @@ _EXACT = 64 * float(np.finfo(np.float32).eps)
 # Multiples of the measured rounding up to which choices are near ties and log-probabilities agree. A sampler that
 # stores weights with 3 bits instead of 7 rounds 16 times as much.
 _TIES, _SCORES, _COARSE, _LEAST_NATS = 4.0, 3.0, 16.0, 1e-4
+# What ends a run by statistics. These checks may be wrong where both engines are right; all others compare bits.
+_JUDGED = ("alignment", "canary", "lag 0", "equal tokens", "equal layers", "equal pair", "equal scores")
 # An engine fits up to these shares of choices beyond near ties: of all choices, of a layer's, and of a sequence's.
 _SHARES = (0.005, 0.02, 0.1)
 
@@ -149,11 +153,20 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
         missing,
     )
     verdict, why = _judge(found)
-    if verdict == "check" and evidence.what == "collapse":
-        verdict, why = "training", "both engines compute what the third one does: look at the objective and its rate"
-    if verdict == "check" and evidence.what == "checksum":
-        verdict, why = "trainer", "the record in the trace is whole and fits: it was changed after it left the trace"
+    if verdict == "check":
+        verdict, why = _where_engines_are_right(evidence, why)
     return replace(found, verdict=verdict, why=why)
+
+
+def _where_engines_are_right(evidence: Evidence, why: str) -> tuple[Verdict, str]:
+    """Return who was right where both engines are: a check that judges scores may err, one of whole numbers cannot."""
+    if evidence.what == "collapse":
+        return "training", "both engines compute what the third one does: look at the objective and its rate"
+    if evidence.what in _JUDGED:
+        return "check", why
+    if evidence.error in ("TraceError", "RouteValidationError"):
+        return "recorder", "both engines are right, and the record is not one that the sampler can have made"
+    return "trainer", "both engines are right, and the check compares bits: the step changed what it was given"
 
 
 def _judge(found: Explanation) -> tuple[Verdict, str]:

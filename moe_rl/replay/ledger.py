@@ -54,6 +54,6 @@ class Ledger:
                 where=where,
                 got=first_of(problems),
                 expected=f"each of {expected} exactly once",
-                fault=self.verb,
+                fault=f"not {self.verb} once",
             )
         return sum(self.counts.values()), expected

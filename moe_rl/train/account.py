@@ -47,7 +47,7 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
             expected="each sequence in one step, once",
             do="look for a group that the feed gave twice, or rollouts of another step",
             fault="delivered twice",
-        )
+        ).by_all()
     wrong = [one.key for one, group in zip(sequences, group_ids, strict=True) if one.verdict != one.verdict_of(group)]
     if wrong:
         raise ReplayError(
@@ -57,7 +57,7 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
             expected="the digest of completion, rewards and group that was made with the verdict",
             do="look for what exchanges rewards or groups between the verifiers and the trainer",
             fault="verdict",
-        )
+        ).by_all()
 
 
 def check_update(share: Share, calls: Mapping[int, int]) -> None:
@@ -95,7 +95,7 @@ def check_update(share: Share, calls: Mapping[int, int]) -> None:
             expected="once each, over all ranks and microbatches",
             do=f"{_REPORT}: a microbatch was replaced, repeated or left out after the batch was divided",
             fault="not once",
-        )
+        ).by_all()
     if other := [share.all[at].key for at in np.flatnonzero(reduced[1])]:
         raise ReplayError(
             "an update learned from something other than what was sampled and judged",
@@ -105,4 +105,4 @@ def check_update(share: Share, calls: Mapping[int, int]) -> None:
             "the advantage of its sequence",
             do=f"{_REPORT}, or a loss mask that is shifted",
             fault="not as sampled",
-        )
+        ).by_all()

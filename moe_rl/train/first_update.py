@@ -93,4 +93,4 @@ class TemperatureProbe:
             expected=f"{self.temperature:g} on both sides",
             do="look for a pass that does not divide its logits by the temperature",
             fault="temperature",
-        )
+        ).by_all()

@@ -70,8 +70,9 @@ class PartSums:
     elements.
     """
 
-    def __init__(self, parts: Mapping[str, int], device: torch.device):
-        self.parts = parts
+    def __init__(self, parts: Mapping[str, int], device: torch.device, *, signed_zeros: bool = True):
+        """signed_zeros: whether -0.0 counts as another value than 0.0."""
+        self.parts, self._signed_zeros = parts, signed_zeros
         self._sums = torch.zeros(len(parts), dtype=torch.int64, device=device)
         self._elements = [0] * len(parts)
         # These buffers are made once: the first use of new memory costs ten times as much as the arithmetic in it.
@@ -114,7 +115,10 @@ class PartSums:
         if self._dtype not in self._given:
             self._given[self._dtype] = torch.empty(_CHUNK, dtype=self._dtype, device=self._sums.device)
         start = self._filled
-        self._given[self._dtype][start : start + values.numel()].view(values.shape).copy_(values)
+        given = self._given[self._dtype][start : start + values.numel()]
+        given.view(values.shape).copy_(values)
+        if not self._signed_zeros:
+            given.add_(0.0)
 
     def _mix(self) -> None:
         """Add the waiting elements to the sums of their parts."""

@@ -9,7 +9,8 @@ layout a kernel wants its weights. They are exact: one number that is off shows,
 precision, and rounding cannot raise an alarm.
 
 On a CPU a layer keeps only a packed copy that nobody can read. Such a layer multiplies the identity matrix, which gives
-its weights bit for bit: every product is a weight or 0, and sums of one weight and zeros are not rounded.
+its weights: every product is a weight or 0, and sums of one weight and zeros are not rounded. Only -0.0 becomes 0.0, so
+the two count as equal here.
 
 A part is read where this worker holds it whole and as it was sent. Tensor-parallel workers hold halves of matrices, and
 vLLM's own quantisation changes the values. The engine's log says what is not read: only the canary compares it.
@@ -86,7 +87,7 @@ class ReadBack:
 
     def begin(self) -> None:
         """Forget what was confirmed: an update begins."""
-        self._confirmed = PartSums(self._parts, self._device)
+        self._confirmed = PartSums(self._parts, self._device, signed_zeros=False)
 
     def confirmed(self, tensors: Mapping[str, Tensor]) -> None:
         """Add tensors whose digests are right, before vLLM gets them."""
@@ -95,17 +96,16 @@ class ReadBack:
             for one, piece in cut(name, tensor):
                 part = _joined(one)
                 if part in self._dtypes:
-                    # The identity turns -0.0 into 0.0.
-                    self._confirmed.add(part, piece.to(self._dtypes[part]) + 0.0, self._dtypes[part])
+                    self._confirmed.add(part, piece, self._dtypes[part])
 
     def wrong(self, version: int) -> list[str]:
         """Name the parts that the model computes with otherwise than they were confirmed as `version`."""
         assert self._confirmed is not None
         held, self._confirmed = self._confirmed.content(), None
-        live = PartSums({str(at): at for at in range(len(self._readings))}, self._device)
+        live = PartSums({str(at): at for at in range(len(self._readings))}, self._device, signed_zeros=False)
         for at, one in enumerate(self._readings):
             for tensor in one.read():
-                live.add(str(at), tensor + 0.0, one.dtype)
+                live.add(str(at), tensor, one.dtype)
             self._on_part()
         table = held.table.clone()
         for one, total in zip(self._readings, live.content().table[0].tolist(), strict=True):

@@ -20,6 +20,7 @@ from tests.chaos.plants import (
     STALE_TENSOR,
     STATES,
     STRIKES,
+    TAKEN_TWICE,
     UNWATCHED,
     VICTIMS,
     struck,
@@ -152,6 +153,10 @@ ROUTES = (
         "trainer: routes of two sequences swapped after validation", "P7",
         "trainer: after the validator, before the tables are made", _CHECKSUM, "ReplayError",
         _LEFT, names_harmed=True,
+    ),
+    _in_lab(
+        TAKEN_TWICE, "P7", "trainer: where a router takes its routes", "the pass's ledger", "ReplayError",
+        "routes were not taken exactly once", f"layer {LAYER} forward 2 times",
     ),
 )  # fmt: skip
 

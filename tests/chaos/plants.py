@@ -297,6 +297,20 @@ def _late_after_recording(recorded):
     return late
 
 
+TAKEN_TWICE = "trainer: the routes of a layer taken twice"
+
+
+@in_function(TAKEN_TWICE, "moe_rl.replay.ledger", "Ledger.count")
+def _taken_twice(count):
+    def counting(ledger, microbatch, layer):
+        count(ledger, microbatch, layer)
+        if ledger.verb == "taken" and layer == LAYER:
+            fires(TAKEN_TWICE)
+            count(ledger, microbatch, layer)
+
+    return counting
+
+
 # In the batch, between the verifiers and the loss.
 
 MICROBATCH = "trainer: a microbatch replaced by another behind the check of coverage"

@@ -1,12 +1,15 @@
 """Wrong routes and wrong weights that are well formed, one in each step of a run with a real engine."""
 
 import json
+import re
 
 import pytest
 
+from moe_rl.cli import main
 from tests.chaos import faults
 from tests.chaos.chain import Control
 from tests.chaos.lab import WARM
+from tests.chaos.plants import TAKEN_TWICE
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 
@@ -41,6 +44,18 @@ def test_it_is_refused_in_its_step(seen, fault):
         assert any(key in got for harmed in one["harmed"] for key in harmed.split()), one
     assert (one["stage"] == "sync") == (fault.soon == faults.BEFORE_SAMPLING), one["stage"]
     assert not one["moved"], "weights had moved"
+    if one["stage"] == "training":
+        assert "evidence is in" in one["evidence"], one["evidence"]
+
+
+def test_who_was_right_is_settled_by_what_the_run_kept(seen, capsys, tmp_path):
+    """Both engines are right: the trainer took the routes of a layer twice."""
+    told = seen[TAKEN_TWICE]["evidence"]
+    run, name = re.fullmatch(r"evidence is in (\S+)/evidence/(\S+); .*", told).groups()
+    assert name.endswith("not-taken-once")
+    assert main(["explain", run, "--evidence", name, "--json", str(tmp_path / "found.json")]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["verdict"] == "trainer"
+    assert main(["show", run]) == 0 and name in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-2])

@@ -207,6 +207,23 @@ def test_a_checksum_is_settled_by_the_record_in_the_trace(planted, capsys):
     assert found["verdict"] == "recorder" and found["damaged"] == ["s1"]
 
 
+@pytest.mark.parametrize(
+    "what, error, verdict",
+    [
+        ("not once", "ReplayError", "trainer"),
+        ("delivered twice", "ReplayError", "trainer"),
+        ("plan", "ReplayError", "trainer"),
+        ("not taken once", "ReplayError", "trainer"),
+        ("expert twice", "RouteValidationError", "recorder"),
+        ("equal pair", "RouteValidationError", "check"),
+        ("canary", "WeightSyncError", "check"),
+        ("lag 0", "PipelineError", "check"),
+    ],
+)
+def test_a_check_that_compares_bits_is_never_the_one_that_was_wrong(planted, capsys, what, error, verdict):
+    assert planted.explained(capsys, what=what, error=error)["verdict"] == verdict
+
+
 @pytest.mark.long
 def test_router_logits_of_the_sampler_against_its_record_are_the_recorders_fault(planted, capsys):
     model = IndependentModel(planted.sound)

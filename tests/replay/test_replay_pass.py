@@ -123,7 +123,10 @@ def test_the_routes_are_those_of_the_key():
     ],
 )
 def test_a_missed_or_repeated_route_is_named(plan, words):
-    with refused(ReplayError, fault="taken", run="step 7", rank=3, got=words), pass_of([table(0), table(1)]) as s:
+    with (
+        refused(ReplayError, fault="not taken once", run="step 7", rank=3, got=words),
+        pass_of([table(0), table(1)]) as s,
+    ):
         run(s, **plan)
 
 
@@ -135,7 +138,7 @@ def test_recomputed_layers_take_each_route_a_second_time():
         run(s)
     assert s.seen.tally.consumed == s.seen.tally.expected == 6
     with (
-        refused(ReplayError, fault="taken", got=("layer 2 recompute 0",)),
+        refused(ReplayError, fault="not taken once", got=("layer 2 recompute 0",)),
         pass_of([table(0)], recomputed_layers=every) as s,
     ):
         with torch.no_grad():
@@ -147,7 +150,7 @@ def test_recomputed_layers_take_each_route_a_second_time():
         run(s, order=[(0, 1), (0, 2), (0, 0)])
     assert s.seen.tally.consumed == s.seen.tally.expected == 4
     with (
-        refused(ReplayError, fault="taken", got=("layer 1 forward 2",)),
+        refused(ReplayError, fault="not taken once", got=("layer 1 forward 2",)),
         pass_of([table(0)], recomputed_layers=first) as s,
     ):
         with torch.no_grad():
@@ -252,7 +255,7 @@ def test_a_pass_that_was_never_opened_is_refused():
 
 
 def test_a_layer_that_was_routed_but_not_dispatched_is_named():
-    with refused(ReplayError, fault="dispatched", rank=3), pass_of([table(0)]) as s:
+    with refused(ReplayError, fault="not dispatched once", rank=3), pass_of([table(0)]) as s:
         begin(s, 0)
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
@@ -397,7 +400,7 @@ def test_a_recording_pass_gives_the_routes_that_the_next_one_must_take():
 
 def test_a_recording_pass_that_missed_a_layer_is_refused():
     with (
-        refused(ReplayError, fault="taken", got=("microbatch 0 layer 2 forward 0",)),
+        refused(ReplayError, fault="not taken once", got=("microbatch 0 layer 2 forward 0",)),
         pass_of([table(0)], mode="record") as s,
     ):
         begin(s, 0)

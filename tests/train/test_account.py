@@ -101,7 +101,7 @@ def test_what_the_loss_got_otherwise_than_it_was_sampled_is_named(share, change)
     with refused(ReplayError, fault="not as sampled") as caught:
         check_update(share, ONCE)
     named = "s0" if change == "the key of another" else "s3"
-    assert named in str(caught.value)
+    assert named in str(caught.value) and caught.value.everywhere  # so all ranks keep evidence of it together
 
 
 def test_the_last_row_of_the_mask_is_compared_too(share):
@@ -115,8 +115,9 @@ def test_the_last_row_of_the_mask_is_compared_too(share):
 def test_a_group_that_is_delivered_twice_is_named(before):
     whole = sequences()
     twice = whole if before else [*whole, *whole[2:]]
-    with refused(ReplayError, request="s2", fault="delivered twice"):
+    with refused(ReplayError, request="s2", fault="delivered twice") as caught:
         check_batch(twice, [*GROUPS, 1, 1][: len(twice)], before)
+    assert caught.value.everywhere
 
 
 def rotated(values):

@@ -69,8 +69,9 @@ def test_tokens_that_no_temperature_changes_pass():
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.3])
 def test_a_temperature_that_the_trainer_does_not_apply_is_named(temperature):
     for planted in ({"trainer": Side(1.0, rounding=0.0)}, {"update": Side(1.0)}):
-        with refused(ReplayError, "trainer", key="rollout.temperature", fault="temperature"):
+        with refused(ReplayError, "trainer", key="rollout.temperature", fault="temperature") as caught:
             probed(temperature, **planted)
+        assert caught.value.everywhere
 
 
 def test_another_temperature_than_1_is_named_too():
