@@ -70,14 +70,16 @@ class PartSums:
     elements.
     """
 
-    def __init__(self, parts: Mapping[str, int], device: torch.device, *, signed_zeros: bool = True):
-        """signed_zeros: whether -0.0 counts as another value than 0.0."""
-        self.parts, self._signed_zeros = parts, signed_zeros
+    def __init__(
+        self, parts: Mapping[str, int], device: torch.device, *, signed_zeros: bool = True, chunk: int | None = None
+    ):
+        """signed_zeros: whether -0.0 counts as another value than 0.0. chunk: elements summed at a time."""
+        self.parts, self._signed_zeros, self._chunk = parts, signed_zeros, chunk or _CHUNK
         self._sums = torch.zeros(len(parts), dtype=torch.int64, device=device)
         self._elements = [0] * len(parts)
         # These buffers are made once: the first use of new memory costs ten times as much as the arithmetic in it.
-        self._words, self._terms = (torch.empty(_CHUNK, dtype=torch.int32, device=device) for _ in range(2))
-        self._running = torch.empty(_CHUNK, dtype=torch.int64, device=device)
+        self._words, self._terms = (torch.empty(self._chunk, dtype=torch.int32, device=device) for _ in range(2))
+        self._running = torch.empty(self._chunk, dtype=torch.int64, device=device)
         self._given: dict[torch.dtype, Tensor] = {}  # a buffer for the elements of each precision
         self._dtype = torch.float32  # the precision of the waiting elements
         self._waiting: list[tuple[int, int]] = []  # (part, where its elements end in the buffer)
@@ -88,15 +90,15 @@ class PartSums:
         self._elements[at] += count
         if not count:
             return
-        small = count <= _SMALL
-        if not small or dtype != self._dtype or self._filled + count > _CHUNK:
+        small = count <= min(_SMALL, self._chunk)
+        if not small or dtype != self._dtype or self._filled + count > self._chunk:
             self._mix()
             self._dtype = dtype
         if small:
             self._put(values)
             self._waiting.append((at, self._filled + count))
             return
-        for piece in values.reshape(-1).split(_CHUNK):
+        for piece in values.reshape(-1).split(self._chunk):
             self._put(piece)
             self._sums[at] += self._mixed(len(piece)).sum(dtype=torch.int64)
 
@@ -113,7 +115,7 @@ class PartSums:
     def _put(self, values: Tensor) -> None:
         """Copy elements into the buffer, after the waiting ones."""
         if self._dtype not in self._given:
-            self._given[self._dtype] = torch.empty(_CHUNK, dtype=self._dtype, device=self._sums.device)
+            self._given[self._dtype] = torch.empty(self._chunk, dtype=self._dtype, device=self._sums.device)
         start = self._filled
         given = self._given[self._dtype][start : start + values.numel()]
         given.view(values.shape).copy_(values)

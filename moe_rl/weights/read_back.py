@@ -40,6 +40,9 @@ from moe_rl.weights.conservation import Content, PartSums, cut, differences, par
 
 _ROWS = 256
 """Rows of the identity that are multiplied at a time."""
+_ONE_THREAD = 1 << 15
+"""Elements up to which torch uses one thread. A sum takes many small calls, and an engine's threads, on a busy machine,
+would wait for each other in each."""
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, type(None))
 
@@ -87,7 +90,7 @@ class ReadBack:
 
     def begin(self) -> None:
         """Forget what was confirmed: an update begins."""
-        self._confirmed = PartSums(self._parts, self._device, signed_zeros=False)
+        self._confirmed = self._sums(self._parts)
 
     def confirmed(self, tensors: Mapping[str, Tensor]) -> None:
         """Add tensors whose digests are right, before vLLM gets them."""
@@ -102,7 +105,7 @@ class ReadBack:
         """Name the parts that the model computes with otherwise than they were confirmed as `version`."""
         assert self._confirmed is not None
         held, self._confirmed = self._confirmed.content(), None
-        live = PartSums({str(at): at for at in range(len(self._readings))}, self._device, signed_zeros=False)
+        live = self._sums({str(at): at for at in range(len(self._readings))})
         for at, one in enumerate(self._readings):
             for tensor in one.read():
                 live.add(str(at), tensor, one.dtype)
@@ -114,6 +117,10 @@ class ReadBack:
         found = differences(Content(self._parts, table.cpu()), Content(self._parts, held.table.cpu()), self._before)
         self._before = (version, Content(self._parts, held.table.cpu()))
         return found
+
+    def _sums(self, parts: Mapping[str, int]) -> PartSums:
+        chunk = _ONE_THREAD if self._device.type == "cpu" else None
+        return PartSums(parts, self._device, signed_zeros=False, chunk=chunk)
 
 
 def _joined(part: str) -> str:
