@@ -50,7 +50,7 @@ _EXACT = 64 * float(np.finfo(np.float32).eps)
 # stores weights with 3 bits instead of 7 rounds 16 times as much.
 _TIES, _SCORES, _COARSE, _LEAST_NATS = 4.0, 3.0, 16.0, 1e-4
 # What ends a run by statistics. These checks may be wrong where both engines are right; all others compare bits.
-_JUDGED = ("alignment", "canary", "lag 0", "equal tokens", "equal layers", "equal pair", "equal scores")
+_JUDGED = ("collapse", "alignment", "canary", "lag 0", "equal tokens", "equal layers", "equal pair", "equal scores")
 # An engine fits up to these shares of choices beyond near ties: of all choices, of a layer's, and of a sequence's.
 _SHARES = (0.005, 0.02, 0.1)
 
@@ -153,20 +153,28 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
         missing,
     )
     verdict, why = _judge(found)
-    if verdict == "check":
-        verdict, why = _where_engines_are_right(evidence, why)
+    failed = trainer is not None and trainer.fits is trainer.scores_fit is None  # it could not run the tokens again
+    right = _all(fit for side in sides for fit in (side.fits, side.scores_fit)) and not missing
+    if verdict == "check" or (verdict == "undecided" and failed and right):
+        verdict, why = _where_engines_are_right(evidence, verdict, why)
     return replace(found, verdict=verdict, why=why)
 
 
-def _where_engines_are_right(evidence: Evidence, why: str) -> tuple[Verdict, str]:
-    """Return who was right where both engines are: a check that judges scores may err, one of whole numbers cannot."""
-    if evidence.what == "collapse":
+def _where_engines_are_right(evidence: Evidence, verdict: Verdict, why: str) -> tuple[Verdict, str]:
+    """Return who was right where no engine is wrong: a check that judges scores may err, one that compares bits cannot.
+
+    verdict, why: of the engines alone.
+    """
+    if evidence.what == "collapse" and verdict == "check":
         return "training", "both engines compute what the third one does: look at the objective and its rate"
     if evidence.what in _JUDGED:
-        return "check", why
+        return verdict, why
     if evidence.error in ("TraceError", "RouteValidationError"):
-        return "recorder", "both engines are right, and the record is not one that the sampler can have made"
-    return "trainer", "both engines are right, and the check compares bits: the step changed what it was given"
+        return "recorder", "no engine computes wrongly, and the record is not one that the sampler can have made"
+    return (
+        "trainer",
+        "no engine computes wrongly, and the check compares bits: the step changed its batch",
+    )
 
 
 def _judge(found: Explanation) -> tuple[Verdict, str]:
@@ -186,7 +194,7 @@ def _judge(found: Explanation) -> tuple[Verdict, str]:
     if record is None and scores is None:
         return "undecided", "the sampler's routes and log-probabilities are not kept"
     if trainer is None:
-        return "undecided", "the trainer's weights are not kept"
+        return "undecided", f"the trainer's {'weights' if found.trainer is None else 'own results'} are not kept"
     if not trainer:
         if record is not False and scores is not False:
             return "trainer", "the sampler computes what the third engine does, and the trainer something else"

@@ -189,8 +189,7 @@ class _Keeping:
         )
         item = DTYPES[config.train.dtype].itemsize
         self.weight_bytes = sum(math.prod(shape) * item for shape in expected_tensors(self.policy.facts).values())
-        layers, experts, top_k = len(self.spec.moe_layers), self.spec.num_experts, self.spec.top_k
-        self.row_bytes = layers * (8 * experts + 6 * top_k)
+        self.row_bytes = len(self.spec.moe_layers) * (8 * self.spec.num_experts + 6 * self.spec.top_k)
 
     def run(self, sequences: Callable[[], Seq[Concerned]]) -> str:
         """Write the folder; return where it is, in words. Raises MoeRLError on all ranks if rank 0 cannot write."""
@@ -254,17 +253,18 @@ class _Keeping:
         """Return the trainer's log-probabilities, choices and router logits for each run of tokens."""
         if not runs:
             return []
-        logprobs, chosen, logits = Canary(runs, self.store, self.spec).followed(
-            self.policy, self.evidence.version, logits=True
-        )
+        canary = Canary(runs, self.store, self.spec)
+        try:
+            logprobs, chosen, logits = canary.followed(self.policy, self.evidence.version, logits=True)
+        except MoeRLError as error:
+            if not error.everywhere:
+                raise
+            self.evidence.left_out.append(f"the trainer's own results: {error}")  # its fault lasts
+            return [{} for _ in runs]
         ends = np.cumsum([len(run) - 1 for run in runs])[:-1]
-        parts = [
-            np.split(logprobs.astype(np.float32), ends),
-            np.split(chosen.transpose(1, 0, 2).astype(np.uint16), ends),
-            np.split(logits.transpose(1, 0, 2), ends),
-        ]
-        names = ("trainer_logprobs", "chosen", "trainer_logits")
-        return [dict(zip(names, one, strict=True)) for one in zip(*parts, strict=True)]
+        parts = (logprobs.astype(np.float32), chosen.transpose(1, 0, 2).astype(np.uint16), logits.transpose(1, 0, 2))
+        names, cut = ("trainer_logprobs", "chosen", "trainer_logits"), (np.split(part, ends) for part in parts)
+        return [dict(zip(names, one, strict=True)) for one in zip(*cut, strict=True)]
 
     def _applied(self, rows: dict[str, int]) -> dict[str, np.ndarray]:
         """Return the routes that the step's passes should replay. rows: number of rows of each sequence."""

@@ -224,6 +224,17 @@ def test_a_check_that_compares_bits_is_never_the_one_that_was_wrong(planted, cap
     assert planted.explained(capsys, what=what, error=error)["verdict"] == verdict
 
 
+def test_a_trainer_that_cannot_run_the_tokens_again_is_the_one_that_was_wrong(planted, capsys):
+    """Unless a check judged by statistics: what the trainer computes could then be right."""
+    for rows in planted.rows:
+        del rows["chosen"], rows["trainer_logprobs"]
+    assert planted.explained(capsys, what="not taken once")["verdict"] == "trainer"
+    found = planted.explained(capsys, status=1, what="alignment")
+    assert found["verdict"] == "undecided" and "own results" in found["why"]
+    planted.engine("record", "sampler_logprobs", planted.other)  # the sampler is no witness
+    assert planted.explained(capsys, status=1, what="not taken once")["verdict"] == "undecided"
+
+
 @pytest.mark.long
 def test_router_logits_of_the_sampler_against_its_record_are_the_recorders_fault(planted, capsys):
     model = IndependentModel(planted.sound)
