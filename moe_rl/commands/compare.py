@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.commands.export import write_weights
 from moe_rl.config.check import problems, refuse
 from moe_rl.config.layout import on_one_rank
 from moe_rl.config.load import load_config
@@ -16,11 +23,14 @@ from moe_rl.config.schema import Config
 from moe_rl.disk import write_whole
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import ConfigError, MoeRLError, ReplayError
+from moe_rl.models.hf import read_model
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
 
 PRECISIONS = ("bfloat16", "float32", "fp8")
 BUDGET_TOKENS = 100_000
+# --bisect tries as many versions of the weights, those nearest to the sampler's.
+_VERSIONS = 3
 OVERRIDES = (
     "model.path",
     "train.dtype",
@@ -38,6 +48,10 @@ sampled them, and also scores them with every later checkpoint. Works with plain
 torchrun takes --run as its own option unless two dashes come first:
 torchrun --nproc-per-node N -m -- moe_rl compare --run RUN
 
+--bisect swaps one cause at a time between sampler and trainer of a run, most of them in transformers on the CPU, and
+prints a table: how much of the policy KL each one removes, which of them carry it, and what was not tested. It writes
+bisection.json. Its exit status is 0 if the found causes carry most of the KL, or there is none, else 3.
+
 While the paired difference of k3 is undecided, it samples more with the same weights, up to --budget-tokens.
 
 Exit status: 0 if every replayed route was applied (mismatch 0), the interval of the paired difference of the policy KL
@@ -53,6 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="RUN_DIR", help="compare on the rollouts that this run kept")
     source.add_argument("--config", type=Path, metavar="FILE", help="sample the prompts of a first step, then compare")
+    source.add_argument(
+        "--bisect", type=Path, metavar="RUN_DIR", help="find which cause makes sampler and trainer of this run differ"
+    )
+    parser.add_argument(
+        "--engines",
+        action="store_true",
+        help="with --bisect: also start the vLLM engines and the ranks that some causes need",
+    )
     parser.add_argument(
         "--sampler-dtype",
         nargs="+",
@@ -89,6 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check the options, compare, and write the result. Return the exit status."""
     rank = int(os.environ.get("RANK", "0"))
+    if options.bisect or options.engines:
+        return _bisect(options)
     try:
         config, folder = _configure(options)
         found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -107,6 +131,80 @@ def run(options: argparse.Namespace) -> int:
     except MoeRLError as error:
         print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2
+
+
+def _bisect(options: argparse.Namespace) -> int:
+    """Find the causes, print the table and write bisection.json. Return the exit status."""
+    try:
+        if options.bisect is None:
+            raise ConfigError("is for --bisect only", where={"option": "--engines"})
+        beside = options.overrides + options.sampler_dtype
+        beside += [f"--budget-tokens {options.budget_tokens}"] if options.budget_tokens != BUDGET_TOKENS else []
+        if "WORLD_SIZE" in os.environ or beside:
+            raise ConfigError(
+                "compares a run as it was, in one process",
+                where={"option": "--bisect"},
+                got=" ".join(beside) or "torchrun",
+                expected="only --engines, --out and --json beside it",
+            )
+        run = run_folder.existing(options.bisect, "--bisect")
+        config = load_config(run.config)
+        _existing_folder(options.out)
+        refuse(problems(on_one_rank(config), 1) + (installation_problems(config) if options.engines else []))
+        # torch, megatron and transformers are imported only here, so that mistakes in the options show at once.
+        from moe_rl.comparison.bisection import bisect, text
+
+        out = options.out or run.path
+        with _sides(config, run, out if options.engines else None) as (sampler, trainer, untested):
+            found = bisect(sampler, trainer, untested=untested, seed=config.run.seed)
+        print(text(found))
+        content = json.dumps(asdict(found), indent=1) + "\n"
+        for path in filter(None, (out / "bisection.json", options.json)):
+            write_whole(path, content)
+        print(f"written: {out / 'bisection.json'}")
+    except MoeRLError as error:
+        print(f"moe_rl: {error}", file=sys.stderr)
+        return 2
+    return 0 if found.explained else 3
+
+
+@contextmanager
+def _sides(config: Config, run: RunFolder, out: Path | None) -> Iterator[tuple[Any, Any, dict[str, str]]]:
+    """Yield the two sides of a run, and what is not tested and why. out: for engines and ranks; None: start none."""
+    from moe_rl.comparison import sources
+    from moe_rl.comparison.run_sides import Versions, sides_of_run
+    from moe_rl.megatron import world
+
+    saved = dict(checkpoints.complete(run.checkpoints))
+    step, (sampled, *_) = sources.of_run(run, config)
+    trained = step - 1 if step - 1 in saved else sampled.version
+    start = sources.initial(config).path
+    paths = {0: start} | saved
+    nearest = sorted(paths, key=lambda version: abs(version - sampled.version))[:_VERSIONS]
+    with tempfile.TemporaryDirectory(prefix="moe-rl-bisect-") as spare:
+        folders = {}
+        for version in dict.fromkeys((sampled.version, trained, *nearest)):
+            folders[version], path = Path(spare) / f"version{version}", paths[version]
+            if path is None:
+                folders[version] = config.model.path
+            else:
+                facts = read_model(config.model.path)
+                write_weights(path, folders[version], on_one_rank(config), facts, config.train.dtype)
+        work = None if out is None else out / "bisection"
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+        world.start(on_one_rank(config).parallel, seed=config.run.seed, timeout_seconds=3600)
+        try:
+            versions = Versions(step, sampled.version, trained, paths[trained], folders)
+            yield sides_of_run(config, run, versions, work)
+        finally:
+            world.stop()
+
+
+def _existing_folder(out: Path | None) -> None:
+    if out and not out.is_dir():
+        raise ConfigError("no such folder", where={"option": "--out"}, got=out, do="make it first")
 
 
 def _tokens(value: str) -> int:
@@ -144,8 +242,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         config = on_one_rank(config)
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
         raise ConfigError("named twice", where={"option": "--sampler-dtype"}, got=" ".join(options.sampler_dtype))
-    if options.out and not options.out.is_dir():
-        raise ConfigError("no such folder", where={"option": "--out"}, got=options.out, do="make it first")
+    _existing_folder(options.out)
     return config, run
 
 

@@ -9,10 +9,10 @@ run(declared). So an error that the function makes under both settings cancels. 
     suspected   a side is taken to have had a setting other than the declared one, and gets the declared one
 
 A cause is found if its swap lowers the policy KL k3 = mean(exp(d) - 1 - d), d = trainer less sampler, and the interval
-of the paired fall lies above 0. Swaps are added one by one, the best first, and dropped again where the others do
-without them. Swaps that lower the KL equally well, and of which one is enough, are reported together: this batch cannot
-tell them apart. The intervals are bootstrap intervals over sequences; those that decide are divided by the number of
-swaps (Bonferroni).
+of the paired fall lies above 0. For a suspected setting, the function must also come closer to what that side gave.
+Swaps are added one by one, the best first, and dropped again where the others do without them. Swaps that lower the KL
+equally well, and of which one is enough, are reported together: this batch cannot tell them apart. The intervals are
+bootstrap intervals over sequences; those that decide are divided by the number of swaps (Bonferroni).
 """
 
 from __future__ import annotations
@@ -254,6 +254,7 @@ class _CauseSearch:
                 swap: fall
                 for swap in self.swaps
                 if not any((atom.side, atom.cause) in taken for atom in swap)
+                and self._fits(found, swap)
                 and (fall := float(np.nanmean(now - self.kl(found | swap)))) > _LEAST_SHARE * whole
                 and self.fall(found, found | swap, strict=True).low > 0
             }
@@ -264,6 +265,17 @@ class _CauseSearch:
             found = self._needed(found | best, whole)
             rivals |= dict.fromkeys(best & found, alike)
         return found, {atom: alike for atom, alike in rivals.items() if atom in found}
+
+    def _fits(self, found: Swap, swap: Swap) -> bool:
+        """Return whether each suspected side's own log-probabilities come closer to what the side gave."""
+        for side in {atom.side for atom in swap if atom.kind == "suspected"}:
+            apart = []
+            for atoms in (found, found | swap):
+                here = {a.cause: a.value for a in atoms if a.side == side and a.kind == "suspected"}
+                apart.append(float(np.nanmean(_k3(self.ran(side, here) - self.given[side]))))
+            if apart[1] >= apart[0]:
+                return False
+        return True
 
     def _alike(self, found: Swap, best: Swap, rival: Swap) -> bool:
         """Return whether two swaps lower the KL equally well, and one of them is enough: the second brings no more."""
@@ -303,6 +315,8 @@ class _CauseSearch:
                 verdict, why = "either", "or " + " or ".join(mirrors)
             elif makes < _AGREE_NATS:
                 verdict = "nothing"
+            elif not self._fits(found, swap):
+                verdict = "no"
             elif left > least and left / 2 < makes < 2 * left and all(atom.kind != "suspected" for atom in swap):
                 verdict = "size only"
             else:
@@ -332,33 +346,36 @@ def names(swap: Iterable[Atom]) -> str:
 
 
 def text(found: Bisection) -> str:
-    """Format a bisection as a table. It shows the best swap of each cause."""
-    best: dict[str, Tested] = {}
-    for one in found.others:
-        best.setdefault(", ".join(atom.cause for atom in one.swap), one)
-    causes = {atom.cause for one in found.causes for atom in one.swap}
-    rows = [*found.causes, *(one for cause, one in best.items() if cause not in causes)]
+    """Format a bisection as a table. It shows the best swap of each cause, in shares of the KL before."""
+    whole = found.kl.value
+    lines = [
+        f"policy KL k3 {found.kl.value:.2g} [{found.kl.low:.2g}, {found.kl.high:.2g}] nats/token, of "
+        f"{found.sequences} sequences, {found.tokens} tokens",
+        f"k3 of the forward pass here: {found.fit['sampler']:.2g} to the sampler, {found.fit['trainer']:.2g} to the "
+        "trainer",
+    ]
+    untested = [f"  not tested: {cause}: {why}" for cause, why in found.untested.items()]
+    if whole < _AGREE_NATS:
+        return "\n".join([*lines, *untested, "verdict: the two sides agree"])
+
+    def share(value: float) -> str:
+        return f"{value:.0%}" if abs(value) < 10 else f"{value:.0f}x"
+
+    def interval(one: Estimate) -> str:
+        return f"{share(one.value / whole)} [{share(one.low / whole)}, {share(one.high / whole)}]"
+
+    best = {one.swap[0].cause: one for one in reversed(found.others) if len(one.swap) == 1}
+    for atom in (atom for one in found.causes for atom in one.swap):
+        best.pop(atom.cause, None)
+    rows = [*found.causes, *sorted(best.values(), key=lambda one: -one.alone.value)]
     words = [names(one.swap) for one in rows]
     width = max(map(len, words), default=0) + 2
-    lines = [
-        f"policy KL k3 {_interval(found.kl)} nats/token of {found.sequences} sequences, {found.tokens} tokens",
-        f"the forward pass here differs from the sampler by k3 {found.fit['sampler']:.2g}, from the trainer by "
-        f"{found.fit['trainer']:.2g}",
-        f"  {'swapped':<{width}}{'verdict':<11}{'removes alone':<28}{'besides the found':<28}makes",
-    ]
+    lines.append(f"  {'swapped':<{width}}{'verdict':<11}{'removes alone':<22}{'besides the found':<22}makes")
     for name, one in zip(words, rows, strict=True):
-        numbers = f"{_interval(one.alone):<28}{_interval(one.besides):<28}{one.makes:.2g}"
+        numbers = f"{interval(one.alone):<22}{interval(one.besides):<22}{share(one.makes / whole)}"
         lines.append(f"  {name:<{width}}{one.verdict:<11}{numbers}  {one.why}".rstrip())
-    lines += [f"  not tested: {cause}: {why}" for cause, why in found.untested.items()]
-    whole = found.kl.value
-    if whole < _AGREE_NATS:
-        return "\n".join([*lines, "verdict: the two sides agree"])
-    shares = (
-        f"{names(one.swap)}, {one.why}".rstrip(", ") + f" ({one.besides.value / whole:.0%})" for one in found.causes
+    said = (
+        f"{names(one.swap)}, {one.why}".rstrip(", ") + f" ({share(one.besides.value / whole)})" for one in found.causes
     )
-    lines.append("verdict: " + ("; ".join(shares) or "none of the tested causes carries the KL"))
-    return "\n".join([*lines, f"what remains: {_interval(found.remaining)}, {found.remaining.value / whole:.0%}"])
-
-
-def _interval(one: Estimate) -> str:
-    return f"{one.value:.1e} [{one.low:.1e}, {one.high:.1e}]"
+    verdict = "verdict: " + ("; ".join(said) or "none of the tested causes carries the KL")
+    return "\n".join([*lines, *untested, verdict, f"what remains: {interval(found.remaining)}"])

@@ -44,6 +44,10 @@ def run(tmp_path, monkeypatch):
         (["--run", "{run}", "--sampler-dtype", "fp8", "fp8"], "--sampler-dtype: |got fp8 fp8"),
         (["--run", "{run}", "--sampler-dtype", "fp8", "run.seed=2"], "--run: |got run.seed=2"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--bisect", "nowhere"], "--bisect: |nowhere|config.yaml"),
+        (["--bisect", "{run}", "run.seed=2"], "--bisect: |got run.seed=2"),
+        (["--bisect", "{run}", "--out", "{run}/no"], "--out: |{run}/no"),
+        (["--run", "{run}", "--engines"], "--engines: |--bisect"),
         (["--config", str(CONFIG), "rollout.dtpye=float32"], "rollout.dtpye|rollout.dtype?"),
     ],
 )

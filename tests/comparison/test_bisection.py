@@ -98,16 +98,25 @@ def test_declared_differences_are_measured():
 def test_causes_with_the_same_effect_are_not_told_apart():
     sides = Sides()
     sides.effects["b"] = sides.effects["a"]
-    bisection = sides.bisected(a=1.0)  # the trainer may as well have had b: -1 times b undoes a
-    (cause,) = bisection.causes
-    assert cause.verdict == "carries"  # a suspected b = 1 would add to the difference
-    sides.run, run = lambda settings: run(settings | {"b": -settings["b"]}), sides.run
-    bisection = sides.bisected(a=1.0)
+    declared = dict.fromkeys(sides.effects, 0.0)
+    suspects = {name: [1.0] for name in sides.effects}
+    sampler = Computation(declared, sides.run, sides.run(declared | {"a": 1.0}), suspects)
+    bisection = bisect(sampler, Computation(declared, sides.run))
     (cause,) = bisection.causes
     assert cause.verdict == "either" and "or " in cause.why
-    other = next(one for one in bisection.others if one.swap[0].cause == "b")
-    assert other.verdict == "either"
-    assert "not told apart" in found(bisection)["trainer"].values()
+    (other,) = (one for one in bisection.others if one.verdict == "either")
+    assert {cause.swap[0].cause, other.swap[0].cause} == {"a", "b"}
+    assert found(bisection) == {"sampler": {cause.swap[0].cause: "not told apart"}}
+
+
+def test_a_side_that_computes_what_it_declares_is_not_suspected():
+    """The sampler really had a = 1. The trainer with a = -1 would differ from the declared sampler as much."""
+    sides = Sides()
+    declared = dict.fromkeys(sides.effects, 0.0)
+    sampler = Computation(declared, sides.run, sides.run(declared | {"a": 1.0}), {"a": [1.0]})
+    bisection = bisect(sampler, Computation(declared, sides.run, suspects={"a": [-1.0]}))
+    assert found(bisection) == {"sampler": {"a": 1.0}}
+    assert [one.verdict for one in bisection.others] == ["no"]
 
 
 def test_an_interaction_is_reported():

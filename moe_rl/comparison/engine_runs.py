@@ -1,0 +1,130 @@
+"""Samples a run's completions again, in vLLM engines that differ from the run's in one setting."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_rl.comparison.bisection import Settings
+from moe_rl.config.schema import Config
+from moe_rl.models.hf import ModelFacts
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.rollouts import engine_settings, generate_request
+from moe_rl.rollout.sampler import Blocking
+from moe_rl.tasks.tokenizer import stop_tokens
+from moe_rl.types import Sequence
+from moe_rl.vllm import patches
+
+# Prompts are cut into pieces of so many tokens.
+_PIECE = 8
+_ALONE = "an engine started here has one device"
+
+
+class EngineRuns:
+    """Is the `run` of a `Computation` for the causes in `changes`.
+
+    A request has random numbers of its own, so an engine with the run's settings samples the same tokens, and one that
+    rounds otherwise nearly the same. From the first token on that is another one, a completion is unknown: NaN.
+
+    Args:
+        config: Of the run.
+        folder: The weights that sampled, as a Hugging Face checkpoint.
+        sequences: What was sampled.
+        out: Folder for logs and traces of the engines.
+
+    Attributes:
+        changes: {cause: values} that can be tried here. untested: {cause: why not}, for all others of CAUSES.
+    """
+
+    CAUSES = (
+        "chunked prefill",
+        "prefix cache",
+        "batch composition",
+        "eager or graph",
+        "engine patch",
+        "engine's parallel degree",
+    )
+
+    def __init__(self, config: Config, facts: ModelFacts, folder: Path, sequences: Seq[Sequence], out: Path):
+        self._config, self._facts, self._sequences = config, facts, sequences
+        self._settings = replace(engine_settings(config, facts, out), model_path=folder)
+        self._out, self._engines = out, 0
+        longest = max(len(one.prompt_token_ids) for one in sequences)
+        cached, on_cpu = config.rollout.vllm.get("enable_prefix_caching", True), not torch.cuda.is_available()
+        found: dict[str, Any] = {
+            "chunked prefill": f"pieces of {_PIECE} tokens",
+            "prefix cache": "off" if cached else "on",
+            "batch composition": "one at a time",
+            "eager or graph": "eager" if self._settings.cuda_graphs else "graph",
+            "engine patch": "without recorder",
+        }
+        one_device = config.cluster is None or config.cluster.gpus_per_engine == 1
+        self.untested = {"engine's parallel degree": "the run's engines have one device" if one_device else _ALONE}
+        if on_cpu:
+            self.untested["eager or graph"] = "vLLM has no graphs on a CPU"
+        if longest <= _PIECE:
+            self.untested["chunked prefill"] = f"no prompt is longer than {_PIECE} tokens"
+        elif on_cpu and patches.inspect().summary != "patched":
+            self.untested["chunked prefill"] = "an unpatched vLLM cuts no prompts on a CPU"
+        if why := self._why_none():
+            self.untested |= dict.fromkeys(self.CAUSES, why)
+        self.changes = {cause: [value] for cause, value in found.items() if cause not in self.untested}
+
+    def _why_none(self) -> str:
+        """Return why the run's completions cannot be sampled again; "" if they can."""
+        rollout = self._config.rollout
+        if self._config.task.environment is not None:
+            return "the completions are turns of episodes"
+        if not rollout.request_seeds:
+            return "without rollout.request_seeds no engine samples the same tokens again"
+        return "" if rollout.weights == "exact" else "an engine started here loads weights that are not rounded to fp8"
+
+    def __call__(self, changed: Settings) -> list[np.ndarray]:
+        """Return the log-probabilities [N] of each completion, sampled with these causes changed.
+
+        Raises:
+            EngineError: The engine does not start, or fails.
+        """
+        settings, passed = self._settings, dict(self._settings.passed)
+        if "chunked prefill" in changed:
+            passed["long_prefill_token_threshold"] = _PIECE
+        if "prefix cache" in changed:
+            passed["enable_prefix_caching"] = changed["prefix cache"] == "on"
+        if "batch composition" in changed:
+            settings = replace(settings, max_concurrent=1)
+        if "eager or graph" in changed:
+            settings = replace(settings, cuda_graphs=changed["eager or graph"] == "graph")
+        if "engine patch" in changed:
+            settings = replace(settings, trace_root=None)
+        self._engines += 1
+        folder = self._out / f"engine{self._engines}"
+        folder.mkdir()
+        if settings.trace_root is not None:
+            settings = replace(settings, trace_root=folder / "trace")
+        engine = Blocking(VllmEngine(replace(settings, passed=passed, log_path=folder / "engine.log")))
+        config, stops = self._config, stop_tokens(self._config, self._facts)
+        with closing(engine):
+            requests = [
+                generate_request(config, one.key, one.prompt_token_ids, stops, config.rollout.temperature)
+                for one in self._sequences
+            ]
+            sampled = engine.generate(requests, shard="again")
+        return [
+            _known(before.token_ids, after.token_ids, after.logprobs)
+            for before, after in zip(self._sequences, sampled, strict=True)
+        ]
+
+
+def _known(before: Seq[int], after: Seq[int], logprobs: np.ndarray) -> np.ndarray:
+    """Return the log-probabilities of a completion sampled again; NaN from the first token on that is another one."""
+    same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+    found = np.full(len(before), np.nan, np.float32)
+    found[: len(same)] = logprobs[: len(same)]
+    return found

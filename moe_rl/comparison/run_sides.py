@@ -1,0 +1,150 @@
+"""Makes the two sides of a bisection from what a run kept: rollouts, routes, and the weights of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_rl.comparison.bisection import Computation, Settings
+from moe_rl.comparison.engine_runs import EngineRuns
+from moe_rl.comparison.passes import other_budget
+from moe_rl.comparison.third_engine import PARTS, ThirdEngine
+from moe_rl.comparison.trainer_scores import TrainerScores, in_layout
+from moe_rl.config.layout import least_ranks, on_one_rank
+from moe_rl.config.schema import Config
+from moe_rl.models.hf import read_model
+from moe_rl.train.run_folder import RunFolder
+
+_AS_IT_WAS = "as it was"
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Says which weights the two sides have.
+
+    Attributes:
+        step: Of the rollouts.
+        sampler, trainer: Versions of the weights.
+        checkpoint: The trainer's; None: the initial model.
+        folders: Hugging Face folders of these and of other kept versions.
+    """
+
+    step: int
+    sampler: int
+    trainer: int
+    checkpoint: Path | None
+    folders: Mapping[int, Path]
+
+
+def sides_of_run(
+    config: Config, run: RunFolder, versions: Versions, out: Path | None
+) -> tuple[Computation, Computation, dict[str, str]]:
+    """Score the rollouts with the trainer, and describe both sides. Call it between world.start and world.stop.
+
+    Args:
+        config: Of the run, as it was.
+        out: Folder for what engines write; None: start no engine and no ranks.
+
+    Returns:
+        Sampler, trainer, and {cause: why it is not tested}.
+
+    Raises:
+        MoeRLError: The rollouts are not complete, or an engine or a rank failed.
+    """
+    facts, rollout, replays = read_model(config.model.path), config.rollout, config.replay.mode != "off"
+    scores = TrainerScores(on_one_rank(config), run, versions.step, versions.sampler, versions.checkpoint)
+    sequences = scores.source.sequences
+    weights = {f"version {version}": path for version, path in versions.folders.items()}
+    third = ThirdEngine(
+        [(*one.prompt_token_ids, *one.token_ids) for one in sequences],
+        [len(one.prompt_token_ids) for one in sequences],
+        [scores.source.store.read(one.routes).routes for one in sequences if one.routes is not None],
+        weights=weights,
+    )
+    declared = third.settings | {"temperature": rollout.temperature, "support": _support(config)}
+    of_sampler = declared | dict.fromkeys(PARTS, rollout.dtype)
+    of_sampler |= {"weights": f"version {versions.sampler}", "weight format": rollout.weights}
+    of_trainer = declared | dict.fromkeys(PARTS, config.train.dtype) | {"router": "float32"}  # Megatron's always is
+    of_trainer |= {"weights": f"version {versions.trainer}", "routes": "recorded" if replays else "own"}
+    sampler, trainer = _Added(third), _Added(third)
+    untested = {"gate weights as recorded": "a run records which experts were taken, not their weights"}
+    if len(weights) == 1:
+        untested["weights"] = "the run kept one version only (checkpoint.keep, checkpoint.every_steps)"
+
+    alone = measured = scores.of(config.train.microbatch_tokens)
+    if budget := other_budget(sequences, config.train.microbatch_tokens):
+        trainer.add({"packing": [f"{budget} tokens"]}, lambda _: scores.of(budget), alone)
+    else:
+        untested["packing"] = "the sequences are packed alike with any train.microbatch_tokens"
+    ranks = least_ranks(config.parallel)
+    if ranks == 1:
+        untested["layout"] = "the run's layout has one rank"
+    elif out is None:
+        untested["layout"] = f"needs --engines, which starts {ranks} ranks"
+    else:
+        measured = in_layout(config, run, versions.step, versions.sampler, versions.checkpoint, ranks, out)
+        trainer.add({"layout": ["one rank"]}, lambda _: alone, measured)
+    if out is None:
+        untested |= dict.fromkeys(EngineRuns.CAUSES, "needs --engines")
+    else:
+        engines = EngineRuns(config, facts, versions.folders[versions.sampler], sequences, out)
+        untested |= engines.untested
+        if engines.changes:
+            sampler.add(engines.changes, engines, engines({}))
+    suspects = third.suspects()
+    return (
+        Computation(
+            of_sampler | sampler.settings,
+            sampler,
+            [one.rollout_logprobs for one in sequences],
+            suspects,
+            sampler.changes,
+        ),
+        Computation(of_trainer | trainer.settings, trainer, measured, suspects, trainer.changes),
+        untested,
+    )
+
+
+class _Added:
+    """Computes log-probabilities in the third engine, and adds what other changes move in engines of their own kind.
+
+    Attributes:
+        changes: {cause: values} of these other changes. settings: the same causes, unchanged.
+    """
+
+    def __init__(self, third: ThirdEngine):
+        self._third, self._added = third, list[tuple[set[str], Callable[..., Seq[np.ndarray]], Seq[np.ndarray]]]()
+        self.changes: dict[str, Seq[Any]] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict.fromkeys(self.changes, _AS_IT_WAS)
+
+    def add(
+        self, changes: Mapping[str, Seq[Any]], run: Callable[[Settings], Seq[np.ndarray]], before: Seq[np.ndarray]
+    ) -> None:
+        """Add causes that `run` changes. before: what it returns without a change."""
+        self.changes |= changes
+        self._added.append((set(changes), run, before))
+
+    def __call__(self, settings: Settings) -> list[np.ndarray]:
+        found = self._third({cause: value for cause, value in settings.items() if cause not in self.changes})
+        for causes, run, before in self._added:
+            changed = {cause: settings[cause] for cause in causes if settings[cause] != _AS_IT_WAS}
+            if changed:
+                parts = zip(found, run(changed), before, strict=True)
+                found = [one + (after - first) for one, after, first in parts]
+        return found
+
+
+def _support(config: Config) -> str:
+    """Return the sampler's support in the words of ThirdEngine."""
+    rollout = config.rollout
+    limits = {"top_k": rollout.top_k or None, "top_p": rollout.top_p if rollout.top_p < 1 else None}
+    limits["min_p"] = rollout.min_p or None
+    return ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None) or "all"

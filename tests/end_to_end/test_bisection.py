@@ -1,0 +1,73 @@
+"""`moe-rl compare --bisect` on a real run: what vLLM sampled is declared otherwise, and engines start again."""
+
+import json
+import shutil
+
+import pytest
+
+from moe_rl.cli import main
+from moe_rl.comparison.third_engine import PARTS
+from moe_rl.config.load import dump_config, load_config
+from tests.end_to_end.conftest import Launch
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run that kept every version of its weights."""
+    runs = tmp_path_factory.mktemp("bisected")
+    sizes = ["run.steps=4", "rollout.prompts_per_step=16", "eval.prompts=64"]
+    keeps = ["checkpoint.every_steps=1", "checkpoint.keep=4"]
+    launch = Launch(runs, "--config", "configs/tiny_moe_cpu.yaml", f"run.runs_dir={runs}", *sizes, *keeps)
+    assert launch.wait() == 0, launch.text()[-4000:]
+    (folder,) = (path.parent for path in runs.glob("*/config.yaml"))
+    return folder
+
+
+@pytest.fixture
+def bisected(trained, tmp_path, monkeypatch, capsys):
+    """What is found on a copy of a run whose config declares these settings."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def bisected(*declared, options=()):
+        run = tmp_path / "run"
+        shutil.copytree(trained, run)
+        (run / "config.yaml").write_text(dump_config(load_config(run / "config.yaml", declared)))
+        status = main(["compare", "--bisect", str(run), *options, "--json", str(tmp_path / "found.json")])
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert found == json.loads((run / "bisection.json").read_text())
+        return status, found, capsys.readouterr().out
+
+    return bisected
+
+
+def test_a_temperature_that_the_sampler_did_not_have_is_found(bisected):
+    """The run sampled at 1; its config, and so the trainer, says 0.9."""
+    status, found, said = bisected("rollout.temperature=0.9")
+    (cause,) = found["causes"]
+    (atom,) = cause["swap"]
+    assert cause["verdict"] == "carries" and status == 0, said
+    assert (atom["side"], atom["cause"], atom["value"]) == ("sampler", "temperature", 1.0)
+    assert found["remaining"]["value"] < found["kl"]["value"] / 4
+    assert found["fit"]["trainer"] < 1e-10  # transformers computes what Megatron does
+    assert found["untested"]["prefix cache"] == "needs --engines"
+
+
+def test_a_trainer_that_does_not_replay_is_found_beside_the_sampler_precision(bisected):
+    status, found, said = bisected("replay.mode=off")
+    carried = {atom["cause"]: one["verdict"] for one in found["causes"] for atom in one["swap"]}
+    assert carried.pop("routes") == "carries" and carried and carried.keys() <= set(PARTS), said
+    assert status == 0
+
+
+def test_engines_and_ranks_that_start_again_change_no_bit(bisected):
+    """Engines with one other setting, and one rank in place of two, compute the same on a CPU."""
+    _, found, said = bisected(options=["--engines"])
+    changed = {one["swap"][0]["cause"]: one for one in found["others"] if one["swap"][0]["kind"] == "changed"}
+    assert changed.keys() >= {"prefix cache", "batch composition", "engine patch", "layout"}, said
+    assert {one["verdict"] for one in changed.values()} == {"nothing"} and all(
+        not one["makes"] for one in changed.values()
+    )
+    carried = {atom["cause"] for one in found["causes"] for atom in one["swap"]}
+    assert carried and carried <= set(PARTS)  # the sampler computes in bfloat16
