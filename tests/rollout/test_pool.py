@@ -55,7 +55,7 @@ class Rollouts:
 def test_a_step_is_judged_while_the_next_is_sampled_and_files_are_deleted_at_once(tmp_path):
     async def main():
         line, rollouts = Line(), Rollouts()
-        serving = asyncio.create_task(_Pool(line, rollouts, tmp_path).serve())
+        serving = asyncio.create_task(_Pool(line, rollouts, tmp_path, {}).serve())
 
         async def said(*expected):
             async with asyncio.timeout(20):
