@@ -141,9 +141,10 @@ def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int, trained: Si
         if not weight.experts:
             yield from ((size, False) for size in trained(weight))
         elif not done:
-            # Experts follow one by one. Where no rank shares them, megatron keeps them with the dense parameters.
+            # Experts follow one by one. Where they are cut as the dense parameters are, Megatron keeps them together.
             sizes = [size for one in experts for size in trained(one)]
-            yield from ((size, layout.expert > 1) for _ in range(layout.experts_per_rank) for size in sizes)
+            apart = layout.expert > 1 or layout.expert_tensor != layout.tensor
+            yield from ((size, apart) for _ in range(layout.experts_per_rank) for size in sizes)
             done = True
 
 

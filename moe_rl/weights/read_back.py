@@ -18,6 +18,7 @@ vLLM's own quantisation changes the values. The engine's log says what is not re
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -196,6 +197,8 @@ def _of_module(
     if not isinstance(getattr(module, "quant_method", None), _PLAIN):
         return
     rows, kind = slice(first, first + shape[0]), dtype if leaf == "bias" else parameter.dtype
+    if _outputs(module) < rows.stop:
+        return  # tensor-parallel workers share the rows
     if leaf == "weight" and _packed(module) and _inputs(module) == shape[1]:
         yield _Reading(part, kind, partial(_by_identity, module, rows, kind))
     if parameter.numel() and parameter.shape[1:] == shape[1:] and len(parameter) >= rows.stop:
@@ -217,6 +220,13 @@ def _inputs(module: nn.Module) -> int:
     if isinstance(module, VocabParallelEmbedding):
         return int(module.embedding_dim)
     return int(getattr(module, "input_size_per_partition", module.input_size))  # of a row-parallel layer a share
+
+
+def _outputs(module: nn.Module) -> float:
+    """Return how many rows of its matrix a layer has here. A norm has all."""
+    if isinstance(module, VocabParallelEmbedding):
+        return int(module.num_embeddings_per_partition)
+    return getattr(module, "output_size_per_partition", getattr(module, "output_size", math.inf))
 
 
 def _halves(attention: nn.Module) -> Iterator[Tensor]:

@@ -185,6 +185,9 @@ def test_what_a_worker_holds_in_part_is_not_compared_which_the_log_says(capsys):
     model.qkv.output_partition_sizes = [4, 2, 2]
     back = ReadBack(model, SHAPES, torch.bfloat16, torch.device("cpu"))
     assert "12 of 15 parts cannot be read back here" in capsys.readouterr().out
+    model.gate.output_size_per_partition = EXPERTS // 2
+    ReadBack(model, SHAPES, torch.bfloat16, torch.device("cpu"))
+    assert "13 of 15 parts cannot be read back here" in capsys.readouterr().out
     back.begin()
     back.confirmed(tensors(1))
     model.load(tensors(1) | {LAYER + "mlp.gate.weight": tensors(2)[LAYER + "mlp.gate.weight"]})
