@@ -204,7 +204,7 @@ def check_counts(models: Iterable[torch.nn.Module], facts: ModelFacts) -> None:
     inputs, once with its adapter alone, and once with B A as its matrix. While B is 0 this shows nothing.
 
     Raises:
-        ConfigError: Another product is added. The message names the layer. Raised on all ranks.
+        ReplayError: Another product is added. The message names the layer. Raised on all ranks.
     """
     wrong = []
     for model in models:
