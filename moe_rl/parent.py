@@ -21,6 +21,8 @@ _PR_SET_PDEATHSIG = 1
 _MARK = "MOE_RL_STARTED_BY"
 _SEARCHES = 2
 _SEARCH_SECONDS = 10.0
+_TRACKER = b"multiprocessing.resource_tracker"
+_TRACKER_SECONDS = 2.0
 
 
 def belong_to(parent: int) -> None:
@@ -70,14 +72,18 @@ def mark_children(environment: dict[str, str] | os._Environ[str]) -> str:
 def kill_marked(mark: str) -> None:
     """Kill every process that was started with this mark in its environment, until none is left.
 
-    The kernel keeps the environment that a program was started with; a forked child has its parent's.
+    The kernel keeps the environment that a program was started with; a forked child has its parent's. Python's resource
+    trackers get two seconds: as soon as the others have ended, they remove the shared memory that those left.
     """
-    wanted, deadline, searches = f"{_MARK}={mark}".encode(), time.monotonic() + _SEARCH_SECONDS, 0
+    wanted, began, searches = f"{_MARK}={mark}".encode(), time.monotonic(), 0
     # One search may miss a process that is just starting another program.
-    while searches < _SEARCHES and time.monotonic() < deadline:
-        found = [pid for pid in _pids() if wanted in _started_with(pid).split(b"\0")]
+    while searches < _SEARCHES and time.monotonic() < began + _SEARCH_SECONDS:
+        found = [pid for pid in _pids() if wanted in _read_of(pid, "environ").split(b"\0")]
         searches = 0 if found else searches + 1
         for pid in found:
+            if time.monotonic() < began + _TRACKER_SECONDS and _TRACKER in _read_of(pid, "cmdline"):
+                time.sleep(0.01)  # it needs a processor to end
+                continue
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -86,9 +92,9 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _started_with(pid: int) -> bytes:
+def _read_of(pid: int, name: str) -> bytes:
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:  # it has ended, or belongs to another user
         return b""
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,6 +20,19 @@ print(child.pid, flush=True)
 sys.stdin.read()
 """
 
+# Its child shares memory, which Python's resource tracker removes when the child is gone.
+SHARES = """
+import subprocess, sys
+from moe_rl.parent import take_along
+take_along()
+inner = (
+    "from multiprocessing.shared_memory import SharedMemory; import time; memory = SharedMemory(create=True, size=9); "
+    "print(memory.name, flush=True); time.sleep(600)"
+)
+subprocess.Popen([sys.executable, "-c", inner], start_new_session=True, stdin=subprocess.PIPE)
+sys.stdin.read()
+"""
+
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_outlives_the_one_that_took_it_along(number):
@@ -29,3 +43,16 @@ def test_no_process_outlives_the_one_that_took_it_along(number):
     process.wait()
     _, left = psutil.wait_procs(started, timeout=60)
     assert [one for one in left if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_shared_memory_of_a_killed_child_is_removed():
+    process = subprocess.Popen([sys.executable, "-c", SHARES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    memory = Path("/dev/shm", process.stdout.readline().strip())
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert memory.is_file() and any("resource_tracker" in " ".join(one.cmdline()) for one in started)
+    process.kill()
+    process.wait()
+    psutil.wait_procs(started, timeout=60)
+    left = memory.exists()
+    memory.unlink(missing_ok=True)
+    assert not left
