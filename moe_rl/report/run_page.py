@@ -165,8 +165,8 @@ def _policy_kl_tile(run: RunLines, s: dict[str, Any]) -> Tile:
     native, replay = s["policy_kl_k3_native"], s["policy_kl_k3_replay"]
     if native is not None and replay is not None:
         steps = s["policy_kl_k3_native_steps"]
-        under = f"nats/token, both against the same sampler logprobs, on {steps} paired steps"
-        under += ": too few to tell" if steps < FEWEST_PAIRS else ""
+        under = f"nats/token, both against the same sampler logprobs, paired steps: {steps}"
+        under += " (too few to tell)" if steps < FEWEST_PAIRS else ""
         under += f"; tokens of lag {', '.join(run.lags)}" if run.lags else ""
         return Tile("Policy KL k3, native to replay", scientific(native), under, scientific(replay))
     why = {"r3": "native pass not measured", "r2": "routed natively", "off": "replay is off"}[run.mode]

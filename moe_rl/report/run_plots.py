@@ -169,7 +169,7 @@ def _policy_kl(run: RunLines) -> Panel:
         ratio = f", {before / after:.1f} times lower" if 0 < after < before else ""
         found = f"{ratio}; lower under replay on {lower} of {len(pair_steps)}"
         reading = (
-            f"On the {len(pair_steps)} steps with both passes: {scientific(before)} native, {scientific(after)} with "
+            f"In steps with both passes ({len(pair_steps)}): {scientific(before)} native, {scientific(after)} with "
             f"replay{found if len(pair_steps) >= FEWEST_PAIRS else ': too few to tell'}."
         )
     if run.lags:

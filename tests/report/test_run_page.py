@@ -142,7 +142,7 @@ def test_readings_quote_the_paired_numbers(usual):
     steps, native, replayed = read_run(run_dir).paired("policy_kl/k3_native", "policy_kl/k3")
     assert steps == [1, 6, 11, 16, 21, 26, 31, 36]
     assert (
-        f"On the 8 steps with both passes: {sum(native) / 8:.1e} native, {sum(replayed) / 8:.1e} with replay"
+        f"In steps with both passes (8): {sum(native) / 8:.1e} native, {sum(replayed) / 8:.1e} with replay"
         in page.words
     )
 
@@ -283,7 +283,7 @@ def test_few_pairs_old_tokens_and_a_replay_of_a_run_are_said(synthetic_run, step
             file.write(encode(step, "train", step_metrics(step) | lags))
     _, page = report(run_dir, facts)
     assert "with replay: too few to tell." in page.words and "times lower" not in page.words
-    assert "on 2 paired steps: too few to tell; tokens of lag 0, 2-3" in page.words
+    assert "paired steps: 2 (too few to tell); tokens of lag 0, 2-3" in page.words
     assert "means by lag in versions: lag 0: 1.0e-04, lag 2-3: 7.5e-03." in page.words
     assert "trained again on the rollouts of another run (--replay)" in page.words
 
