@@ -134,7 +134,7 @@ def test_it_is_planned_on_a_laptop_without_torch(name, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     assert "HEAVY []" in run.stdout and "no problems" in run.stdout
     written = json.loads(file.read_text())
-    elsewhere = name not in ("stability_study", "tiny_moe_cpu", "tool_use_cpu")
+    elsewhere = name not in ("lora_cpu", "stability_study", "tiny_moe_cpu", "tool_use_cpu")
     assert bool(written["absent"]) == elsewhere == ("not on this machine: model.path" in run.stdout)
     assert len(written["plan"]["stages"]) == written["plan"]["layout"]["pipeline"]
 
