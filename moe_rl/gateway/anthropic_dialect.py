@@ -95,7 +95,7 @@ def read_counted(body: bytes) -> ChatWish:
 def _read(given: _MessagesBody) -> ChatWish:
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
-    refuse_prefill(given.messages[-1].role, len(given.messages) - 1)
+    refuse_prefill(given.messages[-1].role, f"messages.{len(given.messages) - 1}")
     system = _system(given.system)
     messages: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
     places = ["system"] if system else []

@@ -81,14 +81,14 @@ def refuse_unread(part: Mapping[str, Any], known: Collection[str], field: str) -
             raise BadRequest(text, f"{field}.{name[:100]}", code="unsupported_parameter")
 
 
-def refuse_prefill(role: str, number: int) -> None:
+def refuse_prefill(role: str, field: str) -> None:
     """Refuse an assistant's message in last place. Raises BadRequest."""
     if role == "assistant":
         text = (
             "the last message is the assistant's. Its text would have to be the beginning of the answer, which is not "
             "served: end with a message of a user or a tool, or continue a text with /v1/completions"
         )
-        raise BadRequest(text, f"messages.{number}", code="unsupported_value")
+        raise BadRequest(text, field, code="unsupported_value")
 
 
 def strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -96,18 +96,21 @@ def strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(text for text in ([value] if isinstance(value, str) else value or ()) if text)
 
 
-def within_bounds(wish: SamplingWish) -> SamplingWish:
-    """Return a wish if its counts are in range, else raise BadRequest. The sampler checks the rest."""
-    longest = max(map(len, wish.stop), default=0)
+def within_bounds(wish: SamplingWish, longest: str = "max_tokens") -> SamplingWish:
+    """Return a wish if its counts are in range, else raise BadRequest. The sampler checks the rest.
+
+    longest: what the request calls `max_tokens`.
+    """
+    longest_stop = max(map(len, wish.stop), default=0)
     for field, got, most in (
         ("n", wish.samples, _MOST_SAMPLES),
         ("stop", len(wish.stop), MOST_STOP_STRINGS),
-        ("stop", longest, LONGEST_STOP_STRING),
+        ("stop", longest_stop, LONGEST_STOP_STRING),
     ):
         if got > most:
             raise BadRequest(f"got {got}, expected at most {most}", field)
     if wish.samples < 1:
         raise BadRequest(f"got {wish.samples}, expected at least 1", "n")
     if wish.max_tokens is not None and wish.max_tokens < 1:
-        raise BadRequest(f"got {wish.max_tokens}, expected at least 1", "max_tokens")
+        raise BadRequest(f"got {wish.max_tokens}, expected at least 1", longest)
     return wish

@@ -125,7 +125,7 @@ def read_chat(body: bytes) -> ChatWish:
     given = checked(body, _CHAT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _ChatBody)
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
-    refuse_prefill(given.messages[-1].role, len(given.messages) - 1)
+    refuse_prefill(given.messages[-1].role, f"messages.{len(given.messages) - 1}")
     return ChatWish(
         messages=tuple(_message(at, one) for at, one in enumerate(given.messages)),
         places=tuple(f"messages.{at}" for at in range(len(given.messages))),
@@ -303,9 +303,13 @@ def _head(name: str, kind: str, model: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
+def token_logprobs(tokens: Sequence[SaidToken]) -> list[dict[str, Any]]:
+    """Return the log-probabilities of the sampled tokens in the form of chats and responses."""
+    return [{"token": one.text, "logprob": one.logprob, "bytes": list(one.bytes), "top_logprobs": []} for one in tokens]
+
+
 def _chat_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
-    told = [{"token": one.text, "logprob": one.logprob, "bytes": list(one.bytes), "top_logprobs": []} for one in tokens]
-    return {"content": told, "refusal": None}
+    return {"content": token_logprobs(tokens), "refusal": None}
 
 
 def _text_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:

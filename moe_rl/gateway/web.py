@@ -1,6 +1,7 @@
 """Serves the gateway over HTTP: access, bodies, clients that go away, and errors in each dialect's form.
 
-    /v1/chat/completions, completions, messages, models   the session's key as API key
+    /v1/chat/completions, completions, responses          the session's key as API key
+    /v1/messages, models                                  likewise
     /v1/messages/count_tokens                             likewise
     /s/KEY/v1/...                                         the key in the address, for clients that take a base URL only
     POST /sessions, GET /sessions                         open one; list them: with the owner's token
@@ -32,6 +33,7 @@ from starlette.types import Receive, Scope, Send
 from moe_rl.errors import DiskError, MoeRLError, SessionError
 from moe_rl.gateway import anthropic_dialect as anthropic
 from moe_rl.gateway import openai_dialect as openai
+from moe_rl.gateway import responses_dialect as responses
 from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.asking import AgentReply, BadRequest
 from moe_rl.gateway.exchanges import ClientCall
@@ -97,6 +99,9 @@ class GatewayApp:
         self._failed = failed
         chat = Dialect(openai.read_chat, openai.chat_body, openai.chat_events, openai.error_body)
         text = Dialect(openai.read_text, openai.text_body, openai.text_events, openai.error_body)
+        response = Dialect(
+            responses.read_responses, responses.responses_body, responses.responses_events, openai.error_body
+        )
         messages = Dialect(
             anthropic.read_messages, anthropic.messages_body, anthropic.messages_events, anthropic.error_body
         )
@@ -110,6 +115,7 @@ class GatewayApp:
             routes += [
                 Route(f"{before}/v1/chat/completions", self._serving(chat), methods=["POST"]),
                 Route(f"{before}/v1/completions", self._serving(text), methods=["POST"]),
+                Route(f"{before}/v1/responses", self._serving(response), methods=["POST"]),
                 Route(f"{before}/v1/messages", self._serving(messages), methods=["POST"]),
                 Route(f"{before}/v1/messages/count_tokens", self._count, methods=["POST"]),
                 Route(f"{before}/v1/models", self._models),

@@ -1,0 +1,242 @@
+"""Speaks OpenAI's Responses API: POST /v1/responses, with the whole dialogue in each request.
+
+The gateway keeps no responses for later requests, so `previous_response_id` and `conversation` are refused. Every other
+field that would change the result and is not served is refused by its name too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
+from moe_rl.gateway.fields import checked, refuse_prefill, refuse_unread, within_bounds
+from moe_rl.gateway.openai_dialect import token_logprobs
+
+_SERVED = {"input", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "stream", "include"}
+# Fields that only concern the provider.
+_NO_MATTER = {
+    "model", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "user", "stream_options",
+}  # fmt: skip
+# Fields that are accepted only with these values, which have no effect.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "context_management": (None, []),
+    "conversation": (None,),
+    "max_tool_calls": (None,),
+    "moderation": (None,),
+    "parallel_tool_calls": (None, True),
+    "previous_response_id": (None,),
+    "prompt": (None,),
+    "reasoning": (None, {}),
+    "text": (None, {}, {"format": {"type": "text"}}),
+    "tool_choice": (None, "auto"),
+    "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+}
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+# What this API calls the fields of messages.
+_NAMES = {"tool_call_id": "call_id"}
+_ROLES = {"developer": "system", "system": "system", "user": "user"}
+# The parts of an assistant's message, in the order of their items.
+_ORDER = ("reasoning_content", "content", "tool_calls")
+
+
+class _Body(msgspec.Struct):
+    input: str | list[dict[str, Any]]
+    model: str = ""
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+
+
+def read_responses(body: bytes) -> ChatWish:
+    """Parse a body of /v1/responses. Raises BadRequest."""
+    given = checked(body, _SERVED | _NO_MATTER, _ONLY, _Body)
+    include = given.include or []
+    for at, name in enumerate(include):
+        if name not in _INCLUDED:
+            raise BadRequest(f"got {name[:80]!r}, expected {' or '.join(_INCLUDED)}", f"include.{at}")
+    items = [{"role": "user", "content": given.input}] if isinstance(given.input, str) else given.input
+    if not items:
+        raise BadRequest("at least one item is needed", "input")
+    messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    if given.instructions:
+        messages, places = [{"role": "system", "content": given.instructions}], ["instructions"]
+    _read(items, messages, places)
+    refuse_prefill(messages[-1]["role"], places[-1])
+    return ChatWish(
+        model=given.model,
+        messages=tuple(messages),
+        places=tuple(places),
+        names=_NAMES,
+        tools=tuple(_tool(tool, f"tools.{at}") for at, tool in enumerate(given.tools or [])),
+        sampling=within_bounds(
+            SamplingWish(
+                temperature=1.0 if given.temperature is None else given.temperature,
+                top_p=1.0 if given.top_p is None else given.top_p,
+                max_tokens=given.max_output_tokens,
+            ),
+            longest="max_output_tokens",
+        ),
+        logprobs=_LOGPROBS in include,
+        stream=bool(given.stream),
+    )
+
+
+def responses_body(name: str, model: str, wish: ChatWish, replies: Sequence[AgentReply]) -> dict[str, Any]:
+    """Return the body of the only reply."""
+    (reply,) = replies
+    said = len(reply.turn.token_ids)
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if reply.truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if reply.truncated else None,
+        "error": None,
+        "model": model,
+        "output": _output(name, wish, reply),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in wish.tools],
+        "usage": {
+            "input_tokens": reply.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": said,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": reply.prompt_tokens + said,
+        },
+    }
+
+
+def responses_events(name: str, model: str, wish: ChatWish, replies: Sequence[AgentReply]) -> Iterator[bytes]:
+    """Yield the events of a reply."""
+    body, numbers = responses_body(name, model, wish, replies), itertools.count()
+
+    def event(kind: str, **fields: Any) -> bytes:
+        told = {"type": kind, "sequence_number": next(numbers), **fields}
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(told) + b"\n\n"
+
+    begun = body | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for at, item in enumerate(body["output"]):
+        place = {"item_id": item["id"], "output_index": at}
+        nothing_yet: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield event("response.output_item.added", output_index=at, item=item | nothing_yet | {"status": "in_progress"})
+        if item["type"] == "function_call":
+            text = item["arguments"]
+            yield event("response.function_call_arguments.delta", **place, delta=text)
+            yield event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
+        else:
+            (part,) = item["content"]
+            place, kind = place | {"content_index": 0}, part["type"]
+            more = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
+            yield event("response.content_part.added", **place, part=part | {"text": ""})
+            yield event(f"response.{kind}.delta", **place, delta=part["text"], **more)
+            yield event(f"response.{kind}.done", **place, text=part["text"], **more)
+            yield event("response.content_part.done", **place, part=part)
+        yield event("response.output_item.done", output_index=at, item=item)
+    yield event(f"response.{body['status']}", response=body)
+
+
+def _read(items: Sequence[Mapping[str, Any]], messages: list[dict[str, Any]], places: list[str]) -> None:
+    """Append the messages of all items. What the assistant says in one turn is one message, of several items."""
+    last: int | None = None  # the last part of the assistant's message, which the next item may continue
+    for at, item in enumerate(items):
+        part, value = _item(item, f"input.{at}")
+        order = _ORDER.index(part) if part in _ORDER else None
+        if order is None or last is None or order < last or order == last != _ORDER.index("tool_calls"):
+            messages.append(value if order is None else {"role": "assistant", "content": ""})
+            places.append(f"input.{at}")
+        if order is not None:
+            messages[-1][part] = [*messages[-1].get(part, ()), value] if part == "tool_calls" else value
+        last = order
+
+
+def _item(item: Mapping[str, Any], field: str) -> tuple[str, Any]:
+    """Return ("message", a message of another than the assistant), or a part of the assistant's and its value."""
+    match item:
+        case {"type": "function_call", "call_id": str(name), "name": str(tool), "arguments": str(arguments)}:
+            more = ("caller",) if item.get("caller") == {"type": "direct"} else ()
+            refuse_unread(item, ("type", "id", "call_id", "name", "arguments", "status", *more), field)
+            return "tool_calls", {"id": name, "type": "function", "function": {"name": tool, "arguments": arguments}}
+        case {"type": "function_call_output", "call_id": str(name), "output": output}:
+            refuse_unread(item, ("type", "id", "call_id", "output", "status"), field)
+            return "message", {"role": "tool", "tool_call_id": name, "content": _text(output, f"{field}.output")}
+        case {"type": "reasoning"}:
+            refuse_unread(item, ("type", "id", "summary", "content", "status"), field)
+            where = "content" if item.get("content") else "summary"
+            return "reasoning_content", _text(item.get(where), f"{field}.{where}")
+        case {"role": str(role), "content": content, **rest} if rest.get("type", "message") == "message":
+            refuse_unread(item, ("type", "id", "role", "content", "status"), field)
+            if role == "assistant":
+                return "content", _text(content, f"{field}.content")
+            if role not in _ROLES:
+                raise BadRequest(f"got {role[:40]!r}, expected assistant, {', '.join(_ROLES)}", f"{field}.role")
+            return "message", {"role": _ROLES[role], "content": _text(content, f"{field}.content")}
+    kind = str(item.get("type", "message"))[:40]
+    known = "a message with role and content, function_call, function_call_output or reasoning"
+    raise BadRequest(f"got an item {kind!r}, expected {known}", field, code="unsupported_value")
+
+
+def _text(content: Any, field: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise BadRequest(f"got {str(content)[:40]!r}, expected text", field)
+    texts = []
+    for at, part in enumerate(content):
+        match part:
+            case {"type": "input_text" | "output_text" | "reasoning_text" | "summary_text", "text": str(text)}:
+                refuse_unread(part, ("type", "text", "logprobs"), f"{field}.{at}")
+                texts.append(text)
+            case _:
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise BadRequest(f"got {str(kind)[:40]!r}, expected text", f"{field}.{at}", code="unsupported_value")
+    return "".join(texts)
+
+
+def _tool(tool: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    match tool:
+        case {"type": "function", "name": str(name)}:
+            pass
+        case _:
+            kind = str(tool.get("type"))[:40]
+            raise BadRequest(f"got {kind!r}, expected a function with a name", field, code="unsupported_value")
+    refuse_unread(tool, ("type", "name", "description", "parameters", "strict"), field)
+    if tool.get("strict"):
+        text = "arguments are not constrained to the schema: send false (openai-agents: strict_mode=False)"
+        raise BadRequest(text, f"{field}.strict", code="unsupported_value")
+    described = {"description": tool["description"]} if tool.get("description") is not None else {}
+    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
+def _output(name: str, wish: ChatWish, reply: AgentReply) -> list[dict[str, Any]]:
+    answer, status = reply.answer, "incomplete" if reply.truncated else "completed"
+    items: list[dict[str, Any]] = []
+    if answer.reasoning:
+        thought = {"type": "reasoning_text", "text": answer.reasoning}
+        items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": [thought], "status": status})
+    if answer.content or not (answer.uses or items):
+        logprobs = token_logprobs(reply.tokens) if wish.logprobs else []
+        text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": logprobs}
+        said = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [text], "status": status}
+        items.append(said)
+    for at, (call_id, use) in enumerate(zip(reply.use_ids, answer.uses, strict=True)):
+        call = {"type": "function_call", "id": f"fc_{name}{at}", "call_id": call_id, "status": status}
+        items.append(call | {"name": use.name, "arguments": use.arguments})
+    return items
