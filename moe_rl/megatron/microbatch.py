@@ -19,9 +19,9 @@ from moe_rl.objectives.device import to_device
 from moe_rl.objectives.logprobs import Support
 from moe_rl.planning.token_layout import padded_lengths, rows_of
 from moe_rl.replay.replay_pass import ReplayPass
-from moe_rl.replay.routes import RowPolicy, SequenceRoutes, microbatch_routes, read_routes, source_sum
+from moe_rl.replay.routes import RowPolicy, microbatch_routes, read_routes, source_sum
 from moe_rl.replay.tables import MicrobatchRoutes
-from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.trace import MemoryTrace, TraceSpec, TraceStore
 from moe_rl.types import SamplerHead, SamplingSupport, Sequence, seal_of
 
 
@@ -160,7 +160,7 @@ class Microbatch:
 
     def read_routes(
         self,
-        store: TraceStore,
+        store: TraceStore | MemoryTrace,
         sequences: Seq[Sequence],
         spec: TraceSpec,
         *,
@@ -168,7 +168,8 @@ class Microbatch:
         layers: tuple[int, ...] | None = None,
         policy: RowPolicy = RowPolicy(),  # noqa: B008 - frozen
     ) -> MicrobatchRoutes:
-        """Read this microbatch's routes from a store, and validate them against the tokens in its rows.
+        """Read this microbatch's routes, validate them against the tokens in its rows, and cut them to the rows that
+        this rank's routers see, for a replay pass.
 
         Args:
             sequences: The packed sequences, in packing order.
@@ -189,33 +190,13 @@ class Microbatch:
         parts = read_routes(
             store, sequences, spec, layers=layers, fed=fed, here=seen, weight_version=weight_version, policy=policy
         )
-        return self.lay_out(sequences, fed, parts, spec, layers=layers)
-
-    def lay_out(
-        self,
-        sequences: Seq[Sequence],
-        fed: Seq[np.ndarray],
-        parts: Seq[SequenceRoutes],
-        spec: TraceSpec,
-        *,
-        layers: tuple[int, ...],
-    ) -> MicrobatchRoutes:
-        """Return the routes for a replay pass of this microbatch, cut to the rows that this rank's routers see.
-
-        Args:
-            sequences: The packed sequences, in packing order.
-            fed: What `fed` returns for them.
-            parts: Their routes.
-            layers: Global numbers of the MoE layers that this rank holds.
-        """
-        source = [source_sum(sequence) for sequence in sequences]
         return microbatch_routes(
             parts,
             spec,
             layers=layers,
             names=[sequence.key for sequence in sequences],
             fed=fed,
-            source=source,
+            source=[source_sum(sequence) for sequence in sequences],
             padded_tokens=sum(self.lengths),
             rows=self.routed_rows,
             expert_parallel=world.expert_parallel(),

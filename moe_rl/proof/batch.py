@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from moe_rl.models.hf import ModelFacts
-from moe_rl.trace import signed
-from moe_rl.types import RouteRef, Sequence, sampled_by
+from moe_rl.types import Sequence, sampled_by
 
 # (prompt, completion) tokens: lengths are uneven, some completions have a single token, and some sequences have fewer
 # tokens than context parallelism splits them into.
@@ -78,7 +76,4 @@ def batch(facts: ModelFacts) -> tuple[list[Sequence], list[np.ndarray]]:
         )
         scores = rng.random((prompt + completion - 1, len(facts.moe_layers), facts.num_experts))
         routes.append(np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8))
-        # These routes are in no store; a trial takes them from here.
-        ref = RouteRef(sequences[-1].key, len(routes[-1]), ())
-        sequences[-1] = replace(sequences[-1], routes=signed(ref, routes[-1], facts.moe_layers, tokens[:-1]))
     return sequences, routes

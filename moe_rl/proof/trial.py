@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,9 +25,9 @@ from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import MICROBATCH_TOKENS, Case
 from moe_rl.replay.plans import plan_dispatch
 from moe_rl.replay.replay_pass import Mode, PassSeen, Watch
-from moe_rl.replay.routes import SequenceRoutes
 from moe_rl.replay.tables import MicrobatchRoutes
-from moe_rl.trace import TraceSpec
+from moe_rl.trace import MemoryTrace, TraceSpec
+from moe_rl.types import Provenance, Span
 
 # The mode of the first pass, for each mode of a case.
 _FIRST: dict[str, Mode | None] = {"r3": "replay", "observe": "observe", "r2": "record", "native": None}
@@ -41,7 +42,7 @@ class Trial:
 
     def __init__(self, facts: ModelFacts, case: Case, policy: Policy):
         self.facts, self.case, self.policy, self.layers = facts, case, policy, policy.layers
-        self.sequences, self.routes = batch(facts)
+        self.sequences, routes = batch(facts)
         self.spec = TraceSpec.from_layers("proof", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         rank, ranks = world.data_parallel()
         plan = assign([s.forwarded for s in self.sequences], ranks=ranks, microbatch_tokens=MICROBATCH_TOKENS)
@@ -50,15 +51,18 @@ class Trial:
         self.microbatches = [pack(self.sequences, indices, world.device(), context) for indices in mine]
         for microbatch in self.microbatches:
             microbatch.give_advantages([[s.reward] for s in self.sequences])
-        self.tables = [self._table(microbatch) for microbatch in self.microbatches]
+        self.force(routes)
 
-    def _table(self, microbatch: Microbatch) -> MicrobatchRoutes:
-        columns = [self.facts.moe_layers.index(layer) for layer in self.layers]
-        forced = {s.key: routes[:, columns] for s, routes in zip(self.sequences, self.routes, strict=True)}
-
-        packed = [self.sequences[i] for i in microbatch.indices]
-        parts = [SequenceRoutes.complete(s.key, np.array(s.ids[:-1]), forced[s.key]) for s in packed]
-        return microbatch.lay_out(packed, microbatch.fed(packed), parts, self.spec, layers=self.layers)
+    def force(self, routes: list[np.ndarray]) -> None:
+        """Make these the routes of the sequences [T, L, K], in all later passes."""
+        trace, self.routes = MemoryTrace(self.spec), routes
+        for at, (one, given) in enumerate(zip(self.sequences, routes, strict=True)):
+            ref = trace.add(one.key, given, one.ids[:-1], [Span(len(given), 0, Provenance.DECODE)])
+            self.sequences[at] = replace(one, routes=ref)
+        self.tables = []
+        for microbatch in self.microbatches:
+            packed = [self.sequences[i] for i in microbatch.indices]
+            self.tables.append(microbatch.read_routes(trace, packed, self.spec, weight_version=0, layers=self.layers))
 
     def work(self, tables: list[MicrobatchRoutes], mode: Mode | None) -> list[Work]:
         """Return the microbatches under these tables, with plans if the case uses them."""

@@ -20,7 +20,7 @@ from moe_rl.planning.token_layout import padding_experts
 from moe_rl.replay.checksum import RowSalts, check_source, expected
 from moe_rl.replay.row_places import RowPlaces
 from moe_rl.replay.tables import MicrobatchRoutes
-from moe_rl.trace import TraceSpec, TraceStore, validate
+from moe_rl.trace import MemoryTrace, TraceSpec, TraceStore, validate
 from moe_rl.trace.source_sum import row_salts, sum_of
 from moe_rl.trace.spans import versions_of_rows
 from moe_rl.types import Sequence
@@ -103,7 +103,7 @@ def source_sum(sequence: Sequence) -> int:
 
 
 def read_routes(
-    store: TraceStore,
+    store: TraceStore | MemoryTrace,
     sequences: Seq[Sequence],
     spec: TraceSpec,
     *,

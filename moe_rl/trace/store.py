@@ -66,7 +66,7 @@ class TraceStore:
     ) -> list[RouteRecord]:
         """Return a record for each item, as read() does. All reads are planned together, as in read_batch()."""
         wanted = None if layers is None else tuple(layers)
-        spans = [_check_rows(ref, rows) for ref, rows in items]
+        spans = [check_rows(ref, rows) for ref, rows in items]
         records = []
         with Reading(self._library) as reading:
             readout = Readout(reading)
@@ -103,7 +103,7 @@ class TraceStore:
             TraceError: a record cannot be read.
         """
         wanted = None if layers is None else tuple(layers)
-        spans = [_check_rows(ref, rows) for ref, rows in items]
+        spans = [check_rows(ref, rows) for ref, rows in items]
         _check_out(out, sum(last - first for first, last in spans))
         at = 0
         with Reading(self._library) as reading:
@@ -313,7 +313,8 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype, key: str) -> np.ndarray:
         ) from error
 
 
-def _check_rows(ref: RouteRef, rows: Rows | None) -> Rows:
+def check_rows(ref: RouteRef, rows: Rows | None) -> Rows:
+    """Return the wanted rows [first, last), all for None. Raises TraceError if the reference has fewer."""
     first, last = (0, ref.rows) if rows is None else rows
     if not 0 <= first <= last <= ref.rows:
         raise TraceError(

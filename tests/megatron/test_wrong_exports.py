@@ -3,7 +3,6 @@ passes."""
 
 import re
 import shutil
-from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_rl.errors import WeightSyncError
-from moe_rl.trace import signed
 from moe_rl.weights.digest import tensor_digests
 from tests.support.families import write_checkpoint
 from tests.support.wrong_exports import FAULTS, START, plant
@@ -165,13 +163,10 @@ def test_a_float32_trainer_is_held_against_the_checkpoint_in_the_precision_that_
 def untouched(run, experts):
     """Make routes that never use one of the last experts."""
     rng = np.random.default_rng(3)
-    for at, (sequence, routes) in enumerate(zip(run.trial.sequences, run.trial.routes, strict=True)):
-        chosen = rng.random((*routes.shape[:2], experts)).argsort(-1)
-        routes[:] = chosen[..., : routes.shape[2]]
-        fed = np.array((sequence.prompt_token_ids + sequence.token_ids)[:-1])
-        ref = signed(sequence.routes, routes, run.trial.facts.moe_layers, fed)
-        run.trial.sequences[at] = replace(sequence, routes=ref)
-    run.trial.tables = [run.trial._table(microbatch) for microbatch in run.trial.microbatches]
+    chosen = [
+        rng.random((*routes.shape[:2], experts)).argsort(-1)[..., : routes.shape[2]] for routes in run.trial.routes
+    ]
+    run.trial.force([one.astype(np.uint8) for one in chosen])
 
 
 def test_the_digests_that_changed_are_those_of_what_the_update_changed(begun):
