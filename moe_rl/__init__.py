@@ -13,6 +13,7 @@ _HOMES = {
     "Sequence": "moe_rl.types",
     "read_model": "moe_rl.models.hf",
     "TraceStore": "moe_rl.trace",
+    "MemoryTrace": "moe_rl.trace",
     "TraceSpec": "moe_rl.trace",
     "validate": "moe_rl.trace",
     "check_batch": "moe_rl.replay.batch_check",
@@ -38,6 +39,8 @@ _HOMES = {
     "policy_loss": "moe_rl.objectives.losses",
     "global_denominator": "moe_rl.objectives.losses",
     "reference_kl": "moe_rl.objectives.losses",
+    "verl_loss": "moe_rl.objectives.hooks",
+    "slime_loss": "moe_rl.objectives.hooks",
     "MismatchSums": "moe_rl.objectives.mismatch",
 }
 __all__ = list(_HOMES)

@@ -7,6 +7,8 @@ from moe_rl.megatron.specs import replay_spec as replay_spec
 from moe_rl.megatron.specs import with_replay as with_replay
 from moe_rl.models.hf import read_model as read_model
 from moe_rl.objectives.advantages import advantages as advantages
+from moe_rl.objectives.hooks import slime_loss as slime_loss
+from moe_rl.objectives.hooks import verl_loss as verl_loss
 from moe_rl.objectives.logprobs import token_logprobs as token_logprobs
 from moe_rl.objectives.losses import global_denominator as global_denominator
 from moe_rl.objectives.losses import policy_loss as policy_loss
@@ -17,6 +19,7 @@ from moe_rl.replay.choice import replay_topk as replay_topk
 from moe_rl.replay.replay_pass import ReplayPass as ReplayPass
 from moe_rl.replay.router_audit import audit as audit
 from moe_rl.replay.router_audit import row_places as row_places
+from moe_rl.trace import MemoryTrace as MemoryTrace
 from moe_rl.trace import TraceSpec as TraceSpec
 from moe_rl.trace import TraceStore as TraceStore
 from moe_rl.trace import validate as validate

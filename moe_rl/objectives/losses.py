@@ -48,7 +48,7 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "decoupled": decoupled,
 }
 
-_TOKEN_MEANS = ("dapo", "cispo", "dppo_tv", "decoupled")
+TOKEN_MEANS = ("dapo", "cispo", "dppo_tv", "decoupled")
 USE_ROLLOUT_LOGPROBS = ("minirl", "decoupled")
 
 
@@ -69,9 +69,9 @@ def global_denominator(name: str, lengths: Iterable[int], max_tokens: int) -> in
     Raises:
         ConfigError: the name is unknown.
     """
-    _check_name(name)
+    check_name(name)
     lengths = list(lengths)
-    if name in _TOKEN_MEANS:
+    if name in TOKEN_MEANS:
         return sum(lengths)
     if name in ("minirl", "topr"):
         return len(lengths)
@@ -120,7 +120,7 @@ def policy_loss(
         TypeError: a dtype or a parameter is wrong.
         ValueError: a shape or a number is wrong.
     """
-    _check_name(name)
+    check_name(name)
     if name in USE_ROLLOUT_LOGPROBS:
         parameters["rollout_logprobs"] = rollout_logprobs
     return POLICY_LOSSES[name](
@@ -161,7 +161,8 @@ def reference_kl(
     return ((tokens / own_length(sequence_ids)).sum() / denominator).to(logprobs.dtype)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise ConfigError unless a loss has this name."""
     if name not in POLICY_LOSSES:
         raise ConfigError(
             "unknown policy loss",
