@@ -11,7 +11,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 REQUIREMENTS := requirements/$(if $(GPU),gpu,cpu).txt
 # A CUDA toolkit may lack headers that torch's wheels bring: nccl.h, cusparse.h. Those of the toolkit come first.
 HEADERS = CPATH="$$(ls -d $(abspath $(VENV))/lib/python3.12/site-packages/nvidia/*/include | paste -sd :)$${CPATH:+:$$CPATH}"
-PATCHES := $(wildcard patches/vllm/*/*)
+PATCHES := $(wildcard patches/vllm/*/* patches/vllm/*/*/*)
 
 # Two stamps, each written last: an interrupted install leaves none and is done again.
 INSTALLED := $(VENV)/.installed

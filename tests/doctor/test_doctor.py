@@ -35,7 +35,7 @@ from moe_rl.vllm import patches
 from tests.support.refusals import tells
 
 ROOT = Path(__file__).resolve().parents[2]
-SERIES = {path.name for path in (ROOT / "patches/vllm/0.32.0").glob("*.patch")}
+SERIES = {path.name for path in (ROOT / "patches/vllm/0.32.0").rglob("*.patch")}
 CONFIG = ROOT / "configs/tiny_moe_cpu.yaml"
 # The versions in the table, for a machine with a GPU and without transformer-engine.
 OTHERS = {"Python": "3.12.1", "NCCL": "2.29.7", TRANSFORMER_ENGINE.name: ""}

