@@ -13,6 +13,7 @@ from moe_rl.errors import Problem, describe
 # For each rule: the bounds that it needs, and those that it accepts in addition.
 _BOUNDS = {
     "truncate": ({"high"}, set()),
+    "vtrace": ({"high"}, set()),
     "mask": ({"high"}, {"low"}),
     "reject": (set(), {"low", "high"}),
     "veto": ({"low"}, set()),
@@ -25,20 +26,21 @@ class CorrectionConfig(Section):
     level: Literal["token", "sequence", "geometric"]
     """Ratio of the trainer's old policy to the sampler that the rule uses. token: the ratio of the token. sequence: the
     product of the ratios of all tokens of the sequence. geometric: their geometric mean."""
-    rule: Literal["truncate", "mask", "reject", "veto"]
-    """Weight computed from the ratio. truncate: the ratio, but at most `high`. mask: the ratio inside the bounds, and 0
-    outside. reject: 1 inside the bounds, and 0 outside. veto: 0 for the whole sequence if the ratio of any of its
-    tokens is below `low`."""
+    rule: Literal["truncate", "vtrace", "mask", "reject", "veto"]
+    """Weight computed from the ratio. truncate: the ratio, but at most `high`. vtrace: the same; where turns have their
+    own rewards, what a turn led to is also weighed by the ratios of the turns in between. mask: the ratio inside the
+    bounds, and 0 outside. reject: 1 inside the bounds, and 0 outside. veto: 0 for the whole sequence if the ratio of
+    any of its tokens is below `low`."""
     low: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Lower bound of the ratio. Optional for mask and reject, required for veto. A ratio of 1 is always inside the
     bounds."""
     high: Annotated[float, Field(ge=1.0)] | None = None
-    """Upper bound of the ratio. Required for truncate and mask, optional for reject."""
+    """Upper bound of the ratio. Required for truncate, vtrace and mask, optional for reject."""
 
     @property
     def weighs(self) -> bool:
         """Return whether the weight is the ratio itself."""
-        return self.rule in ("truncate", "mask")
+        return self.rule in ("truncate", "vtrace", "mask")
 
     def bound_problems(self, key: str) -> Iterator[Problem]:
         """Yield the problems of the bounds and the level. key: this correction's, for messages."""
@@ -67,4 +69,12 @@ class CorrectionConfig(Section):
                 got=self.level,
                 expected="token",
                 do=f"take level {self.level} with rule reject to drop a sequence by its own ratio",
+            )
+        if rule == "vtrace" and self.level != "sequence":
+            yield describe(
+                "vtrace weighs turns by their products of token ratios",
+                where={"key": f"{key}.level"},
+                got=self.level,
+                expected="sequence",
+                do="take rule truncate for another level",
             )

@@ -88,7 +88,8 @@ class ObjectiveConfig(Section):
     @property
     def needs_old_first(self) -> bool:
         """Return whether something needs the trainer's old logprobs of all sequences before the first update."""
-        return self.kl_in == "reward" or self.second_moment_limit is not None
+        vtrace = any(one.rule == "vtrace" for one in self.corrections)
+        return vtrace or self.kl_in == "reward" or self.second_moment_limit is not None
 
     @property
     def parameters(self) -> dict[str, float | None]:
@@ -113,7 +114,7 @@ class ObjectiveConfig(Section):
                 "more than one correction weighs by the ratio to the sampler; the ratio would count twice",
                 where={"key": "objective.corrections"},
                 got=" and ".join(f"{one.level} {one.rule}" for one in weighing),
-                expected="at most one truncate or mask",
+                expected="at most one truncate, vtrace or mask",
                 do="use reject for the others, which is mask without the weight",
             )
         seen = [(one.level, one.rule) for one in self.corrections if not one.weighs]

@@ -12,7 +12,7 @@ from moe_rl.errors import Problem, describe
 UNCORRECTED_LAG = 1
 # Rules that bound the ratio of old policy to sampler from both sides, or weigh by it. A veto only looks for tokens that
 # are nearly impossible.
-_RULES = ("truncate", "mask", "reject")
+_RULES = ("truncate", "vtrace", "mask", "reject")
 
 
 def stale_problems(objective: ObjectiveConfig, lag: int) -> Iterator[Problem]:
@@ -36,6 +36,6 @@ def stale_problems(objective: ObjectiveConfig, lag: int) -> Iterator[Problem]:
             got=f"objective.name {objective.name} with objective.old_logprobs trainer and no correction",
             expected=f"a lag of at most {UNCORRECTED_LAG}, or an objective that corrects it",
             do="set objective.name to decoupled, minirl, dppo_tv or topr, or objective.old_logprobs to sampler, or add "
-            "a truncate, mask or reject to objective.corrections, or set objective.off_policy_delta or "
+            "a truncate, vtrace, mask or reject to objective.corrections, or set objective.off_policy_delta or "
             "objective.second_moment_limit",
         )

@@ -11,6 +11,8 @@ correction uses a ratio of one of three levels. All tokens of a sequence share a
 The rule gives each token a weight, through which no gradient flows:
 
     truncate    min(ratio, high)                                        (TIS)
+    vtrace      as truncate, at level sequence; `train.credit` puts the ratios of later turns into the advantages
+                (V-trace, arXiv 1802.01561)
     mask        ratio where low <= ratio <= high, else 0; low may be left out    (at token level IcePop; MIS)
     reject      1 where low <= ratio <= high, else 0; low or high may be left out
     veto        0 for the whole sequence when the ratio of any of its tokens is below low, else 1
@@ -107,7 +109,7 @@ def token_weights(
         high = math.inf if correction.high is None else math.log(correction.high)
         log_ratio = _at(correction.level, of_token, advantages, sequence_ids)
         outside = (log_ratio < low) | (log_ratio > high)
-        if correction.rule == "truncate":
+        if correction.rule in ("truncate", "vtrace"):
             truncated |= outside
             log_weights = log_weights + log_ratio.clamp(max=high)
         elif correction.rule == "mask":

@@ -19,6 +19,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.share import Share
 from moe_rl.objectives import second_moment
 from moe_rl.objectives.advantages import advantages, has_spread
+from moe_rl.objectives.loss_parts import sum_by_sequence
 from moe_rl.objectives.penalties import KL_ESTIMATORS
 from moe_rl.types import RewardedTurn, Sequence, by_completion
 
@@ -55,7 +56,9 @@ def give_credit(
     else:
         values = [math.nan] * len(units.rewards)
     if turns:
-        values = _to_go(sequences, turns, values)
+        cap = next((one.high for one in objective.corrections if one.rule == "vtrace"), None)
+        weights = None if cap is None else _turn_weights(cap, sequences, shares)
+        values = _to_go(sequences, turns, values, weights)
     credit: dict[str, list[float]] = {}
     for value, numbers in zip(values, units.owners, strict=True):
         for number in numbers:
@@ -108,11 +111,18 @@ class _Units(NamedTuple):
 
 
 def _to_go(
-    sequences: list[Sequence], turns: list[tuple[int, RewardedTurn]], values: list[float | None]
+    sequences: list[Sequence],
+    turns: list[tuple[int, RewardedTurn]],
+    values: list[float | None],
+    weights: list[float] | None,
 ) -> list[float | None]:
     """Return the advantage of each turn: the sum of the values of the turn and all turns that continue it. This is GRPO
     with process supervision (arXiv 2402.03300, section 4.1.3), with any estimator instead of its division by the
     group's std.
+
+    With `weights`, the value of a later turn is multiplied by the weights of all turns from the next one to it. A
+    turn's own weight is left to the loss. This is V-trace (arXiv 1802.01561, section 4) with rho and c truncated at the
+    same bound, no discount, and the estimator's baseline for each remaining turn as the value of a state.
 
     Args:
         values: Of each turn, whose reward was compared with those of all turns of its group.
@@ -121,7 +131,7 @@ def _to_go(
     to_go = [value for value in values if value is not None]  # every turn has a reward
     for (episode, _), at in sorted(places.items(), reverse=True):  # a turn has a larger number than its parent
         if (parent := turns[at][1].parent) is not None:
-            to_go[places[episode, parent]] += to_go[at]
+            to_go[places[episode, parent]] += to_go[at] * (weights[at] if weights else 1.0)
     return [*to_go]
 
 
@@ -173,7 +183,7 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[Share])
         MoeRLError: Two ranks report the same sequence.
     """
     where = {sequence.key: number for number, sequence in enumerate(sequences)}
-    sums, speakers = [0.0] * len(sequences), [0] * len(sequences)
+    found = []
     for share in shares if world.speaks_for_its_sequences() else ():
         for work in share.work:
             microbatch = work.microbatch
@@ -184,16 +194,42 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[Share])
             # The tokens of a completion are contiguous, and the completions are in order.
             counts = torch.bincount(microbatch.sequence_ids, minlength=len(microbatch.indices))
             sums_here = torch.segment_reduce(tokens, "sum", lengths=counts, initial=0)
-            for index, total in zip(microbatch.indices, sums_here.tolist(), strict=True):
-                number = where[share.all[index].key]
-                sums[number], speakers[number] = total, speakers[number] + 1
+            keys = [share.all[index].key for index in microbatch.indices]
+            found += [(where[key], total) for key, total in zip(keys, sums_here.tolist(), strict=True)]
+    return _from_all(found, list(where))
+
+
+def _turn_weights(cap: float, sequences: list[Sequence], shares: list[Share]) -> list[float]:
+    """Return the ratio of each turn's tokens, old policy to sampler, truncated at the cap; 1 for a turn that no rank
+    trains on, and NaN for one that is not finite."""
+    starts, turns = dict[str, int](), 0
+    for sequence in sequences:
+        starts[sequence.key], turns = turns, turns + len(sequence.turns)
+    found = []
+    for share in shares if world.speaks_for_its_sequences() else ():
+        for work in share.work:
+            batch = work.microbatch
+            drift = work.old_logprobs.double() - batch.rollout_logprobs.double()
+            sums = iter(sum_by_sequence(drift, batch.advantages, batch.sequence_ids).tolist())
+            for sequence in (share.all[index] for index in batch.indices):
+                found += [(starts[sequence.key] + n, next(sums)) for n in range(len(sequence.turns))]
+    names = [sequence.key for sequence in sequences for _ in sequence.turns]
+    return [1.0 if one is None else math.exp(min(one, math.log(cap))) for one in _from_all(found, names)]
+
+
+def _from_all(found: list[tuple[int, float]], names: list[str]) -> list[float | None]:
+    """Return the number that a rank found for each of `names`: None for one that no rank found, NaN for one that is
+    not finite. Raises MoeRLError if two ranks found one."""
+    sums, speakers = [0.0] * len(names), [0] * len(names)
+    for at, value in found:
+        sums[at], speakers[at] = value, speakers[at] + 1
     reduced = world.all_reduce([*sums, *speakers])
-    totals, spoke = reduced[: len(sequences)], reduced[len(sequences) :]
+    totals, spoke = reduced[: len(names)], reduced[len(names) :]
     if max(spoke) > 1:
         number = spoke.index(max(spoke))
         raise MoeRLError(
             "a sequence is reported by more than one rank",
-            where={"request": sequences[number].key},
+            where={"request": names[number]},
             got=f"{spoke[number]:.0f} ranks",
             expected=1,
         )

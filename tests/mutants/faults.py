@@ -1781,7 +1781,7 @@ MUTANTS: list[Mutant] = [
         (
             "turns without what they led to",
             "credit.py",
-            "to_go[places[episode, parent]] += to_go[at]",
+            "to_go[places[episode, parent]] += to_go[at] * (weights[at] if weights else 1.0)",
             "to_go[places[episode, parent]] += 0.0",
             "A turn has the advantage of its own reward alone.",
             "tests/train/test_credit.py",

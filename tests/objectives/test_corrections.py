@@ -24,6 +24,7 @@ def corrections():
     return st.lists(
         st.one_of(
             rule("truncate", st.none(), high),
+            rule("vtrace", st.none(), high, st.just("sequence")),
             rule("mask", optional_low, high),
             rule("reject", optional_low, optional_high),
             rule("veto", low, st.none(), st.just("token")),
@@ -49,7 +50,7 @@ def scalar_weights(chosen, delta, batch):
                     }[c.level]
                 )
                 inside = low <= ratio <= high
-                if c.rule == "truncate":
+                if c.rule in ("truncate", "vtrace"):
                     weights[t] *= min(ratio, high)
                     truncated[t] |= ratio > high
                 elif c.rule == "mask":

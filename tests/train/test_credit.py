@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from moe_rl.config.correction_keys import CorrectionConfig
 from moe_rl.config.objective import GspoConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.share import Share, Work
 from moe_rl.objectives.advantages import ADVANTAGES, RESOLUTION, advantages
+from moe_rl.objectives.corrections import token_weights
 from moe_rl.train import credit
 from moe_rl.types import RewardedTurn, Sequence, sampled_by
 from tests.support.refusals import refused
@@ -266,3 +268,60 @@ def test_a_turn_has_the_advantages_of_itself_and_of_what_continues_it():
             expected.append(total)
     assert packed.advantages.tolist() == pytest.approx(expected, rel=1e-6)
     assert found == {"objective/zero_advantage_fraction": 1 / 7}
+
+
+def vtrace(rewards, ratios, cap, baseline):
+    """Return the policy gradient's weights of one episode's actions, by section 4.1 of arXiv 1802.01561: the value of a
+    state is the baseline times the actions that are left."""
+    n = len(rewards)
+    rho = c = [min(ratio, cap) for ratio in ratios]
+    value = [baseline * (n - s) for s in range(n + 1)]
+    delta = [rho[s] * (rewards[s] + value[s + 1] - value[s]) for s in range(n)]
+    target = [value[s] + sum(math.prod(c[s:t]) * delta[t] for t in range(s, n)) if s < n else 0.0 for s in range(n + 1)]
+    return [rho[s] * (rewards[s] + target[s + 1] - value[s]) for s in range(n)]
+
+
+@pytest.mark.parametrize("cap", [1.0, 1.3, 50.0])
+def test_vtrace_over_turns_equals_its_scalar_definition(monkeypatch, cap):
+    """Episodes of three, two and one turns on two ranks. Advantage times weight is the factor of the score."""
+    rng = np.random.default_rng(5)
+    plays, whole, ranks = [[1.0, -0.5, 2.0], [0.0, 3.0], [4.0]], [], ([0, 2], [1])
+    for number, rewards in enumerate(plays):
+        size = 2 * len(rewards)
+        turns = tuple(RewardedTurn(n, n - 1 if n else None, 2, reward) for n, reward in enumerate(rewards))
+        logprobs = rng.normal(-2, 0.4, size).astype(np.float32)
+        whole.append(
+            Sequence(f"e{number}", (1,), tuple(range(size)), logprobs, 0.0, sampled_by(0, size), None, turns=turns)
+        )
+    moved = [one.rollout_logprobs + rng.normal(0, 0.3, len(one.token_ids)) for one in whole]
+    old = [torch.tensor(one, dtype=torch.float32) for one in moved]
+    correction = CorrectionConfig(level="sequence", rule="vtrace", high=cap)
+    objective = GspoConfig(advantage="group_mean", corrections=(correction,))
+
+    def share(members):
+        packed = pack(whole, members, torch.device("cpu"))
+        return Share([Work(packed, None, torch.cat([old[i] for i in members]))], 1, 1, 1, all=tuple(whole))
+
+    sent = []
+    monkeypatch.setattr(world, "speaks_for_its_sequences", lambda: True)
+    monkeypatch.setattr(credit.world, "all_reduce", lambda values: sent.append(values) or values)
+    for members in ranks:
+        credit.give_credit(objective, whole, [0, 0, 0], [share(members)])
+    assert len(sent) == 2
+    monkeypatch.setattr(credit.world, "all_reduce", lambda values: np.sum(sent, 0).tolist())
+    mean = sum(map(sum, plays)) / 6
+    for members in ranks:
+        mine = share(members)
+        credit.give_credit(objective, whole, [0, 0, 0], [mine])
+        (work,) = mine.work
+        batch = work.microbatch
+        weights = token_weights(
+            objective.corrections, None, logprobs=work.old_logprobs, old_logprobs=work.old_logprobs,
+            rollout_logprobs=batch.rollout_logprobs, advantages=batch.advantages, sequence_ids=batch.sequence_ids,
+        ).values  # fmt: skip
+        found = (weights * batch.advantages[batch.sequence_ids])[::2].tolist()
+        expected = []
+        for i in members:
+            drift = (old[i].double() - torch.from_numpy(whole[i].rollout_logprobs).double()).reshape(-1, 2).sum(-1)
+            expected += vtrace(plays[i], drift.exp().tolist(), cap, mean)
+        assert found == pytest.approx(expected, rel=1e-6)
