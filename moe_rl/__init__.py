@@ -39,8 +39,8 @@ _HOMES = {
     "policy_loss": "moe_rl.objectives.losses",
     "global_denominator": "moe_rl.objectives.losses",
     "reference_kl": "moe_rl.objectives.losses",
-    "verl_loss": "moe_rl.objectives.hooks",
-    "slime_loss": "moe_rl.objectives.hooks",
+    "verl_loss": "moe_rl.objectives.loss_hooks",
+    "slime_loss": "moe_rl.objectives.loss_hooks",
     "MismatchSums": "moe_rl.objectives.mismatch",
 }
 __all__ = list(_HOMES)

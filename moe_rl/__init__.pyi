@@ -7,9 +7,9 @@ from moe_rl.megatron.specs import replay_spec as replay_spec
 from moe_rl.megatron.specs import with_replay as with_replay
 from moe_rl.models.hf import read_model as read_model
 from moe_rl.objectives.advantages import advantages as advantages
-from moe_rl.objectives.hooks import slime_loss as slime_loss
-from moe_rl.objectives.hooks import verl_loss as verl_loss
 from moe_rl.objectives.logprobs import token_logprobs as token_logprobs
+from moe_rl.objectives.loss_hooks import slime_loss as slime_loss
+from moe_rl.objectives.loss_hooks import verl_loss as verl_loss
 from moe_rl.objectives.losses import global_denominator as global_denominator
 from moe_rl.objectives.losses import policy_loss as policy_loss
 from moe_rl.objectives.losses import reference_kl as reference_kl

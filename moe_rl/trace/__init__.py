@@ -7,7 +7,7 @@ validate(record, token_ids=fed, spec=spec, weight_version=7)  # before a step is
 """
 
 from moe_rl.trace.audit import verify
-from moe_rl.trace.memory import MemoryTrace
+from moe_rl.trace.in_memory import MemoryTrace
 from moe_rl.trace.record import RecordInfo, RouteRecord, TraceSpec
 from moe_rl.trace.recovery import recover
 from moe_rl.trace.source_sum import signed

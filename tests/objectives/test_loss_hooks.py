@@ -9,7 +9,7 @@ import torch
 
 from moe_rl.config.objective import LOSS_PARAMETERS
 from moe_rl.errors import ConfigError
-from moe_rl.objectives.hooks import slime_loss, verl_loss
+from moe_rl.objectives.loss_hooks import slime_loss, verl_loss
 from moe_rl.objectives.losses import POLICY_LOSSES, global_denominator, policy_loss
 from tests.support.refusals import refused
 
