@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from math_verify import parse, verify
-from sympy import Equality, Expr, FiniteSet, Intersection, UnevaluatedExpr, Union
+from sympy import Basic, Equality, Expr, FiniteSet, I, Intersection, Symbol, UnevaluatedExpr, Union
 from sympy.logic.boolalg import Boolean
 
 from moe_rl.tasks.rewards import find_answer
@@ -41,33 +41,78 @@ _SIGNS = {
     "\u2208": "\\in ",
     "\u222a": "\\cup ",
     "\u2044": "/",
+    "\u2010": "-",
+    "\u2011": "-",
+    "\u2205": "\\emptyset ",
 }
+# What the library misreads, and what it reads instead.
+_COMMANDS = {
+    re.compile(spelling): instead
+    for spelling, instead in {
+        r"\\degree\b": r"^\\circ ",
+        r"\\varnothing\b": r"\\emptyset ",
+        r"\\lg\b": r"\\log_{10}",
+        r"\\(?:mathbf|boldsymbol|bm)\{([A-Za-z])\}": r"\1",
+        r"\\(?:text)?color\{\w+\}": "",
+        r"\\(?:SI|qty)\{([^{}]*)\}\{[^{}]*\}": r"\1",
+        r"(?<=\d)(?:\^\{\\(?:text|mathrm)\{ *[snrt][tdh]\}\}|\\(?:text|mathrm)\{ *[snrt][tdh]\})": "",
+        r"\\text\{ *([-\d.,/]+)\b *(?:[A-Za-z][^{}\d]*)?\}": r"\1",
+        r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
+        r"\\equiv\b": "=",
+        r"\\(sin|cos|tan)( *\(? *)(\d+(?:\.\d+)?) *\^ *(?:\\circ\b|\{ *\\circ *\})": r"\\\1\2\\frac{\3\\pi}{180}",
+        r"\\\{ *[a-z](?: *\\in *\\mathbb\{?R\}?)? *(?:\\mid|:|\|)(.*)\\\}": r"\1",
+        r"[,;] *[a-z] *\\in *\\mathbb\{?[NZ]\}?": "",
+        r"\\begin\{cases\}([^&]*)\\\\([^&]*)\\end\{cases\}": r"\1,\2",
+        r"\\boxed\{\]([^][]+)[,;]([^][]+)\[\}": r"\\boxed{(\1,\2)}",
+        r"\\boxed\{\]([^][]+)[,;]([^][]+)\]\}": r"\\boxed{(\1,\2]}",
+        r"\\boxed\{\[([^][]+)[,;]([^][]+)\[\}": r"\\boxed{[\1,\2)}",
+    }.items()
+}
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(
+    r"(?<=\d)(?: |~|\\[ ,])*(?:\\text\{ *(WORD)s? *\}|(?<=[ ,~])(WORD)s?\b)".replace("WORD", "|".join(_SCALES))
+)
+# 1.234.567 and 1.234,5
+_DOTTED = re.compile(r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+)(?:,(\d+)|(?<=\.\d{3}\.\d{3}))(?![\d.,])")
+# 0.1666... with a line or a dot over the digits that repeat
+_REPEATING = re.compile(
+    r"(?<![\d.])(\d*)\.(\d*?)(?:\\overline\{(\d+)\}|\\dot\{(\d)\}|(\d)\5+(?:\.\.\.|\\l?dots\b|\u2026))"
+)
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 _POWER = re.compile(r"\^\s*(-\d+)")  # LaTeX would raise the minus alone
 _ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-z]))")
 # Digits in groups of three, separated by spaces of text or LaTeX.
-_GROUPS = re.compile(r"(?<![\d.,}])\d{1,3}(?:(?: |~|\\[ ,;:!]|\\thinspace *)\d{3})+(?!\s*[\d/])")
-_BETWEEN = re.compile(r"~|\\thinspace *|\\?[ ,;:!]")
+_GROUPS = re.compile(r"(?<![\d.,}])\d{1,3}(?:(?:[ _~'\u2019]|\\[ ,;:!]|\\thinspace *)\d{3})+(?!\s*[\d/])")
+_BETWEEN = re.compile(r"[_~'\u2019]|\\thinspace *|\\?[ ,;:!]")
 # A number with a power of ten. The power has at most three digits, so that no short text becomes a huge number.
 _SCIENTIFIC = re.compile(
     r"(?<![\w.\\/])(\d+(?:\.\d+)?|\.\d+)"
     r"(?:[eE]([+-]?\d{1,3})|\s*(?:\\times|\\cdot|\u00d7|\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|(\d)))(?!\w|\.\d)"
 )
 _MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) +(\d{1,9})/([1-9]\d{0,8})(?![\w/]|\.\d)")
-_CURRENCY = re.compile(r"(?:[\u20ac\u00a3\u00a5]|\\text\{\s*\\\$\s*\})\s*(?=\d)")
+_CURRENCY = re.compile(
+    r"(?:(?:US)?\\\$|[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]|\b(?:USD|EUR|GBP|INR)\b|\\text\{\s*\\\$\s*\})\s*(?=-?\.?\d)"
+)
 # A dash of text that is no range.
 _MINUS = re.compile(r"(?<![\w\s.)}])\u2013(?=\d|\\frac|\.\d)")
-_MONEY = re.compile(r"(?<=\d)\s+(?:dollars?|euros?|pounds?)\b")
+_MONEY = re.compile(
+    r"(?<=\d)\s*(?:[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]|\s(?:dollars?|euros?|pounds?|USD|EUR|GBP|INR)\b)"
+)
+# Ends of a thought, which is no answer.
+_THOUGHT = re.compile(
+    "</(?:seed:)?think(?:ing)?>|</reasoning>|\u25c1/think\u25b7|\\[/THINK]|<\\|channel\\|>final<\\|message\\|>"
+)
 _TAGGED = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 # What follows "the answer is", until its sentence or its line ends.
 _CLAUSE = re.compile(
-    r"\b(?:answers?|solutions?|correct\s+(?:option|choice))(?:\s+set)?(?:\s+(?:is|are)\b)?(?:\s+(?:option|choice)\b)?"
-    r"[\s:*]*(?=\S)(.+?)(?=\.\**\s|\.?\**$)",
+    r"(?:\b(?:answers?|solutions?|correct\s+(?:option|choice))(?:\s+set)?(?:\s+(?:is|are)\b)?(?:\s+(?:option|choice)\b)?"
+    "|\u7b54\u6848[\u662f\u4e3a]?)"
+    r"[\s:*]*(?=\S)(.+?)(?=\.\**\s|\.?\**$|\u3002)",
     re.IGNORECASE | re.MULTILINE,
 )
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _LEAD = re.compile(r"(?:so|thus|hence|therefore|option|choice)\b[ ,:]*", re.IGNORECASE)
-_SENTENCE = re.compile("[A-Za-z]+ +[A-Za-z]+")
+_SENTENCE = re.compile("[A-Za-z]+ +[A-Za-z]+|[A-Za-z]'[a-z]+ ")
 _JOINS, _EITHER = re.compile(r" +(?:or|and) +"), re.compile("\\bor\\b|\\\\(?:lor|vee)\\b|\u2228")
 _LONGEST_ANSWER = 200
 # A choice as right answer, "B", "(B)" or "\text{B}", and at the start of a given one: "b", "(b) 12", "B because".
@@ -76,9 +121,27 @@ _CHOICE = re.compile(_BEFORE + r"([A-Z])\W*")
 _LABEL = re.compile(
     _BEFORE + r"([A-Za-z])(?![^\w,]*(?:,|and\b|or\b)\W*[A-Z]\b)(?:[).:!}]|\s*$|,?\s+(?:because|since)\b)"
 )
-_WORD = re.compile(r"(?:\\text\{ *)?([A-Za-z]{2,})(?: *\})?")
+_LABELLED = re.compile(_BEFORE + r"([A-Z])(?:\)|\. )[\s}\\$]*(.*\w.*)")
+_CHOICES = re.compile(r"[A-H](?:(?:[,;\s]|and)*[A-H])+")
+_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_SPACE = re.compile(r"(?:\\[ ,;]|~|\s)+")
+_NAME = re.compile(r"[A-Za-z]{5,}|[IVXLCDM]{2,}|[A-Za-z]+(?: (?!and\b|or\b)[A-Za-z]+)+")
+_DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}")
+_BASED = re.compile(r"([\dA-F]+)_\{?(\d{1,2})\}?")
+_HALF_DAY = re.compile(r"\d *([ap])\.? ?m\b", re.IGNORECASE)
+# Numbers with a word between them, such as "2 hours 30 minutes": the library would read the first number alone.
+_UNITS = re.compile(r"\d[^\d\\]*(?<![A-Za-z])(?!and\b|or\b)[A-Za-z]{2,}[^\d\\^]*\d")
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_INITIAL = re.compile(r"(?<![A-Za-z])(?!and\b|or\b)[A-Za-z]")
+_POINT, _COMMA = re.compile(r"-?\d+\.\d+"), re.compile(r"-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,}))")
+_WHOLE, _LAKHS = re.compile(r"-?\d+"), re.compile(r"-?\d{1,2}(?:,\d{2})+,\d{3}")
 _INEQUALITY = re.compile("[<>\u2264\u2265]|\\\\[lg]eq?")
 _OR, _AND = re.compile("\\\\(?:lor|vee)\\b|\u2228"), re.compile("\\\\(?:land|wedge)\\b|\u2227")
+_BOX_PERCENT = re.compile(r"\\boxed\{([^{}]*)\}\s*\\?%")
+# What stands before an answer in some columns: a whole solution of GSM8K, a tag, "Answer:".
+_PREAMBLE = re.compile(r"^(?:.*\n#### |\s*<answer>|\W*(?:final )?answer\s*:)", re.DOTALL | re.IGNORECASE)
+_END = re.compile(r"(?<![\\.])[.,;]\s*$")
+_JOINT = re.compile(r"\}[\s$]*(?:,|;|,?\s*(?:\\text\{)?\s*\b(?:and|or)\b\s*\}?)[\s$]*$")
 _PLUS_MINUS = re.compile("\\\\pm\\b|\u00b1")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _DELIMITER = re.compile(r"(?<!\\)\$|\\[()\[\]]")
@@ -97,17 +160,23 @@ def mathematically_equal(completion: str, answer: object) -> float:
     Raises:
         ValueError: the library finds no mathematics in `answer`.
     """
-    right, expected = _read_answer(answer), str(answer)
     text, said = _final(completion)
-    choice, label = _CHOICE.fullmatch(expected), _LABEL.match(said)
-    if choice and label:
-        return float(label[1].upper() == choice[1])
-    words = [word[1] for word in map(_WORD.fullmatch, (expected.strip(), said)) if word]
-    if len(words) == 2 and words[0][0].lower() == words[1][0].lower() and words[0][1:] == words[1][1:]:
-        return 1.0
+    if isinstance(answer, str) and (labelled := _LABELLED.fullmatch(answer)):
+        answer = labelled[1] if _LABEL.match(said) else labelled[2]
+    right, expected = _read_answer(answer)
+    if (_POINT.fullmatch(expected) and _COMMA.fullmatch(said)) or (
+        _WHOLE.fullmatch(expected) and _LAKHS.fullmatch(said)
+    ):
+        said = said.replace(",", "." if "." in expected else "")
+        text = _boxed(said)
+    verdict = _equal_texts(expected, said)
+    if verdict is not None:
+        return float(verdict)
     given = parse(_spelt(text), parsing_timeout=None)
     if not (_inequalities(right) and _inequalities(given) and right[0].free_symbols != given[0].free_symbols):
         right, given = _solved(right, expected), _solved(given, said)
+    if _symbols(right) | _symbols(given) == {"i"}:
+        right, given = _complex(right), _complex(given)
     equal = verify(
         right,
         given,
@@ -125,11 +194,12 @@ def _final(completion: str) -> tuple[str, str]:
     The answer is in the last answer tags and the last box, or follows "the answer is", or is all of one line. The
     library reads few things outside LaTeX, so an answer that is no sentence is put into a box.
     """
+    completion = _THOUGHT.split(completion)[-1]
     tagged = _TAGGED.findall(completion)
     text = tagged[-1].strip() if tagged else completion.strip()
     if "\\boxed" in text:
-        said = find_answer(text, "box") or ""
-        return (_boxed(said), said) if _PLUS_MINUS.search(said) else (text, said)
+        said = _END.sub("", _boxes(text))
+        return (_boxed(said), said) if said else (text, "")
     clauses = _CLAUSE.findall(text)
     said = _BOLD.sub(r"\1", clauses[-1] if clauses else text).strip("#`* ").rstrip(". *")
     said = _DELIMITER.sub("", _LEAD.sub("", said, count=1)).strip()
@@ -138,22 +208,73 @@ def _final(completion: str) -> tuple[str, str]:
     return (text, said) if _SENTENCE.search(_JOINS.sub(" , ", said)) else (_boxed(said), said)
 
 
+def _boxes(text: str) -> str:
+    """Return what the last box holds, after the boxes before it that only a comma, `and` or `or` separates; "" if it is
+    not closed."""
+    text = _BOX_PERCENT.sub(r"\\boxed{\1\\%}", text)
+    boxes: list[str] = []
+    while (said := find_answer(text, "box")) is not None:
+        # A box that ends earlier in the text is not next to the others.
+        if boxes and find_answer(text[:-1], "box") is not None:
+            break
+        boxes.insert(0, said)
+        text = text.rpartition("\\boxed{")[0]
+        joint = _JOINT.search(text)
+        text = text[: joint.start() + 1] if joint else ""
+    return ", ".join(boxes)
+
+
 def _boxed(said: str) -> str:
     """Return an answer in a box, with both values where it has one plus-minus sign."""
     both = [_PLUS_MINUS.sub(sign, said) for sign in "+-"] if len(_PLUS_MINUS.findall(said)) == 1 else [said]
     return f"\\boxed{{{', '.join(both)}}}"
 
 
-def _read_answer(answer: object) -> list[Any]:
+def _read_answer(answer: object) -> tuple[list[Any], str]:
+    """Return the column `answer` as the library reads it, and its text."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"the column answer is {type(answer).__name__}, expected text or a number")
-    text = str(answer)
+    text = _PREAMBLE.sub("", str(answer)).removesuffix("</answer>").strip("* \n")
+    text = _END.sub("", text)
     delimited = len(_DOLLAR.findall(text)) > 1 or any(mark in text for mark in ("\\boxed", "\\(", "\\["))
-    text = _final(text)[0] if delimited else _boxed(_DOLLAR.sub("", text))
-    right = parse(_spelt(text), parsing_timeout=None)
+    read, said = _final(text) if delimited else (_boxed(_DOLLAR.sub("", text)), text)
+    right = parse(_spelt(read), parsing_timeout=None)
     if not right:
         raise ValueError(f"math-verify finds no mathematics in the column answer: {answer!r:.80}")
-    return list(right)
+    return list(right), said or text
+
+
+def _equal_texts(expected: str, said: str) -> bool | None:
+    """Compare two answers that are no mathematics: choices, words, dates, times, units; None if they are."""
+    choice, label = _CHOICE.fullmatch(expected), _LABEL.match(said)
+    if choice and label:
+        return label[1].upper() == choice[1]
+    ours, theirs = (_SPACE.sub(" ", _WRAPPED.sub(r"\1", one)).strip() for one in (expected, said))
+    if ours == theirs != "" or (
+        re.search("[A-Za-z]{2}", ours) and ours.casefold().rstrip(".") == theirs.casefold().rstrip(".")
+    ):
+        return True
+    if _CHOICES.fullmatch(ours) and _CHOICES.fullmatch(theirs):
+        return sorted(re.findall("[A-H]", ours)) == sorted(re.findall("[A-H]", theirs)) or None
+    if _DATE.fullmatch(ours) or (_NAME.fullmatch(ours) and _NAME.fullmatch(theirs)):
+        return [int(one) for one in re.findall(r"\d+", ours)] == [int(one) for one in re.findall(r"\d+", theirs)] != []
+    based, halves = [_BASED.fullmatch(one) for one in (ours, theirs)], [_HALF_DAY.search(one) for one in (ours, theirs)]
+    if (based[0] and based[1] and based[0].groups() != based[1].groups()) or (
+        halves[0] and halves[1] and halves[0][1].lower() != halves[1][1].lower()
+    ):
+        return False
+    if _UNITS.search(ours):
+        return all(re.findall(one, ours.lower()) == re.findall(one, theirs.lower()) for one in (_NUMBER, _INITIAL))
+    return None
+
+
+def _symbols(found: list[Any]) -> set[str]:
+    return {symbol.name for symbol in found[0].free_symbols} if found and isinstance(found[0], Basic) else {"?"}
+
+
+def _complex(found: list[Any]) -> list[Any]:
+    """Replace the symbol i by the imaginary unit."""
+    return [found[0].xreplace(dict.fromkeys(found[0].free_symbols, I)), *found[1:]]
 
 
 def _inequalities(found: list[Any]) -> bool:
@@ -162,7 +283,8 @@ def _inequalities(found: list[Any]) -> bool:
         bool(found)
         and isinstance(found[0], FiniteSet)
         and len(found[0].free_symbols) == 1
-        and any(isinstance(one, Boolean) and not isinstance(one, Equality) for one in found[0].args)
+        and all(isinstance(one, Boolean) and not isinstance(one, Symbol) for one in found[0].args)
+        and not all(isinstance(one, Equality) for one in found[0].args)
     )
 
 
@@ -184,6 +306,11 @@ def _spelt(text: str) -> str:
     exact integers and fractions.
     """
     text = "".join(map(_sign, text))
+    for spelling, instead in _COMMANDS.items():
+        text = spelling.sub(instead, text)
+    text = _SCALED.sub(lambda found: f"\\times 10^{_SCALES[found[1] or found[2]]} ", text)
+    text = _DOTTED.sub(lambda found: found[1].replace(".", "") + (f".{found[2]}" if found[2] else ""), text)
+    text = _REPEATING.sub(_periodic, text)
     text = _POWER.sub(r"^{\1}", _SUPERSCRIPT.sub(_raised, text))
     text = _MONEY.sub("", _MINUS.sub("-", _CURRENCY.sub("", text)))
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
@@ -191,6 +318,14 @@ def _spelt(text: str) -> str:
     text = _MIXED.sub(lambda found: str(int(found[1]) + Fraction(int(found[2]), int(found[3]))), text)
     text = _SCIENTIFIC.sub(lambda found: str(Fraction(f"{found[1]}e{found[2] or found[3] or found[4]}")), text)
     return _OR.sub(" or ", _AND.sub(" and ", text)) if _INEQUALITY.search(text) else text
+
+
+def _periodic(found: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction."""
+    before, decimals = found[1] or "0", found[2]
+    period = found[3] or found[4] or found[5]
+    rest = Fraction(int(period), 10 ** len(decimals) * (10 ** len(period) - 1))
+    return str(Fraction(f"{before}.{decimals or 0}") + rest)
 
 
 def _raised(found: re.Match[str]) -> str:
