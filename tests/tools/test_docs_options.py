@@ -26,7 +26,8 @@ OTHERS = {
     "pytest": ("dist", "part", "seeds"),
     "sbatch": ("export", "nodes", "signal"),
     "slime": (
-        *("advantage-estimator", "colocate", "custom-rm-path", "disable-grpo-std-normalization"),
+        *("advantage-estimator", "colocate", "custom-loss-function-path", "custom-rm-path"),
+        *("disable-grpo-std-normalization", "loss-type"),
         *("dynamic-sampling-filter-path", "eps-clip", "input-key", "kl-coef", "kl-loss-coef"),
         *("label-key", "max-tokens-per-gpu", "n-samples-per-prompt", "num-steps-per-rollout"),
         *("opsm-delta", "prompt-data", "rm-type", "rollout-batch-size", "rollout-max-prompt-len"),
