@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -15,8 +16,9 @@ import numpy as np
 from moe_rl.config.check_files import number_problems
 from moe_rl.config.prompt_sources import HeldoutSourceConfig, PromptSourceConfig, TrainSourceConfig
 from moe_rl.config.schema import Config
-from moe_rl.errors import About, DataError, Problem, describe, first_of
+from moe_rl.errors import About, DataError, DiskError, Problem, describe, first_of
 from moe_rl.tasks.chat_columns import listed_tools, refuse_unread, stored_messages
+from moe_rl.tasks.prompt_file import PromptFile, PromptWriter
 from moe_rl.tasks.reward_arguments import Columns
 from moe_rl.tasks.rows import open_generator, read_rows, value_at
 from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
@@ -198,8 +200,24 @@ class _PromptMaker:
         weight = source.weight if isinstance(source, TrainSourceConfig) else 1.0
         if source.kind == "generator":
             return self._endless(source, key, weight)
-        prompts: list[Prompt] = []
-        self._spelling = 0
+        if (file := PromptFile.of(source, self._config)) is None:
+            return self._finite(source, key, weight, [])
+        if (kept := file.read()) is not None:
+            prompts, said = kept
+            left_out, notes = frozenset(said["left_out"]), tuple(said["notes"])
+            return PromptSet(source.name, prompts, None, source.prompt, weight, left_out, notes)
+        try:
+            with closing(PromptWriter(file)) as writer:
+                return self._finite(source, key, weight, writer)
+        except DiskError as error:
+            read = self._finite(source, key, weight, [])
+            return replace(read, notes=(*read.notes, f"read again at each start: {error}"))
+
+    def _finite(
+        self, source: PromptSourceConfig, key: str, weight: float, prompts: list[Prompt] | PromptWriter
+    ) -> PromptSet:
+        """Read all rows of a source. prompts: takes the prompts."""
+        self._spelling, count = 0, 0
         faults, dropped, left_out, first = _Faults(), Counter[str](), set[str](), dict[str, str]()
         for number, (where, row) in enumerate(read_rows(source, key, left_out)):
             try:
@@ -211,6 +229,7 @@ class _PromptMaker:
                     got = f"{value_at(row, source.id or '')!r}, as {earlier} has"
                     raise _Unfit("an earlier row has the same id", got, kind="duplicate")
                 prompts.append(prompt)
+                count += 1
             except _Unfit as fault:
                 if fault.kind in source.drop:
                     dropped[fault.kind] += 1
@@ -218,13 +237,18 @@ class _PromptMaker:
                     faults.add(fault, where)
         if faults.found:
             raise DataError(list(faults.problems()))
-        if not prompts:
+        if not count:
             got = f"{dropped.total()} rows, all left out" if dropped else "no row"
             raise DataError("no prompts", where={"key": key, "file": source.data}, got=got, fault="empty")
         notes = [f"left out {count} {kind.replace('_', ' ')}" for kind, count in sorted(dropped.items())]
         notes += [f"columns without a JSON value, left out: {', '.join(sorted(left_out))}"] if left_out else []
         notes += [f"{self._spelling} spell special tokens, which count as text there"] if self._spelling else []
-        return PromptSet(source.name, prompts, None, source.prompt, weight, frozenset(left_out), tuple(notes))
+        if isinstance(prompts, PromptWriter):
+            notes += [f"kept for the next start in {source.data}.{source.name}.prompts"]
+            found: Sequence[Prompt] = prompts.finish({"left_out": sorted(left_out), "notes": notes})
+        else:
+            found = prompts
+        return PromptSet(source.name, found, None, source.prompt, weight, frozenset(left_out), tuple(notes))
 
     def _endless(self, source: PromptSourceConfig, key: str, weight: float) -> PromptSet:
         item = open_generator(source, key)

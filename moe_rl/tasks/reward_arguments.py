@@ -44,11 +44,16 @@ class Columns:
     def of(cls, prompts: Sequence[Prompt], own: str = "", left_out: frozenset[str] = frozenset()) -> Columns:
         """Read the columns of prompts. own: the prompts' own column. Under its name a function gets the processed
         value, such as the rendered text."""
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-        lacking = {name: next((one.id for one in prompts if name not in one.columns), None) for name in names}
-        shared = [name for name in names if name in BUILT_IN and name != own]
-        other = frozenset(name for name in shared if any(_differs(one, name) for one in prompts))
-        return cls(lacking, other, left_out)
+        lacking: dict[str, str | None] = {}
+        other, first = set[str](), None
+        for prompt in prompts:  # once: a million prompts are decoded one by one
+            for name in prompt.columns:
+                lacking.setdefault(name, first)
+                if name in BUILT_IN and name != own and name not in other and _differs(prompt, name):
+                    other.add(name)
+            lacking |= {name: prompt.id for name, one in lacking.items() if one is None and name not in prompt.columns}
+            first = first or prompt.id
+        return cls(lacking, frozenset(other), left_out)
 
     @property
     def told(self) -> str:
