@@ -103,7 +103,7 @@ async def _leave_children():
     """Leave children behind, some of them in groups and sessions of their own, and with children of their own."""
     for alone in (False, True):
         subprocess.Popen(["sleep", "100"], start_new_session=alone)
-        shell = ["sh", "-c", "sleep 100 & echo; exec sleep 100 >&-"]
+        shell = ["sh", "-c", "sleep 100 & echo; sleep 100"]
         subprocess.Popen(shell, start_new_session=alone, stdout=subprocess.PIPE).stdout.readline()  # its child runs
     if os.fork() == 0:
         os.setsid()
