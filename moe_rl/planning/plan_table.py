@@ -179,8 +179,9 @@ def _disk_times(storage: Storage) -> str:
     """Say how long the disk of the cluster takes. A resume reads a checkpoint twice, once for its digests."""
     if not (speed := storage.disk_gb_per_second):
         return ""
-    seconds = storage.checkpoint_bytes / (speed * 1e9)
-    return f"{seconds:,.0f} s to write, {2 * seconds:,.0f} s to resume, at {speed:g} GB/s"
+    seconds, grace = storage.checkpoint_bytes / (speed * 1e9), storage.grace_seconds
+    late = f"; a stop leaves {grace:g} s (checkpoint.grace_seconds), too few to save" if seconds > grace else ""
+    return f"{seconds:,.0f} s to write, {2 * seconds:,.0f} s to resume, at {speed:g} GB/s{late}"
 
 
 def _balance(balance: SideBalance) -> list[Row]:

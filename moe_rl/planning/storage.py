@@ -24,6 +24,7 @@ class Storage:
         checkpoint_bytes: parameters and optimizer state of the whole model.
         checkpoints: number of checkpoints that are there while one is written.
         disk_gb_per_second: speed of the cluster's disk in 10^9 bytes; None if the config does not say.
+        grace_seconds: time from a request to stop to the end of the run.
         weight_sync_bytes: the whole model in the sampler's precision.
         sync_seconds: time to send weight_sync_bytes over each link of the cluster, from the link's bandwidth alone.
         weight_bucket_bytes: the largest amount of weights that a rank holds at a time during a transfer.
@@ -35,6 +36,7 @@ class Storage:
     checkpoint_bytes: int
     checkpoints: int
     disk_gb_per_second: float | None
+    grace_seconds: float
     weight_sync_bytes: int
     weight_bucket_bytes: int
     sync_seconds: dict[str, float]
@@ -92,6 +94,7 @@ def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch
         checkpoint_bytes=checkpoint_bytes(facts, config.train),
         checkpoints=config.checkpoint.keep + 1 + (config.eval.best is not None),
         disk_gb_per_second=cluster.links_gb_per_second.get("disk") if cluster else None,
+        grace_seconds=config.checkpoint.grace_seconds,
         weight_sync_bytes=weights,
         weight_bucket_bytes=weight_bucket_bytes(facts, config.rollout.dtype, config.rollout.weight_bucket_mib),
         sync_seconds={

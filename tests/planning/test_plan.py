@@ -45,6 +45,13 @@ def test_dynamic_sampling_may_take_more_prompts_and_disk(plan_of):
     assert "3.00  up to 3 times that" in render(thrice) and "times that" not in render(once)
 
 
+def test_a_checkpoint_that_a_stop_cannot_write_is_said(plan_of):
+    size = plan_of().storage.checkpoint_bytes
+    for seconds, late in ((24, False), (26, True)):
+        disk = f"cluster={{gpus: 2, gpu_memory_gib: 79, links_gb_per_second: {{disk: {size / seconds / 1e9}}}}}"
+        assert ("a stop leaves 25 s (checkpoint.grace_seconds)" in render(plan_of(disk))) == late
+
+
 def test_route_ids_take_two_bytes_above_256_experts(plan_of, config_file):
     config = load_config(config_file)
     facts = read_model(config.model.path)
