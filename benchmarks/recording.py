@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
             sampled = sample(llm if on else plain, options, pair, f"pair{pair}" if on else None)
             if on:
                 sequences = sampled
-                llm.collective_rpc("moe_rl_publish", args=(f"pair{pair}", sequences))
+                llm.collective_rpc("moe_rl_publish", args=(f"pair{pair}", f"pair{pair}", sequences))
                 (claims,) = llm.collective_rpc("moe_rl_claims", args=(f"pair{pair}",))
             took[on], worked[on] = time.perf_counter() - start, time.process_time() - start_cpu
         if pair == 0:

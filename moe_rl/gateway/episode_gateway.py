@@ -1,7 +1,10 @@
 """Plays the episodes of a run through the run's own gateway and sampler.
 
     episode's process --- HTTP on this host ---> gateway, in an event loop --- token ids ---> sampler of the run
-    session that has ended -> checked against the trace store -> sequences to train on
+    all sessions of a call have ended -> their shard is published at each place
+        -> each session is checked against the trace store and kept -> sequences to train on
+
+A lost server's part of the shard is recovered from its file. An episode whose records are lost is played again.
 
 Every session has its own key. The gateway listens on the loopback interface, unless task.environment.host names an
 address that other hosts reach.
@@ -10,16 +13,18 @@ address that other hosts reach.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moe_rl.config.schema import Config
 from moe_rl.disk import writing
-from moe_rl.errors import EngineError, MoeRLError
+from moe_rl.errors import EngineError, MoeRLError, SessionError
 from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.asking import SamplingRule
 from moe_rl.gateway.finishing import SessionKeeper
@@ -35,12 +40,25 @@ from moe_rl.rollout.trajectories import EpisodeRequest, Trajectory
 from moe_rl.tasks.environments.agent_session import SessionAccess
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool, Episode
 from moe_rl.trace import TraceStore
+from moe_rl.trace.recovery import recover_shard
 from moe_rl.types import Verdict
 from moe_rl.vllm.api_server import bound_socket, url_of
 
 FAILURES = "failed_episodes.log"
 # How long a request whose agent was killed may take to end.
 _BUSY_SECONDS, _LOOK_SECONDS = 30.0, 0.02
+# How long a lost server may take to die, so that its files can be recovered.
+_DYING_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Holds an episode that has ended."""
+
+    asked: EpisodeRequest
+    session: Session
+    finished: FinishedSession
+    episode: Episode
 
 
 class EpisodeGateway:
@@ -60,7 +78,8 @@ class EpisodeGateway:
         self._config, self._environment, self._failures = config, config.task.environment, run_dir / FAILURES
         renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
         self.gateway: AgentGateway = gateway_over(sampler, config, facts, renderer, None, version=0, reads_text=True)
-        self._keeper = SessionKeeper(run_dir / "rollouts", TraceStore(run_dir / "trace"))
+        self._sampler, self._trace = sampler, run_dir / "trace"
+        self._keeper = SessionKeeper(run_dir / "rollouts", TraceStore(self._trace))
         self._socket = bound_socket(self._environment.host, self._environment.port)
         longest = config.gateway.max_body_mib << 20
         app = GatewayApp(self.gateway, self._keeper, secrets.token_urlsafe(32), longest=longest, failed=self._fail)
@@ -83,6 +102,52 @@ class EpisodeGateway:
 
     async def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
         """Play episodes side by side, see EpisodePlayer.play."""
+        found: dict[int, Trajectory] = {}
+        for again in itertools.count():
+            lacking = [at for at in range(len(asked)) if at not in found]
+            if not lacking:
+                break
+            shard = asked[0].shard and asked[0].shard + (f"-again{again}" if again else "")
+            try:
+                ended = await self._together([replace(asked[at], shard=shard) for at in lacking])
+            except BaseException:
+                if shard is not None:
+                    with suppress(MoeRLError):
+                        await self._sampler.publish(shard)  # so that the feed can delete it
+                raise
+            lost = await self._published(shard) if shard is not None else set()
+            kept = await asyncio.gather(*(asyncio.to_thread(self._keep, one, lost) for one in ended))
+            for at, one, is_kept in zip(lacking, ended, kept, strict=True):
+                if is_kept:
+                    found[at] = self._trajectory(one)
+        return [found[at] for at in range(len(asked))]
+
+    async def _published(self, shard: str) -> set[str]:
+        """Publish a shard. Returns the names that lost servers gave it, after recovering what they wrote."""
+        lost = await self._sampler.publish(shard)
+        for name in lost:
+            await asyncio.to_thread(recover_shard, self._trace, name, _DYING_SECONDS)
+        return set(lost)
+
+    def _keep(self, ended: _Ended, lost: Set[str]) -> bool:
+        """Check and keep a session. Returns False if records of it were lost with a server."""
+        turns = ended.finished.turns
+        if ended.asked.shard is None or not turns:
+            return True
+        try:
+            self._keeper.keep(ended.finished)
+        except SessionError as error:
+            shards = {part.shard.partition(".pp")[0] for one in turns if one.routes for part in one.routes.parts}
+            if error.message.fault != "no record" or shards.isdisjoint(lost):
+                raise
+            self.gateway.turns.counts.update(
+                sampled_again=len(turns), lost_tokens=sum(len(turn.token_ids) for turn in turns)
+            )
+            return False
+        return True
+
+    async def _together(self, asked: Sequence[EpisodeRequest]) -> list[_Ended]:
+        """Play episodes side by side until all have ended."""
         played = [asyncio.create_task(self._played(one)) for one in asked]
         waiting: set[asyncio.Future[Any]] = {*played, self._failed}
         try:
@@ -114,7 +179,7 @@ class EpisodeGateway:
         if not self._failed.done():
             self._failed.set_exception(error)
 
-    async def _played(self, asked: EpisodeRequest) -> Trajectory:
+    async def _played(self, asked: EpisodeRequest) -> _Ended:
         async with self._places:
             session, access = self._open(asked)
             try:
@@ -123,10 +188,7 @@ class EpisodeGateway:
                 # Even if the episode is given up: a request still being sampled continues the records of its turns.
                 await self._settle(session)
                 self.gateway.forget(session)
-            finished = self.gateway.end(session)
-            if asked.kept and finished.turns:
-                await asyncio.to_thread(self._keeper.keep, finished)
-            return self._trajectory(asked, session, finished, episode)
+            return _Ended(asked, session, self.gateway.end(session), episode)
 
     def _open(self, asked: EpisodeRequest) -> tuple[Session, SessionAccess]:
         environment, longest = self._environment, self._config.rollout.max_completion_tokens
@@ -134,7 +196,7 @@ class EpisodeGateway:
         limits = SessionLimits(environment.tokens, environment.turns, math.inf)  # the pool ends it in time
         opened = self.gateway.open(asked.prompt.id, limits, name=asked.name, rule=rule)
         opened.session.seed = asked.seed
-        opened.session.shards = asked.name if asked.kept else None
+        opened.session.shards = opened.session.shared = asked.shard
         url = f"{url_of(*self._socket.getsockname()[:2])}/s/{opened.key}"
         return opened.session, SessionAccess(
             asked.name, url, f"{url}/v1", opened.key, environment.turns, environment.tokens
@@ -150,9 +212,8 @@ class EpisodeGateway:
             what = "A request did not end though its agent is gone"
             raise EngineError(what, where={"session": session.name}, got=f"{_BUSY_SECONDS:g} s", fault="busy") from None
 
-    def _trajectory(
-        self, asked: EpisodeRequest, session: Session, finished: FinishedSession, episode: Episode
-    ) -> Trajectory:
+    def _trajectory(self, ended: _Ended) -> Trajectory:
+        asked, session, finished, episode = ended.asked, ended.session, ended.finished, ended.episode
         turns = len(session.received)
         by_turn = self._environment.credit == "turn"
         verdict = _verdict(episode, turns, by_turn=by_turn)
@@ -163,7 +224,7 @@ class EpisodeGateway:
             asked.name, sequences, verdict, turns, undelivered, branches, finished.digest, session.other_system
         )
         most = self._config.train.microbatch_tokens
-        if verdict.scored and asked.kept and played.forwarded > most:
+        if verdict.scored and asked.shard is not None and played.forwarded > most:
             told = f"{played.forwarded} tokens in {len(sequences)} sequences"
             failed = _failed(f"does not fit into train.microbatch_tokens = {most}: it has {told}")
             played = replace(played, verdict=failed)

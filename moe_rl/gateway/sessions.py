@@ -128,7 +128,9 @@ class Session:
         other_system: requests that failed to continue a turn only because the system prompt differed. The caller
             counts both.
         reopened: how often a restarted gateway has reopened it. The caller sets it.
-        shards: prefix of the names of its trace shards; None: its routes are not recorded. The caller may set it.
+        shards: prefix of the names of its trace shards, one for each request; None: its routes are not recorded. The
+            caller may set it.
+        shared: the trace shard of all its requests, which the caller sets and publishes; None: each has its own.
         seed: the seeds of its requests derive from it and their numbers. The caller may set it.
 
     Args:
@@ -142,6 +144,7 @@ class Session:
         self.under_way = self.other_system = 0
         self.reopened = 0
         self.shards: str | None = f"session-{name}"
+        self.shared: str | None = None
         # Without the part of the name that differs with each start of a gateway.
         self.seed = name.rpartition("-")[2]
         self._opened = opened

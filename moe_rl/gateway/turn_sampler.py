@@ -1,8 +1,11 @@
-"""Samples the turns of sessions through a Sampler: one call and one trace shard for the samples of a prompt.
+"""Samples the turns of sessions through a Sampler: one call for the samples of a prompt.
 
 The record of a turn continues its parent's, so shared prefixes are stored once. If the weights have changed since the
 parent was sampled, the prefix is computed again, with other routes; the record then holds the rows of the whole prompt
-again, those that the completion attended to.
+again, those that the completion attended to. So it does if the parent's record is in an open shard of another place.
+
+A request has a trace shard of its own, published before the turns are returned. The requests of sessions that play for
+a run share one shard at each place: their records are written, but published when the run says so.
 """
 
 from __future__ import annotations
@@ -46,9 +49,9 @@ class TurnSampler:
     Attributes:
         version: the sampler's weight version. Whoever updates the weights sets it.
         counts: `sampled_again`: turns after a lost server; `lost_tokens`: tokens that it had sampled of them;
-            `recorded_anew`: turns under other weights than the parent's; `over_older_rows`: turns sampled again because
-            weights changed just when they began, so that their record had the parent's rows although the prefix was
-            computed again.
+            `recorded_anew`: turns under other weights than the parent's, or away from its open shard;
+            `over_older_rows`: turns sampled again because weights changed just when they began, so that their record
+            had the parent's rows although the prefix was computed again.
     """
 
     def __init__(self, sampler: Sampler, bounds: SamplerBounds, *, seed: int | None, version: int = 0):
@@ -106,10 +109,13 @@ class TurnSampler:
         for again in itertools.count():
             at = await self._enter(session)
             try:
-                version, parent = self.version, self._record(session, place)
-                requests = self._requests(call, seed, place, wish, parent, record=recorded)
-                shard = f"{session.shards or session.name}-{number}" + (f"-again{again}" if again else "")
-                sampled = await self._sampler.sample(at, requests, shard=shard, leave=leave)
+                version, parent = self.version, self._record(session, place, at)
+                attempt = f"-again{again}" if again else ""
+                requests = self._requests(call + attempt, seed, place, wish, parent, record=recorded)
+                shard, keep_open = f"{session.shards or session.name}-{number}{attempt}", session.shared is not None
+                sampled = await self._sampler.sample(
+                    at, requests, shard=session.shared or shard, leave=leave, keep_open=keep_open
+                )
             except ServerLost as lost:
                 self.counts["sampled_again"] += 1
                 self.counts["lost_tokens"] += lost.tokens
@@ -130,11 +136,17 @@ class TurnSampler:
         self._homes.pop(session.name, None)
         self._calls.pop(session.name, None)
 
-    def _record(self, session: Session, place: PendingTurns) -> RouteRef | None:
-        """Return the record that the requests continue, if all its rows are from the current weights."""
+    def _record(self, session: Session, place: PendingTurns, at: int) -> RouteRef | None:
+        """Return the record that the requests continue at a place, if all its rows are from the current weights and
+        the place can read it."""
         if place.parent is None or session.rows_version(place.parent) != self.version:
             return None
-        return session.turns[place.parent].routes
+        record = session.turns[place.parent].routes
+        if record is not None and session.shared is not None:
+            own = self._sampler.shard_at(at, session.shared)
+            if record.parts[0].shard.partition(".pp")[0] != own:
+                return None
+        return record
 
     def _requests(
         self,

@@ -70,6 +70,7 @@ class VllmEngine:
         shard: str,
         leave: asyncio.Event | None = None,
         ended: Hears = nobody,
+        keep_open: bool = False,
     ) -> list[Completion]:
         """Sample one completion per request, see Sampler.sample.
 
@@ -90,7 +91,7 @@ class VllmEngine:
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(tell, completions)
 
-        number, answer = self.calls.submit(wire.Generate(list(requests), shard, alone=leave is None), hear)
+        number, answer = self.calls.submit(wire.Generate(list(requests), shard, leave is None, keep_open), hear)
         sampled = asyncio.wrap_future(answer)
         left = asyncio.ensure_future((leave or asyncio.Event()).wait())
         waits: set[asyncio.Future[Any]] = {sampled, left}
@@ -106,6 +107,14 @@ class VllmEngine:
             left.cancel()
             if not sampled.done():  # no caller waits any more
                 self.calls.leave(number)
+
+    async def publish(self, shard: str) -> list[str]:
+        """Publish a shard that calls left open, see Sampler.publish. Returns nothing: no run outlives its engine."""
+        await self._call(wire.Generate([], shard), wire.Generated)
+        return []
+
+    def shard_at(self, place: int, shard: str) -> str:
+        return shard
 
     def name(self) -> str:
         """Return the engine's name for messages."""

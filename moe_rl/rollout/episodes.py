@@ -9,7 +9,7 @@ from typing import NamedTuple
 from moe_rl.config.prompt_sources import HeldoutSourceConfig
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.schema import Config
-from moe_rl.rollout.kept import episode_name
+from moe_rl.rollout.kept import episode_name, shard_name
 from moe_rl.rollout.trajectories import EpisodeRequest
 from moe_rl.types import Prompt
 
@@ -43,15 +43,16 @@ class Episodes:
     def __init__(self, config: Config):
         self.config = config
 
-    def round(self, step: int, prompts: Sequence[Prompt], *, first: int) -> list[EpisodeRequest]:
+    def round(self, step: int, number: int, prompts: Sequence[Prompt], *, first: int) -> list[EpisodeRequest]:
         """Return the requests for a round of a step, group by group.
 
         Args:
+            number: of the round, from 0.
             first: number of the first prompt within the step.
         """
         return [
-            self.request(name := episode_name(step, number, member), name, prompt)
-            for number, prompt in enumerate(prompts, start=first)
+            self.request(name := episode_name(step, at, member), name, prompt, shard_name(step, number))
+            for at, prompt in enumerate(prompts, start=first)
             for member in range(self.config.rollout.group_size)
         ]
 
@@ -59,18 +60,19 @@ class Episodes:
         """Return the requests for a group that is sampled on its own.
 
         Args:
-            shard: name of a new trace shard of the group. The shard of each turn has it as a prefix.
+            shard: name of a new trace shard of the group.
         """
         members = range(self.config.rollout.group_size)
-        return [self.request(f"{shard}-c{member}", f"group{cursor}-c{member}", prompt) for member in members]
+        return [self.request(f"{shard}-c{member}", f"group{cursor}-c{member}", prompt, shard) for member in members]
 
-    def request(self, name: str, seed: str, prompt: Prompt) -> EpisodeRequest:
-        """Return the request for an episode to train on."""
+    def request(self, name: str, seed: str, prompt: Prompt, shard: str | None) -> EpisodeRequest:
+        """Return the request for an episode to train on. shard: as in EpisodeRequest."""
         rollout = self.config.rollout
-        return EpisodeRequest(name, seed, prompt, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+        drawing = rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
+        return EpisodeRequest(name, seed, prompt, *drawing, shard)
 
     def evaluation(self, kind: str, draw: Draw, prompt: Prompt) -> EpisodeRequest:
         """Return the request for an episode of an evaluation, which is not kept."""
         name = f"eval-{kind}-p{draw.place}" + (f"-c{draw.sample}" if draw.temperature else "")
         bounds = (self.config.rollout.top_k, self.config.rollout.min_p) if draw.temperature else (0, 0.0)
-        return EpisodeRequest(name, name, prompt, draw.temperature, draw.top_p, *bounds, kept=False)
+        return EpisodeRequest(name, name, prompt, draw.temperature, draw.top_p, *bounds)

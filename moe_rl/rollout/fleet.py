@@ -111,6 +111,8 @@ class ServerFleet:
         # None before the first update, and after one that some server has not confirmed.
         self._held: dict[int, HeldWeights] | None = None
         self._calls = 0  # that sample
+        self._returns: Counter[int] = Counter()  # how often each server was used again
+        self._left_open: dict[str, dict[str, int]] = {}  # shard -> the servers' names of it, with the server
 
     @classmethod
     def attach(cls, config: Config, trace: Path, *, adopt: bool = True) -> Self:
@@ -181,17 +183,22 @@ class ServerFleet:
         shard: str,
         leave: asyncio.Event | None = None,
         ended: Hears = nobody,
+        keep_open: bool = False,
     ) -> list[Completion]:
         server, held = self.servers.get(place), self.confirmed().get(place)
         if server is None or held is None:
             raise ServerLost(describe("A server is no longer in use", where={"server": place}))
-        samples, shard = [Growing() for _ in requests], f"{shard}-server{place}"
+        samples, name = [Growing() for _ in requests], self.shard_at(place, shard)
+        if keep_open:
+            self._left_open.setdefault(shard, {})[name] = place
         self._calls += 1
         try:
             if leave is not None:
-                return await server.sample_group(requests, shard, leave, ended, started=held.start, samples=samples)
+                return await server.sample_group(
+                    requests, name, leave, ended, started=held.start, samples=samples, keep_open=keep_open
+                )
             await self._check(place, held)
-            return await server.sample(requests, shard, ended)
+            return await server.sample(requests, name, ended)
         except RequestRefused:
             raise
         except EngineError as error:
@@ -200,6 +207,27 @@ class ServerFleet:
             raise ServerLost(message, sum(len(sample.token_ids) for sample in samples)) from error
         finally:
             self._calls -= 1
+
+    async def publish(self, shard: str) -> list[str]:
+        async def one(name: str, place: int) -> bool:
+            if name != self.shard_at(place, shard):
+                return False  # it was lost, and is used again
+            try:
+                await self.server(place).publish(name)
+            except RequestRefused:  # it was started again, and nobody has noticed yet
+                return False
+            except EngineError as error:
+                self.lose(place, error)
+                return False
+            return True
+
+        left = self._left_open.pop(shard, {})
+        published = await asyncio.gather(*(one(*names) for names in left.items()))
+        return [name for name, done in zip(left, published, strict=True) if not done]
+
+    def shard_at(self, place: int, shard: str) -> str:
+        again = self._returns[place]
+        return f"{shard}-server{place}" + (f"-again{again}" if again else "")
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         """Score token sequences, see Sampler.score. Server n publishes `shard`-server<n>."""
@@ -287,6 +315,7 @@ class ServerFleet:
         for number in sorted(self._returning):
             server = self.servers[number] = self._all[number]
             del self.lost[server.url]
+            self._returns[number] += 1
             server.paused = False
             print(f"moe_rl: server {number} is used again", file=sys.stderr, flush=True)
             if paused:

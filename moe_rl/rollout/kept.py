@@ -27,13 +27,14 @@ from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, InsertedText, Sequence
 
-# The sampler appends the part after the round, turn or number: the server of a fleet, or the pipeline stage of an
-# engine. In older runs `again` follows the server. An episode's session is named like the shards of
-# its turns, without the turn number.
+# The sampler appends the part after the round or number: the server of a fleet, `again` if that server was lost and is
+# used again, or the pipeline stage of an engine. In older runs each turn of an episode has a shard.
 _SHARD = re.compile(
     r"step(\d{6,})(?:-round\d+|-p\d+-c\d+(?:-\d+)?)?(?:-again\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?"
 )
-_GROUP_SHARD = re.compile(r"group(\d{6,})-(\d+)(?:-c\d+(?:-\d+(?:-again\d+)?)?)?(?:-server\d+)?(?:\.pp\d+of\d+)?")
+_GROUP_SHARD = re.compile(
+    r"group(\d{6,})-(\d+)(?:-c\d+(?:-\d+)?)?(?:-again\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?"
+)
 _SUFFIX = ".rollout"
 _HEAD, _WHAT = "moe_rl rollout 1", "a step's rollouts"
 _SAMPLED_SUFFIX = ".sampled"
@@ -116,8 +117,7 @@ def shard_name(step: int, number: int = 0) -> str:
 
 
 def episode_name(step: int, prompt: int, member: int) -> str:
-    """Return the name of a step's episode: that of its session, and of its turns' trace shards without the turn
-    numbers.
+    """Return the name of a step's episode and of its session.
 
     Args:
         prompt: number of the prompt within the step, from 0.

@@ -251,7 +251,7 @@ class Rollouts:
         if self.episodes is not None:
             assert self.player is not None
             with clock("sample"):
-                played = await self.player.play(self.episodes.round(step, prompts, first=done))
+                played = await self.player.play(self.episodes.round(step, number, prompts, first=done))
             sampled.trajectories.extend(played[at : at + size] for at in members)
             return
         requests = [

@@ -85,24 +85,40 @@ class Sampler(Protocol):
         shard: str,
         leave: asyncio.Event | None = None,
         ended: Hears = nobody,
+        keep_open: bool = False,
     ) -> list[Completion]:
         """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
         Args:
             place: where.
             requests: what to sample.
-            shard: name of the new trace shard, used by this call only; that of a server's shard begins with it.
+            shard: name of the new trace shard; that of a place's shard begins with it, see `shard_at`.
             leave: set it to abort unfinished requests. They return the tokens so far, perhaps none, with finish_reason
                 "abort"; the rows of these tokens are published. It may be set during a pause too. None: the call is
                 alone at its place, where the prefix cache is emptied first, so that the result depends only on the
                 weights and the requests.
             ended: called in the event loop with each completion as soon as it ends, while others continue, but not with
                 aborted ones.
+            keep_open: leave the place's shard open, for further calls that may continue its records, until `publish`.
+                Only with `leave`. Otherwise the shard is of this call only.
 
         Raises:
             ServerLost: the place is lost, with all that this call sampled.
             RequestRefused: the requests cannot be sampled, or not recorded. The place continues.
         """
+        ...
+
+    async def publish(self, shard: str) -> list[str]:
+        """Publish a shard that calls left open, at every place where they did. No such call may be running.
+
+        Returns:
+            The names of the places' shards that are not published because the place was lost. Their files may have
+            all or some of the records, see `trace.recovery.recover_shard`.
+        """
+        ...
+
+    def shard_at(self, place: int, shard: str) -> str:
+        """Return the name that the shard has now at a place; each pipeline stage adds a suffix."""
         ...
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:

@@ -92,6 +92,7 @@ class VllmServer:
         self._folder = folder
         self._alone = alone
         self.paused = False
+        self._shards: dict[str, asyncio.Task[None]] = {}  # those left open, and what opened each
 
     def generate(self, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
         """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
@@ -167,12 +168,14 @@ class VllmServer:
         *,
         started: str,
         samples: list[Growing],
+        keep_open: bool = False,
     ) -> list[Completion]:
         """Sample completions while other calls do, see Sampler.sample.
 
         Args:
             started: id of the server start that got the weights; any other start is refused.
             samples: one per request, empty. They are filled with the results, even if the call fails.
+            keep_open: as in Sampler.sample.
         """
         async with self._transport.client(3 + len(requests)) as client:
 
@@ -184,7 +187,12 @@ class VllmServer:
                     raise self._shared("Another client made the vLLM server abort requests", shard)
                 return samples
 
-            return await self._recorded(client, requests, shard, sampled)
+            return await self._recorded(client, requests, shard, sampled, keep_open=keep_open)
+
+    async def publish(self, shard: str) -> None:
+        """Publish a shard that calls left open."""
+        self._shards.pop(shard, None)
+        await self._transport.once("POST", "/moe_rl/publish", Publish(shard, {}), _REFERENCES)
 
     async def pause(self) -> None:
         """Stop the server's forward passes; requests keep their KV cache."""
@@ -202,8 +210,11 @@ class VllmServer:
         requests: Sequence[GenerateRequest],
         shard: str,
         sampled: Callable[[Served], Awaitable[list[Growing]]],
+        *,
+        keep_open: bool = False,
     ) -> list[Completion]:
-        """Open the shard, let `sampled` sample the requests, and publish; if anything fails, abandon the shard."""
+        """Open the shard, let `sampled` sample the requests, and publish; if anything fails, abandon the shard. With
+        `keep_open` earlier calls may have opened it, and later ones use it."""
         served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
         sampling.check(
             requests,
@@ -216,15 +227,25 @@ class VllmServer:
             raise EngineError("The vLLM server's weights are incomplete", where={"url": self.url}, got=got)
         records = any(request.record for request in requests)
         if records:
-            await self._transport.call(client, "POST", "/moe_rl/open", Open(shard, self._folder), _NOTHING)
+            await self._open(shard, keep_open)
         try:
             samples = await sampled(served)
-            refs = await self._publish(client, requests, samples, shard) if records else {}
+            refs = await self._publish(client, requests, samples, shard, keep_open) if records else {}
         except BaseException:
-            if records:
+            if records and not keep_open:
                 await self._tidy(client, "/moe_rl/abandon", Sink(shard))
             raise
         return [sample.completion(request, refs) for request, sample in zip(requests, samples, strict=True)]
+
+    async def _open(self, shard: str, keep_open: bool) -> None:
+        """Begin a shard. Of the calls that leave it open, the first does."""
+        opening = self._shards.get(shard) if keep_open else None
+        if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
+            message = Open(shard, self._folder)
+            opening = asyncio.ensure_future(self._transport.once("POST", "/moe_rl/open", message, _NOTHING))
+            if keep_open:
+                self._shards[shard] = opening
+        await asyncio.shield(opening)
 
     def _shared(self, what: str, shard: str) -> EngineError:
         return EngineError(what, where={"url": self.url, "shard": shard}, do="give every run servers of its own")
@@ -347,11 +368,16 @@ class VllmServer:
                 raise EngineError("The vLLM server hangs", where={"url": self.url}, got=got, do="read its log")
 
     async def _publish(
-        self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], samples: Sequence[Growing], shard: str
+        self,
+        client: httpx.AsyncClient,
+        requests: Sequence[GenerateRequest],
+        samples: Sequence[Growing],
+        shard: str,
+        keep_open: bool,
     ) -> dict[str, RouteRef]:
         """Publish the routes of the completions, and of aborted requests with at least one token."""
         asks = [RecordingRequest.of(request, shard) for request in requests]
-        message = Publish(shard, *sampling.forwarded(requests, asks, samples))
+        message = Publish(shard, *sampling.forwarded(requests, asks, samples), keep_open)
         return await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
 
 

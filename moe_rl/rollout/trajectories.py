@@ -16,11 +16,12 @@ class EpisodeRequest:
     """Requests one episode.
 
     Attributes:
-        name: of its session, unique in a run. Its trace shards are named after it.
+        name: of its session, unique in a run.
         seed: the seeds of its turns derive from it.
         prompt: its columns are the row that the environment gets.
         temperature, top_p, top_k, min_p: how all its turns are sampled, as in GenerateRequest.
-        kept: whether its routes are recorded and its session is checked and kept.
+        shard: name of the trace shard for its turns, which all episodes of a call share. None: its routes are not
+            recorded, and its session is not kept.
     """
 
     name: str
@@ -30,7 +31,7 @@ class EpisodeRequest:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    kept: bool = True
+    shard: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

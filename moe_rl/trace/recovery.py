@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl.errors import TraceError
-from moe_rl.trace.files import LocalFile
+from moe_rl.trace.files import TMP, LocalFile
 from moe_rl.trace.frame import Frame, FrameSection, checksum, head_size, parse_head
 from moe_rl.trace.library import read_header
 from moe_rl.trace.primitives import unpack_ints
 from moe_rl.trace.shard import ShardHeader
 from moe_rl.trace.writer import ShardWriter
 from moe_rl.types import RouteRef
+
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,26 @@ def recover(path: Path | str, name: str) -> Recovered:
     finally:
         file.close()
     return Recovered(published, tuple(refs), file.size - at, fault)
+
+
+def recover_shard(root: Path, name: str, seconds: float) -> None:
+    """Publish what a dead writer left of shard `name` in the store at `root`, and of its pipeline stages, under the
+    same names. Does nothing where nothing can be recovered: a reader then finds no such shard.
+
+    Args:
+        seconds: how long to wait for a writer to die. A living one keeps its file.
+    """
+    pattern = re.compile(rf"\.({re.escape(name)}(?:\.pp\d+of\d+)?)\.[0-9a-f]{{8}}{re.escape(TMP)}")
+    deadline = time.monotonic() + seconds
+    for path in root.iterdir():
+        while found := pattern.fullmatch(path.name):
+            with suppress(TraceError):
+                recover(path, found[1])
+                path.unlink()
+                break
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
 
 
 def _frame(file: LocalFile, header: ShardHeader, at: int, end: int) -> tuple[Frame, bytes]:

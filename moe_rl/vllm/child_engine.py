@@ -49,6 +49,7 @@ class ChildEngine:
         self._paused = False
         # Calls by number.
         self.running: dict[int, RunningCall] = {}
+        self._left_open: set[str] = set()  # shards that calls left open
         # Ended requests that `news` has not reported yet, with their indices in their calls.
         self._ended: list[tuple[RunningCall, int]] = []
         recording = None
@@ -170,7 +171,8 @@ class ChildEngine:
         call.unfinished = 0
 
     def _generate(self, number: int, call: wire.Generate) -> None:
-        self._check_ready()
+        if call.requests:  # an open shard is published even while weights go in
+            self._check_ready()
         sampling.check(
             call.requests,
             max_model_len=self._max_model_len,
@@ -181,13 +183,14 @@ class ChildEngine:
             self._refuse_pause()
             self._refuse_company("A call that samples alone")
             self._forget_prefixes()
-        source = self._source if any(request.record for request in call.requests) else None
+        records = not call.requests or any(request.record for request in call.requests)
+        source = self._source if records else None
         asks = [RecordingRequest.of(request, call.shard) if source is not None else None for request in call.requests]
         prompts = [
             (request.prompt_token_ids, _parameters(request, ask, grows=not call.alone))
             for request, ask in zip(call.requests, asks, strict=True)
         ]
-        self._begin(SampledCall(number, source, call.shard, call.requests, asks), prompts)
+        self._begin(SampledCall(number, source, call.shard, call.requests, asks, call.keep_open), prompts)
 
     def _score(self, number: int, runs: list[list[int]], shard: str | None) -> None:
         self._check_ready()
@@ -202,9 +205,11 @@ class ChildEngine:
         self._begin(ScoredCall(number, source, shard or "", requests, asks), list(zip(runs, asked, strict=True)))
 
     def _begin(self, call: RunningCall, prompts: list) -> None:
-        """Open the call's shard, if it records, and give its requests to vLLM."""
+        """Open the call's shard, if it records and no earlier call left it open, and give its requests to vLLM."""
         if call.source is not None:
-            call.source.open(call.shard)
+            if call.shard not in self._left_open:
+                call.source.open(call.shard)
+            (self._left_open.add if call.keep_open else self._left_open.discard)(call.shard)
         self.running[call.number] = call
         for at, (token_ids, params) in enumerate(prompts):
             # Cached prefixes are shared within one version of the weights.
@@ -233,13 +238,13 @@ class ChildEngine:
                 if not call.publishes:
                     call.publish(source)
                     call.publishes = True
-                if not (wait or source.published(call.shard)):
+                if not (wait or source.published(str(call.number))):
                     return None
-                refs = source.references(call.shard)
+                refs = source.references(str(call.number))
             reply: wire.Reply | Exception = call.reply(refs)
         except Exception as error:
             reply = error
-            if call.source is not None:
+            if call.source is not None and not call.keep_open:
                 call.source.abandon(call.shard)
         del self.running[call.number]
         return reply

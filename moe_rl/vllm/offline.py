@@ -105,7 +105,7 @@ class RecordingLLM:
                     key = str(at) if params.n == 1 else f"{at}/{output.index}"
                     made[key] = tuple(result.prompt_token_ids), output
             sequences = {key: [*prompt, *output.token_ids[:-1]] for key, (prompt, output) in made.items()}
-            self._source.publish(shard, sequences, [])
+            self._source.publish(shard, shard, sequences)
             refs = self._source.references(shard)
         except BaseException:
             self._source.abandon(shard)

@@ -84,14 +84,14 @@ class Recorder:
         self._partial_hits: dict[int, int] = {}
         self._step_is_open = False
         self.weight_version = 0
-        self.publications: dict[str, Future[dict[str, RouteRef]]] = {}
+        self.publications: dict[str, Future[dict[str, RouteRef]]] = {}  # by the calls that began them
         self.stats: Counter[str] = Counter(witnessed=0)
         self._journal = SlotJournal(self.stats)
 
     # Control: called between steps, through the engine's collective_rpc.
 
     def publish(
-        self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
+        self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = (), keep_open: bool = False
     ) -> Future[dict[str, RouteRef]]:
         """Begin publishing a shard, while the engine's steps continue.
 
@@ -99,6 +99,8 @@ class Recorder:
             sink: name of the shard.
             sequences: key -> all token ids that must have been forwarded, prompt first.
             aborted: keys of requests stopped early; their records are marked.
+            keep_open: publish nothing yet. The records are in the shard's file but not synced to the disk, and later
+                records of this shard may continue them. Each is named in one such call.
 
         Returns:
             A future: for each key this worker's reference, with one part and the sum over its layers, once the shard is
@@ -106,8 +108,7 @@ class Recorder:
                 unchanged.
         """
         self._journal.work_off(wait=True)
-        self.publications[sink] = publication = self.sinks.publish(sink, sequences, aborted)
-        return publication
+        return self.sinks.publish(sink, sequences, aborted, keep_open)
 
     def open(self, sink: str, folder: str = "") -> None:
         """Begin or restart a shard. `folder` is the store's folder below the trace root. Raises TraceError."""
@@ -119,6 +120,11 @@ class Recorder:
         """Drop an unpublished shard, if it exists."""
         self._journal.work_off(wait=True)
         self.sinks.abandon(sink)
+
+    def abandon_all(self) -> None:
+        """Drop all unpublished shards."""
+        self._journal.work_off(wait=True)
+        self.sinks.abandon_all()
 
     def unfinished(self, sink: str) -> list[str]:
         """Return the keys of requests that may still add to a shard. vLLM reports a request's end one step later."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,17 +42,17 @@ class WorkerSource:
     def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
         """Do nothing: the workers see finished requests themselves."""
 
-    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> None:
-        """Begin publishing the records of `sequences`: key -> token ids that must have been forwarded."""
-        self._llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
+    def publish(self, call: str, *given: Any) -> None:
+        """Begin publishing a shard. given: as of Recorder.publish. `call` names this for the two methods below."""
+        self._llm.collective_rpc("moe_rl_publish", args=(call, *given))
 
-    def published(self, sink: str) -> bool:
+    def published(self, call: str) -> bool:
         """Return whether `references` would not wait."""
-        return all(self._llm.collective_rpc("moe_rl_published", args=(sink,)))
+        return all(self._llm.collective_rpc("moe_rl_published", args=(call,)))
 
-    def references(self, sink: str) -> dict[str, RouteRef]:
-        """Wait until a shard is published, and return references to its records by their keys."""
-        return join_parts(self._llm.collective_rpc("moe_rl_claims", args=(sink,)))
+    def references(self, call: str) -> dict[str, RouteRef]:
+        """Wait until `publish` is done, and return references to the records by their keys."""
+        return join_parts(self._llm.collective_rpc("moe_rl_claims", args=(call,)))
 
     def abandon(self, sink: str) -> None:
         self._llm.collective_rpc("moe_rl_abandon", args=(sink,))
@@ -120,14 +121,14 @@ class NativeSource:
         sums = rows_of(chosen, self._layers.tolist(), token_ids, versions=self._version)
         return Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64), sums)
 
-    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> None:
-        self._publications[sink] = self._sinks.publish(sink, sequences, aborted)
+    def publish(self, call: str, *given: Any) -> None:
+        self._publications[call] = self._sinks.publish(*given)
 
-    def published(self, sink: str) -> bool:
-        return self._publications[sink].done()
+    def published(self, call: str) -> bool:
+        return self._publications[call].done()
 
-    def references(self, sink: str) -> dict[str, RouteRef]:
-        return self._publications.pop(sink).result()
+    def references(self, call: str) -> dict[str, RouteRef]:
+        return self._publications.pop(call).result()
 
     def abandon(self, sink: str) -> None:
         self._sinks.abandon(sink)

@@ -46,6 +46,7 @@ class RunningCall(ABC):
     Attributes:
         source: records the requests; None records nothing.
         shard: the shard open there.
+        keep_open: whether it stays open for further calls.
         asks: what each request records.
         outputs: the output of each request.
         unfinished: number of unfinished requests.
@@ -57,6 +58,7 @@ class RunningCall(ABC):
     shard: str
     requests: list[GenerateRequest]
     asks: list[RecordingRequest | None]
+    keep_open: bool = False
     outputs: list[RequestOutput] = field(init=False)
     unfinished: int = field(init=False)
     publishes: bool = field(default=False, init=False)
@@ -66,7 +68,7 @@ class RunningCall(ABC):
 
     @abstractmethod
     def publish(self, source: WorkerSource | NativeSource) -> None:
-        """Begin publishing the shard. All requests must have ended."""
+        """Begin publishing the shard, or its records of this call. All requests must have ended."""
 
     @abstractmethod
     def reply(self, refs: dict[str, RouteRef]) -> wire.Reply:
@@ -81,7 +83,7 @@ class SampledCall(RunningCall):
         for request, ask, output in zip(self.requests, self.asks, self.outputs, strict=True):
             if ask is not None and ask.key in sequences and not output.aborted:
                 source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
-        source.publish(self.shard, sequences, aborted)
+        source.publish(str(self.number), self.shard, sequences, aborted, self.keep_open)
         stats = ", ".join(f"{count} {name}" for name, count in sorted(source.stats().items()))
         rows = sum(map(len, sequences.values()))
         print(f"shard {self.shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
@@ -95,7 +97,8 @@ class ScoredCall(RunningCall):
     """Scores token sequences."""
 
     def publish(self, source: WorkerSource | NativeSource) -> None:
-        source.publish(self.shard, {one.key: list(one.prompt_token_ids[:-1]) for one in self.requests}, [])
+        sequences = {one.key: list(one.prompt_token_ids[:-1]) for one in self.requests}
+        source.publish(str(self.number), self.shard, sequences)
 
     def reply(self, refs: dict[str, RouteRef]) -> wire.Reply:
         return wire.Scored(

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,13 @@ class Control:
     async def _publish(self, engine, message: Publish) -> dict:
         if unknown := set(message.aborted) - message.sequences.keys():
             raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences")
-        await _settle(engine, message.sink)
-        await _call(engine, "moe_rl_publish", message.sink, message.sequences, message.aborted)
-        while not all(await _call(engine, "moe_rl_published", message.sink)):
+        await _settle(engine, message.sink, message.sequences if message.keep_open else None)
+        call = secrets.token_hex(8)
+        given = message.sink, message.sequences, message.aborted, message.keep_open
+        await _call(engine, "moe_rl_publish", call, *given)
+        while not all(await _call(engine, "moe_rl_published", call)):
             await asyncio.sleep(_SETTLE_POLL_SECONDS)
-        return join_parts(await _call(engine, "moe_rl_claims", message.sink))
+        return join_parts(await _call(engine, "moe_rl_claims", call))
 
     async def _abandon(self, engine, message: Sink) -> None:
         await _settle(engine, message.sink)
@@ -358,10 +360,12 @@ async def _stop(engine) -> None:
     await engine.pause_generation(mode="abort", clear_cache=True)
 
 
-async def _settle(engine, sink: str) -> None:
-    """Wait until no request can add to a shard."""
+async def _settle(engine, sink: str, only: Container[str] | None = None) -> None:
+    """Wait until no request, or none with these keys, can add to a shard."""
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while unfinished := [key for keys in await _call(engine, "moe_rl_unfinished", sink) for key in keys]:
+    while unfinished := [
+        key for keys in await _call(engine, "moe_rl_unfinished", sink) for key in keys if only is None or key in only
+    ]:
         if time.monotonic() > deadline:
             got = f"{len(unfinished)} requests still being sampled, such as {unfinished[0]}"
             raise RefusedCall(409, describe("A shard is not finished", where={"shard": sink}, got=got, do="abort them"))

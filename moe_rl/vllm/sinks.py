@@ -2,8 +2,8 @@
 
 A sink is one unpublished shard. Records are appended in the order in which requests finish, in parallel to the engine's
 steps: a step only copies the rows, and one thread encodes, writes and publishes them. Two things of each record stay in
-memory: its tokens, to verify at publication that they are those of the sequence, and each row's checksum from the
-engine's buffer, for the reference.
+memory until its reference is returned: its tokens, to verify that they are those of the sequence, and each row's
+checksum from the engine's buffer, for the reference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moe_rl.errors import DiskError, EngineError, MoeRLError, RequestRefused, TraceError
-from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.trace.source_sum import rows_total, total
 from moe_rl.trace.spans import cut_spans, spans_of_rows, versions_of_rows
 from moe_rl.types import RouteRef
@@ -34,6 +34,8 @@ _MAX_REFUSALS = 1024
 _MIN_SHARED_BYTES = 64
 # Number of most recent prompts whose rows are remembered for sharing.
 _MAX_FAMILIES = 256
+# Number of most recent records whose tokens and versions are remembered for the records that continue them.
+_MAX_RECENT = 256
 # Bytes of rows that may wait to be written, over all shards, enough for 250 requests of 10,000 tokens, 48 layers and
 # top 8.
 _MAX_WAITING_BYTES = 1 << 30
@@ -46,18 +48,19 @@ class _Sink:
     """Holds one unpublished shard.
 
     Attributes:
-        store: the store of the shard.
         writer: writes the shard.
-        records: key -> reference to all stored rows, token ids and sums of all rows, first row to refer to.
+        records: key -> reference to all stored rows, token ids and sums of all rows, first row to refer to. A record
+            is left out once its reference is returned.
         families: prompt -> a record that begins with this prompt, and the prompt's rows.
-        last: the writing thread's last work. Until it is done, only that thread uses `writer`, `records`, `families`.
+        recent: digest of a record -> token ids and weight versions of all its rows.
+        last: the writing thread's last work. Until it is done, only that thread uses the fields above.
         dropped: whether waiting rows need not be written.
     """
 
-    store: TraceStore
     writer: ShardWriter
     records: dict[str, tuple[RouteRef, np.ndarray, np.ndarray, int]] = field(default_factory=dict)
     families: OrderedDict[bytes, tuple[RouteRef, Rows]] = field(default_factory=OrderedDict)
+    recent: OrderedDict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=OrderedDict)
     last: Future[Any] | None = None
     dropped: bool = False
 
@@ -103,9 +106,8 @@ class Sinks:
                 got=f"{len(self._open)} unpublished ones: {', '.join(sorted(self._open))[:120]}",
                 do="publish or abandon them",
             )
-        root = self._root / folder
-        writer = ShardWriter(root, name + self._suffix, self._spec, layers=self._layers)
-        sink = self._open[name] = _Sink(TraceStore(root), writer)
+        writer = ShardWriter(self._root / folder, name + self._suffix, self._spec, layers=self._layers)
+        sink = self._open[name] = _Sink(writer)
         return sink
 
     def add(self, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
@@ -164,7 +166,7 @@ class Sinks:
         sums = rows.sums
         if ask.parent is not None:
             parent = self._mine(ask.parent)
-            inherited = _check_parent(sink.store, parent, rows, ask.key)
+            inherited = _check_parent(sink, parent, rows, ask.key)
             sums = _with_sum_of(ask.parent, rows, first_stage=parent.parts[0] == ask.parent.parts[0])
         else:
             parent = self._relative(sink, request, rows) if not ask.start else None
@@ -181,6 +183,11 @@ class Sinks:
             aux=aux,
         )
         sink.records[ask.key] = (ref, rows.token_ids, sums, ask.start)
+        if not ask.start:
+            versions = np.concatenate([inherited, rows.weight_versions[len(inherited) :]])
+            sink.recent[ref.parts[0].digest] = (rows.token_ids, versions)
+            if len(sink.recent) > _MAX_RECENT:
+                sink.recent.popitem(last=False)
         if parent is None and not ask.start:
             sink.families[request.prompt.tobytes()] = (ref, rows.first(len(request.prompt)))
             if len(sink.families) > _MAX_FAMILIES:
@@ -196,7 +203,7 @@ class Sinks:
                 self._refused.popitem(last=False)
 
     def publish(
-        self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]
+        self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = (), keep_open: bool = False
     ) -> Future[dict[str, RouteRef]]:
         """Begin publishing a shard, see Recorder.publish. The writing thread does it after the shard's records."""
         if (sink := self._open.get(name)) is None:
@@ -212,24 +219,35 @@ class Sinks:
                 fault="nothing",
             )
         self.hand_over()
-        sink.last = publication = self._thread.submit(partial(self._publish, name, sink, sequences, aborted), 0)
+        sink.last = publication = self._thread.submit(
+            partial(self._publish, name, sink, sequences, aborted, keep_open), 0
+        )
         return publication
 
     def _publish(
-        self, name: str, sink: _Sink, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]
+        self, name: str, sink: _Sink, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str], keep_open: bool
     ) -> dict[str, RouteRef]:
-        """Publish a shard, in the writing thread, after all its records are written."""
+        """Publish a shard, or return references only, in the writing thread, after all its records are written."""
         self.check()
         if (lost := self._lost.get(name)) is not None:
             raise lost
         refs = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
         for key in aborted:
             sink.writer.mark_aborted(key)
+        if keep_open:
+            for key in refs:
+                del sink.records[key]
+            return refs
         try:
             sink.writer.publish()
         finally:
             del self._open[name]  # published or gone: a writer whose disk failed leaves nothing behind
         return refs
+
+    def abandon_all(self) -> None:
+        """Drop all unpublished shards."""
+        for name in list(self._open):
+            self.abandon(name)
 
     def abandon(self, name: str) -> None:
         """Drop an unpublished shard, if it exists."""
@@ -341,10 +359,13 @@ def _check_fresh(rows: Rows, began: int, inherited: np.ndarray, key: str) -> Non
         )
 
 
-def _check_parent(store: TraceStore, parent: RouteRef, rows: Rows, key: str) -> np.ndarray:
+def _check_parent(sink: _Sink, parent: RouteRef, rows: Rows, key: str) -> np.ndarray:
     """Refuse a request that does not continue its parent. Returns the weight versions [R] of the parent's rows."""
-    record = store.read(parent, layers=())
-    theirs = record.token_ids
+    known = sink.recent.get(parent.parts[0].digest)
+    if known is None:
+        record = sink.writer.store.read(parent, layers=())
+        known = record.token_ids, versions_of_rows(record.spans)
+    theirs, versions = (one[: parent.rows] for one in known)
     mine = rows.token_ids[: len(theirs)]
     wrong = np.flatnonzero(mine != theirs[: len(mine)])
     if wrong.size or len(mine) < len(theirs):
@@ -356,4 +377,4 @@ def _check_parent(store: TraceStore, parent: RouteRef, rows: Rows, key: str) -> 
             expected=int(theirs[at]),
             do="give the whole dialogue so far as the prompt",
         )
-    return versions_of_rows(record.spans)
+    return versions

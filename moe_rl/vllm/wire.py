@@ -75,9 +75,11 @@ class Start(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """Requests completions.
+    """Requests completions. A call without requests publishes a shard that earlier calls left open.
 
     Attributes:
+        shard: of this call only, unless earlier calls left it open.
+        keep_open: leave the shard open: its records are written but not published, and later calls may use it.
         alone: no other call may be running, and the prefix cache is emptied first, so that the result depends only on
             the weights and the requests.
     """
@@ -85,6 +87,7 @@ class Generate(Message, frozen=True):
     requests: list[GenerateRequest]
     shard: str
     alone: bool = False
+    keep_open: bool = False
 
 
 class Score(Message, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import msgspec
@@ -50,20 +50,20 @@ class RecorderControl:
         if self.moe_rl_recorder is not None:
             self.moe_rl_recorder.open(sink, folder)
 
-    def moe_rl_publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()) -> None:
-        """Begin publishing a shard, see Recorder.publish."""
-        if self.moe_rl_recorder is not None:
-            self.moe_rl_recorder.publish(sink, sequences, aborted)
+    def moe_rl_publish(self, call: str, *given: Any) -> None:
+        """Begin publishing a shard. given: as of Recorder.publish. `call` names this for the two methods below."""
+        if (recorder := self.moe_rl_recorder) is not None:
+            recorder.publications[call] = recorder.publish(*given)
 
-    def moe_rl_published(self, sink: str) -> bool:
-        """Return whether this worker has published its part of a shard."""
-        return self.moe_rl_recorder is None or self.moe_rl_recorder.publications[sink].done()
+    def moe_rl_published(self, call: str) -> bool:
+        """Return whether this worker has done what `moe_rl_publish` began."""
+        return self.moe_rl_recorder is None or self.moe_rl_recorder.publications[call].done()
 
-    def moe_rl_claims(self, sink: str) -> dict[str, Claim] | None:
-        """Wait until a shard is published, and return this worker's part of each record."""
+    def moe_rl_claims(self, call: str) -> dict[str, Claim] | None:
+        """Wait until it is done, and return this worker's part of each record."""
         if self.moe_rl_recorder is None:
             return None
-        return claims(self.moe_rl_recorder.publications.pop(sink).result())
+        return claims(self.moe_rl_recorder.publications.pop(call).result())
 
     def moe_rl_abandon(self, sink: str) -> None:
         if self.moe_rl_recorder is not None:
@@ -79,7 +79,9 @@ class RecorderControl:
         return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 
     def moe_rl_forget_weights(self) -> dict[str, object]:
-        """Reset for another run: version 0, and incomplete weights until the first update."""
+        """Reset for another run: version 0, incomplete weights until the first update, and no unpublished shard."""
+        if self.moe_rl_recorder is not None:
+            self.moe_rl_recorder.abandon_all()
         self.weight_transfer_engine.intake.forget()
         return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 

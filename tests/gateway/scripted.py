@@ -39,7 +39,7 @@ class Scripted:
         self.goes.set()
         self._codec = codec
 
-    async def sample(self, place, requests, *, shard, leave):
+    async def sample(self, place, requests, *, shard, leave, keep_open=False):
         self.asked.append(requests)
         said_now = [self.texts.pop(0) if len(self.texts) > 1 else self.texts[0] for _ in requests]
         waits = [asyncio.ensure_future(one.wait()) for one in (self.goes, leave)]

@@ -17,6 +17,7 @@ from moe_rl.cli import main
 from moe_rl.clock import Clock
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import EngineError, MoeRLError, RewardError, RouteValidationError, SamplerGone, TraceError
+from moe_rl.gateway import episode_gateway
 from moe_rl.gateway.asking import SamplingRule, SamplingWish
 from moe_rl.gateway.episode_gateway import FAILURES, EpisodeGateway
 from moe_rl.gateway.finishing import SessionKeeper
@@ -26,6 +27,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.replay.routes import microbatch_routes, read_routes, source_sum
 from moe_rl.rollout.batches import episode_metrics
 from moe_rl.rollout.episodes import Episodes
+from moe_rl.rollout.kept import shards_of
 from moe_rl.rollout.rollouts import OwnRollouts, Rollouts
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
@@ -92,6 +94,7 @@ def test_a_dialogue_with_a_branch_is_trained_on_as_transformers_computes_it(open
         assert [turn.kind for turn in session.turns] == ["first", "continued", "continued", "forked"]
         assert [[turn.number for turn in run] for run in runs_of(session)] == [[0, 1, 2], [3]]
     assert [one.segment_of for one in batch.sequences] == ["step000001-p0-c0"] * 2 + ["step000001-p0-c1"] * 2
+    assert shards_of(batch.sequences) == ["step000001"], "a shard for all turns of a step"
     said = [token for session in sessions for turn in session.turns for token in turn.token_ids]
     assert [token for one in batch.sequences for token in one.token_ids] == said
     given = sum(len(turn.input_ids) for session in sessions for turn in session.turns[1:3])
@@ -109,6 +112,28 @@ def test_a_dialogue_with_a_branch_is_trained_on_as_transformers_computes_it(open
         # The solved output weights are large, and so is their rounding. The temperature divides by 0.1.
         for logprobs in (one.rollout_logprobs, seen["logprobs"][one.key]):
             np.testing.assert_allclose(logprobs[: len(rows)], computed.logprobs[rows], rtol=0, atol=5e-4)
+
+
+@pytest.mark.timeout(300)
+def test_episodes_whose_records_are_lost_with_a_server_are_played_again(opened, monkeypatch):
+    rollouts, lost = opened(), []
+    sampler = rollouts.engine.sampler
+    publish = sampler.publish
+
+    async def loses_the_first(shard):
+        if lost:
+            return await publish(shard)
+        lost.append(shard)
+        return lost
+
+    monkeypatch.setattr(sampler, "publish", loses_the_first)
+    monkeypatch.setattr(episode_gateway, "_DYING_SECONDS", 0.0)
+    batch = rollouts.take(1, Clock())
+    assert lost == ["step000001"] and shards_of(batch.sequences) == ["step000001-again1"]
+    assert rollouts.kept.store.shards().count("step000001") == 0
+    assert rollouts.rollouts.player.gateway.turns.counts["sampled_again"] == batch.metrics["episode/turns_mean"] * 2
+    assert [one.segment_of for one in batch.sequences] == ["step000001-p0-c0"] * 2 + ["step000001-p0-c1"] * 2
+    rollouts.engine.run(publish("step000001"))
 
 
 @pytest.mark.timeout(300)
@@ -171,7 +196,7 @@ def test_held_out_rows_are_played_and_not_recorded(opened, tmp_path):
 def test_an_episode_is_the_same_whenever_it_is_played(opened):
     own = opened("rollout.temperature=1.0")
     (prompt,) = own.source.at(0, 1)
-    asked = [replace(own.rollouts.episodes.request(f"again-{at}", f"{at}", prompt), kept=False) for at in range(3)]
+    asked = [own.rollouts.episodes.request(f"again-{at}", f"{at}", prompt, None) for at in range(3)]
     play = lambda these: own.engine.run(own.rollouts.player.play(these))  # noqa: E731
     first, second = play(asked), play(asked[::-1])[::-1]
     assert [[one.ids for one in each.sequences] for each in first] == [
@@ -196,7 +221,10 @@ class FailingSampler:
     def __init__(self, error: MoeRLError):
         self.error = error
 
-    async def sample(self, place, requests, *, shard, leave):
+    async def sample(self, place, requests, *, shard, leave, keep_open):
+        raise self.error
+
+    async def publish(self, shard):
         raise self.error
 
 
@@ -204,7 +232,7 @@ class FailingSampler:
 def test_a_fault_of_the_sampler_ends_the_run_and_is_no_failed_episode(opened, error, tmp_path, checkpoint):
     rollouts = opened().rollouts
     config, facts = rollouts.config, read_model(checkpoint)
-    asked = [rollouts.episodes.request("lost", "lost", *rollouts.source.at(0, 1))]
+    asked = [rollouts.episodes.request("lost", "lost", *rollouts.source.at(0, 1), "lost")]
 
     async def run():
         player = EpisodeGateway(config, facts, FailingSampler(error), tmp_path)
@@ -227,12 +255,15 @@ class SlowToLeave:
     def __init__(self):
         self.asked, self.under_way = asyncio.Event(), 0
 
-    async def sample(self, place, requests, *, shard, leave):
+    async def sample(self, place, requests, *, shard, leave, keep_open):
         self.under_way += 1
         self.asked.set()
         await leave.wait()
         await asyncio.sleep(0.5)
         self.under_way -= 1
+        return []
+
+    async def publish(self, shard):
         return []
 
 
@@ -246,7 +277,7 @@ def test_an_episode_that_is_given_up_ends_with_its_last_request(checkpoint, tmp_
         player = EpisodeGateway(config, facts, sampler, tmp_path)
         await player.open()
         prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
-        playing = asyncio.create_task(player.play([Episodes(config).request("g-c0", "c0", prompt)]))
+        playing = asyncio.create_task(player.play([Episodes(config).request("g-c0", "c0", prompt, "g")]))
         await sampler.asked.wait()
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
@@ -267,7 +298,7 @@ def test_a_systems_text_that_changes_is_a_metric_of_the_run(checkpoint, tmp_path
         player = EpisodeGateway(config, read_model(checkpoint), sampler, tmp_path)
         await player.open()
         prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
-        asked = [replace(Episodes(config).request(f"g-c{n}", f"c{n}", prompt), kept=False) for n in range(2)]
+        asked = [Episodes(config).request(f"g-c{n}", f"c{n}", prompt, None) for n in range(2)]
         try:
             return await player.play(asked)
         finally:

@@ -44,10 +44,13 @@ class TwoPlaces:
             sampled = await self.engine.sample(0, requests, shard=f"{shard}-server{place}", **more)
         finally:
             self.running[place] -= 1
-        if place in self.lost:
+        if place in self.lost and place in self.there:
             self.there = [one for one in self.there if one != place]
             raise ServerLost("lost", sum(len(one.token_ids) for one in sampled))
         return sampled
+
+    def shard_at(self, place, shard):
+        return f"{shard}-server{place}"
 
 
 async def say(turns: TurnSampler, session: Session, prompt, most=6):
@@ -77,6 +80,35 @@ def test_a_turn_of_a_lost_place_is_sampled_again_elsewhere(engine, settings):
         with pytest.raises(SamplerGone):
             await say(turns, session, [1])
         assert not session.busy
+
+    asyncio.run(run())
+
+
+def test_turns_of_a_run_share_a_shard_at_a_place_and_do_not_continue_that_of_a_lost_one(engine, settings):
+    async def run():
+        sampler = TwoPlaces(engine)
+        turns, sessions = TurnSampler(sampler, BOUNDS, seed=5), [Session(f"s{n}", "g", WIDE, 0.0) for n in range(2)]
+        for session in sessions:
+            session.shards = session.shared = "shared"
+        await asyncio.gather(*(say(turns, one, [5, 6, 7 + n]) for n, one in enumerate(sessions)))
+        session = sessions[0]
+        await say(turns, session, [*session.ids(0), 9])
+        home = sampler.at[-1]
+        sampler.lost.add(home)
+        for turn in (1, 2):
+            await say(turns, session, [*session.ids(turn), 9])
+        assert [turn.continues for turn in session.turns] == [False, True, False, True]
+        found = [turn.routes.parts[0].shard for turn in session.turns]
+        assert found == [sampler.shard_at(place, "shared") for place in (home, home, 1 - home, 1 - home)]
+        assert turns.counts["recorded_anew"] == 1 and not set(found) & set(TraceStore(settings.trace_root).shards())
+        for name in set(found):
+            await engine.sampler.publish(name)
+        for one in sessions:
+            check_session(one.finish(), TraceStore(settings.trace_root))
+        session.tell_received([3])
+        assert [len(one.turns or one.token_ids) for one in sequences_of(session.finish())] == [
+            sum(len(turn.token_ids) for turn in session.turns[at : at + 2]) for at in (0, 2)
+        ]
 
     asyncio.run(run())
 
@@ -111,7 +143,7 @@ class ManyWeights:
     def __init__(self):
         self.version, self.asked = 0, []
 
-    async def sample(self, place, requests, *, shard, leave):
+    async def sample(self, place, requests, *, shard, leave, keep_open):
         self.asked.append(requests[0])
         return [said(one.prompt_token_ids, [3], key=one.key, version=self.version) for one in requests]
 

@@ -1078,8 +1078,8 @@ MUTANTS: list[Mutant] = [
         (
             "copies not waited for",
             "recorder.py",
-            "self._journal.work_off(wait=True)\n        self.publications",
-            "self._journal.work_off()\n        self.publications",
+            "self._journal.work_off(wait=True)\n        return self.sinks.publish",
+            "self._journal.work_off()\n        return self.sinks.publish",
             "A shard is published before the last rows have arrived from the device.",
             "tests/vllm/test_recorder.py",
         ),
@@ -1158,8 +1158,8 @@ MUTANTS: list[Mutant] = [
         (
             "publication that does not wait",
             "sinks.py",
-            "publication = self._thread.submit(partial(self._publish, name, sink, sequences, aborted), 0)",
-            "publication = Future()\n        publication.set_result(self._publish(name, sink, sequences, aborted))",
+            "publication = self._thread.submit(\n            partial(self._publish, name, sink, sequences, aborted, keep_open), 0\n        )",
+            "publication = Future()\n        publication.set_result(\n            self._publish(name, sink, sequences, aborted, keep_open)\n        )",
             "A shard is published without the records that are still being written, or their requests are refused.",
             "tests/vllm/test_sinks.py",
         ),

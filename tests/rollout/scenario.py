@@ -217,7 +217,7 @@ def _sample(llm, act: dict) -> dict:
                  "versions": versions, "aborted": key in aborted}
             )  # fmt: skip
     sequences = {one["key"]: [*one["prompt"], *one["token_ids"][:-1]] for one in completions}
-    llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
+    llm.collective_rpc("moe_rl_publish", args=(sink, sink, sequences, aborted))
     refs = join_parts(llm.collective_rpc("moe_rl_claims", args=(sink,)))
     for one in completions:
         one["rows"] = len(sequences[one["key"]])

@@ -60,6 +60,11 @@ class Server:
     scored: str | None = None
     refuses: bool = False
     adopted: bool = False
+    published: list[str] = field(default_factory=list)
+
+    async def publish(self, shard):
+        self._may_fail("publish")
+        self.published.append(shard)
 
     async def adopt(self):
         self.adopted, self.paused = True, False
@@ -103,7 +108,7 @@ class Server:
         )
         return Holding(update.version, digest, True)
 
-    async def sample_group(self, requests, shard, leave, ended, *, started, samples):
+    async def sample_group(self, requests, shard, leave, ended, *, started, samples, keep_open=False):
         assert started == self.served_.start and not leave.is_set()
         samples[0].token_ids += [7, 7, 7]
         return await self.sample(requests, shard)
@@ -190,6 +195,33 @@ def test_completions_come_back_in_order_from_shards_of_their_own(fleet):
     ]
     assert all(one.routes for one in made.score([[1, 2, 3]], shard="canary"))
     assert [server.scored for server in servers] == ["canary-server0", "canary-server1"]
+
+
+def test_an_open_shard_is_published_where_it_was_left_and_a_lost_server_is_told(fleet, tmp_path):
+    made, servers = fleet(3, max_lost=1)
+
+    def turn(place, shard):
+        how = {"shard": shard, "leave": asyncio.Event(), "keep_open": True}
+        made.run(made.sampler.sample(place, REQUESTS[:1], **how))
+        servers[place].shards.clear()
+
+    for place in (0, 1, 0):
+        turn(place, "step000001")
+    servers[1].fails.append("publish")
+    assert made.run(made.sampler.publish("step000001")) == ["step000001-server1"]
+    assert [server.published for server in servers] == [["step000001-server0"], [], []]
+    assert list(made.sampler.lost) == ["http://host:1"]
+    assert made.run(made.sampler.publish("step000001")) == []
+    for place in (2, 0):
+        turn(place, "step000002")
+    servers[2].fails.append("update")
+    made.wake("weights")
+    made.update_weights(update(tmp_path, 2))  # server 1 is used again, and server 2 is lost
+    made.wake("weights")
+    made.update_weights(update(tmp_path, 3))
+    turn(2, "step000002")
+    assert made.run(made.sampler.publish("step000002")) == ["step000002-server2"]
+    assert servers[2].published == ["step000002-server2-again1"] and not made.sampler.lost
 
 
 def test_weights_are_named_by_their_place_below_the_trace_root(fleet, tmp_path):
@@ -384,7 +416,7 @@ def test_a_server_that_was_started_again_gets_the_next_update_and_is_used(fleet,
     made.update_weights(update(tmp_path, 2))
     assert list(made.sampler.places) == [0, 1, 2] and not made.sampler.lost
     made.generate(REQUESTS, shard="step3")
-    assert "step3-server1" in servers[1].shards and servers[1].updates[-1].version == 2
+    assert "step3-server1-again1" in servers[1].shards and servers[1].updates[-1].version == 2
     servers[2].fails.append("before")  # one may be lost again
     made.generate(REQUESTS, shard="step4")
     assert list(made.sampler.places) == [0, 1]

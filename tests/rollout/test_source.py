@@ -50,8 +50,8 @@ def test_arrays_of_finished_requests_become_records(source, tmp_path):
     prompt, tokens = (5, 6, 7, 8, 9), (10, 11, 12)
     routes = captured(8)
     source.finished(RecordingRequest("a", "shard"), prompt, tokens, result(routes, cached=4))
-    source.publish("shard", {"a": [*prompt, *tokens[:-1]]}, [])
-    refs = source.references("shard")
+    source.publish("call", "shard", {"a": [*prompt, *tokens[:-1]]}, [])
+    refs = source.references("call")
     record = TraceStore(tmp_path / "trace").read(refs["a"])
     np.testing.assert_array_equal(record.routes, np.sort(routes[:, LAYERS], -1))
     assert record.token_ids.tolist() == [5, 6, 7, 8, 9, 10, 11]
@@ -84,9 +84,9 @@ def test_what_cannot_be_trained_on_is_refused(source, change, error, facts):
 def test_impossible_experts_are_refused_when_the_record_is_published(source, change, reason):
     prompt, tokens = (5, 6, 7, 8, 9), (10, 11, 12)
     source.finished(RecordingRequest("a", "shard"), prompt, tokens, result(change(captured(8))))
-    source.publish("shard", {"a": [*prompt, *tokens[:-1]]}, [])
+    source.publish("call", "shard", {"a": [*prompt, *tokens[:-1]]}, [])
     with refused(EngineError, reason, fault="not recorded", request="a"):
-        source.references("shard")
+        source.references("call")
 
 
 @pytest.mark.long

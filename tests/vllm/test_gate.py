@@ -110,14 +110,14 @@ class Engine:
     def moe_rl_open(self, sink: str, folder: str) -> None:
         self.sinks.open(sink, folder)
 
-    def moe_rl_publish(self, sink: str, sequences: dict, aborted: list) -> None:
-        self.publications[sink] = self.sinks.publish(sink, sequences, aborted)
+    def moe_rl_publish(self, call: str, sink: str, sequences: dict, aborted: list, keep_open: bool) -> None:
+        self.publications[call] = self.sinks.publish(sink, sequences, aborted, keep_open=keep_open)
 
-    def moe_rl_published(self, sink: str) -> bool:
-        return self.publications[sink].done()
+    def moe_rl_published(self, call: str) -> bool:
+        return self.publications[call].done()
 
-    def moe_rl_claims(self, sink: str) -> dict:
-        return claims(self.publications.pop(sink).result())
+    def moe_rl_claims(self, call: str) -> dict:
+        return claims(self.publications.pop(call).result())
 
     def moe_rl_abandon(self, sink: str) -> None:
         self.sinks.abandon(sink)

@@ -9,6 +9,7 @@ import pytest
 
 from moe_rl.errors import EngineError, TraceDiskError
 from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.trace.recovery import recover_shard
 from moe_rl.vllm import sinks as module
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.sinks import Sinks
@@ -51,6 +52,54 @@ class Gate:
 @pytest.fixture
 def sinks(tmp_path):
     return Sinks(tmp_path, SPEC, layers=SPEC.moe_layers, suffix="")
+
+
+TURNS = 70  # more than the records that a reader follows
+
+
+def dialogue(sinks):
+    """Records the turns of a dialogue in a shard that stays open. Returns their references and the routes of all."""
+    rng, rows = np.random.default_rng(3), PROMPT + 3 * TURNS
+    routes = np.sort(np.argsort(rng.random((rows, 2, 16)), -1)[..., :4], -1).astype(np.uint8)
+    tokens, refs = np.arange(rows, dtype=np.int32), []
+    for turn in range(TURNS):
+        end, key = PROMPT + 3 * (turn + 1), f"turn{turn}"
+        ask = RecordingRequest(key, "shard", parent=refs[-1] if refs else None)
+        own = Rows(routes[:end], tokens[:end], np.zeros(end, np.int64), np.zeros(end, np.uint64))
+        sinks.add(Recorded(turn, ask, tokens[: end - 2], cached=0, greedy=False), ask, own, {})
+        refs.append(sinks.publish("shard", {key: tokens[:end]}, [], keep_open=True).result()[key])
+    return refs, routes
+
+
+def readable(root, refs, routes):
+    store = TraceStore(root)
+    store.check_published(["shard"])
+    for ref in refs:
+        assert np.array_equal(store.read(ref).routes, routes[: ref.rows]), ref.key
+
+
+def test_the_turns_of_a_shard_that_stays_open_are_synced_once(tmp_path, sinks, monkeypatch):
+    synced, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd)))
+    refs, routes = dialogue(sinks)
+    assert not synced and not TraceStore(tmp_path).shards()
+    sinks.publish("shard", {}, []).result()
+    assert len(synced) == 4, "the file, the folder of the new manifest, the manifest, the folder"
+    readable(tmp_path, refs, routes)
+
+
+def test_what_a_killed_writer_had_answered_for_is_recovered(tmp_path, sinks):
+    refs, routes = dialogue(sinks)
+    (path,) = tmp_path.glob(".shard.*.tmp")
+    recover_shard(tmp_path, "shard", 0.0)
+    assert not TraceStore(tmp_path).shards(), "its writer lives"
+    written = path.read_bytes()
+    sinks.abandon_all()
+    path.write_bytes(written)  # as the kernel leaves it: nobody holds its lock
+    recover_shard(tmp_path, "other", 0.0)
+    recover_shard(tmp_path, "shard", 0.0)
+    assert not path.exists()
+    readable(tmp_path, refs, routes)
 
 
 @pytest.mark.parametrize("row", [None, 0, 15, PROMPT - 1])

@@ -55,6 +55,10 @@ PARTS = {
     "soak": Part(
         "a run that is killed at random and resumed", 3600, ("tools/dev/soak.py", "--kills", "10", "--minutes", "40"),
     ),
+    "night": Part(
+        "dialogues of 500 turns while servers are killed and ranks hang, for 30 minutes", 2 * 3600,
+        ("benchmarks/night.py",),
+    ),
 }  # fmt: skip
 """In the order in which they run."""
 

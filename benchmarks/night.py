@@ -1,0 +1,232 @@
+"""Runs a night in minutes: servers are killed and started again, and ranks hang, again and again.
+
+    python benchmarks/night.py [--seconds 1800] [--seed N] [--work DIR] [--json FILE]
+
+Two ranks train on dialogues of 500 turns over two servers. In turn, a server is killed while it samples and started
+again, and a rank stops while it trains: its threads go on, so it still gives signs of life. The run that hangs must end
+by itself, and is resumed. At the end every prompt must have ended once, and every token must have been trained on with
+its route. Exit status: 1 if the run or a prompt is lost, or a figure misses its bound.
+
+runs_lost                     launches that ended for another reason, or did not get on
+prompts_lost                  prompts that the steps lack, or have twice
+turns_recorded                turns of the longest dialogue, each checked against its record; at least 500
+files_per_step                trace shards of a step that is kept
+turns_published_per_second    of the sinks of one server alone, with an fsync of 15 ms; at least 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from shutil import copytree
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repository root, to import `tests` and `tools`
+
+from night_parts.sinks import turns_published_per_second
+from output import tell
+
+from moe_rl.config.load import dump_config, load_config
+from moe_rl.gateway.finishing import SessionKeeper
+from moe_rl.rollout.kept import shard_step
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.trace import TraceStore
+from tests.rollout.serving import Running, serving_run
+from tools.dev.runs import ROOT, Launch, RunEnded, python_path, rows
+
+TURNS, LONGEST = 500, 8192
+# A step takes minutes on a machine that others use.
+_PATIENCE, _LOOK_SECONDS = 1800.0, 0.3
+
+
+class Night:
+    """Keeps a run going over two servers that are killed, and through hangs of its ranks.
+
+    Attributes:
+        counts: what happened.
+    """
+
+    def __init__(self, work: Path, seed: int, stack: ExitStack):
+        self.work, self.random, self.stack = work, random.Random(seed), stack
+        self.counts = {"servers_killed": 0, "ranks_hung": 0, "runs_lost": 0}
+        self.runs = work / "runs"
+        self.runs.mkdir(parents=True)
+        self.given, self.token = _config(work, self.runs), self.runs / "token"
+        self.ports = [_free_port() for _ in range(2)]
+        with ThreadPoolExecutor() as both:
+            self.servers = list(both.map(self._serve, (0, 1)))
+        urls = ",".join(server.url for server in self.servers)
+        self.run = self._launch("--config", self.given, f"rollout.servers=[{urls}]")
+
+    def strike(self, until: float) -> None:
+        """Kill servers and stop ranks in turn, until time.monotonic() is `until`, then ask the run to stop."""
+        for number in range(1 << 30):
+            at = number // 2 % 2
+            (self.kill if number % 2 == 0 else self.hang)(at)
+            _say(f"{self.steps} steps, {self.counts}")
+            if time.monotonic() > until:
+                break
+        os.kill(self.run.rank_pid(0), signal.SIGTERM)
+        self.run.wait(_PATIENCE)
+        self.expect("the run was asked to stop")
+
+    def kill(self, at: int) -> None:
+        """Kill a server in the middle of a step, start it again, and wait until the run uses it again."""
+        trace = self.run.folder / "trace"
+        self.until(lambda: any(trace.glob(f".step*-server{at}[.-]*")))
+        time.sleep(self.random.uniform(0.0, 10.0))
+        for one in self.servers[at].processes():
+            one.kill()
+        self.counts["servers_killed"] += 1
+        before = self.steps
+        self.servers[at] = self._serve(at)
+        self.until(lambda: self.steps > before and self._rows()[-1]["rollout/lost_servers"] == 0)
+
+    def hang(self, rank: int) -> None:
+        """Stop the main thread of a rank while it trains. The run must end and name the rank; it is resumed."""
+        self.run.until(lambda: self.run.sign(rank).get("phase") == "train", _PATIENCE)
+        pid = self.run.rank_pid(rank)
+        os.kill(pid, signal.SIGUSR2)
+        self.counts["ranks_hung"] += 1
+        self.run.wait(_PATIENCE)
+        self.expect("and all live: ", f"rank {rank} (pid {pid}")
+        before = self.steps
+        self.run = self._launch("--resume", self.run.folder)
+        self.until(lambda: self.steps > before)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait until condition() is true, which may take its time to find out."""
+        self.run.until(lambda: condition() or time.sleep(_LOOK_SECONDS), _PATIENCE)
+
+    def expect(self, *told: str) -> None:
+        """Raise RunEnded unless the run that has ended printed this."""
+        if not all(one in self.run.text() for one in told):
+            raise RunEnded(f"the run ended for another reason:\n{self.run.text()[-4000:]}")
+
+    def result(self) -> dict[str, float]:
+        """Return the figures of the run, which has ended."""
+        folder = self.run.folder
+        config, store = load_config(folder / "config.yaml"), TraceStore(folder / "trace")
+        trained = self._rows()
+        ledger = PromptLedger.of_run(folder, config.pipeline)
+        lines = [line for step in range(self.steps) if (line := ledger.find(step)) is not None]
+        used = [at for line in lines for at in line.ended()]
+        keeper = SessionKeeper(folder / "rollouts", store)
+        lengths = [len(keeper.load(path.stem).turns) for path in (folder / "rollouts").glob("*.session")]
+        shards = [step for name in store.shards() if (step := shard_step(name)) is not None]
+        whole = all(row["routing/coverage"] == 1 and row["routing/applied_mismatch"] == 0 for row in trained)
+        return {
+            **self.counts,
+            "steps": self.steps,
+            "prompts_lost": len(set(range(self.steps * config.rollout.prompts_per_step)) ^ set(used))
+            + (len(used) - len(set(used))),
+            "episodes_failed": sum(row["episode/failed"] for row in trained),
+            "all_routes_trained_on": float(whole),
+            "turns_recorded": max(lengths, default=0),
+            "files_per_step": len(shards) / max(1, len(set(shards))),
+        }
+
+    @property
+    def steps(self) -> int:
+        """Return the number of finished steps."""
+        return max((row["step"] for row in self._rows()), default=0)
+
+    def _rows(self) -> list[dict]:
+        file = self.run.folder and self.run.folder / "metrics.jsonl"
+        return [row for row in rows(self.run.folder) if row["kind"] == "train"] if file and file.exists() else []
+
+    def _serve(self, at: int) -> Running:
+        folder = Path(tempfile.mkdtemp(prefix=f"server{at}-", dir=self.work))
+        given = [str(self.given), "--token-file", str(self.token), "--port", str(self.ports[at])]
+        return self.stack.enter_context(serving_run(folder, *given))
+
+    def _launch(self, *arguments: object) -> Launch:
+        run = Launch(self.runs, *arguments, script="benchmarks/night_parts/rank.py", environment=python_path(ROOT))
+        self.stack.callback(run.kill)
+        return run
+
+
+def _config(work: Path, runs: Path) -> Path:
+    """Write the config of the run, its rows, and its policy: that of tool use, for longer dialogues."""
+    policy = work / "policy"
+    copytree(ROOT / "assets/tiny_tool/policy", policy)
+    shape = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": LONGEST}))
+    rows = work / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{at}", "turns": TURNS}) + "\n" for at in range(1000)))
+    heldout = work / "heldout.jsonl"
+    heldout.write_text(json.dumps({"question": "held out", "turns": 2}) + "\n")
+    config = load_config(
+        ROOT / "configs/tool_use_cpu.yaml",
+        [
+            f"run.runs_dir={runs}", "run.name=night", "run.steps=1000", "run.hang_seconds=15",
+            "run.peer_timeout_seconds=120", f"model.path={policy}", f"task.train=[{{name: sums, data: {rows}}}]",
+            f"task.heldout=[{{name: sums, data: {heldout}}}]",
+            "task.environment.run=benchmarks.night_parts.dialogue.run",
+            "task.environment.seconds=3600", f"task.environment.turns={TURNS}", f"task.environment.tokens={LONGEST}",
+            "rollout.prompts_per_step=1", "rollout.group_size=2", f"rollout.max_prompt_tokens={LONGEST - 8}",
+            "rollout.max_completion_tokens=8", "rollout.kv_cache_mib=128", "rollout.max_lost_servers=1",
+            "rollout.sleep_level=0", f"rollout.token_file={runs / 'token'}", f"train.microbatch_tokens={2 * LONGEST}",
+            "train.updates_per_step=1", "checkpoint.every_steps=1", "eval.prompts=1", "eval.every_steps=1000",
+            "replay.native_every=0", "replay.keep_shards=1000",
+        ],
+    )  # fmt: skip
+    path = runs / "given.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1800.0, help="time after which nothing more is struck")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="new folder for the run (default: a temporary one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    options = parser.parse_args(argv)
+    until = time.monotonic() + options.seconds
+    figures: dict[str, float] = {"turns_published_per_second": turns_published_per_second()}
+    _say(f"{figures}")
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        night = Night(options.work or Path(temporary) / "night", options.seed, stack)
+        try:
+            night.strike(until)
+        except RunEnded as error:
+            night.counts["runs_lost"] += 1
+            print(error, file=sys.stderr)
+        figures = night.result() | figures
+    tell(figures, options.json)
+    return 0 if passed(figures) else 1
+
+
+def passed(figures: dict[str, float]) -> bool:
+    """Return whether nothing was lost, and each figure is within its bound."""
+    return (
+        not any(figures[name] for name in ("runs_lost", "prompts_lost", "episodes_failed"))
+        and figures["all_routes_trained_on"] == 1
+        and figures["turns_recorded"] >= TURNS
+        and figures["turns_published_per_second"] >= 200
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
