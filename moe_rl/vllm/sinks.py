@@ -219,9 +219,8 @@ class Sinks:
                 fault="nothing",
             )
         self.hand_over()
-        sink.last = publication = self._thread.submit(
-            partial(self._publish, name, sink, sequences, aborted, keep_open), 0
-        )
+        work = partial(self._publish, name, sink, sequences, aborted, keep_open)
+        sink.last = publication = self._thread.submit(work, 0)
         return publication
 
     def _publish(

@@ -1158,8 +1158,8 @@ MUTANTS: list[Mutant] = [
         (
             "publication that does not wait",
             "sinks.py",
-            "publication = self._thread.submit(\n            partial(self._publish, name, sink, sequences, aborted, keep_open), 0\n        )",
-            "publication = Future()\n        publication.set_result(\n            self._publish(name, sink, sequences, aborted, keep_open)\n        )",
+            "publication = self._thread.submit(work, 0)",
+            "publication = Future()\n        publication.set_result(work())",
             "A shard is published without the records that are still being written, or their requests are refused.",
             "tests/vllm/test_sinks.py",
         ),
