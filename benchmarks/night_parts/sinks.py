@@ -19,10 +19,10 @@ from moe_rl.vllm.slots import Recorded, Rows
 FSYNC_SECONDS = 0.015
 # Routes of a model with 48 layers of 128 experts.
 SPEC = TraceSpec("night", 128, 8, "m" * 48)
-DIALOGUES, TURNS, ROWS = 16, 40, 50
+TURNS, ROWS = 40, 50
 
 
-def turns_published_per_second() -> float:
+def turns_published_per_second(dialogues: int = 16) -> float:
     """Record dialogues of 40 turns side by side, each turn as soon as the reference to the turn before is there, and
     publish their shard."""
     rng, total, real = np.random.default_rng(1), TURNS * ROWS, os.fsync
@@ -37,7 +37,7 @@ def turns_published_per_second() -> float:
         sinks, refs = Sinks(Path(folder), SPEC, layers=SPEC.moe_layers, suffix=""), dict[int, RouteRef]()
         begun = time.perf_counter()
         for end in range(ROWS, total + 1, ROWS):
-            for dialogue in range(DIALOGUES):
+            for dialogue in range(dialogues):
                 key = f"{dialogue}/{end}"
                 ask = RecordingRequest(key, "step", parent=refs.get(dialogue))
                 rows = Rows(routes[:end], tokens[:end], zeros[:end], zeros[:end].astype(np.uint64))
@@ -46,5 +46,5 @@ def turns_published_per_second() -> float:
                 refs[dialogue] = sinks.publish("step", {key: tokens[:end]}, [], keep_open=True).result()[key]
         sinks.publish("step", {}, []).result()
         seconds = time.perf_counter() - begun
-        assert len(TraceStore(Path(folder)).records("step")) == DIALOGUES * TURNS
-    return DIALOGUES * TURNS / seconds
+        assert len(TraceStore(Path(folder)).records("step")) == dialogues * TURNS
+    return dialogues * TURNS / seconds
