@@ -164,7 +164,7 @@ def test_a_call_that_is_left_aborts_the_rest_and_keeps_their_rows(server, refere
 
 
 def test_calls_that_leave_a_shard_open_share_it_and_continue_its_records(server, reference, checkpoint, requests_of):
-    """An aborted turn and a refused one beside them take nothing from it. Whoever adopts the server drops such shards."""
+    """Neither an aborted turn nor a refused one beside them harms it. Whoever adopts the server drops such shards."""
     client, (first, second, endless, *_) = server.client(), requests_of(2, 2)
     later = replace(endless, max_tokens=ENDLESS)
     wrong = replace(second, key="wrong", parent=RouteRef("a", 3, (RoutePart("absent", "0" * 16),), 0, "0" * 16))
