@@ -60,17 +60,8 @@ def verl_loss(name: str, **parameters: float) -> Callable[..., tuple[Tensor, dic
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the microbatch's loss and its metrics. Tensors are [B, R]."""
         _refuse_unless("loss_agg_mode", loss_agg_mode, own, name)
-        batch, mask = config.global_batch_info, response_mask.bool()
-        ranks = batch.get("dp_size") or 1
-        counted = "batch_num_tokens" if own == "token-mean" else "global_batch_size"
-        count = batch.get(counted)
-        if count is None:
-            if ranks > 1:
-                raise ConfigError("verl did not count the global batch", where={"key": counted}, got="None")
-            count = mask.sum() if own == "token-mean" else mask.any(-1).sum()
-        if name == "dr_grpo":
-            count = count * (batch.get("loss_scale_factor") or mask.shape[-1])
-        of = mask.nonzero()[:, 0]
+        mask = response_mask.bool()
+        count, ranks, of = *_counted(config.global_batch_info, mask, own), mask.nonzero()[:, 0]
         weights = None if rollout_is_weights is None else rollout_is_weights[mask].double()
         if weights is not None and name in ONE_TERM_PER_SEQUENCE:
             _of_sequences("rollout_is_weights", weights, of, len(mask))
@@ -82,7 +73,7 @@ def verl_loss(name: str, **parameters: float) -> Callable[..., tuple[Tensor, dic
             _of_sequences("advantages", advantages[mask].to(log_prob.dtype), of, len(mask)),
             of,
             rollout_logprobs=old,  # not used by these losses
-            denominator=max(1, int(count)),
+            denominator=max(1, count),
             weights=weights,
             **parameters,
         )
@@ -91,6 +82,18 @@ def verl_loss(name: str, **parameters: float) -> Callable[..., tuple[Tensor, dic
         return result.loss * ranks, {"actor/pg_clipfrac": clipped.item(), "actor/ppo_kl": drift.item()}
 
     return loss
+
+
+def _counted(batch: Mapping[str, Any], mask: Tensor, mode: str) -> tuple[int, int]:
+    """Return what verl divides a sum by in this mode, and its data-parallel ranks. mask: [B, R]."""
+    ranks, key = batch.get("dp_size") or 1, "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
+    count = batch.get(key)
+    if count is None and ranks > 1:
+        raise ConfigError("verl did not count the global batch", where={"key": key}, got="None")
+    if count is None:
+        count = mask.sum() if mode == "token-mean" else mask.any(-1).sum()
+    longest = batch.get("loss_scale_factor") or mask.shape[-1]
+    return int(count) * (longest if mode == "seq-mean-token-sum-norm" else 1), ranks
 
 
 def slime_loss(
@@ -118,19 +121,9 @@ def slime_loss(
         for flag in ("use_tis", "get_mismatch_metrics", "use_opsm", "entropy_coef", "kl_loss_coef"):
             if flag != "kl_loss_coef" or args.use_kl_loss:
                 _refuse_unless(flag, bool(getattr(args, flag)), False, name)
-        masks = [one.bool() for one in batch["loss_masks"]]
-        current = logprobs(args, batch, logits)
-        if (lengths := [len(one) for one in current]) != list(batch["response_lengths"]):
-            raise ConfigError(
-                "sequences are in parts on several ranks", got=lengths, expected=list(batch["response_lengths"]),
-                do="train without context parallelism",
-            )  # fmt: skip
+        masks, current = [one.bool() for one in batch["loss_masks"]], logprobs(args, batch, logits)
         sums = [int(one.sum()) for one in masks]
-        if not of_tokens and (wholes := [int(one) for one in batch["rollout_mask_sums"]]) != sums:
-            raise ConfigError(
-                "several samples are one rollout", got=f"{sums} tokens of rollouts of {wholes}",
-                do="give every sample its own rollout, or use a loss that is a mean over tokens",
-            )  # fmt: skip
+        _refuse_parts(batch, list(map(len, current)), None if of_tokens else sums)
         mask, whole = torch.cat(masks), torch.cat(list(current))
         of = torch.repeat_interleave(torch.arange(len(masks), device=mask.device), torch.tensor(sums).to(mask.device))
 
@@ -162,6 +155,24 @@ def slime_loss(
         }
 
     return loss
+
+
+def _refuse_parts(batch: Mapping[str, Any], lengths: list[int], tokens: list[int] | None) -> None:
+    """Refuse samples that are not whole: of which this rank has `lengths`, or whose rollouts have more than `tokens`
+    (None: that does not matter)."""
+    if lengths != list(batch["response_lengths"]):
+        raise ConfigError(
+            "sequences are in parts on several ranks",
+            got=lengths,
+            expected=list(batch["response_lengths"]),
+            do="train without context parallelism",
+        )
+    if tokens is not None and (wholes := [int(one) for one in batch["rollout_mask_sums"]]) != tokens:
+        raise ConfigError(
+            "several samples are one rollout",
+            got=f"{tokens} tokens of rollouts of {wholes}",
+            do="give every sample its own rollout, or use a loss that is a mean over tokens",
+        )
 
 
 def _of_sequences(what: str, values: Tensor, of: Tensor, sequences: int) -> Tensor:
