@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
@@ -184,3 +185,30 @@ def test_every_benchmark_that_measures_writes_the_load_beside_it():
     for path in writers:
         text = path.read_text()
         assert "from output import" in text and ("tell(" in text or "write(" in text or "beside()" in text), path.name
+
+
+def test_the_factor_of_a_score_is_that_of_the_objective(benchmark):
+    """1 where nothing moved, whatever the objective; else what its formula says, and without a clip the exact one."""
+    staleness = benchmark("staleness")
+    sequences = [
+        SimpleNamespace(token_ids=(1,) * length, rollout_logprobs=np.full(length, -1.0, np.float32), reward=reward)
+        for length, reward in ((2, 1.0), (1, 0.0))
+    ]
+    still = staleness.Batch(sequences, [0, 0], [np.full(2, -1.0), np.full(1, -1.0)], 0)
+    for name, objective in staleness.OBJECTIVES.items():
+        assert still.factors(objective).tolist() == pytest.approx([1, 1, 1]), name
+        assert staleness.measured([still], objective) == pytest.approx({"error": 0, "ess": 1, "zero": 0}, abs=1e-12)
+    drift = np.array([0.3, -0.1]), np.array([-0.2])
+    moved = staleness.Batch(sequences, [0, 0], [-1.0 + one for one in drift], 2)
+    whole, ratios = np.exp([0.2, 0.2, -0.2]), np.exp(np.concatenate(drift))
+    assert moved.exact.tolist() == pytest.approx(whole)
+    expected = {
+        "no ratio": [1, 1, 1],
+        "token truncate": ratios,
+        "sequence truncate, vtrace": np.minimum(whole, 1),
+        "decoupled": ratios,
+        "topr": [1, 1, whole[2]],  # a negative advantage has the truncated ratio
+        "gspo, sampler": [0, 0, 0],  # pushed further than the clip range on both sides
+    }
+    for name, factors in expected.items():
+        assert moved.factors(staleness.OBJECTIVES[name]).tolist() == pytest.approx(list(factors)), name
