@@ -48,14 +48,9 @@ _BYPASSES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         _OFF,
     ),
     "moe_token_dispatcher_type": (
-        lambda kind: kind != "alltoall",
-        "dispatch plans work with the all-to-all dispatcher only",
-        "alltoall",
-    ),
-    "moe_permute_fusion": (
-        bool,
-        "the fused permutation needs its own row map, which a dispatch plan does not contain",
-        _OFF,
+        lambda kind: kind not in ("alltoall", "flex"),
+        "what this dispatcher exchanges cannot be compared with the record",
+        "alltoall or flex",
     ),
     "moe_router_padding_for_quantization": (
         bool,
@@ -74,6 +69,18 @@ _BYPASSES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     ),
     "enable_cuda_graph": (bool, "a captured graph repeats the routes of the pass that it was captured in", _OFF),
     "external_cuda_graph": (bool, "a captured graph repeats the routes of the pass that it was captured in", _OFF),
+}
+
+# {setting: (whether a value lets the dispatcher follow no plan, why)}
+NO_PLAN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "moe_token_dispatcher_type": (
+        lambda kind: kind == "flex",
+        "dispatch plans work with the all-to-all dispatcher only",
+    ),
+    "moe_permute_fusion": (
+        bool,
+        "the fused permutation needs its own row map, which a dispatch plan does not contain",
+    ),
 }
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config.bypasses import bypasses
+from moe_rl.config.bypasses import NO_PLAN, bypasses
 from moe_rl.config.schema import Config
 from moe_rl.errors import Problem, describe, did_you_mean
 
@@ -63,7 +63,7 @@ MEGATRON = Passed(
         num_moe_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size
         moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
         moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_dtype
-        moe_router_load_balancing_type moe_aux_loss_coeff moe_token_dispatcher_type moe_grouped_gemm normalization
+        moe_router_load_balancing_type moe_aux_loss_coeff moe_grouped_gemm normalization
         layernorm_epsilon qk_layernorm add_qkv_bias add_bias_linear softmax_type window_size window_attn_skip_freq
         gated_linear_unit activation_func activation_func_clamp_value glu_linear_offset hidden_dropout
         attention_dropout tensor_model_parallel_size sequence_parallel context_parallel_size
@@ -81,7 +81,7 @@ MEGATRON = Passed(
         r"fp16|enable_autocast|autocast_dtype|cross_entropy\w+|cache_mla_latents|moe_per_layer_logging|"
         r"mlp_chunks_for_\w+|use_cpu_initialization|defer_embedding_wgrad_compute|wgrad_deferral_limit|"
         r"barrier_with_L1_time|log_max_attention_logit|transformer_impl|moe_pad\w+|moe_token_drop_policy|"
-        r"moe_(hybridep|deepep|ncclep|flex|enable_deepep|permute_fusion_into)\w*|masked_softmax_fusion|"
+        r"moe_(deepep|hybridep)_num_sms|moe_(ncclep|enable_deepep)\w*|masked_softmax_fusion|"
         r"hetereogenous_dist_checkpoint|moe_layer_recompute|rotary_percent|bias_dropout_fusion|"
         r"persist_layer_norm|memory_efficient_layer_norm|deterministic_mode": _UNREAD,
         r"(mup|use_mup|qk_clip|experimental|mrope|heterogeneous)\w*|qk_l2_norm|no_rope_freq|"
@@ -96,7 +96,7 @@ MEGATRON = Passed(
     r"use_transformer_engine_op_fuser|attention_backend|flash_attention_version|cp_comm_type|tp_only_amax_red|"
     r"\w*offload\w*|\w*grouped_gemm_for\w+|moe_single_grouped_\w+|first_last_layers_bf16|"
     r"num_layers_at_\w+_in_bf16|mla_down_proj_fusion|activation_func_fp8_input_store|batch_invariant_mode|"
-    r"moe_paged_stash\w*|disable_parameter_transpose_cache",
+    r"moe_paged_stash\w*|disable_parameter_transpose_cache|moe_permute_fusion",
 )
 OPTIMIZER = Passed(
     classes=(
@@ -213,7 +213,36 @@ def passed_problems(config: Config) -> Iterator[Problem]:
         elif not _accepts(known[name], value):
             expected = ast.unparse(known[name]).replace("torch.dtype", f"one of {', '.join(DTYPES)}")
             yield describe("wrong value", where={"key": key}, got=repr(value), expected=expected)
+    yield from _dispatcher_problems(config)
     yield from _optimizer_problems(config)
+
+
+def _dispatcher_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each dispatcher setting that has no effect, or does not go with plans or moved experts."""
+    passed, kind = config.train.megatron, config.train.megatron.get("moe_token_dispatcher_type")
+    for name, (frees, why) in NO_PLAN.items():
+        if frees(passed.get(name)) and config.replay.mode != "off" and config.replay.plan is not False:
+            yield describe(
+                why,
+                where={"key": f"train.megatron.{name}", "given": f"replay.plan is {config.replay.plan or 'null'}"},
+                got=passed[name],
+                do="set replay.plan to false, or remove it",
+            )
+    if kind == "flex" and config.placement.experts != "natural":
+        yield describe(
+            "the flex dispatcher does not know where experts were moved",
+            where={"key": "placement.experts", "given": "train.megatron.moe_token_dispatcher_type is flex"},
+            got=config.placement.experts,
+            expected="natural",
+        )
+    for name in passed:
+        if re.match("moe_(flex|hybridep|permute_fusion_into)", name) and kind != "flex":
+            yield describe(
+                "only the flex dispatcher reads it",
+                where={"key": f"train.megatron.{name}"},
+                got=passed[name],
+                do="remove it, or set train.megatron.moe_token_dispatcher_type to flex",
+            )
 
 
 def _optimizer_problems(config: Config) -> Iterator[Problem]:

@@ -4,13 +4,16 @@ For each MoE layer and microbatch, Megatron's dispatcher asks all ranks of its g
 makes the host wait for these counts (the all-to-all needs the sizes of its messages), and sorts a table of rows by
 expert. A plan contains all three results beforehand. The exchanged rows and their order are the same as Megatron's, and
 the sums over them the same with and without a plan, so the results are equal bit for bit.
+
+Without plans (`replay.plan: false`), Megatron's fused permutation and its flexible dispatcher (DeepEP, HybridEP) can be
+used. Both compute as Megatron does.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
 
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
@@ -47,6 +50,8 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
 
     @plan.setter
     def plan(self, plan: LayerPlan | None) -> None:
+        if plan is not None and self.config.moe_permute_fusion:
+            raise _follows_no_plan("moe_permute_fusion")
         if plan is not None and not np.array_equal(plan.order, self.order):
             raise ReplayError(
                 "a dispatch plan was made for another placement of the experts",
@@ -72,7 +77,9 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         if self.plan is None:
             if self._columns is not None:
                 routing_map, probs = routing_map.index_select(1, self._columns), probs.index_select(1, self._columns)
-            weights = super().dispatch_preprocess(hidden_states, routing_map, probs)[1]
+            permuted, weights = super().dispatch_preprocess(hidden_states, routing_map, probs)
+            if self.config.moe_permute_fusion:
+                return permuted, weights
             rows = hidden_states.view(-1, hidden_states.shape[-1])
             return spread(rows, self.reversed_local_input_permutation_mapping), weights
         self.hidden_shape, rows = hidden_states.shape, hidden_states.view(-1, hidden_states.shape[-1])
@@ -87,6 +94,8 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Return [S, B, H], the sums of the rows that came back in sending order [S * B * K, H], with or without a
         plan."""
+        if self.config.moe_permute_fusion:
+            return super().combine_postprocess(permutated_local_input_tokens)
         order, rows = self.reversed_local_input_permutation_mapping, self.hidden_shape_before_permute[0]
         output = summed(permutated_local_input_tokens, order, rows).view(self.hidden_shape)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
@@ -117,3 +126,57 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert=None):
         # A plan's sizes are on the host already: there is nothing to copy or to wait for.
         return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert) if self.plan is None else tokens_per_expert
+
+
+class FlexDispatcher(MoEFlexTokenDispatcher):
+    """MoEFlexTokenDispatcher that says which experts it really exchanges rows with.
+
+    Its managers of DeepEP and NCCL EP do not read the routing map. They take the K experts with the largest weights, so
+    that a recorded expert whose live weight underflowed to 0 may be replaced by any other expert of weight 0.
+
+    Attributes:
+        copies, order: As of a PlannedDispatcher. No expert is copied or moved.
+    """
+
+    copies = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.order = np.arange(self.config.num_moe_experts)
+
+    @property
+    def plan(self) -> None:
+        return None
+
+    @plan.setter
+    def plan(self, plan: LayerPlan | None) -> None:
+        if plan is not None:
+            raise _follows_no_plan("moe_token_dispatcher_type")
+
+    @property
+    def probs(self) -> torch.Tensor | None:
+        """Return the weights of the last dispatched rows."""
+        return self._comm_manager.token_probs
+
+    @probs.setter
+    def probs(self, probs: None) -> None:
+        self._comm_manager.token_probs = probs
+
+    def exchanged(self, rows: int) -> torch.Tensor:
+        """Return bool [R, E], the experts of each of the `rows` R of `dispatch_preprocess`, at any tensor-parallel
+        rank."""
+        manager, ranks = self._comm_manager, self.tp_size * self.ep_size
+        if (chosen := getattr(manager, "token_indices", None)) is None:
+            experts = manager.routing_map[:rows]  # some rows of padding may follow
+        else:
+            shape = rows, ranks * self.num_local_experts
+            experts = torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter_(1, chosen, True)
+        return experts.view(rows, self.ep_size, self.tp_size, -1).any(2).view(rows, -1)
+
+
+def _follows_no_plan(setting: str) -> ReplayError:
+    return ReplayError(
+        "a dispatch plan was made for a dispatcher that follows none",
+        where={"setting": setting},
+        do="set replay.plan to false, or leave out the setting",
+    )

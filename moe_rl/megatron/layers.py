@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_rl.megatron.adapters import Adapter, of_experts
 from moe_rl.megatron.copied_experts import receive_copies
-from moe_rl.megatron.dispatcher import PlannedDispatcher
+from moe_rl.megatron.dispatcher import FlexDispatcher, PlannedDispatcher
 from moe_rl.objectives.device import to_device
 from moe_rl.planning.token_layout import positions_of
 
@@ -83,7 +83,7 @@ class GroupedExperts(SequentialMLP):
         dispatcher: The layer's, which says in `copies` which experts of other ranks this rank computes too.
     """
 
-    dispatcher: PlannedDispatcher
+    dispatcher: FlexDispatcher | PlannedDispatcher
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import overlap, world
-from moe_rl.megatron.dispatcher import PlannedDispatcher
+from moe_rl.megatron.dispatcher import FlexDispatcher, PlannedDispatcher
 from moe_rl.megatron.expert_order import relocated
 from moe_rl.megatron.layers import GroupedExperts
 from moe_rl.replay.choice import of_best_groups
@@ -144,7 +144,8 @@ class ReplayMoELayer(MoELayer):
     def __init__(self, *args, pg_collection=None, **kwargs):
         pg_collection = pg_collection or get_default_pg_collection()
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
-        self.token_dispatcher = PlannedDispatcher(
+        flex = self.config.moe_token_dispatcher_type == "flex"
+        self.token_dispatcher: FlexDispatcher | PlannedDispatcher = (FlexDispatcher if flex else PlannedDispatcher)(
             self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
         )
         if self.shared_expert_overlap:
@@ -191,9 +192,14 @@ class ReplayMoELayer(MoELayer):
     def preprocess(self, hidden_states, probs, routing_map):
         handle = self.router.handle
         self.token_dispatcher.plan = self._plan(len(routing_map))
-        if handle is not None:
+        flex = isinstance(self.token_dispatcher, FlexDispatcher)
+        if handle is not None and not flex:
             handle.replay.check_dispatch(handle.microbatch, self.layer_number - 1, routing_map)
-        return super().preprocess(hidden_states, probs, routing_map)
+        rows = super().preprocess(hidden_states, probs, routing_map)
+        if handle is not None and flex:
+            exchanged, faded = self.token_dispatcher.exchanged(len(routing_map)), (routing_map & (probs == 0)).any()
+            handle.replay.check_dispatch(handle.microbatch, self.layer_number - 1, exchanged, faded)
+        return rows
 
 
 class ReplayLayer(TransformerLayer):

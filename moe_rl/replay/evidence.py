@@ -68,8 +68,22 @@ def misapplied(flags: Seq[tuple[int, int, torch.Tensor]], tables: Seq[Microbatch
     ]
 
 
-def refuse_misapplied(pairs: list[str], checked: int, where: About) -> None:
-    """Refuse the pairs that `misapplied` found, out of `checked` (sequence, layer) pairs."""
+def refuse_misapplied(pairs: list[str], checked: int, faded: Seq[tuple[int, int, torch.Tensor]], where: About) -> None:
+    """Refuse the pairs that `misapplied` found, out of `checked` (sequence, layer) pairs.
+
+    faded: (microbatch, layer, bool [] whether the weight of a recorded expert is 0) where a dispatcher chooses experts
+        by their weights.
+    """
+    zero = [f"layer {layer} (microbatch {microbatch})" for microbatch, layer, flag in faded if flag] if pairs else []
+    if zero:
+        raise ReplayError(
+            "a recorded expert's weight underflowed to 0, and the dispatcher exchanged another expert",
+            where=where,
+            got=f"{len(pairs)} of {checked} (sequence, layer) pairs: {first_of(pairs)}; 0 in {first_of(zero)}",
+            expected="the experts of the record for every token",
+            do="use the all-to-all dispatcher or HybridEP, which take experts by the routing map",
+            fault="underflow",
+        )
     if pairs:
         raise ReplayError(
             "tokens were dispatched to other experts than recorded",

@@ -133,6 +133,7 @@ class ReplayPass:
     _taken: Ledger = field(default_factory=lambda: Ledger("taken"))
     _dispatched: Ledger = field(default_factory=lambda: Ledger("dispatched"))
     _applied: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
+    _faded: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     _arrived: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _misplanned: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -285,9 +286,15 @@ class ReplayPass:
             )
         return plan
 
-    def check_dispatch(self, microbatch: int, layer: int, routing_map: torch.Tensor) -> None:
+    def check_dispatch(
+        self, microbatch: int, layer: int, routing_map: torch.Tensor, faded: torch.Tensor | None = None
+    ) -> None:
         """Compare the routing map [R, E] bool with the record, and the rows that the plan sends with the map. Stays on
-        the device."""
+        the device.
+
+        Args:
+            faded: bool [], whether the weight of a recorded expert is 0, where the dispatcher chooses by weights.
+        """
         if self.mode != "replay":
             return
         plan = self.plan(microbatch, layer, len(routing_map))
@@ -301,6 +308,8 @@ class ReplayPass:
         table = self.microbatches[microbatch]
         applied = table.fed.applied(layer, routing_map, native=table.native)
         self._applied.append((microbatch, layer, applied != table.checksums[layer]))
+        if faded is not None:
+            self._faded.append((microbatch, layer, faded))
         # keep the first only: a recomputation dispatches the same rows
         self._arrived.setdefault((microbatch, layer), applied)
         self._dispatched.count(microbatch, layer)
@@ -353,7 +362,7 @@ class ReplayPass:
             self._check_ledger(self._dispatched, where)
             wrong = misapplied(self._applied, tables)
             seen.tally.applied_mismatch = len(wrong)
-            refuse_misapplied(wrong, seen.tally.applied_checked, where)
+            refuse_misapplied(wrong, seen.tally.applied_checked, self._faded, where)
             refuse_misplanned(self._misplanned, where)
             refuse_other_sums(tables, dispatched, read, where)
         if self.watch.native and tables:

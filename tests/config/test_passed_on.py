@@ -67,6 +67,23 @@ def test_what_is_unknown_or_breaks_a_run_is_refused_by_name(override, facts):
     tells(problem, key=override.partition("=")[0], **facts)
 
 
+FLEX = "train.megatron={moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: hybridep}"
+
+
+def test_dispatchers_that_follow_no_plan_are_taken_without_plans():
+    assert found("replay.plan=false", FLEX) == found("replay.mode=off", FLEX) == []
+    assert found("replay.plan=false", "train.megatron.moe_permute_fusion=true") == []
+    for plan in (None, "replay.plan=true"):
+        (problem,) = found(FLEX, *[plan] * bool(plan))
+        tells(problem, key="train.megatron.moe_token_dispatcher_type", got="flex")
+        (problem,) = found("train.megatron.moe_permute_fusion=true", *[plan] * bool(plan))
+        tells(problem, key="train.megatron.moe_permute_fusion")
+    (problem,) = found("replay.plan=false", FLEX, "placement.experts=traced")
+    tells(problem, key="placement.experts", got="traced")
+    (problem,) = found("train.megatron.moe_hybridep_num_blocks_permute=16")
+    tells(problem, key="train.megatron.moe_hybridep_num_blocks_permute")
+
+
 def test_recomputation_is_set_in_one_place():
     (problem,) = found("train.recompute=moe", "train.megatron.recompute_modules=[core_attn]")
     tells(problem, key="train.megatron.recompute_modules", given="train.recompute is moe")
