@@ -177,7 +177,7 @@ def _drain(pipe, model: Path, device: str) -> None:
 
     torch.set_num_threads(1)
     intake = Intake(checkpoint_shapes(model))
-    reader = Reader(intake, lambda tensors: None, torch.device(device))
+    reader = Reader(intake, model, lambda tensors: None, torch.device(device))
     pipe.send_bytes(b"ready")
     while True:
         update = decode(pipe.recv_bytes())

@@ -35,6 +35,14 @@ def lora_problems(config: Config, facts: ModelFacts | None) -> Iterator[Problem]
         if got != expected:
             do = "change it, or set train.lora to null"
             yield describe(what, where={"key": key, "given": "train.lora is set"}, got=got, expected=expected, do=do)
+    if lora.sync == "adapter" and config.rollout.weights != "exact":
+        yield describe(
+            "a sampler that merges adapters itself does not round the sum to another precision",
+            where={"key": "rollout.weights", "given": "train.lora.sync is adapter"},
+            got=config.rollout.weights,
+            expected="exact",
+            do="set train.lora.sync to merged",
+        )
     if facts is None:
         return
     if facts.linear_bias:

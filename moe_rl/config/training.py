@@ -164,6 +164,9 @@ class LoraConfig(Section):
     start: Location | None = None
     """Folder of adapters that the run begins with, as peft or `moe-rl export --adapter` writes it. null: A is random
     and B is 0, so that the first weights are those of the model."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What an update sends to the sampler. merged: all weights, with the adapters merged into them. adapter: only the
+    adapters. The sampler reads the weights of its checkpoint again, and merges the adapters into them itself."""
 
     def problems(self) -> Iterator[Problem]:
         if not self.targets or len(set(self.targets)) < len(self.targets):

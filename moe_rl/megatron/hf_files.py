@@ -19,6 +19,7 @@ from moe_rl.models.hf import ModelFacts, is_mtp_tensor
 from moe_rl.models.quantised import FP8_BLOCK
 from moe_rl.models.safetensors_header import read_header
 from moe_rl.models.weight_files import read_checkpoint
+from moe_rl.weights.digest import stored_dtype
 
 Index = tuple[slice, ...]
 
@@ -183,11 +184,6 @@ def write_untrained(
     untrained = (name for name in source.tensors if is_mtp_tensor(facts, name))
     kept = ((n, source.whole(n).to(dtype) if n in source.packing else source.whole(n)) for n in untrained)
     _write_shards(hidden, "untrained", kept, shard_bytes)
-
-
-def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor is stored: `dtype`, but always float32 for expert biases."""
-    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
 def _write_shards(folder: Path, name: str, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:

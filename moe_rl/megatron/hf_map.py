@@ -23,9 +23,10 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from moe_rl.errors import ConfigError
 from moe_rl.megatron import world
 from moe_rl.megatron.adapters import merged
-from moe_rl.megatron.hf_files import CheckpointReader, stored_dtype
+from moe_rl.megatron.hf_files import CheckpointReader
 from moe_rl.models.hf import ModelFacts, layer_weights
 from moe_rl.models.weight_table import Weight, ends
+from moe_rl.weights.digest import stored_dtype
 from moe_rl.weights.stream import Round
 
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from moe_rl.errors import WeightSyncError, first_of
 from moe_rl.megatron import world
 from moe_rl.megatron.adapters import merged
-from moe_rl.megatron.hf_files import stored_dtype
 from moe_rl.models.hf import ModelFacts
 from moe_rl.models.weight_table import EMBEDDING, HEAD
 from moe_rl.weights.conservation import Content, PartSums, place
+from moe_rl.weights.digest import stored_dtype
 
 type Cut = Callable[[Tensor], Sequence[Tensor]]
 

@@ -29,6 +29,7 @@ from moe_rl.megatron import hf_map, world
 from moe_rl.megatron.adapters import Adapter, add_to_output, is_replicated
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.peft import CONFIG, PREFIX, WEIGHTS, target_of
+from moe_rl.weights.stream import Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,14 @@ class Adapted:
     def names(self) -> list[str]:
         """Return the modules that `peft` would adapt, one for each A."""
         return [PREFIX + name.removesuffix(".weight") for name in self.entry.names]
+
+    def whole(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Yield name, dtype and shape of the whole tensors that this rank exports of the adapter."""
+        rank, dtype = self.adapter.a.shape[1], self.adapter.a.dtype
+        for name, (_, (outputs, inputs)) in zip(self.names, self.entry.whole, strict=True):
+            if self.entry.group.rank() == 0:
+                yield f"{name}.lora_A.weight", dtype, (rank, inputs)
+                yield f"{name}.lora_B.weight", dtype, (outputs, rank)
 
 
 def attach(models: Iterable[torch.nn.Module], facts: ModelFacts, lora: LoraConfig) -> None:
@@ -143,13 +152,15 @@ def _fill(one: Adapted, facts: ModelFacts, whole: Callable[[str, tuple[int, ...]
     adapter.rows.copy_(hf_map.join(rows, entry.weight.layout, _kv_groups(entry, facts)))
 
 
-def export(
-    models: Iterable[torch.nn.Module],
-    facts: ModelFacts,
-    *,
-    dense: bool,
-    experts: bool,
-    get: Callable[[Tensor], Tensor] = Tensor.detach,
+def exported(models: Iterable[torch.nn.Module], facts: ModelFacts, *, dense: bool, experts: bool) -> Iterator[Adapted]:
+    """Yield the adapters that this rank exports, alone or with the ranks that share them. See `hf_map.export`."""
+    for one in (one for model in models for one in adapted(model, facts)):
+        if experts if one.entry.weight.experts else dense:
+            yield one
+
+
+def whole_tensors(
+    run: Iterable[Adapted], facts: ModelFacts, get: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole adapter tensors under the names of `peft`, each on the first of the ranks that share it.
 
@@ -158,10 +169,8 @@ def export(
     Args:
         get: Returns what to export of a parameter of an adapter.
     """
-    for one in (one for model in models for one in adapted(model, facts)):
+    for one in run:
         entry, adapter = one.entry, one.adapter
-        if not (experts if entry.weight.experts else dense):
-            continue
         pieces = get(adapter.b).flatten(0, -2)
         rows = hf_map.split(pieces, entry.weight.layout, _kv_groups(entry, facts), _shares(entry))
         for name, a, b in zip(one.names, get(adapter.a), rows, strict=True):
@@ -170,6 +179,27 @@ def export(
             if entry.group.rank() == 0:
                 yield f"{name}.lora_A.weight", a
                 yield f"{name}.lora_B.weight", b
+
+
+def export_rounds(run: Iterable[Adapted], facts: ModelFacts, limit: float, device: torch.device) -> list[Round]:
+    """Export adapters in rounds of at most `limit` bytes, or of one adapter that is larger, as `hf_map.export_rounds`
+    does weights. They keep the precision of the training."""
+    runs: list[list[Adapted]] = [[]]
+    held = 0
+    for one in run:
+        size = one.adapter.a.nbytes + one.adapter.b.nbytes
+        if runs[-1] and held + size > limit:
+            runs.append([])
+            held = 0
+        runs[-1].append(one)
+        held += size
+    return [
+        Round([info for one in some for info in one.whole()], _on(device, whole_tensors(some, facts))) for some in runs
+    ]
+
+
+def _on(device: torch.device, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor.to(device).contiguous()) for name, tensor in tensors)
 
 
 def sharded(model: torch.nn.Module, facts: ModelFacts) -> dict[str, ShardedTensor]:
@@ -267,7 +297,8 @@ def write_peft(
         hidden.mkdir()
     dist.barrier()
     dense, experts = world.holds_first_replica()
-    mine = {n: t.cpu().contiguous() for n, t in export(models, facts, dense=dense, experts=experts)}
+    found = exported(models, facts, dense=dense, experts=experts)
+    mine = dict(_on(torch.device("cpu"), whole_tensors(found, facts)))
     save_file(mine, hidden / f"{rank}.part")
     dist.barrier()
     if rank:

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, ReplayError
-from moe_rl.megatron import hf_map, rng, router_gradients, schedule, world
+from moe_rl.megatron import hf_map, lora, rng, router_gradients, schedule, world
 from moe_rl.megatron.cpu import mode_left_behind, without_mode
 from moe_rl.megatron.expert_order import checksum, move
 from moe_rl.megatron.layers import GroupedExperts
@@ -436,6 +436,12 @@ class Policy:
         dense, experts = world.holds_first_replica()
         device = torch.device("cpu") if host else world.device()
         return self._rounds(dtype, limit, dense=dense, experts=experts, device=device)
+
+    def adapter_rounds(self, limit: float, *, host: bool) -> list[Round]:
+        """Return this rank's adapters in rounds, as `export_rounds` does weights. See `lora.export_rounds`."""
+        dense, experts = world.holds_first_replica()
+        run = lora.exported(map(unwrap, self.chunks), self.facts, dense=dense, experts=experts)
+        return lora.export_rounds(run, self.facts, limit, torch.device("cpu") if host else world.device())
 
     def _rounds(self, dtype: torch.dtype, limit: float, **which) -> list[Round]:
         return hf_map.export_rounds(map(unwrap, self.chunks), self.facts, dtype, limit, **which)

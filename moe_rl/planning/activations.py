@@ -11,11 +11,13 @@ sequence parallelism), b bytes of a number in train.dtype.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_rl.config.layout import Layout
 from moe_rl.config.training import TrainConfig
 from moe_rl.models.facts import ModelFacts
+from moe_rl.models.hf import layer_weights
+from moe_rl.models.peft import target_of
 from moe_rl.planning.memory import DTYPE_BYTES
 from moe_rl.types import LOGITS_AT_ONCE
 
@@ -35,6 +37,7 @@ class Shape:
         predicted: rows whose logits are used.
         dtype: the value of train.dtype.
         copies: other ranks' experts that the rank computes in each layer.
+        frozen: whether the weights of norms and of the output matrix have no gradients.
     """
 
     rows: int
@@ -43,10 +46,16 @@ class Shape:
     predicted: int
     dtype: str
     copies: int = 0
+    frozen: bool = False
 
     @property
     def bytes_each(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def norm_copies(self) -> int:
+        """Return how many float32 copies of its input a norm keeps: that for the gradient of its weight is one."""
+        return 1 if self.frozen else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,7 @@ class Activations:
         head_bytes: added on the last stage after the forward pass: last norm, logits, and what is computed from them.
         backward_bytes: added by a microbatch inside the backward pass of the largest layer.
         dispatched_rows: (token, expert) pairs that the experts of a rank get in a layer, if the load is even.
+        adapter_bytes: of the adapters of one layer, at most. The other numbers include it.
     """
 
     kept_bytes: int
@@ -66,6 +76,7 @@ class Activations:
     head_bytes: int
     backward_bytes: int
     dispatched_rows: int
+    adapter_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -75,22 +86,32 @@ class Activations:
         return others + max(self.kept_bytes + self.head_bytes, self.backward_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterBytes:
+    """Holds the bytes of a layer's adapters: kept in the attention, kept after it, and the gradients of the experts'
+    stacked matrices."""
+
+    attention: int
+    behind: int
+    gradients: int
+
+
 def norm_bytes(width: int, rows: int, shape: Shape) -> int:
-    """Return the bytes of a norm: rows x width x (8 + b) + 4 rows.
+    """Return the bytes of a norm: rows x width x (8 + b) + 4 rows; 4 instead of 8 if its weight is frozen.
 
     bfloat16 keeps the input and the normalised input in float32, and the output. float32 keeps the input and two
-    products.
+    products. The normalised input, or one product, is for the gradient of the weight.
     """
-    return rows * (width * (2 * FLOAT32 + shape.bytes_each) + FLOAT32)
+    return rows * (width * (shape.norm_copies * FLOAT32 + shape.bytes_each) + FLOAT32)
 
 
 def head_norm_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Return the bytes that the norms of queries and keys keep: for each token 8 a number, and one factor a head. A
-    model without these norms has 0."""
+    """Return the bytes that the norms of queries and keys keep: for each token 8 a number (4 with frozen weights), and
+    one factor a head. A model without these norms has 0."""
     if not facts.qk_norm:
         return 0
     heads = (facts.heads + facts.kv_heads) // layout.tensor
-    return shape.rows * heads * (2 * FLOAT32 * facts.head_dim + FLOAT32)
+    return shape.rows * heads * (shape.norm_copies * FLOAT32 * facts.head_dim + FLOAT32)
 
 
 def attention_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
@@ -191,6 +212,36 @@ def layer_bytes(facts: ModelFacts, layout: Layout, shape: Shape, *, has_experts:
     return norms + attention + mlp_bytes(facts.intermediate_size // layout.tensor, shape.rows, shape)
 
 
+def adapter_bytes(facts: ModelFacts, layout: Layout, train: TrainConfig, shape: Shape, layer: int) -> AdapterBytes:
+    """Return the bytes that a layer keeps of its adapters: for each row b x columns, which are rank x the tensors in a
+    matrix, and copies of the matrices.
+
+    The experts' A and B are stacked for their products. The B of several tensors is widened with zeros to all columns.
+    """
+    if train.lora is None:
+        return AdapterBytes(0, 0, 0)
+    kept = {"attention": 0, "mlp": 0, "experts": 0}
+    stacked = 0
+    for weight in layer_weights(facts, layer):
+        if (target := target_of(weight)) not in train.lora.targets:
+            continue
+        columns, ranks = (
+            len(weight.tensors) * train.lora.rank,
+            layout.expert_tensor if weight.experts else layout.tensor,
+        )
+        outputs, inputs = sum(one[0] for one in weight.tensors.values()), next(iter(weight.tensors.values()))[1]
+        outputs, inputs = (size // (ranks if weight.axis == axis else 1) for axis, size in enumerate((outputs, inputs)))
+        rows, matrices = shape.rows, outputs * columns if len(weight.tensors) > 1 else 0
+        if weight.experts:
+            rows, matrices = (
+                dispatched_rows(facts, layout, shape),
+                layout.experts_per_rank * columns * (inputs + outputs),
+            )
+            stacked += matrices
+        kept[target] += shape.bytes_each * (rows * columns + matrices)
+    return AdapterBytes(kept["attention"], kept["mlp"] + kept["experts"], shape.bytes_each * stacked)
+
+
 def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
     """Return the bytes of the head: the last norm, logits, and what is computed from them.
 
@@ -200,7 +251,7 @@ def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
     Otherwise one chunk of LOGITS_AT_ONCE exists beside the gradient of the output matrix of M elements: the larger of
     chunk x (20, for bfloat16 + 2 b) + 4 M, because the last chunk is alive while the next one is made, and 16 x chunk +
-    (4 + b) M. The hidden states of all rows and their gradient are added.
+    (4 + b) M. A frozen matrix has no gradient: M is 0. The hidden states of all rows and their gradient are added.
 
     Entropies (objective.entropy_coef) are not counted.
     """
@@ -211,7 +262,7 @@ def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
         softmax = (3 * FLOAT32 + 2 * each + copies) * shape.predicted
         return norm + size * max(softmax, each * (2 * shape.rows + shape.predicted))
     chunk = min(shape.predicted * size, LOGITS_AT_ONCE)
-    matrix, hidden = size * facts.hidden_size, shape.rows * facts.hidden_size
+    matrix, hidden = 0 if shape.frozen else size * facts.hidden_size, shape.rows * facts.hidden_size
     made = (5 * FLOAT32 + 2 * copies) * chunk + FLOAT32 * matrix
     added = 4 * FLOAT32 * chunk + (FLOAT32 + each) * matrix
     return norm + max(made, added) + 2 * each * hidden
@@ -257,13 +308,17 @@ def stage_activations(
         runs: the layers of the stage, as runs of adjacent layers.
         microbatches: the number of microbatches in an update.
     """
-    kept = again = behind = 0
+    shape = replace(shape, frozen=train.lora is not None)
+    kept = again = behind = of_adapters = gradients = 0
     hidden, held = hidden_bytes(facts, layout, shape), held_by_router_bytes(facts, layout, shape)
     for run in runs:
         plain = 0  # kept by the layers of the run after the recomputed ones
         for number, layer in enumerate(run):
             has_experts = layer in facts.moe_layers
-            whole = layer_bytes(facts, layout, shape, has_experts=has_experts)
+            adapters = adapter_bytes(facts, layout, train, shape, layer)
+            gradients = max(gradients, adapters.gradients)
+            of_adapters = max(of_adapters, adapters.attention + adapters.behind + adapters.gradients)
+            whole = layer_bytes(facts, layout, shape, has_experts=has_experts) + adapters.attention + adapters.behind
             if train.recompute == "uniform":
                 # Only the input of each group of layers is kept. The backward pass runs the whole group again.
                 kept += (hidden if number % train.recompute_layers == 0 else 0) + held * has_experts
@@ -271,18 +326,19 @@ def stage_activations(
             elif train.recompute == "block" and number < train.recompute_layers:
                 kept, again = kept + hidden + held * has_experts, max(again, whole)
             elif train.recompute == "moe" and has_experts:
-                inside = moe_bytes(facts, layout, shape)
+                inside = moe_bytes(facts, layout, shape) + adapters.behind
                 kept, again = kept + whole - inside + held, max(again, inside)
             else:
                 kept, plain = kept + whole, plain + whole
         behind = max(behind, plain)
     # When the backward pass reaches the recomputed layers, it has freed the layers after them.
     freed = behind if train.recompute == "block" else 0
-    passing = passing_bytes(facts, layout, shape)
+    passing = passing_bytes(facts, layout, shape) + gradients
     return Activations(
         kept_bytes=kept,
         in_flight=in_flight(layout, stage, microbatches) + train.overlap_expert_parallel_comm,
         head_bytes=head_bytes(facts, layout, shape) if stage == layout.pipeline - 1 else 0,
         backward_bytes=max(kept + passing, kept - freed + again + passing),
         dispatched_rows=dispatched_rows(facts, layout, shape),
+        adapter_bytes=of_adapters,
     )

@@ -111,6 +111,7 @@ def _memory(plan: Plan) -> list[Row]:
             bytes_text(activations.peak_bytes),
             f"recompute {plan.recompute}: {kept}, then the largest peak on top",
         ),
+        *((("  of adapters", bytes_text(activations.adapter_bytes), "of one layer"),) if memory.adapter_bytes else ()),
         ("routes and plans", bytes_text(stage.route_bytes), "of all microbatches of a step"),
         ("logits of these rows", bytes_text(activations.head_bytes), "with the last norm"),
         ("together", bytes_text(stage.total_bytes), _verdict(plan, stage.total_bytes)),

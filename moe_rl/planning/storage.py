@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moe_rl.config.layout import Layout
 from moe_rl.config.schema import Config
-from moe_rl.config.training import TrainConfig
+from moe_rl.config.training import LoraConfig, TrainConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import expected_tensors, parameter_count
 from moe_rl.models.peft import adapter_tensors
@@ -19,15 +19,19 @@ from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
 class Storage:
     """Holds the bytes that leave a rank's memory.
 
-    Attributes:
-        routes_*: raw ids, one row per forwarded token. Those of a node are the ones that its ranks read.
-        checkpoint_bytes: parameters and optimizer state of the whole model.
-        checkpoints: number of checkpoints that are there while one is written.
-        disk_gb_per_second: speed of the cluster's disk in 10^9 bytes; None if the config does not say.
-        grace_seconds: time from a request to stop to the end of the run.
-        weight_sync_bytes: the whole model in the sampler's precision.
-        sync_seconds: time to send weight_sync_bytes over each link of the cluster, from the link's bandwidth alone.
-        weight_bucket_bytes: the largest amount of weights that a rank holds at a time during a transfer.
+        Attributes:
+            routes_*: raw ids, one row per forwarded token. Those of a node are the ones that its ranks read.
+            checkpoint_bytes: parameters and optimizer state of the whole model.
+            checkpoints: number of checkpoints that are there while one is written.
+            disk_gb_per_second: speed of the cluster's disk in 10^9 bytes; None if the config does not say.
+    <<<<<<< HEAD
+            grace_seconds: time from a request to stop to the end of the run.
+            weight_sync_bytes: the whole model in the sampler's precision.
+    =======
+            weight_sync_bytes: the whole model in the sampler's precision, or only the adapters.
+    >>>>>>> 1519a50e (weights: samplers may merge adapters into their own checkpoint)
+            sync_seconds: time to send weight_sync_bytes over each link of the cluster, from the link's bandwidth alone.
+            weight_bucket_bytes: the largest amount of weights that a rank holds at a time during a transfer.
     """
 
     routes_bytes_per_token: int
@@ -62,10 +66,12 @@ def node_share(layout: Layout, gpus_per_node: int) -> float:
 
 def checkpoint_bytes(facts: ModelFacts, train: TrainConfig) -> int:
     """Return the bytes of a checkpoint: every trained parameter and its optimizer state, once."""
-    trained = parameter_count(facts).total
-    if (lora := train.lora) is not None:
-        trained = sum(map(math.prod, adapter_tensors(facts, lora.rank, lora.targets).values()))
+    trained = parameter_count(facts).total if train.lora is None else adapter_elements(facts, train.lora)
     return trained * (DTYPE_BYTES[train.dtype] + state_bytes(train).stored)
+
+
+def adapter_elements(facts: ModelFacts, lora: LoraConfig) -> int:
+    return sum(map(math.prod, adapter_tensors(facts, lora.rank, lora.targets).values()))
 
 
 def weight_sync_bytes(facts: ModelFacts, dtype: str) -> int:
@@ -83,7 +89,9 @@ def weight_bucket_bytes(facts: ModelFacts, dtype: str, bucket_mib: float) -> int
 def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> Storage:
     routes, weights = routes_bytes_per_token(facts), weight_sync_bytes(facts, config.rollout.dtype)
     of_step = batch.sampling_rounds * batch.sequences_per_step * (batch.max_sequence_tokens - 1) * routes
-    cluster = config.cluster
+    cluster, lora = config.cluster, config.train.lora
+    if lora is not None and lora.sync == "adapter":
+        weights = adapter_elements(facts, lora) * DTYPE_BYTES[config.train.dtype]
     # Sequences of further sampling rounds are not trained on, so their routes are not read.
     read = of_step // batch.sampling_rounds
     share = node_share(layout, layout.world_size if cluster is None else cluster.gpus_per_node)

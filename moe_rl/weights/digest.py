@@ -90,6 +90,11 @@ def dtype_name(dtype: torch.dtype) -> DTypeName:
     return cast(DTypeName, str(dtype).removeprefix("torch."))
 
 
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor is stored: `dtype`, but always float32 for expert biases."""
+    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
+
+
 def tensor_digests(
     tensors: Iterable[tuple[str, Tensor]], on_tensor: Callable[[], None] = lambda: None
 ) -> dict[str, str]:

@@ -9,13 +9,13 @@ versions; nothing is whole until a complete update arrives.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, first_of
-from moe_rl.weights.digest import TensorDigests, dtype_name, total_digest
-from moe_rl.weights.update import Broadcast, DTypeName, Holding, Received, TensorInfo, WeightUpdate
+from moe_rl.weights.digest import TensorDigests, dtype_name, tensor_digests, total_digest
+from moe_rl.weights.update import Broadcast, DTypeName, Holding, Merge, Received, TensorInfo, WeightUpdate
 
 _FINER = {"bfloat16": 0, "float32": 1}
 
@@ -32,12 +32,14 @@ class Intake:
         self._expected, self._dtype = expected, dtype
         self._version, self._digest, self._whole = 0, "", True
         self._update: WeightUpdate | None = None
+        self.merge: Merge | None = None
         self._digests: dict[str, str] = {}
+        self._before: dict[str, str] = {}  # of the last whole version
         self._received = TensorDigests()
 
     def forget(self) -> None:
         """Start over for another trainer: versions restart, and nothing is whole before the first update."""
-        self._version, self._digest, self._whole, self._update = 0, "", False, None
+        self._version, self._digest, self._whole, self._update, self._before = 0, "", False, None, {}
 
     def holding(self, refused: str = "") -> Holding:
         return Holding(self._version, self._digest, self._whole, refused)
@@ -52,7 +54,9 @@ class Intake:
         before, self._update = self._update, None
         self._check_order(update, before)
         if update.number == 0:
-            self._digests, self._received = {}, TensorDigests()
+            self._digests, self._received, self.merge = {}, TensorDigests(), update.merge
+            if update.merge is not None:
+                self._check_tensors(update.merge.tensors, self._expected, whole=True)
         names = [info.name for info in update.tensors]
         if isinstance(update.source, Received):
             if sorted(names) != sorted(self._received.read()):
@@ -60,7 +64,10 @@ class Intake:
                     "The digests are not for the tensors that were broadcast", got=len(names), fault="names"
                 )
         else:
-            self._check_tensors(update)
+            due = self._expected
+            if self.merge is not None:
+                due = {info.name: info.shape for info in self.merge.adapters}
+            self._check_tensors(update.tensors, due, whole=update.final or isinstance(update.source, Broadcast))
         self._update = update
 
     def confirm(self, tensors: Mapping[str, Tensor], on_tensor: Callable[[], None]) -> None:
@@ -88,6 +95,26 @@ class Intake:
             self._agree(info, digests.read()[info.name])
         if update.final:
             self._check_stale(update)
+
+    def confirm_merged(self, tensors: Mapping[str, Tensor], on_tensor: Callable[[], None]) -> None:
+        """Check tensors that were made from the checkpoint and the adapters.
+
+        Raises:
+            WeightSyncError: one differs from the trainer's; names the first one, and whether it is an old version's.
+        """
+        digests, announced = tensor_digests(tensors.items(), on_tensor), self._announced()
+        wrong = [name for name in digests if digests[name] != announced[name]]
+        if wrong:
+            stale = all(digests[name] == self._before.get(name) for name in wrong)
+            raise WeightSyncError(
+                "The sampler's checkpoint and the adapters make other tensors than the trainer has",
+                where={"tensor": wrong[0]},
+                got=f"what version {self._version} had" if stale else f"digest {digests[wrong[0]]}",
+                expected=announced[wrong[0]],
+                do="check that trainer and sampler read the same files under model.path, and what happens to adapters "
+                "between the optimizer and the sampler; with train.lora.sync: merged all weights are sent",
+                fault="stale" if stale else "merge",
+            )
 
     def received(self, tensors: Iterable[tuple[str, Tensor]], on_tensor: Callable[[], None]) -> None:
         """Record the digests of broadcast tensors; the trainer's digests follow in the next part."""
@@ -119,7 +146,12 @@ class Intake:
     def finish(self) -> None:
         """Record the new version as whole: the final part is loaded."""
         update, self._update = self._part(), None
-        self._version, self._digest, self._whole = update.version, total_digest(self._digests), True
+        self._before = self._announced()
+        self._version, self._digest, self._whole = update.version, total_digest(self._before), True
+
+    def _announced(self) -> dict[str, str]:
+        """Return the digests of all tensors of the model, also where only adapters were sent."""
+        return self._digests if self.merge is None else {info.name: info.digest for info in self.merge.tensors}
 
     def _part(self) -> WeightUpdate:
         if self._update is None:
@@ -152,18 +184,20 @@ class Intake:
                 fault="stale",
             )
 
-    def _check_tensors(self, update: WeightUpdate) -> None:
-        names = [info.name for info in update.tensors]
-        wrong = [info for info in update.tensors if info.shape != self._expected.get(info.name, info.shape)]
+    def _check_tensors(
+        self, infos: Sequence[TensorInfo], expected: Mapping[str, tuple[int, ...]], *, whole: bool
+    ) -> None:
+        """Check that these tensors are among the expected ones, and complete them if they are to be whole."""
+        names = [info.name for info in infos]
+        wrong = [info for info in infos if info.shape != expected.get(info.name, info.shape)]
         repeated = self._digests.keys() & set(names) | {name for name, times in Counter(names).items() if times > 1}
-        self._name("unknown", "hold tensors that the model does not have", set(names) - self._expected.keys())
+        self._name("unknown", "hold tensors that the model does not have", set(names) - expected.keys())
         self._name(
-            "shape",
-            "hold tensors of the wrong shape",
-            [f"{i.name} {i.shape} for {self._expected[i.name]}" for i in wrong],
+            "shape", "hold tensors of the wrong shape", [f"{i.name} {i.shape} for {expected[i.name]}" for i in wrong]
         )
         self._name("twice", "hold tensors twice", repeated)
-        if rounded := [info for info in update.tensors if _FINER[info.dtype] < _FINER[self._dtype]]:
+        rounded = [info for info in infos if _FINER[info.dtype] < _FINER[self._dtype]]
+        if rounded and expected is self._expected:
             raise WeightSyncError(
                 "The new weights have lower precision than the sampler computes in",
                 where={"tensor": rounded[0].name},
@@ -172,10 +206,8 @@ class Intake:
                 do="start the sampler with the precision set by rollout.dtype",
                 fault="precision",
             )
-        if update.final or isinstance(update.source, Broadcast):
-            self._name(
-                "missing", "lack tensors of the model", self._expected.keys() - self._digests.keys() - set(names)
-            )
+        if whole:
+            self._name("missing", "lack tensors of the model", expected.keys() - self._digests.keys() - set(names))
 
     @staticmethod
     def _name(fault: str, what: str, names: Iterable[str]) -> None:
@@ -184,7 +216,7 @@ class Intake:
             raise WeightSyncError(
                 f"The new weights {what}",
                 got=first_of(names, separator=", "),
-                do="send every tensor of the engine's checkpoint exactly once per update",
+                do="send every tensor of the engine's checkpoint, or every adapter, exactly once per update",
                 fault=fault,
             )
 
@@ -201,7 +233,7 @@ class Intake:
         self._digests[info.name] = digest
 
     def _check_stale(self, update: WeightUpdate) -> None:
-        if update.changed and total_digest(self._digests) == self._digest:
+        if update.changed and total_digest(self._announced()) == self._digest:
             raise WeightSyncError(
                 "The new weights are stale",
                 got=f"the bytes of version {self._version} as version {update.version}",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.weights.intake import Intake
+from moe_rl.weights.merging import merged
 from moe_rl.weights.shared_disk import read_parts
 from moe_rl.weights.shared_memory import read_segments
 from moe_rl.weights.update import Broadcast, CudaIpc, Files, Received, SharedMemory, WeightUpdate
@@ -25,6 +26,7 @@ class Reader:
 
     Args:
         intake: checks the parts.
+        checkpoint: folder of the sampler's checkpoint.
         load: called with the tensors of a part, or of a broadcast bucket; it may keep them.
         device: where the worker's tensors live.
         rank: the worker's rank among the workers of its sampler.
@@ -35,6 +37,7 @@ class Reader:
     def __init__(
         self,
         intake: Intake,
+        checkpoint: Path,
         load: Callable[[dict[str, Tensor]], None],
         device: torch.device,
         *,
@@ -43,7 +46,8 @@ class Reader:
         before_load: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
     ):
         self._before_load = before_load
-        self._intake, self._give, self._device = intake, load, device
+        self._intake, self._checkpoint, self._give, self._device = intake, checkpoint, load, device
+        self._adapters: dict[str, Tensor] = {}
         self._rank, self.on_tensor = rank, on_tensor
         self._link: Receiver | None = None
         self._importer: PackedBufferImporter | None = None
@@ -53,7 +57,8 @@ class Reader:
 
         Raises:
             WeightSyncError: the part is refused. Nothing of it has been loaded, unless it is a broadcast, which is
-                loaded bucket by bucket and confirmed by the part after it.
+                loaded bucket by bucket and confirmed by the part after it. Where adapters are sent, they are confirmed
+                first, and what they make is confirmed and loaded bucket by bucket.
         """
         self._intake.admit(update)
         if isinstance(update.source, Broadcast):
@@ -68,9 +73,14 @@ class Reader:
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             self._intake.confirm(tensors, self.on_tensor)
             self._load(tensors)
+        if update.final and self._intake.merge is not None:
+            for tensors in merged(self._checkpoint, self._intake.merge, self._adapters, self._device):
+                self._intake.confirm_merged(tensors, self.on_tensor)
+                self._into_model(tensors)
 
     def release(self) -> None:
         """Release the trainer's memory: this update has no more parts."""
+        self._adapters = {}
         if self._importer is not None:
             self._importer.close()
 
@@ -105,6 +115,12 @@ class Reader:
             raise
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
+        if self._intake.merge is not None:
+            self._adapters |= tensors
+        else:
+            self._into_model(tensors)
+
+    def _into_model(self, tensors: dict[str, Tensor]) -> None:
         self._intake.touch()
         self._before_load(tensors)
         self._give(tensors)

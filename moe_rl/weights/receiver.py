@@ -102,7 +102,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
 
     def __init__(self, *args):
         super().__init__(*args)
-        shapes = checkpoint_shapes(Path(self.model_config.model))
+        folder = Path(self.model_config.model)
+        shapes = checkpoint_shapes(folder)
         config = self.model_config.hf_config
         # vLLM marks a model as untied while its checkpoint has a copy of the tied embedding.
         untied = self.model_config.word_embeddings_untied_by_checkpoint
@@ -123,7 +124,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
         told = lambda: self.on_progress()  # noqa: E731 - late binding: on_progress is set afterwards
         self._read_back: ReadBack | None = None
         self._reader = Reader(
-            self.intake, self._load, self.device, rank=rank, on_tensor=told, before_load=self._confirmed
+            self.intake, folder, self._load, self.device, rank=rank, on_tensor=told, before_load=self._confirmed
         )
         self.under_way = False
         self._open = False

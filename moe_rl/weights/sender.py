@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,16 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_rl.config.sampling_keys import RolloutConfig
+from moe_rl.config.training import TrainConfig
 from moe_rl.errors import ConfigError, WeightSyncError, describe
 from moe_rl.planning.transfer import Place, Way, weight_transfer
 from moe_rl.weights.addresses import is_loopback, own_address
 from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.conservation import Conservation, Content
+from moe_rl.weights.digest import TensorDigests, dtype_name
 from moe_rl.weights.shared_disk import DiskWay
 from moe_rl.weights.shared_memory import MemoryWay
 from moe_rl.weights.start import Checkpoint, check_start
 from moe_rl.weights.stream import Ranks, Recipient, Round, WeightStream, broadcast, by_cuda_ipc, take_part
-from moe_rl.weights.update import Bucket, SenderAt, WeightUpdate
+from moe_rl.weights.update import Bucket, Merge, SenderAt, TensorInfo, WeightUpdate
 
 FP8_BLOCK = 128
 """Rows and columns of a weight matrix that share one scale."""
@@ -43,6 +44,10 @@ class Exporter(Protocol):
     def export_rounds(self, dtype: torch.dtype, limit: float, *, host: bool) -> list[Round]:
         """Return this rank's tensors in rounds of at most `limit` bytes. One rank of one replica exports each
         tensor."""
+        ...
+
+    def adapter_rounds(self, limit: float, *, host: bool) -> list[Round]:
+        """Return this rank's adapters in rounds, as `export_rounds` does tensors."""
         ...
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
@@ -73,7 +78,16 @@ class WeightSender:
     time, whatever the size of the model and of its share. For broadcasts and CUDA IPC see `stream`.
     """
 
-    def __init__(self, policy: Exporter, rollout: RolloutConfig, folder: Path, ranks: Ranks, *, way: Way | None = None):
+    def __init__(
+        self,
+        policy: Exporter,
+        rollout: RolloutConfig,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        train: TrainConfig | None = None,
+        way: Way | None = None,
+    ):
         """Choose the transport.
 
         Args:
@@ -81,6 +95,7 @@ class WeightSender:
             rollout: the config section.
             folder: on a disk shared by trainer and samplers; only the transport "disk" uses it.
             ranks: the trainer's ranks.
+            train: says whether only adapters are sent. None: all weights are.
             way: the transport. None: the one that `rollout.weight_transfer` selects for these ranks and a sampler
                 beside rank 0.
 
@@ -88,6 +103,8 @@ class WeightSender:
             ConfigError: there is no such transport.
         """
         self._policy, self._rollout, self._ranks = policy, rollout, ranks
+        sends_adapters = train is not None and train.lora is not None and train.lora.sync == "adapter"
+        self._adapters = train if sends_adapters else None
         self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._bucket_bytes = int(rollout.weight_bucket_mib * 2**20)
         self._named = way or _way(rollout, ranks)
@@ -107,7 +124,8 @@ class WeightSender:
         return found
 
     def send(self, sampler: Recipient | None, version: int, *, beside: Callable[[], None] = lambda: None) -> int:
-        """Have the sampler load and confirm all weights as `version`.
+        """Have the sampler load and confirm all weights as `version`, or the adapters and what they make of its
+        checkpoint.
 
         A sleeping sampler is woken: first for its weights, and for its KV cache when it has the weights. Before each,
         rank 0 gives back what training, or the transfer, has left reserved on a GPU that they share.
@@ -125,7 +143,12 @@ class WeightSender:
         changed = self._policy.moves > self._moves
         held = self._policy.content(self._dtype, updated=changed)
         self._conservation.begin(held, version)
-        part = partial(WeightUpdate, version=version, replaces=self._held, changed=changed)
+        merge = self._merge(self._adapters) if self._adapters is not None else None
+
+        def part(number: int, **about) -> WeightUpdate:
+            first = None if number else merge
+            return WeightUpdate(version, self._held, number, changed=changed, merge=first, **about)
+
         if sampler is not None:
             self._wake(sampler, "weights")
         if self._way is not None:
@@ -137,6 +160,31 @@ class WeightSender:
             self._wake(sampler, "kv_cache")
         self._held, self._moves = version, self._policy.moves
         return sent
+
+    def _merge(self, train: TrainConfig) -> Merge:
+        """Say what the adapters make of the checkpoint. The weights are exported for their digests, and not sent."""
+        assert train.lora is not None
+        digests, whole = TensorDigests(), list[TensorInfo]()
+        for run in self._conservation.watched(self._exported(host=False)):
+            for name, tensor in run.tensors:
+                digests.add(name, tensor)
+                whole.append(TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape)))
+        known = digests.read()
+        tensors = [msgspec.structs.replace(info, digest=known[info.name]) for info in whole]
+        self._conservation.settle(self._ranks.device())
+        adapters = [
+            TensorInfo(name, dtype_name(dtype), shape)
+            for run in self._rounds(host=False)
+            for name, dtype, shape in run.whole
+        ]
+        everyone = [self._ranks.gather(one, list[TensorInfo]) for one in (adapters, tensors)]
+        sent, made = ([info for rank in one for info in rank] for one in everyone)
+        return Merge(train.lora.alpha / train.lora.rank, train.dtype, sent, made)
+
+    def _settle(self) -> None:
+        """Compare what was exported for sending with what the ranks hold. Adapters have been compared by then."""
+        if self._adapters is None:
+            self._conservation.settle(self._ranks.device())
 
     def _wake(self, sampler: Recipient, part: str) -> None:
         if not self._rollout.servers:  # they have their own GPUs
@@ -160,7 +208,7 @@ class WeightSender:
             everyone = self._ranks.gather(way.bucket(rounds[at].tensors if at < len(rounds) else ()), Bucket)
             final = at == count - 1
             if final:
-                self._conservation.settle(self._ranks.device())
+                self._settle()
             if sampler is not None:
                 waiting += [bucket for bucket in everyone if bucket.tensors]
                 if final or not way.one_call:
@@ -181,13 +229,12 @@ class WeightSender:
         return sent
 
     def _stream(self, sampler: Recipient | None, part: Callable[..., WeightUpdate]) -> int:
-        settle = partial(self._conservation.settle, self._ranks.device())
         if self._named == "cuda_ipc":
             stream = WeightStream(self._rounds(host=False), self._ranks)
             if sampler is not None:
-                return by_cuda_ipc(stream, sampler, part, self._bucket_bytes, settle)
+                return by_cuda_ipc(stream, sampler, part, self._bucket_bytes, self._settle)
             stream.hand_over()
-            settle()
+            self._settle()
             return 0
         told = _Workers(sampler.workers, sampler.address) if sampler is not None else _Workers(0, "")
         workers, *others = self._ranks.gather(told, _Workers)
@@ -199,11 +246,11 @@ class WeightSender:
         self._listen(workers, stream)
         places = self._ranks.gather([self._sender.at] if self._sender is not None else [], list[SenderAt])
         if sampler is None:
-            take_part(stream, self._sender, self._ranks, settle)
+            take_part(stream, self._sender, self._ranks, self._settle)
             return 0
         assert self._sender is not None  # rank 0 always sends
         senders = [at for ranks_at in places for at in ranks_at]
-        return broadcast(stream, self._sender, senders, sampler, self._ranks, part, settle)
+        return broadcast(stream, self._sender, senders, sampler, self._ranks, part, self._settle)
 
     def _listen(self, workers: _Workers, stream: WeightStream) -> None:
         """Keep a broadcast sender for these workers if this rank sends, else none."""
@@ -224,6 +271,8 @@ class WeightSender:
                 ) from error
 
     def _rounds(self, *, host: bool) -> list[Round]:
+        if self._adapters is not None:
+            return self._policy.adapter_rounds(self._bucket_bytes, host=host)
         rounds = self._conservation.watched(self._exported(host=host))
         if self._rollout.weights == "fp8_e4m3":
             rounds = [Round(run.whole, map(_as_fp8, run.tensors)) for run in rounds]

@@ -1,8 +1,8 @@
 """Defines how the trainer announces new weights to a sampler: plain values, as JSON or MessagePack. Imports no torch.
 
 An update is one or more calls of `Sampler.update_weights`, one per bucket of tensors, numbered from 0. After the final
-call the sampler has received every tensor of its checkpoint exactly once. The trainer computes each tensor's digest,
-and the sampler confirms it over the memory that it loads (`moe_rl/weights/digest.py`).
+call the sampler has received every tensor of its checkpoint exactly once, or every adapter. The trainer computes each
+tensor's digest, and the sampler confirms it over the memory that it loads (`moe_rl/weights/digest.py`).
 
     one call           the bytes are checked before the model is touched; after a refusal the old weights stay in use
     several calls      after a refusal of a later call, the sampler answers nothing until a whole update has come
@@ -124,6 +124,22 @@ class CudaIpc(msgspec.Struct, frozen=True, tag="cuda_ipc", forbid_unknown_fields
 Source = Files | SharedMemory | Broadcast | Received | CudaIpc
 
 
+class Merge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Says how a sampler makes all tensors of its model from its own checkpoint and the adapters that an update brings.
+
+    Attributes:
+        scale: alpha / rank of the adapters.
+        dtype: of the training. The checkpoint is rounded to it before an adapter is added, and the sum after.
+        adapters: all adapters of the version, without digests.
+        tensors: all tensors of the model, with the digests of what the trainer has.
+    """
+
+    scale: float
+    dtype: DTypeName
+    adapters: list[TensorInfo]
+    tensors: list[TensorInfo]
+
+
 class WeightUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Holds one call's part of an update.
 
@@ -136,6 +152,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         changed: whether the weights are known to differ from the old ones; identical bytes are then refused as stale.
         tensors: the tensors of this part, in order.
         source: where the tensors are.
+        merge: with part 0 of an update that brings only adapters.
     """
 
     version: Natural
@@ -145,6 +162,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     changed: bool
     tensors: list[TensorInfo]
     source: Source
+    merge: Merge | None = None
 
 
 class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

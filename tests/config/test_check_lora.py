@@ -60,6 +60,12 @@ def test_what_does_not_go_with_adapters_is_refused(found, override, key):
     assert found() == []
 
 
+def test_a_sampler_that_merges_does_not_round(found):
+    (message,) = found("train.lora.sync=adapter", "rollout.weights=fp8_e4m3")
+    tells(message, "train.lora.sync", key="rollout.weights", got="fp8_e4m3", expected="exact")
+    assert found("train.lora.sync=adapter") == found("rollout.weights=fp8_e4m3") == []
+
+
 @pytest.mark.parametrize("override", ["rank=0", "targets=[]", "targets=[experts, experts]"])
 def test_a_wrong_value_is_refused(found, override):
     (message,) = found(f"train.lora.{override}")

@@ -57,6 +57,7 @@ def test_every_model_has_configs_and_its_published_size():
         "tool_use_cpu",
         "lora_cpu",
         "qwen3_30b_a3b_lora_1gpu",
+        "qwen3_30b_a3b_lora_2gpu",
     ]
     assert sorted([*REAL, *(f"{name}_141gb" for name in REAL), *others]) == SHIPPED
     for name, billions in BILLIONS.items():
@@ -102,9 +103,38 @@ def test_one_gpu_is_enough_for_30b_with_adapters():
     assert memory.main_grad_bytes == 2 * memory.adapter_bytes and memory.reference_bytes == 0
     assert 5.9 * memory.adapter_bytes < memory.optimizer_bytes <= 6 * memory.adapter_bytes
     assert 0.9 * plan.limit_bytes < plan.shared_bytes < plan.limit_bytes
-    assert "adapters" in render(plan)
+    # A product with A of each row, B of queries, keys and values side by side, and the experts' stacks and gradients.
+    rows, stacks = 8192, 128 * (16 * (2048 + 2 * 768) + 8 * (768 + 2048))
+    dense, experts = rows * (24 + 8) + (4096 + 2 * 512) * 24, 8 * rows * (16 + 8) + 2 * stacks
+    assert plan.fullest.activations.adapter_bytes == 2 * (dense + experts)
+    assert "adapters" in render(plan) and "of one layer" in render(plan)
     _, plan, problems = planned("qwen3_30b_a3b_lora_1gpu", ["train.lora=null"])
-    assert problems and plan.fullest.memory.adapter_bytes == 0 and "adapters" not in render(plan)
+    assert (
+        problems
+        and plan.fullest.memory.adapter_bytes == plan.fullest.activations.adapter_bytes == 0
+        and "adapters" not in render(plan)
+    )
+
+
+def test_two_gpus_of_80_gb_are_enough_for_30b_with_adapters():
+    """Each holds the weights once, and a sleeping sampler on one of them would not fit."""
+    config, plan, problems = planned("qwen3_30b_a3b_lora_2gpu")
+    assert problems == [] and not plan.beside and not plan.sleeps and plan.transfer.way == "broadcast"
+    assert (config.cluster.gpus, config.cluster.gpus_per_node, config.cluster.gpu_memory_gib) == (1, 2, 79)
+    assert 0.97 * plan.limit_bytes < min(plan.fullest.total_bytes, plan.sampler.total_bytes) < plan.limit_bytes
+    assert max(plan.fullest.total_bytes, plan.sampler.total_bytes) < plan.limit_bytes and plan.sampler.fitting >= 8
+    _, small, problems = planned("qwen3_30b_a3b_lora_1gpu", ["cluster.gpu_memory_gib=79"])
+    assert problems and small.shared_bytes > small.limit_bytes
+
+
+def test_adapters_alone_are_a_seventieth_of_the_weights():
+    """All weights are sent in bfloat16, and so are the adapters, which the trainer holds in it."""
+    _, whole, _ = planned("qwen3_30b_a3b_lora_2gpu")
+    _, alone, problems = planned("qwen3_30b_a3b_lora_2gpu", ["train.lora.sync=adapter"])
+    assert problems == [] and alone.sampler == whole.sampler
+    assert whole.storage.weight_sync_bytes == whole.sampler.weight_bytes
+    assert 72 < whole.storage.weight_sync_bytes / alone.storage.weight_sync_bytes < 73
+    assert alone.storage.sync_seconds["network"] < whole.storage.sync_seconds["network"] / 70
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -97,6 +97,7 @@ def seen(given, on_ranks, tmp_path_factory):
         ranks, model, targets, parallel, train = CASES[name]
         checkpoint, start, _, _ = given(model, targets)
         case = {"checkpoint": str(checkpoint), "start": str(start), "targets": targets}
+        case["sync"] = str(tmp_path_factory.mktemp("sync"))
         return on_ranks(ranks, lora.run, case | {"parallel": parallel, "train": train})
 
     return run
@@ -139,6 +140,17 @@ def test_exported_weights_are_base_plus_delta_bit_for_bit(given, seen, case):
                 weight, changed = (weight.double() + ALPHA / RANK * delta).float(), changed + 1
             assert torch.equal(found[name], weight), name
         assert 2 * changed == len(held)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sampler_makes_the_same_weights_of_the_adapters(seen, case):
+    ours = seen(case)
+    whole, adapters = merged(ours, "updated_merged"), merged(ours, "updated")
+    size = sum(tensor.nbytes for tensor in adapters.values())
+    for weights, _, count in ours[0]["sent"]:
+        assert weights.keys() == whole.keys() and all(torch.equal(weights[name], whole[name]) for name in whole)
+        assert count == size < sum(tensor.nbytes for tensor in whole.values()) / 2
+    assert len({digest for _, digest, _ in ours[0]["sent"]}) == 1
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,6 +10,7 @@ from moe_rl.types import LOGITS_AT_ONCE
 
 EVEN = ((64, 64), (64, 64), (64, 64), (64, 65))
 LONG_PROMPTS = ((200, 56), (240, 16))
+EVERY = ("attention", "mlp", "experts")
 UNEVEN = ((200, 56), (10, 90))
 
 
@@ -62,6 +63,17 @@ def cases() -> list[Case]:
         case("glm", glm),
         case("deepseek", deepseek),
         case("deepseek, uniform", deepseek, **uniform),
+        case("adapters", lora={"rank": 8, "alpha": 16}),
+        case("adapters, uniform", lora={"rank": 8, "alpha": 16}, **uniform),
+        case("adapters of many experts, float32", many, UNEVEN, dtype="float32", lora={"rank": 8, "alpha": 16}),
+        case(
+            "adapters, logits in chunks",
+            {"vocab": 8192},
+            logits_at_once=1 << 18,
+            lora={"rank": 8, "alpha": 16},
+            **uniform,
+        ),
+        case("adapters, glm, moe", glm, recompute="moe", lora={"rank": 8, "alpha": 16, "targets": EVERY}),
         case("gpt-oss", gpt_oss),
         case("gpt-oss, uniform", gpt_oss, **uniform),
     ]

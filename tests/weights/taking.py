@@ -21,7 +21,7 @@ class Taker:
 
     def __init__(self, checkpoint: Path, dtype: DTypeName = "bfloat16"):
         self.intake, self.weights, self.places = Intake(checkpoint_shapes(checkpoint), dtype), {}, []
-        self.reader = Reader(self.intake, self._keep, torch.device("cpu"))
+        self.reader = Reader(self.intake, checkpoint, self._keep, torch.device("cpu"))
         self.workers, self.address, self.woken = 1, "127.0.0.1", []
 
     def update_weights(self, update):
@@ -56,14 +56,15 @@ class Taker:
         return [ScoredTokens([np.zeros(len(run) - 1, np.float32) for run in runs], [], "a taker")]
 
 
-def sender_of(policy, folder: Path, way: str, ranks=None, **settings):
-    """Make a WeightSender of these ranks (default: megatron's own), with settings of the rollout section."""
+def sender_of(policy, folder: Path, way: str, ranks=None, train=None, **settings):
+    """Make a WeightSender of these ranks (default: megatron's own), with settings of the rollout section. train: says
+    whether only adapters are sent."""
     from moe_rl.megatron import world
     from moe_rl.weights.sender import WeightSender
 
     lengths = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 1, "max_completion_tokens": 1}
     rollout = RolloutConfig(**lengths, **{"dtype": "float32"} | settings)
-    return WeightSender(policy, rollout, folder, ranks or world, way=way)
+    return WeightSender(policy, rollout, folder, ranks or world, train=train, way=way)
 
 
 def taken(policy, checkpoint: Path, folder: Path, way: str = "disk", **settings) -> Taker | None:

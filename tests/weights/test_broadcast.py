@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -144,7 +145,7 @@ def test_a_trainer_does_not_wait_for_a_sampler_that_could_not_load(open_sender):
     def load(_):
         raise KeyError("layers.7")
 
-    reader = Reader(Intake(dict.fromkeys(tensors, (8 << 20,))), load, CPU)
+    reader = Reader(Intake(dict.fromkeys(tensors, (8 << 20,))), Path(), load, CPU)
     with pytest.raises(KeyError, match="layers.7"):
         broadcast(SimpleNamespace(update_weights=reader.take), open_sender(), tensors, version=1)
     assert isinstance(broadcast.sent[0], str), "the trainer had sent everything before"
@@ -373,7 +374,7 @@ def test_a_sender_that_dies_is_named(open_sender):
     process.start()
     tensors, sender, got, stopped = {name: torch.ones(1 << 20) for name in names}, open_sender(), [], threading.Event()
     infos = [info_of(*item) for item in tensors.items()]
-    reader = Reader(Intake(dict.fromkeys(names, (1 << 20,))), got.append, CPU)
+    reader = Reader(Intake(dict.fromkeys(names, (1 << 20,))), Path(), got.append, CPU)
     turns = [(number % 2, 1) for number in range(8)]
     update = WeightUpdate(1, 0, 0, False, True, infos, Broadcast([sender.at, line.recv()], turns, 2, 1))
     mine = ([[info] for info in infos[::2]], ((name, tensors[name]) for name in names[::2]), stopped)

@@ -20,6 +20,9 @@ from moe_rl.proof.rank import computing_as_asked
 from moe_rl.proof.trial import Trial, whole_main_gradients
 from moe_rl.replay.replay_pass import Watch
 from tests.support.adapted import ALPHA, RANK
+from tests.weights.taking import Taker, sender_of
+
+WAYS = ("shared_memory", "disk", "broadcast")
 
 
 def policy_of(case, folder):
@@ -33,13 +36,23 @@ def policy_of(case, folder):
 
 def adapters_of(policy, facts, get=torch.Tensor.detach):
     dense, experts = world.holds_first_replica()
-    found = lora.export(map(unwrap, policy.chunks), facts, dense=dense, experts=experts, get=get)
+    run = lora.exported(map(unwrap, policy.chunks), facts, dense=dense, experts=experts)
+    found = lora.whole_tensors(run, facts, get)
     return {name: tensor.clone() for name, tensor in found}
 
 
 def exported(policy):
     dense, experts = world.holds_first_replica()
     return {name: t.clone() for name, t in policy.export(torch.float32, dense=dense, experts=experts)}
+
+
+def sent(policy, checkpoint, folder, way, train):
+    """What a sampler makes of the adapters alone, and how many bytes it got; None on ranks but the first."""
+    lora = train.lora.model_copy(update={"sync": "adapter"})
+    taker = Taker(checkpoint, "float32") if dist.get_rank() == 0 else None
+    sender = sender_of(policy, folder, way, train=train.model_copy(update={"lora": lora}), weight_bucket_mib=0.02)
+    count = sender.send(taker, 1)
+    return None if taker is None else (taker.weights, taker.intake.holding().digest, count)
 
 
 def run(case):
@@ -72,6 +85,8 @@ def run(case):
         "runs": [[one.layer_number - 1 for one in unwrap(chunk).decoder.layers] for chunk in policy.chunks],
     }
     policy.content(torch.float32, updated=True)  # refuses copies that differ, and parameters no optimizer wrote
+    if case.get("sync"):
+        seen["sent"] = [sent(policy, folder, Path(case["sync"]) / way, way, shared.train_config) for way in WAYS]
     if case.get("save"):
         Checkpoints(Path(case["save"]), shared.parallel_config, keep=1, asynchronous=False).save(1, policy, {})
         trial.update(trial.tables)
