@@ -30,7 +30,7 @@ scores = np.stack([one[tokens] + 0.5 * one[np.roll(tokens, 1)] for one in rng.no
 routes = np.argsort(-scores, -1)[..., :4].astype(np.int64)
 for name, record in ("good", routes), ("late", np.roll(routes, 1, 0)), ("empty", np.zeros_like(routes)):
     np.savez(f"{name}.npz", token_ids=tokens, lengths=lengths, routes=record, native_topk=routes)
-for name in ("TraceStore", "validate", "Sequence", "read_model", "to_megatron", "to_verl"):
+for name in ("TraceStore", "MemoryTrace", "validate", "Sequence", "read_model", "to_megatron", "to_verl"):
     getattr(moe_rl, name)
 """
 TRAINED = """
@@ -40,7 +40,7 @@ logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]], requires_grad=True)
 weights, experts = moe_rl.replay_topk(logits, torch.tensor([[0, 1]]))
 weights[0, 0].backward()
 assert experts.tolist() == [[0, 1]] and logits.grad[0, 2] == 0 < logits.grad[0, 0]
-for name in ("policy_loss", "advantages", "token_logprobs", "reference_kl", "MismatchSums", "audit"):
+for name in ("policy_loss", "advantages", "token_logprobs", "reference_kl", "MismatchSums", "audit", "verl_loss"):
     getattr(moe_rl, name)
 """
 ROOMS = {
