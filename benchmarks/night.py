@@ -2,10 +2,10 @@
 
     python benchmarks/night.py [--seconds 1800] [--seed N] [--work DIR] [--json FILE]
 
-Two ranks train on dialogues of 500 turns over two servers. In turn, a server is killed while it samples and started
-again, and a rank stops while it trains: its threads go on, so it still gives signs of life. The run that hangs must end
-by itself, and is resumed. At the end every prompt must have ended once, and every token must have been trained on with
-its route. Exit status: 1 if the run or a prompt is lost, or a figure misses its bound.
+Two ranks train on dialogues, every third of 500 turns, over two servers. In turn, a server is killed while it samples
+and started again, and a rank stops while it trains: its threads go on, so it still gives signs of life. The run that
+hangs must end by itself, and is resumed. At the end every prompt must have ended once, and every token must have been
+trained on with its route. Exit status: 1 if the run or a prompt is lost, or a figure misses its bound.
 
 runs_lost                     launches that ended for another reason, or did not get on
 prompts_lost                  prompts that the steps lack, or have twice
@@ -44,7 +44,7 @@ from moe_rl.trace import TraceStore
 from tests.rollout.serving import Running, serving_run
 from tools.dev.runs import ROOT, Launch, RunEnded, python_path, rows
 
-TURNS, LONGEST = 500, 8192
+TURNS, SHORT, LONGEST = 500, 40, 8192
 # A step takes minutes on a machine that others use.
 _PATIENCE, _LOOK_SECONDS = 1800.0, 0.3
 
@@ -63,8 +63,8 @@ class Night:
         self.runs.mkdir(parents=True)
         self.given, self.token = _config(work, self.runs), self.runs / "token"
         self.ports = [_free_port() for _ in range(2)]
-        with ThreadPoolExecutor() as both:
-            self.servers = list(both.map(self._serve, (0, 1)))
+        both = stack.enter_context(ThreadPoolExecutor())  # stays: what a thread starts may end with it
+        self.servers = list(both.map(self._serve, (0, 1)))
         urls = ",".join(server.url for server in self.servers)
         self.run = self._launch("--config", self.given, f"rollout.servers=[{urls}]")
 
@@ -82,6 +82,7 @@ class Night:
 
     def kill(self, at: int) -> None:
         """Kill a server in the middle of a step, start it again, and wait until the run uses it again."""
+        self.run.until(lambda: self.run.folder, _PATIENCE)
         trace = self.run.folder / "trace"
         self.until(lambda: any(trace.glob(f".step*-server{at}[.-]*")))
         time.sleep(self.random.uniform(0.0, 10.0))
@@ -163,7 +164,9 @@ def _config(work: Path, runs: Path) -> Path:
     shape = json.loads((policy / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": LONGEST}))
     rows = work / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"question": f"{at}", "turns": TURNS}) + "\n" for at in range(1000)))
+    rows.write_text(
+        "".join(json.dumps({"question": f"{at}", "turns": SHORT if at % 3 else TURNS}) + "\n" for at in range(1000))
+    )
     heldout = work / "heldout.jsonl"
     heldout.write_text(json.dumps({"question": "held out", "turns": 2}) + "\n")
     config = load_config(

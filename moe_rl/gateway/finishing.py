@@ -6,6 +6,9 @@ records, digests. The routes are in the trace store.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import batched
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,16 @@ from moe_rl.errors import About, SessionError, TraceError
 from moe_rl.gateway.sessions import FinishedSession, Session, Turn
 from moe_rl.rollout import sealed
 from moe_rl.trace import TraceStore
+from moe_rl.trace.record import RouteRecord
 from moe_rl.trace.spans import versions_of_rows
 from moe_rl.types import RouteRef
 
 _HEAD, _WHAT = "moe_rl session 2", "the turns of a session"
+# How many records are read together; this bounds memory.
+_AT_ONCE = 64
+
+_Read = tuple[RouteRecord, RouteRef | None]
+"""The record of a turn, and the record that it continues."""
 
 
 class SessionKeeper:
@@ -55,8 +64,7 @@ class SessionKeeper:
 
     def check_records(self, session: Session) -> None:
         """Check that each turn's record matches its tokens, versions and branch. Raises SessionError."""
-        for turn in session.turns:
-            _check_record(session, turn, self._store)
+        _check_records(session, self._store)
 
 
 def read_session(path: Path) -> FinishedSession:
@@ -74,12 +82,29 @@ def check_session(finished: FinishedSession, store: TraceStore) -> None:
     Raises:
         SessionError: names the session, the turn and the fault.
     """
-    session = Session.of(finished)
-    for turn in finished.turns:
-        _check_record(session, turn, store)
+    _check_records(Session.of(finished), store)
 
 
-def _check_record(session: Session, turn: Turn, store: TraceStore) -> None:
+def _check_records(session: Session, store: TraceStore) -> None:
+    """Check the records of all turns. They are read together, as each continues others."""
+    for turns in batched(session.turns, _AT_ONCE):
+        read: dict[int, _Read] = {}
+        with suppress(TraceError):  # the checks below find the turn at fault
+            read = _read(store, turns)
+        for turn in turns:
+            _check_record(session, turn, store, read)
+
+
+def _read(store: TraceStore, turns: Sequence[Turn]) -> dict[int, _Read]:
+    """Read the records of turns, without routes, and the records that they continue. Returns them by the turns'
+    numbers."""
+    refs = {turn.number: turn.routes for turn in turns if turn.routes is not None}
+    store.check_published(part.shard for ref in refs.values() for part in ref.parts)
+    records = store.read_each([(ref, None) for ref in refs.values()], layers=())
+    return dict(zip(refs, zip(records, store.parents(list(refs.values())), strict=True), strict=True))
+
+
+def _check_record(session: Session, turn: Turn, store: TraceStore, read: Mapping[int, _Read]) -> None:
     where: About = {"session": session.name, "turn": turn.number}
 
     def fault(what: str, name: str, got: object, expected: object = None) -> SessionError:
@@ -88,9 +113,7 @@ def _check_record(session: Session, turn: Turn, store: TraceStore) -> None:
     if (ref := turn.routes) is None:
         raise fault("A turn has no record", "no record", "no reference")
     try:
-        store.check_published([part.shard for part in ref.parts])
-        record = store.read(ref, layers=())
-        parent = store.info(ref).parent
+        record, parent = (read or _read(store, [turn]))[turn.number]
     except TraceError as error:
         raise fault("The record of a turn cannot be read", "no record", error) from error
     fed = np.asarray(session.ids(turn.number)[:-1])

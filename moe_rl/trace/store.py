@@ -119,14 +119,8 @@ class TraceStore:
         """Return what is known of the record without decoding any of its chunks. Raises TraceError."""
         with Reading(self._library) as reading:
             (joined,) = join(reading, [ref], None, complete=False)
-            tips = [reading.tip(part) for part in ref.parts]
-            links = [tip.frame.parent for tip in tips]
-            before = [link.rows if link else 0 for link in links]
-            parent = None
-            if len(set(before)) == 1 and all(links):
-                parts = tuple(parent_part(part, link) for part, link in zip(ref.parts, links, strict=True) if link)
-                keys = {reading.tip(part).frame.key for part in parts}
-                parent = RouteRef(keys.pop(), before[0], parts) if len(keys) == 1 else None
+            tips, parent = [reading.tip(part) for part in ref.parts], _parent(reading, ref)
+            before = [tip.frame.parent.rows if tip.frame.parent else 0 for tip in tips]
         return RecordInfo(
             key=ref.key,
             rows=ref.rows,
@@ -140,6 +134,12 @@ class TraceStore:
             layers=joined.layers,
             spec=joined.spec,
         )
+
+    def parents(self, refs: Sequence[RouteRef]) -> list[RouteRef | None]:
+        """Return the record that each record continues, as info() does. All are read together. Raises TraceError."""
+        with Reading(self._library) as reading:
+            join(reading, refs, None, complete=False)
+            return [_parent(reading, ref) for ref in refs]
 
     def expert_counts(self, ref: RouteRef) -> np.ndarray:
         """Count how often each expert was chosen in the reference's rows: int64 [L, E], L all layers of its parts.
@@ -275,6 +275,15 @@ class TraceStore:
             do="remove shards where they are local",
             fault="read-only",
         )
+
+
+def _parent(reading: Reading, ref: RouteRef) -> RouteRef | None:
+    """Return the record that a record continues, if its parts continue the same rows of one record."""
+    links = [reading.tip(part).frame.parent for part in ref.parts]
+    parts = tuple(parent_part(part, link) for part, link in zip(ref.parts, links, strict=True) if link)
+    rows, keys = {link.rows for link in links if link}, {reading.tip(part).frame.key for part in parts}
+    whole = len(parts) == len(links) and len(rows) == len(keys) == 1
+    return RouteRef(keys.pop(), rows.pop(), parts) if whole else None
 
 
 def _count(reading: Reading, segment: RowSegment) -> np.ndarray:
