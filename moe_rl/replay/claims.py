@@ -43,6 +43,11 @@ CLAIMS = CORE + FINE
 PASSES = 4
 """Largest number of passes over which evidence is added up."""
 
+FAR = 5e-3
+"""Distance of weights from which on healthy routes may be unrelated to their rows: a quarter of a usual weight. An
+update of Adam moves a weight by about the learning rate. Without this limit, healthy rollouts of tiny models are
+refused from 1e-2 on, and none up to 8e-3."""
+
 _BETS = (0.3, 0.6, 0.9)
 RARE = 0.05
 """Largest share of rows that fit a clearly different row twice as well as their own. Measured: at most 0.027 where a

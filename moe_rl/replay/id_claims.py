@@ -76,7 +76,6 @@ class IdRows:
         recorded, chosen: bool [L, F, E], the record and the routers' choice.
         lag, token, cluster: int64 [F]; rows with the same token, or in the same cluster, have the same number.
         used, load: [L, E], number of these rows for which each expert is recorded, and chosen by the router.
-        fresh: No row was routed by older weights.
     """
 
     record: Wrong
@@ -90,7 +89,6 @@ class IdRows:
     cluster: Tensor
     used: Tensor
     load: Tensor
-    fresh: bool
 
     @classmethod
     def of(cls, seen: RowsSeen) -> IdRows:
@@ -141,7 +139,6 @@ class IdRows:
             seen.clusters(cluster),
             used,
             load,
-            not (rows.lag > 0).any(),
         )
 
     def even(self, hit: Tensor, wrong: Wrong) -> Tensor:
@@ -189,7 +186,7 @@ def single_ids(seen: RowsSeen, rows: IdRows) -> Bets:
         one = ((of.count == 1) & of.inside).float()
         hits = torch.zeros_like(rows.load).scatter_add_(1, of.come, one)
         depth = torch.zeros_like(rows.load).scatter_add_(1, of.come, one * of.depth)
-        seldom = (rows.load <= 0.5 * one.shape[1]) & (depth >= _RANDOM * hits) & (hits >= 32) & apart & rows.fresh
+        seldom = (rows.load <= 0.5 * one.shape[1]) & (depth >= _RANDOM * hits) & (hits >= 32) & apart & seen.fresh
         return torch.where((seldom & used).any(1), math.inf, -math.inf).double()
 
     record.append(always(rows.record, used))

@@ -336,6 +336,7 @@ class RowsSeen:
         groups: Number of groups of experts.
         fine: The rows that are kept.
         by_block: What whole rows show.
+        far: The weights may be so far from those of the oldest row that healthy records are unrelated to their rows.
     """
 
     watched: Watched
@@ -343,6 +344,12 @@ class RowsSeen:
     groups: int
     fine: FineRows
     by_block: Seq[WholeRows]
+    far: bool
+
+    @property
+    def fresh(self) -> bool:
+        """Return whether no row was routed by older weights."""
+        return not (self.watched.rows.lag > 0).any()
 
     @property
     def top_k(self) -> int:

@@ -21,9 +21,11 @@ _APART = 0.2
 _RUN = 32
 # A record is related to its rows if chance explains that with a probability below one in a hundred.
 _RELATED = math.log(100.0)
+# Regret x limit = that of unrelated rows: where a record counts as unrelated. With 0 it never does.
+_OF_FRESH, _OF_STALE = 2.0, 4 / 3
 
 
-def sequence_tests(seen: RowsSeen, *, fresh: bool) -> Iterator[Bets]:
+def sequence_tests(seen: RowsSeen) -> Iterator[Bets]:
     """Make the tests of the claims "prompts" and "completions". The layers of a row count together."""
     watched, paired = seen.watched, seen.watched.paired
     ids, choice = seen.whole("pair_ids"), seen.whole("pair_choice")
@@ -46,7 +48,7 @@ def sequence_tests(seen: RowsSeen, *, fresh: bool) -> Iterator[Bets]:
             own, theirs = on_own_row[sides[here]], on_own_row[sides[other]]
             fit, left, near, unit = there[here], there[other], near_there[other], units[here]
             told = near >= _APART
-            ratio = _of_unrelated(near, told, fresh)
+            ratio = _of_unrelated(near, told, _limit(seen))
             # The planted fault is the record of the other row, which fits that row as well as before. It stands for a
             # known donor and, without the first value, for an unknown donor.
             for values, mine, on_other in ((record, own, fit), (planted, left, theirs)):
@@ -61,14 +63,14 @@ def sequence_tests(seen: RowsSeen, *, fresh: bool) -> Iterator[Bets]:
         yield Bets(what, torch.stack(record), plants, texts.__getitem__, len(texts))
 
 
-def no_rows(seen: RowsSeen, *, fresh: bool) -> Bets:
+def no_rows(seen: RowsSeen) -> Bets:
     """Make the tests of the claim "no rows": is the record of a layer unrelated to its rows?"""
     own, away, each = seen.fine.own, seen.fine.away, seen.fine.apart
     apart = each.mean(1, keepdim=True)
     rows, at = seen.watched.rows, seen.watched.fine
     # Older weights may be wrong in the same way wherever a token is, so such rows count once per token.
     unit = seen.clusters(np.where(rows.lag[at] > 0, rows.token[at].astype(np.uint64), rows.context[at]))
-    ratio = _of_unrelated(apart, apart >= _APART, fresh)
+    ratio = _of_unrelated(apart, apart >= _APART, _limit(seen))
     related = log_e(by_cluster(no_noise(away - own).T, unit), 1.0)
     mean = own.mean(1).tolist()
     return Bets(
@@ -115,22 +117,23 @@ def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
         hit = (own > 0.1) & (run < own / 2)
         return torch.where(hit, math.log(0.5 + 0.5 / RARE), math.log(0.5)).double() * told
 
-    size = np.bincount(of)
     mine = value(told, own, run)
-    # The planted faults are runs of rows that repeat their first row, of _RUN rows if the sequence is long enough.
+    # The planted faults are runs of rows that repeat their first row, of _RUN rows if the sequence is long enough. One
+    # first row decides for all rows of its run, so each is a fault by itself.
+    size, rows = np.unique(np.minimum(np.bincount(of), _RUN), return_counts=True)
     fine, (later, first) = seen.fine, _repeated(seen)
     ids, choice = fine.ids[:, first], fine.choice
     inside = same_groups(ids, choice[:, later], seen.groups, seen.experts)
     near = torch.minimum(fine.regret(choice[:, first], later), fine.regret(choice[:, later], first))
     here, there, near = ((one * inside).mean(0) for one in (fine.regret(ids, later), fine.own[:, first], near))
-    each = value(near >= _APART, here, there).mean()
+    each = by_cluster(value(near >= _APART, here, there), torch.unique(first, return_inverse=True)[1])
     return Bets(
         "stuck rows",
         mine.new_zeros(count).index_add_(0, seen.on_device(of), mine),
-        each * seen.on_device(np.minimum(size, _RUN) - 1.0),
+        torch.outer(each, seen.on_device(size - 1.0)).flatten(),
         lambda at: f"{name(int(sequences[at]))} repeats a row",
         count,
-        weights=seen.on_device(size),
+        weights=seen.on_device(size * rows).repeat(len(each)),
         lasting=False,
     )
 
@@ -142,7 +145,7 @@ def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
     count, of = len(numbers), seen.on_device(of)
     own, apart, away = (seen.whole(one) for one in ("own", "apart", "away"))
     told = apart >= _APART
-    ratio = _of_unrelated(apart, told, fresh=True)
+    ratio = _of_unrelated(apart, told, 0.0 if seen.far else _OF_FRESH)
 
     def total(x: Tensor) -> Tensor:
         return torch.zeros(count, dtype=torch.float64, device=x.device).index_add_(0, of, x.double())
@@ -170,10 +173,13 @@ def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
     )
 
 
-def _of_unrelated(apart: Tensor, told: Tensor, fresh: bool) -> Callable[[Tensor], Tensor]:
-    """Return the function from regrets to test values: 1 for the own choice, below 0 for a regret above half of the
-    distance `apart` of unrelated rows, or above three quarters of it for rows of older weights."""
-    limit = 2.0 if fresh else 4 / 3
+def _limit(seen: RowsSeen) -> float:
+    return 0.0 if seen.far else _OF_FRESH if seen.fresh else _OF_STALE
+
+
+def _of_unrelated(apart: Tensor, told: Tensor, limit: float) -> Callable[[Tensor], Tensor]:
+    """Return the function from regrets to test values: 1 for the own choice, below 0 where limit x regret exceeds the
+    distance `apart` of unrelated rows."""
     return lambda regret: (1 - limit * regret / apart.clamp(min=_APART)).clamp(-1, 1) * told
 
 

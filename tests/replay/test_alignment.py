@@ -12,7 +12,7 @@ import torch
 from benchmarks.alarm_parts.models import Setting, rollout
 from moe_rl.errors import ReplayError
 from moe_rl.replay.alignment import AlignmentTest
-from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, PASSES, Bets, History, judge, log_e
+from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, FAR, PASSES, Bets, History, judge, log_e
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.regret import BLOCK_ROWS, whole_layers
 from moe_rl.replay.row_places import PassRows, RowPlaces, pairs
@@ -56,7 +56,7 @@ class Pass:
         self.record = np.argsort(-sampler, -1)[..., : shape.top_k]
         self.layers = LAYERS[: shape.layers] if shape.layers <= len(LAYERS) else range(shape.layers)
 
-    def test(self, record=None, microbatches=1, history=None):
+    def test(self, record=None, microbatches=1, history=None, moves=0.0):
         """Judge the pass, or the pass with another record."""
         record = self.record if record is None else record
         ends = np.cumsum([0, *map(len, self.tokens)])
@@ -72,7 +72,7 @@ class Pass:
             )
             for cut, here in zip(cuts, rows, strict=True)
         ]
-        test = AlignmentTest(self.layers, places, torch.device("cpu"), history=history)
+        test = AlignmentTest(self.layers, places, torch.device("cpu"), history=history, moves=moves)
         for number, (cut, here) in enumerate(zip(cuts, rows, strict=True)):
             for at, layer in enumerate(self.layers):
                 scores = torch.from_numpy(np.ascontiguousarray(self.scores[at, here]))
@@ -290,6 +290,27 @@ def test_healthy_passes_that_are_hard_to_tell_apart_are_not_refused(shape):
         one = Pass(seed, **{"groups": 8, "siblings": 4} | shape)
         found = one.test(microbatches=microbatches)
         assert not found.faults, (seed, found.faults)
+
+
+def test_routes_of_weights_that_moved_far_are_not_refused_as_unrelated_but_weak():
+    """Each expert's score moved by five times its size, so the record is unrelated to its rows."""
+    one, unrelated = Pass(0, lag=2, drift=5.0), ("prompts", "completions", "no rows", "pieces")
+    assert "no rows" in refused(one.test(moves=FAR / 2))
+    found = one.test(moves=0.6 * FAR)
+    assert not found.faults and found.moved == 1.2 * FAR
+    assert {status(found)[name] for name in unrelated} == {"weak"}
+    fresh = HEALTHY.test(moves=FAR)
+    assert fresh.moved == 0 and {status(fresh)[name] for name in CORE} == {"proven"}
+
+
+@pytest.mark.long
+def test_a_model_that_eight_large_updates_moved_is_not_refused():
+    one = rollout(Setting("glm-plain", rate=1e-2, staleness=8, trained=False), 1)
+    assert not one.judge().faults
+    one.moves = 0.0
+    assert [text.partition(":")[0] for text in one.judge().faults] == [
+        "layer 2 has rows that match nothing that was tried"
+    ]
 
 
 @pytest.mark.long
