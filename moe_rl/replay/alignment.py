@@ -139,9 +139,10 @@ class AlignmentTest:
         if not self._layers or not len(self._watched.rows.row):
             return Alignment()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            return Alignment(tuple(judge(tests, self._history) for tests in self._tests()), self._moved)
+            found = {tests.name: judge(tests, self._history) for tests in self._tests() if tests is not None}
+        return Alignment(tuple(found.get(name, Claim(name)) for name in CLAIMS), self._moved)
 
-    def _tests(self) -> Iterator[Bets]:
+    def _tests(self) -> Iterator[Bets | None]:
         fine, whole = FineRows.of(*self._fine.kept), [self._whole[one] for one in self._blocks]
         seen = RowsSeen(self._watched, self._layers, self._groups, fine, whole, far=self._moved > FAR)
         yield from layer_tests(LayerSample.of(seen), self._layers, fresh=seen.fresh)

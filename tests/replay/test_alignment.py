@@ -293,8 +293,8 @@ def test_healthy_passes_that_are_hard_to_tell_apart_are_not_refused(shape):
 
 
 def test_routes_of_weights_that_moved_far_are_not_refused_as_unrelated_but_weak():
-    """Each expert's score moved by five times its size, so the record is unrelated to its rows."""
-    one, unrelated = Pass(0, lag=2, drift=5.0), ("prompts", "completions", "no rows", "pieces")
+    """Scores moved by fifty times their size, so the record is unrelated to its rows."""
+    one, unrelated = Pass(0, tokens=300, lag=2, drift=50.0), ("prompts", "completions", "no rows", "pieces")
     assert "no rows" in refused(one.test(moves=FAR / 2))
     found = one.test(moves=0.6 * FAR)
     assert not found.faults and found.moved == 1.2 * FAR
