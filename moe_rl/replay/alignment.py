@@ -140,7 +140,10 @@ class AlignmentTest:
             return Alignment()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             found = {tests.name: judge(tests, self._history) for tests in self._tests() if tests is not None}
-        return Alignment(tuple(found.get(name, Claim(name)) for name in CLAIMS), self._moved)
+        alignment = Alignment(tuple(found.get(name, Claim(name)) for name in CLAIMS), self._moved)
+        if alignment.faults:  # whoever goes on has removed them
+            self._history.forget()
+        return alignment
 
     def _tests(self) -> Iterator[Bets | None]:
         fine, whole = FineRows.of(*self._fine.kept), [self._whole[one] for one in self._blocks]

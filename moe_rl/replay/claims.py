@@ -122,6 +122,10 @@ class History:
         passes.append(record)
         return best
 
+    def forget(self) -> None:
+        """Drop all evidence."""
+        self._passes.clear()
+
 
 def judge(tests: Bets, history: History) -> Claim:
     """Judge a claim from the tests of this pass and of earlier passes."""

@@ -353,6 +353,12 @@ def test_a_fault_that_stays_is_refused_though_one_pass_is_too_small():
     assert "prompts" not in faults[0] and "prompts" in faults[-1]
 
 
+def test_a_refused_pass_is_no_evidence_against_those_after_it():
+    history = History()
+    assert "shift" in refused(HEALTHY.test(np.roll(HEALTHY.record, 1, 1), history=history))
+    assert not HEALTHY.test(history=history).faults
+
+
 def test_what_is_logged_of_a_pass_does_not_depend_on_the_passes_before():
     """A run that is resumed has no history, and logs what it would have logged."""
     history = History()
