@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.alarm_parts.models import Setting, rollout
+from benchmarks.alarm_parts.models import RATES, STALENESS, Setting, rollout, settings
+from benchmarks.alarm_parts.zoo import NAMED, healthy
 from moe_rl.errors import ReplayError
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, FAR, PASSES, Bets, History, judge, log_e
@@ -301,6 +302,15 @@ def test_routes_of_weights_that_moved_far_are_not_refused_as_unrelated_but_weak(
     assert {status(found)[name] for name in unrelated} == {"weak"}
     fresh = HEALTHY.test(moves=FAR)
     assert fresh.moved == 0 and {status(fresh)[name] for name in CORE} == {"proven"}
+
+
+def test_the_zoo_has_older_weights_where_it_says_so():
+    for name, lags in (("staleness 2, high rate", {1}), ("lags 0, 1, 2 mixed", {0, 1, 2}), ("tiny_moe_cpu", {0})):
+        one = healthy(NAMED[name], 0)
+        changed = (np.sort(one.record) != np.sort(one.witness)).any((0, 2))
+        assert {*one.lag.tolist()} == lags
+        assert all(changed[one.lag == lag].mean() > 0.8 for lag in lags - {0})
+    assert {(one.rate, one.staleness) for one in settings()} == {*itertools.product(RATES, STALENESS)}
 
 
 @pytest.mark.long
