@@ -32,6 +32,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
     "output_config": (None, {}),
     "container": (None,),
+    "context_management": (None, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "mcp_servers": (None, []),
 }
 # What this API calls the fields of messages.

@@ -22,12 +22,19 @@ _MOST_SAMPLES = 128
 _OF_THE_PROVIDER = {"cache_control", "prompt_cache_breakpoint"}
 
 
-def checked[T](body: bytes, known: Collection[str], only: Mapping[str, Sequence[Any]], kind: type[T]) -> T:
+def checked[T](
+    body: bytes,
+    known: Collection[str],
+    only: Mapping[str, Sequence[Any]],
+    kind: type[T],
+    spoken: Collection[str] = (),
+) -> T:
     """Return a JSON body as `kind`.
 
     Args:
         known: the fields that are served.
         only: fields that are accepted only with these values, which have no effect.
+        spoken: the fields of a message. Packages that send back a whole reply add others, which must be empty.
 
     Raises:
         BadRequest: it is not a JSON object, or a field is not served or has a wrong value.
@@ -45,6 +52,10 @@ def checked[T](body: bytes, known: Collection[str], only: Mapping[str, Sequence[
         elif name not in known:
             hint = did_you_mean(name, known)
             raise BadRequest(f"this field is not served. {hint}".strip(), name[:100], code="unsupported_parameter")
+    for message in given.get("messages") or () if spoken else ():
+        for name in [name for name in message if name not in spoken] if isinstance(message, dict) else ():
+            if name in _OF_THE_PROVIDER or not message[name] or message[name] == {"refusal": None}:
+                del message[name]
     try:
         with _CONVERTING:
             return msgspec.convert({name: value for name, value in given.items() if name not in only}, kind)

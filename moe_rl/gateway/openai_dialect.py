@@ -10,7 +10,7 @@ import codecs
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -41,6 +41,15 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
+    # Those of vLLM and SGLang, which their clients send with every request.
+    "repetition_penalty": (None, 1),
+    "ignore_eos": (None, False),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "chat_template_kwargs": (None, {}),
 }
 _CHAT = {"messages", "tools", "logprobs", "max_completion_tokens"}
 _TEXT = {"prompt", "logprobs", "echo"}
@@ -57,6 +66,7 @@ class _ToolBody(msgspec.Struct, forbid_unknown_fields=True):
 class _Tool(msgspec.Struct, forbid_unknown_fields=True):
     function: _ToolBody
     type: str = "function"
+    cache_control: dict[str, Any] | None = None
 
 
 class _Called(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,11 +90,6 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    # Empty fields that the openai package sends back from a reply.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
 
 class _Stream(msgspec.Struct, forbid_unknown_fields=True):
@@ -122,7 +127,9 @@ class _TextBody(_Asked):
 
 def read_chat(body: bytes) -> ChatWish:
     """Parse a body of /v1/chat/completions. Raises BadRequest."""
-    given = checked(body, _CHAT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _ChatBody)
+    given = checked(
+        body, _CHAT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _ChatBody, frozenset(_Message.__struct_fields__)
+    )
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
     refuse_prefill(given.messages[-1].role, f"messages.{len(given.messages) - 1}")

@@ -163,7 +163,9 @@ def test_citations_of_the_systems_text_are_refused():
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"content": "x", "annotations": [{"type": "url_citation"}]}, "messages.1.annotations"),
+        ({"content": "x", "annotations": [{"type": "url_citation"}]}, "messages.1"),
+        ({"content": "x", "refusal": "no"}, "messages.1"),
+        ({"content": "x", "reasoning_details": [{"text": "y"}]}, "messages.1"),
         ({"content": [{"type": "text", "text": "x", "more": 1}]}, "messages.1.content.0.more"),
         ({"tool_calls": [CALL | {"extra_content": {"x": 1}}]}, "messages.1.tool_calls.0"),
         ({"tool_calls": [CALL | {"type": "custom"}]}, "messages.1.tool_calls.0.type"),
@@ -178,14 +180,18 @@ def test_what_an_assistants_message_says_and_no_prompt_shows_is_refused(more, fi
 
 def test_what_the_packages_send_back_and_providers_read_is_no_matter():
     """Empty fields, hints for caches, who called a tool when it was the model, and the number of a streamed call."""
-    asks = {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}
+    hint = {"cache_control": {"type": "ephemeral"}}
+    asks = {"role": "user", "content": [{"type": "text", "text": "x", **hint}]}
     text = {"type": "text", "text": "x", "citations": None}
     use = USE | {"caller": {"type": "direct"}, "toolset_name": None}
     messages = [asks, {"role": "assistant", "content": [text, use]}, {"role": "user", "content": [RESULT]}]
-    wish = read_messages(msgspec.json.encode({"messages": messages, "max_tokens": 3}))
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    wish = read_messages(msgspec.json.encode({"messages": messages, "max_tokens": 3, "context_management": kept}))
     assert [one["role"] for one in wish.messages] == ["user", "assistant", "tool"]
     says = {"role": "assistant", "content": "x", "annotations": [], "tool_calls": [CALL | {"index": 0}]}
-    chat = read_chat(
-        msgspec.json.encode({"messages": [asks, says, {"role": "tool", "tool_call_id": "c", "content": "5"}]})
-    )
+    says |= {"provider_specific_fields": {"refusal": None}, "thinking_blocks": None, "reasoning_details": [], **hint}
+    tools = [{"type": "function", "function": {"name": "f"}, **hint}]
+    usual = {"repetition_penalty": 1.0, "skip_special_tokens": True, "ignore_eos": False, "chat_template_kwargs": {}}
+    asked = [asks, says, {"role": "tool", "tool_call_id": "c", "content": "5"}]
+    chat = read_chat(msgspec.json.encode({"messages": asked, "tools": tools, **usual}))
     assert chat.messages[1]["tool_calls"] == [CALL]
