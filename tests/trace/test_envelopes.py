@@ -157,9 +157,10 @@ def test_one_bad_line_publishes_nothing(tmp_path, change, facts):
     assert TraceStore(tmp_path / "store").shards() == []
 
 
-def test_several_choices_are_several_records(tmp_path):
+@pytest.mark.parametrize("named", ["choices", "outputs"])
+def test_several_choices_are_several_records(tmp_path, named):
     line = lines("vllm")[0]
-    line["response"]["choices"] *= 2
+    line["response"][named] = line["response"].pop("choices") * 2
     (tmp_path / "replies.jsonl").write_text(json.dumps(line))
     refs = import_lines(tmp_path / "replies.jsonl", tmp_path, "shard", SPEC, "vllm")
     assert [ref.key for ref in refs] == ["chat/turn1/0", "chat/turn1/1"]
@@ -187,6 +188,11 @@ OTHER_FORMS = {
     "prime-rl, two bytes": ("vllm", lambda wide, start: shaped(wide.astype(np.uint16), start=start)),
     "SkyRL, int8": ("vllm", lambda wide, start: shaped(wide.astype(np.int8))),
     "lists in a choice": ("vllm", lambda wide, start: wide.tolist()),
+    "SkyRL, a type of torch": ("vllm", lambda wide, start: shaped(wide) | {"dtype": "torch.int32"}),
+    "SkyRL, a type of numpy": ("vllm", lambda wide, start: shaped(wide) | {"dtype": "<i4"}),
+    "lists of SGLang": ("sglang", lambda wide, start: wide.tolist()),
+    "SGLang, shaped": ("sglang", lambda wide, start: shaped(wide.astype(np.uint8))),
+    "NeMo-RL, shaped": ("nemo", lambda wide, start: shaped(np.concatenate([wide, wide[:1]]))),
     "older NeMo-RL": ("nemo", lambda wide, start: [*wide.tolist(), [[0, 1]] * len(SPEC.layer_map)]),
 }
 
@@ -197,7 +203,7 @@ def test_other_forms_of_the_routes_give_the_same_records(tmp_path, name):
     changed = lines(form)
     for line, (begin, end) in zip(changed, ((0, 10), (10, 15)), strict=True):
         (choice,) = line["response"].get("choices", [{"message": line["response"]}])
-        reply = choice["message"] if form == "nemo" else choice
+        reply = choice["message"] if form == "nemo" else line["response"].get("meta_info", choice)
         reply["routed_experts"] = encode(all_layers(ROUTES)[begin:end], begin)
         if name.startswith("prime-rl"):
             line.pop("start", None)

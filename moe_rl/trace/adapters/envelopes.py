@@ -4,7 +4,8 @@ vLLM     base64 of a .npy file. Read in vLLM 0.32.0: `utils/serial_utils.py` (nu
          of `entrypoints/scale_out/token_in_token_out/protocol.py`, `v1/engine/output_processor.py`.
          [tokens - 1 - start, all decoder layers, K], uint8, uint16 or int32; layers without a router are zero.
 shaped   {"data": base64 of the ids, C order, "shape": [T, C, K], "dtype": "uint8"} in the same place, as SkyRL a9564572
-         and prime-rl 559b4477 send it; prime-rl's also has "start", the position of the first row.
+         and prime-rl 559b4477 send it; prime-rl's also has "start", the position of the first row. Other senders may
+         use this form too, or nested lists.
 SGLang   base64 of bare little-endian int32. Read at sgl-project/sglang 024911f2 and 0564b521 (after 0.5.16):
          `srt/state_capturer/routed_experts.py` and `base.py`, `srt/managers/detokenizer_manager.py`.
          [tokens - 1 - start, all decoder layers, K] flattened, without its shape; layers without a router are zero.
@@ -51,15 +52,18 @@ def decode_vllm(payload: object) -> np.ndarray:
     """Decode the `routed_experts` of a vLLM choice, text, a shaped object or nested lists, to [T, C, K]. Raises
     TraceError."""
     where: About = {"field": "vLLM routed_experts"}
-    if isinstance(payload, list):
-        return decode_lists(payload)
-    if isinstance(payload, Mapping):
-        return _decode_shaped(payload, where)
+    if isinstance(payload, list | Mapping):
+        return _decode_plain(payload, where)
     return decode_npy(_base64(payload, where), where=where)
 
 
-def _decode_shaped(payload: Mapping, where: About) -> np.ndarray:
-    shape, dtype = payload.get("shape"), payload.get("dtype")
+def _decode_plain(payload: Mapping | list, where: About) -> np.ndarray:
+    """Decode nested lists or a shaped object."""
+    if isinstance(payload, list):
+        return decode_lists(payload)
+    shape, dtype = payload.get("shape"), str(payload.get("dtype")).removeprefix("torch.")
+    if re.fullmatch("[<|=][iu][1248]", dtype):  # as dtype.str has it
+        dtype = np.dtype(dtype).name
     if not (isinstance(shape, list) and len(shape) == 3 and all(type(n) is int for n in shape)):
         raise TraceError(
             "routed_experts have no shape", where=where, got=repr(shape)[:80], expected="[tokens, layers, k]"
@@ -82,6 +86,8 @@ def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
     `layers` counts all decoder layers of the model, dense ones included, which the payload does not say.
     """
     where: About = {"field": "SGLang routed_experts"}
+    if isinstance(payload, list | Mapping):
+        return _decode_plain(payload, where)
     data = _base64(payload, where)
     row = 4 * layers * top_k
     if row <= 0 or len(data) % row:
@@ -99,8 +105,8 @@ def decode_nemo(payload: object) -> np.ndarray:
     """Decode an `nrlre1` envelope, or nested lists, to [S, C, K], including the last row and -1 entries. Raises
     TraceError."""
     where: About = {"field": "NeMo-RL routed_experts"}
-    if isinstance(payload, list):
-        return decode_lists(payload)
+    if isinstance(payload, list | Mapping):
+        return _decode_plain(payload, where)
     match = _NEMO.match(payload) if isinstance(payload, str) else None
     if not isinstance(payload, str) or match is None:
         raise TraceError(

@@ -195,7 +195,8 @@ def _split(line: _Line, form: str, where: About) -> list[_Item]:
         return [_Item(line.key, None, reply, line)]
     if line.response is None:
         raise TraceError("line has no response", where=where, expected=f"a reply of {form}")
-    choices = line.response.get("choices") if form in ("vllm", "nemo") else None
+    # vLLM's own class, RequestOutput, calls them outputs.
+    choices = line.response.get("choices", line.response.get("outputs")) if form in ("vllm", "nemo") else None
     if choices is None:
         return [_Item(line.key, line.prompt_token_ids, line.response, line)]
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):

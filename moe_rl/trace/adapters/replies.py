@@ -28,9 +28,9 @@ _KINDS: dict[type | UnionType, str] = {
     str: "text",
     list: "a list",
     Mapping: "an object",
-    str | Mapping | list: "text, an object with data, shape and dtype, or nested lists",
-    str | list: "text, or nested lists",
 }
+_ROUTES = str | Mapping | list
+_KINDS[_ROUTES] = "text, an object with data, shape and dtype, or nested lists"
 
 
 def from_vllm(
@@ -57,7 +57,7 @@ def from_vllm(
     The reply does not say which rows came from the prefix cache, so all prompt rows count as prefill.
     """
     where: About = {"request": key}
-    payload = _field(choice, "routed_experts", str | Mapping | list, where)
+    payload = _field(choice, "routed_experts", _ROUTES, where)
     start = first_row(payload, start, where)
     reply = _Reply(
         decode_vllm(payload),
@@ -98,7 +98,7 @@ def from_sglang(
         spans = [{"version": meta["weight_version"], "start": 0, "end": len(sampled)}]
     finish = meta.get("finish_reason")
     reply = _Reply(
-        decode_sglang(_field(meta, "routed_experts", str, where), layers=decoder_layers(spec), top_k=spec.top_k),
+        decode_sglang(_field(meta, "routed_experts", _ROUTES, where), layers=decoder_layers(spec), top_k=spec.top_k),
         sampled,
         versions=spans,
         aborted=isinstance(finish, Mapping) and finish.get("type") == "abort",
@@ -123,7 +123,7 @@ def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: in
     where: About = {"request": key}
     prompt = _field(message, "prompt_token_ids", list, where)
     sampled = _field(message, "generation_token_ids", list, where)
-    array = decode_nemo(_field(message, "routed_experts", str | list, where))
+    array = decode_nemo(_field(message, "routed_experts", _ROUTES, where))
     expected = len(prompt) + len(sampled) - start
     if len(array) != expected:
         raise RouteValidationError(
@@ -248,7 +248,7 @@ def _field(source: object, name: str, kind: type | UnionType, where: About) -> A
     value = source.get(name) if isinstance(source, Mapping) else None
     if not isinstance(value, kind):
         raise TraceError(
-            f"reply has no {name}",
+            f"reply has no {name}" if value is None else f"{name} of the reply cannot be read",
             where=where,
             got="nothing" if value is None else type(value).__name__,
             expected=_KINDS[kind],
