@@ -22,6 +22,12 @@ _FULL = {
 }
 
 
+def is_pointer(file: Path) -> bool:
+    """Return whether Git LFS has left a pointer in place of a file, as `git clone` does without it."""
+    with open(file, "rb") as stream:
+        return stream.read(64).startswith(b"version https://git-lfs")
+
+
 def refusal(
     error: BaseException,
     what: str,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_rl.disk import is_pointer
 from moe_rl.errors import About, ConfigError, describe
 from moe_rl.models import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
 from moe_rl.models.facts import FOREIGN, Fields, ModelFacts, Rope
@@ -311,7 +312,10 @@ def read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError("cannot read a file", where={"key": "model.path", "file": file}, got=error.strerror) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError("not valid JSON", where={"key": "model.path", "file": file}, got=error) from None
+        got, do = (
+            ("a pointer of Git LFS", "fetch the files themselves: git lfs pull") if is_pointer(file) else (error, "")
+        )
+        raise ConfigError("not valid JSON", where={"key": "model.path", "file": file}, got=got, do=do) from None
     if not isinstance(value, dict):
         raise ConfigError("not a mapping", where={"key": "model.path", "file": file}, got=type(value).__name__)
     return value

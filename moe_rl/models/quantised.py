@@ -30,6 +30,7 @@ _FORMATS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("MXFP4", r"_blocks$", ("mxfp4", "gpt_oss_mxfp4")),
     ("FP8 in blocks", r"\.weight_scale_inv$", ("fp8",)),
     ("FP8 or INT8 (compressed-tensors, modelopt)", r"\.weight_scale$", ("compressed-tensors", "modelopt", "fp8")),
+    ("scales of a quantised KV cache", r"\.(k|v|kv|q|prob|output)_scale$", ()),
     ("MLX", r"\.biases$", ("mlx",)),
 )
 _UNPACKED = {"fp8": "FP8 in blocks", "mxfp4": "MXFP4"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from moe_rl.disk import is_pointer
 from moe_rl.errors import ConfigError
 
 Tensor = tuple[str, tuple[int, ...], str]
@@ -29,8 +30,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
         raise ConfigError(
             "damaged safetensors file",
             where={"key": "model.path", "file": file},
-            got=error,
-            do="copy the checkpoint again",
+            got="a pointer of Git LFS" if is_pointer(file) else error,
+            do="fetch the files themselves: git lfs pull" if is_pointer(file) else "copy the checkpoint again",
             fault="damaged",
         ) from None
     except OSError as error:

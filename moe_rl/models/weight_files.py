@@ -25,8 +25,8 @@ from moe_rl.models.weight_table import EMBEDDING, HEAD
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 # Buffers that older model versions saved, and that transformers and vLLM skip.
 _DERIVED = re.compile(
-    r"(^|\.)((rotary(_pos)?(_emb)?|rope)\.((original_)?inv_freq|freqs|_?(cos|sin)_cached|cos_sin_cache)"
-    r"|freqs_cis|position_ids|(self_attn|attn|attention)\.(bias|masked_bias))$"
+    r"(^|\.)((rotary(_pos)?(_emb)?|rope)\.freqs|\w*inv_freq|_?(cos|sin)_cached|cos_sin_cache|freqs_cis|position_ids"
+    r"|(causal|attn)_mask|_extra_state|(self_attn|attn|attention)\.(bias|masked_bias))$"
 )
 
 
@@ -128,11 +128,17 @@ def read_checkpoint(path: str | Path, facts: ModelFacts) -> WeightFiles:
 
 def _quantisation(folder: Path) -> dict[str, Any]:
     """Return the quantisation settings that vLLM would read; empty if there are none."""
-    found = read_json(folder / "config.json").get("quantization_config")
+    file, field = folder / "config.json", "quantization_config"
+    found = read_json(file).get(field)
     apart = folder / "hf_quant_config.json"
-    if found is None and apart.is_file():
-        found = {"quant_method": "modelopt", **(read_json(apart).get("quantization") or {})}
-    return found or {}
+    if from_modelopt := found is None and apart.is_file():
+        file, field = apart, "quantization"
+        found = read_json(file).get(field)
+    if not isinstance(found, dict | None):
+        raise ConfigError(
+            "wrong value", where={"key": "model.path", "field": field, "file": file}, got=found, expected="a mapping"
+        )
+    return {"quant_method": "modelopt", **(found or {})} if from_modelopt else found or {}
 
 
 def is_left_out(facts: ModelFacts, name: str) -> bool:

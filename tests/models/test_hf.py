@@ -11,6 +11,7 @@ from moe_rl.models.hf import (
     expected_tensors,
     is_mtp_tensor,
     parameter_count,
+    read_config,
     read_model,
     tokenizer_vocabulary,
 )
@@ -278,6 +279,13 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_a_damaged_safetensors_file_is_refused(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     tells(refusal_of(checkpoint_tensors, tmp_path), file=tmp_path / "model.safetensors", fault="damaged")
+
+
+def test_a_pointer_of_git_lfs_is_called_that(tmp_path):
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 12\n")
+    for read in (checkpoint_tensors, read_config):
+        tells(refusal_of(read, tmp_path), "git lfs pull", got="a pointer of Git LFS")
 
 
 def test_the_undamaged_frame_is_read(tmp_path):

@@ -192,8 +192,14 @@ def test_a_key_beside_tensors_in_bfloat16_is_refused_and_an_empty_one_is_not(pub
     assert told() is None and told(quantization_config=None) is None and told(quantization_config={}) is None
     for method in ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "bitsandbytes", "modelopt", "quark"):
         assert method in told(quantization_config={"quant_method": method})
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": "fp8"}))
+    with refused(ConfigError, field="quantization_config", got="fp8", expected="a mapping"):
+        read_checkpoint(path, facts)
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     assert "NVFP4" in told()
+    (path / "hf_quant_config.json").write_text('{"quantization": [4]}')
+    with refused(ConfigError, field="quantization", expected="a mapping"):
+        read_checkpoint(path, facts)
 
 
 def test_derived_buffers_are_left_out_counted_and_shown(published):
@@ -226,6 +232,12 @@ def test_derived_buffers_are_left_out_counted_and_shown(published):
         ("model.layers.3.self_attn.rotary_emb._sin_cached", True),
         ("model.rotary_emb.cos_sin_cache", True),
         ("rope.freqs", True),
+        ("model.inv_freq", True),
+        ("model.layers.3.self_attn.rotary_embs.inv_freq", True),
+        ("model.layers.3.self_attn.rotary_emb.long_inv_freq", True),
+        ("model.causal_mask", True),
+        ("model.layers.3.self_attn.attn_mask", True),
+        ("model.layers.3.self_attn._extra_state", True),
         ("freqs_cis", True),
         ("model.layers.3.self_attn.freqs_cis", True),
         ("model.embed_tokens.position_ids", True),
