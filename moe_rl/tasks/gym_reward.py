@@ -21,7 +21,9 @@ def reasoning_gym(*, answer_in: str, options: Mapping[str, Mapping[str, Any]]) -
 
     scorers: dict[str, _Scorer] = {}
 
-    def gym_score(completion: str, question: str, answer: object, metadata: dict[str, Any]) -> float:
+    def gym_score(
+        completion: str, question: str, answer: object, metadata: dict[str, Any], stop_string: str | None = None
+    ) -> float:
         """Return the scorer's value for the completion's answer, between 0 and 1.
 
         Raises:
@@ -37,6 +39,6 @@ def reasoning_gym(*, answer_in: str, options: Mapping[str, Mapping[str, Any]]) -
             if isinstance(answer, str) and (own := scorer(answer, entry)) != 1:
                 raise ValueError(f"the scorer of {task} gives the row's own answer {own:g}, expected 1")
             scorers[task] = scorer
-        return float(scorers[task](find_answer(completion, answer_in), entry))
+        return float(scorers[task](find_answer(completion, answer_in, stop_string), entry))
 
     return gym_score

@@ -60,9 +60,9 @@ _COMMANDS = {
         r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
         r"\\equiv\b": "=",
         r"\\(sin|cos|tan)( *\(? *)(\d+(?:\.\d+)?) *\^ *(?:\\circ\b|\{ *\\circ *\})": r"\\\1\2\\frac{\3\\pi}{180}",
-        r"\\\{ *[a-z](?: *\\in *\\mathbb\{?R\}?)? *(?:\\mid|:|\|)(.*)\\\}": r"\1",
+        r"\\\{ *[a-z](?: *\\in *\\mathbb\{?R\}?)? *(?:\\mid|:|\|)(.{0,200})\\\}": r"\1",
         r"[,;] *[a-z] *\\in *\\mathbb\{?[NZ]\}?": "",
-        r"\\begin\{cases\}([^&]*)\\\\([^&]*)\\end\{cases\}": r"\1,\2",
+        r"\\begin\{cases\}([^&]{0,100})\\\\([^&]{0,100})\\end\{cases\}": r"\1,\2",
         r"\\boxed\{\]([^][]+)[,;]([^][]+)\[\}": r"\\boxed{(\1,\2)}",
         r"\\boxed\{\]([^][]+)[,;]([^][]+)\]\}": r"\\boxed{(\1,\2]}",
         r"\\boxed\{\[([^][]+)[,;]([^][]+)\[\}": r"\\boxed{[\1,\2)}",
@@ -76,7 +76,7 @@ _SCALED = re.compile(
 _DOTTED = re.compile(r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+)(?:,(\d+)|(?<=\.\d{3}\.\d{3}))(?![\d.,])")
 # 0.1666... with a line or a dot over the digits that repeat
 _REPEATING = re.compile(
-    r"(?<![\d.])(\d*)\.(\d*?)(?:\\overline\{(\d+)\}|\\dot\{(\d)\}|(\d)\5+(?:\.\.\.|\\l?dots\b|\u2026))"
+    r"(?<![\d.])(\d*)\.(\d{0,30}?)(?:\\overline\{(\d+)\}|\\dot\{(\d)\}|(\d)\5+(?:\.\.\.|\\l?dots\b|\u2026))"
 )
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 _POWER = re.compile(r"\^\s*(-\d+)")  # LaTeX would raise the minus alone
@@ -121,9 +121,12 @@ _CHOICE = re.compile(_BEFORE + r"([A-Z])\W*")
 _LABEL = re.compile(
     _BEFORE + r"([A-Za-z])(?![^\w,]*(?:,|and\b|or\b)\W*[A-Z]\b)(?:[).:!}]|\s*$|,?\s+(?:because|since)\b)"
 )
-_LABELLED = re.compile(_BEFORE + r"([A-Z])(?:\)|\. )[\s}\\$]*(.*\w.*)")
+# A right answer with its label and its value: "(B) 12".
+_LABELLED = re.compile(_BEFORE + r"([A-H])(?:\)|\. )[\s}\\$]*(.*\w.*)")
+# Several choices, a word or words of prose, a date, a number with its base, a time before or after noon.
 _CHOICES = re.compile(r"[A-H](?:(?:[,;\s]|and)*[A-H])+")
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_PROSE = re.compile(r"[\w ,.'-]*[A-Za-z]{2}[\w ,.'-]*")
 _SPACE = re.compile(r"(?:\\[ ,;]|~|\s)+")
 _NAME = re.compile(r"[A-Za-z]{5,}|[IVXLCDM]{2,}|[A-Za-z]+(?: (?!and\b|or\b)[A-Za-z]+)+")
 _DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}")
@@ -133,6 +136,7 @@ _HALF_DAY = re.compile(r"\d *([ap])\.? ?m\b", re.IGNORECASE)
 _UNITS = re.compile(r"\d[^\d\\]*(?<![A-Za-z])(?!and\b|or\b)[A-Za-z]{2,}[^\d\\^]*\d")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _INITIAL = re.compile(r"(?<![A-Za-z])(?!and\b|or\b)[A-Za-z]")
+# A right number, and another spelling of it: 1.5 and 1,5; 1234567 and 12,34,567.
 _POINT, _COMMA = re.compile(r"-?\d+\.\d+"), re.compile(r"-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,}))")
 _WHOLE, _LAKHS = re.compile(r"-?\d+"), re.compile(r"-?\d{1,2}(?:,\d{2})+,\d{3}")
 _INEQUALITY = re.compile("[<>\u2264\u2265]|\\\\[lg]eq?")
@@ -140,6 +144,7 @@ _OR, _AND = re.compile("\\\\(?:lor|vee)\\b|\u2228"), re.compile("\\\\(?:land|wed
 _BOX_PERCENT = re.compile(r"\\boxed\{([^{}]*)\}\s*\\?%")
 # What stands before an answer in some columns: a whole solution of GSM8K, a tag, "Answer:".
 _PREAMBLE = re.compile(r"^(?:.*\n#### |\s*<answer>|\W*(?:final )?answer\s*:)", re.DOTALL | re.IGNORECASE)
+# Punctuation after an answer; what joins two boxes.
 _END = re.compile(r"(?<![\\.])[.,;]\s*$")
 _JOINT = re.compile(r"\}[\s$]*(?:,|;|,?\s*(?:\\text\{)?\s*\b(?:and|or)\b\s*\}?)[\s$]*$")
 _PLUS_MINUS = re.compile("\\\\pm\\b|\u00b1")
@@ -152,7 +157,7 @@ def math_verify() -> Callable[..., float]:
     return mathematically_equal
 
 
-def mathematically_equal(completion: str, answer: object) -> float:
+def mathematically_equal(completion: str, answer: object, stop_string: str | None = None) -> float:
     """Return 1.0 if the completion's answer equals the LaTeX text `answer`; else 0.0.
 
     `answer` may be between dollar signs, in a \\boxed{}, or without either. It may be a number.
@@ -160,7 +165,7 @@ def mathematically_equal(completion: str, answer: object) -> float:
     Raises:
         ValueError: the library finds no mathematics in `answer`.
     """
-    text, said = _final(completion)
+    text, said = _final(completion + (stop_string if stop_string == "</answer>" else ""))
     if isinstance(answer, str) and (labelled := _LABELLED.fullmatch(answer)):
         answer = labelled[1] if _LABEL.match(said) else labelled[2]
     right, expected = _read_answer(answer)
@@ -251,7 +256,7 @@ def _equal_texts(expected: str, said: str) -> bool | None:
         return label[1].upper() == choice[1]
     ours, theirs = (_SPACE.sub(" ", _WRAPPED.sub(r"\1", one)).strip() for one in (expected, said))
     if ours == theirs != "" or (
-        re.search("[A-Za-z]{2}", ours) and ours.casefold().rstrip(".") == theirs.casefold().rstrip(".")
+        _PROSE.fullmatch(ours) and ours.casefold().rstrip(".") == theirs.casefold().rstrip(".")
     ):
         return True
     if _CHOICES.fullmatch(ours) and _CHOICES.fullmatch(theirs):

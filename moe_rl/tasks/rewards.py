@@ -12,6 +12,7 @@ from decimal import Context, Decimal
 
 # Only ASCII digits, without plus sign, leading zero or "-0". Each integer then has one spelling, so the policy earns no
 # reward for an answer that a plain string comparison would reject.
+_CLOSED = "</answer>"
 _ANSWER = re.compile(r"<answer>(0|-?[1-9][0-9]*)</answer>")
 # A number, and a unit that begins with a letter or a sign such as %. "1/2", "1,23" and "1.2.3" do not match.
 _QUANTITY = re.compile(
@@ -45,18 +46,20 @@ def _answer_in(completion: str) -> str | None:
     return match.group(1) if match else None
 
 
-def find_answer(completion: str, answer_in: str) -> str | None:
+def find_answer(completion: str, answer_in: str, stop_string: str | None = None) -> str | None:
     """Return the answer of a completion, without outer whitespace; None if it has none.
 
     Args:
+        stop_string: the text that ended the completion and is not part of it. `</answer>` closes the last tag.
         answer_in: "completion", "tags" for `<answer>...</answer>`, or "box" for \\boxed{...}. The last tag or box
             counts, even if it is never closed; then the completion has no answer.
     """
     if answer_in == "completion":
         return completion.strip()
     if answer_in == "tags":
+        completion += _CLOSED if stop_string == _CLOSED else ""
         _, opened, rest = completion.rpartition("<answer>")
-        text, closed, _ = rest.partition("</answer>")
+        text, closed, _ = rest.partition(_CLOSED)
         return text.strip() if opened and closed else None
     _, opened, rest = completion.rpartition("\\boxed{")
     depth = 1
@@ -70,11 +73,11 @@ def find_answer(completion: str, answer_in: str) -> str | None:
 def exact(*, answer_in: str) -> RewardCall:
     """Return the reward function of the kind `exact`."""
 
-    def exact_answer(completion: str, answer: object) -> float:
+    def exact_answer(completion: str, answer: object, stop_string: str | None = None) -> float:
         """Return 1.0 if the completion's answer is the text `answer`; else 0.0."""
         if not isinstance(answer, str):
             raise ValueError(f"the column answer is {type(answer).__name__}, expected text")
-        return float(find_answer(completion, answer_in) == answer.strip())
+        return float(find_answer(completion, answer_in, stop_string) == answer.strip())
 
     return exact_answer
 
@@ -83,12 +86,12 @@ def numeric(*, answer_in: str, tolerance: float, relative_tolerance: float) -> R
     """Return the reward function of the kind `numeric`."""
     absolute, relative = Decimal(str(tolerance)), Decimal(str(relative_tolerance))
 
-    def numeric_answer(completion: str, answer: object) -> float:
+    def numeric_answer(completion: str, answer: object, stop_string: str | None = None) -> float:
         """Return 1.0 if the completion's answer is the number `answer`, with the same unit; else 0.0."""
         right = _quantity(str(answer)) if isinstance(answer, str | int | float) else None
         if right is None or isinstance(answer, bool):
             raise ValueError(f"the column answer is not a number: {answer!r:.80}")
-        given = _quantity(find_answer(completion, answer_in) or "")
+        given = _quantity(find_answer(completion, answer_in, stop_string) or "")
         if given is None or given[1] != right[1]:
             return 0.0
         difference = _ARITHMETIC.abs(_ARITHMETIC.subtract(given[0], right[0]))

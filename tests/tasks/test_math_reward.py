@@ -320,6 +320,7 @@ TABLE = [
     (r"\boxed{n\equiv 3\pmod 4}", r"n\equiv 1\pmod 4", 0),
     (r"\boxed{0.\overline{4}}", r"0.\overline{3}", 0),
     (r"\boxed{.5}", "5", 0),
+    (r"\boxed{june 4.}", "June 4", 1),
     (r"\boxed{3,141}", "3.141", 0),
     (r"\boxed{5} and \boxed{6}", "6", 0),
     (r"\boxed{5} and \boxed{6}", "5,6", 1),
@@ -347,6 +348,11 @@ KNOWN_WRONG = [
 )
 def test_the_verdict_is_right(completion, answer, equal):
     assert mathematically_equal(completion, answer) == equal
+
+
+def test_a_tag_that_ends_a_completion_as_a_stop_text_is_closed():
+    said = "<answer>7 is wrong</answer> 12, so <answer>8"
+    assert mathematically_equal(said, "8", stop_string="</answer>") and not mathematically_equal(said, "8")
 
 
 @pytest.mark.parametrize("answer", ["", " ", "$", "$$", "\\boxed{}", None, True, ["2"]])

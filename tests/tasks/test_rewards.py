@@ -55,6 +55,13 @@ def test_the_last_answer_counts(completion, answer_in, answer):
     assert find_answer(completion, answer_in) == answer
 
 
+def test_a_tag_that_ends_a_completion_as_a_stop_text_is_closed():
+    said = "12, so <answer>7"
+    for kind in (exact(answer_in="tags"), numeric(answer_in="tags", tolerance=0, relative_tolerance=0)):
+        assert kind(said, "7", stop_string="</answer>") == 1.0 and kind(said, "7") == 0.0
+        assert kind(said, "7", stop_string="###") == 0.0
+
+
 def test_exact():
     same = exact(answer_in="tags")
     assert same("so <answer> B </answer>", " B") == 1.0
