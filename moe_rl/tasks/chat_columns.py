@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from moe_rl.config.prompt_sources import ChatConfig
 from moe_rl.tasks.rows import plain_json, value_at
 
 # The beginning of messages in JSON and in Python's repr.
@@ -14,6 +15,8 @@ _MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|from|value|mess
 _OBJECT = re.compile(r"\s*(?:\[\s*)?\{")
 _QUOTED = re.compile(r'\s*"\s*\[\s*\{\s*\\"')
 _ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
+
+_SYSTEM, _MEDIA = ("system", "system_prompt", "system_message"), ("images", "videos", "audios")
 
 
 def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
@@ -66,28 +69,56 @@ def listed_tools(row: dict[str, Any], column: str) -> list[Mapping[str, Any]]:
     return tools
 
 
-def refuse_unread(row: dict[str, Any], template_kwargs: Mapping[str, Any], *, tools_unknown: bool) -> None:
-    """Refuse a row of a chat whose columns say what the template is not told: tools under another name, settings.
+def refuse_unread(
+    row: dict[str, Any], column: str, prompt: str | list[Any], chat: ChatConfig, *, tools_unknown: bool
+) -> None:
+    """Refuse a row of a chat whose columns say what the prompt does not show: tools under another name, settings of the
+    template, a system message, earlier turns, images.
 
     Args:
-        template_kwargs: those of task.chat.
+        column: name of the prompt's column.
+        chat: the settings `task.chat`.
         tools_unknown: whether the row may have tools in a column that nobody named.
 
     Raises:
         ValueError: there is such a column. The text is for the user.
     """
-    for name, value in row.items():
-        if tools_unknown and isinstance(value, list) and value and all(map(_is_schema, value)):
-            raise ValueError(
-                f"the column {name} has tools that the prompt does not show; name it with tools={name} in the source, "
-                f"or set tools=null: {len(value)} tools"
-            )
+    row = {name: value for name, value in row.items() if name != column}
+    if tools_unknown and (found := next(_tool_lists(row), None)):
+        raise ValueError(
+            f"the column {found[0]} has tools that the prompt does not show; name it with tools={found[0]} in the "
+            f"source, or set tools=null: {len(found[1])} tools"
+        )
     own = row.get("chat_template_kwargs")
-    if isinstance(own, Mapping) and any(template_kwargs.get(name) != value for name, value in own.items()):
+    if isinstance(own, Mapping) and any(chat.template_kwargs.get(name) != value for name, value in own.items()):
         raise ValueError(
             f"the row has chat_template_kwargs, which are not read; set task.chat.template_kwargs for all rows, or "
             f"leave the column out: {own}"
         )
+    unread = [name for name in _MEDIA if isinstance(row.get(name), list)]
+    unread += ["history"] if isinstance(row.get("history"), list) else []
+    first = prompt[0] if isinstance(prompt, list) and isinstance(prompt[0], Mapping) else {}
+    if chat.system is None and first.get("role") not in ("system", "developer"):
+        unread += [name for name in _SYSTEM if isinstance(row.get(name), str)]
+    if column == "instruction" and isinstance(row.get("input"), str):  # as in Alpaca
+        unread += ["input"]
+    for name in unread:
+        if row[name] and not (name == "history" and not all(isinstance(one, list | dict) for one in row[name])):
+            raise ValueError(
+                f"the row has a column {name} that the prompt does not show; put it into the prompt's messages, or "
+                f"leave it out or rename it if the prompt is to be without it: {str(row[name])[:60]!r}"
+            )
+
+
+def _tool_lists(value: Any, name: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield (dotted name, tools) for each list of schemas inside a row, or inside JSON text in it."""
+    if isinstance(value, str) and _OBJECT.match(value):
+        with suppress(ValueError):
+            value = plain_json(value)
+    if isinstance(value, list) and value and all(map(_is_schema, value)):
+        yield name, value
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        yield from _tool_lists(inner, f"{name}.{key}".lstrip("."))
 
 
 def _is_schema(value: Any) -> bool:

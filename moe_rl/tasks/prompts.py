@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moe_rl.config.check_files import number_problems
-from moe_rl.config.prompt_sources import HeldoutSourceConfig, PromptSourceConfig, TrainSourceConfig
+from moe_rl.config.prompt_sources import ChatConfig, HeldoutSourceConfig, PromptSourceConfig, TrainSourceConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError, DiskError, Problem, describe, first_of
 from moe_rl.tasks.chat_columns import listed_tools, refuse_unread, stored_messages
@@ -319,7 +319,7 @@ class _PromptMaker:
                     raise _Unfit("the prompt is empty", "no text", kind="empty")
                 chat = self._config.task.chat
                 unknown = source.tools == "tools" and not tools
-                refuse_unread(row, chat.template_kwargs if chat else {}, tools_unknown=unknown)
+                refuse_unread(row, source.prompt, given, chat or ChatConfig(), tools_unknown=unknown)
                 messages = self._template.messages(given)
                 text, token_ids, spells = self._template.tokens(messages, tools, self._codec)
                 self._spelling += int(spells)

@@ -7,9 +7,11 @@ table makes all numbers of a column floats if one is, so a float without a fract
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -28,6 +30,13 @@ _INSTALL = {"datasets": "datasets", "pyarrow.parquet": "pyarrow", "reasoning_gym
 # Generators draw item n from the seed `base + n`, and some take only seeds below 2^32.
 _ITEMS = 1 << 31
 _NOT_JSON = object()
+# The beginnings of files of other kinds, what they are, and what to do.
+_OTHER_FILES = (
+    (rb"version https://git-lfs", "a pointer of Git LFS", "fetch the file itself: git lfs pull"),
+    (rb"\x1f\x8b|\x28\xb5\x2f\xfd|PK\x03\x04", "a compressed file", "decompress it"),
+    (rb"\xff\xfe|\xfe\xff", "a text in UTF-16", "convert it to UTF-8"),
+    (rb"\s*(\[|\{\s*\n)", "a JSON text of several lines or rows", "write each row as a JSON object on its own line"),
+)
 # The largest integer that a column of floats holds exactly.
 _LARGEST_COUNT = 2**53
 
@@ -40,6 +49,7 @@ def read_rows(source: PromptSourceConfig, key: str, left_out: set[str]) -> Itera
     Raises:
         DataError: the source cannot be read at all.
     """
+    _refuse_other_files(source.data, key)
     if source.kind == "jsonl":
         yield from _jsonl(source, key, left_out)
         return
@@ -54,6 +64,28 @@ def read_rows(source: PromptSourceConfig, key: str, left_out: set[str]) -> Itera
             except ValueError as error:
                 yield where, error
             number += 1
+
+
+def _refuse_other_files(data: str, key: str) -> None:
+    """Raise DataError for a file that is neither JSONL nor Parquet, with what it is."""
+    file = Path(data)
+    if not file.is_file():
+        return
+    with file.open("rb") as stream:
+        first = stream.read(64).removeprefix(codecs.BOM_UTF8)
+    is_named = file.suffix in (".jsonl", ".parquet")
+    kinds = [(pattern, is_, do) for pattern, is_, do in _OTHER_FILES if re.match(pattern, first)]
+    if not kinds and is_named:
+        return
+    kinds.append((b"", f"a file named *{file.suffix}", "convert it"))
+    raise DataError(
+        "the file does not hold one JSON object a line, and is no Parquet file",
+        where={"key": key, "file": data},
+        got=kinds[0][1],
+        expected=".jsonl or .parquet, or a folder or name that `datasets` loads",
+        do=kinds[0][2],
+        fault="kind of file",
+    )
 
 
 def value_at(row: dict[str, Any], name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,13 +148,10 @@ def _spelt(message: Mapping[str, Any], nothing: str | None, convert: Callable[[A
         if convert is None or not isinstance(inner, Mapping):
             return call
         given = inner.get("arguments")
-        if given is None or isinstance(given, str) == (convert is json.dumps):
-            return call
-        try:
-            inner = {**inner, "arguments": convert(given)}
-        except ValueError:  # a text that is no JSON
-            return call
-        return {**call, "function": inner} if "function" in call else inner
+        if given is not None and isinstance(given, str) != (convert is json.dumps):
+            with suppress(ValueError):  # a text that is no JSON
+                inner = {**inner, "arguments": convert(given)}
+        return {**call, "function": inner} if "function" in call else {"type": "function", "function": inner}
 
     return {**message, "content": message.get("content") or nothing, "tool_calls": [*map(spelt, message["tool_calls"])]}
 
@@ -191,7 +189,7 @@ def check_shown(messages: Chat, tools: Chat, render: Render, *, start: int = 0, 
         raise _not_shown(messages, number, place.field, place.got)
     for number, message in enumerate(messages[start:], start):
         for name, value in message.items():
-            if isinstance(value, str | list) or value is None or name == "role":
+            if isinstance(value, str) or value in (None, [], {}) or name in ("role", "content", "tool_calls"):
                 continue
             without = [{**one} for one in marked]
             del without[number - start][name]

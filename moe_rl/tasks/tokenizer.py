@@ -15,6 +15,7 @@ from moe_rl.config.prompt_sources import ChatConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError
 from moe_rl.models.facts import ModelFacts
+from moe_rl.tasks.rows import plain_json
 from moe_rl.tasks.shown_messages import shown_whole
 from moe_rl.tasks.special_tokens import SpecialTokens, Spelling
 from moe_rl.types import Completion
@@ -34,6 +35,10 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def stop_tokens(config: Config, facts: ModelFacts) -> tuple[int, ...]:
     """Return the tokens that end a completion: the model's, then those of the config."""
     return tuple(dict.fromkeys((*facts.eos_token_ids, *config.rollout.stop_token_ids)))
+
+
+# What all templates know.
+_ROLES = {"system", "user", "assistant", "tool"}
 
 
 class TextCodec:
@@ -216,7 +221,7 @@ class ChatTemplate:
         where: About = {"key": "task.chat", "folder": model_path}
         try:
             self._tokenizer = transformers_tokenizer(Path(model_path))
-            template = self._tokenizer.get_chat_template(tools=list(self._chat.tools) or None)
+            self._template = template = self._tokenizer.get_chat_template(tools=list(self._chat.tools) or None)
         except Exception as error:  # the library raises arbitrary exceptions
             raise DataError(
                 "the model has no usable chat template, but a prompt is a chat",
@@ -242,6 +247,11 @@ class ChatTemplate:
             ValueError: a model cannot answer the prompt as a chat. The text is for the user.
         """
         own = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(one) for one in prompt]
+        for role in {one["role"] for one in own} - _ROLES:
+            if not re.search(rf"['\"]{re.escape(role)}['\"]", self._template):
+                raise ValueError(
+                    f"the chat template knows no such role; rename it to one of {sorted(_ROLES)}: {role!r}"
+                )
         if not own:
             raise ValueError("the prompt has no message")
         if own[-1]["role"] == "assistant":
@@ -315,7 +325,7 @@ class ChatTemplate:
         return text
 
 
-def _message(message: Any) -> Mapping[str, Any]:
+def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
         raise ValueError(f"a message is not an object with a role and a content; rename or convert its keys: {got}")
@@ -324,5 +334,9 @@ def _message(message: Any) -> Mapping[str, Any]:
     if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):
         raise ValueError("a message holds something other than text")
     if not isinstance(content, str | list) and "tool_calls" not in message:
-        raise ValueError("a message has no content")
-    return message
+        raise ValueError(f"a message has no content that is a text: {', '.join(message)}")
+    # Many templates would print parts as a list in Python.
+    flat = {"content": "".join(part["text"] for part in parts)} if isinstance(content, list) else {}
+    if isinstance(message.get("tool_calls"), str):
+        flat["tool_calls"] = plain_json(message["tool_calls"])
+    return {**message, **flat}

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config.load import load_config
+from moe_rl.config.prompt_sources import ChatConfig
 from moe_rl.config.reward_kinds import ExactReward, MathVerifyReward, NumericReward, RemoteReward
 from moe_rl.errors import ConfigError, DataError, RewardError
+from moe_rl.tasks.chat_columns import refuse_unread
 from moe_rl.tasks.prompts import load_task
-from moe_rl.tasks.tokenizer import TextCodec
+from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
 from tests.support.refusals import refused, tells
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -216,11 +218,75 @@ PRINTED = "[{'role': 'user', 'content': 'hi'}]"
         ({"prompt": CHAT, "functions": [BARE]}, {}, ["tools=functions", "tools=null"]),
         ({"prompt": CHAT, "given": [ADD], "tools": []}, {}, ["tools=given"]),
         ({"prompt": CHAT, "chat_template_kwargs": {"enable_thinking": False}}, {}, ["task.chat.template_kwargs"]),
+        ({"prompt": CHAT, "functions": json.dumps([BARE])}, {}, ["tools=functions"]),
+        ({"prompt": CHAT, "metadata": {"tools": [ADD]}}, {}, ["tools=metadata.tools"]),
+        ({"prompt": CHAT, "system": "Be brief."}, {}, ["column system "]),
+        ({"prompt": CHAT, "system_prompt": "Be brief."}, {}, ["column system_prompt"]),
+        ({"prompt": CHAT, "images": ["a.png"]}, {}, ["column images"]),
+        ({"prompt": CHAT, "history": [["Hi.", "Hello."]]}, {}, ["column history"]),
+        ({"instruction": CHAT, "input": "1, 2"}, {"prompt": "instruction"}, ["column input"]),
     ],
 )
 def test_a_layout_that_is_refused_with_its_remedy(load, row, keys, pieces):
     with refused(DataError, *pieces, key="task.train.0", line=1):
         load([row], **keys)
+
+
+def test_columns_that_only_look_like_parts_of_a_prompt():
+    row = {"system": "", "images": [], "history": ["a"], "input": "x", "info": {"tools": ["add"]}}
+    refuse_unread({**row, "prompt": CHAT}, "prompt", CHAT, ChatConfig(), tools_unknown=True)
+    said = [{"role": "system", "content": "s"}, *CHAT]
+    refuse_unread({"system": "s"}, "prompt", said, ChatConfig(), tools_unknown=True)
+    refuse_unread({"system": "s"}, "prompt", CHAT, ChatConfig(system="t"), tools_unknown=True)
+
+
+@pytest.fixture(scope="module")
+def template():
+    return ChatTemplate(ASSETS / "tiny_tool/policy", None)
+
+
+def test_parts_of_text_are_a_text(template):
+    """A template that knows no parts would print them as a list of Python."""
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1+1?"}]
+    assert template.messages([{"role": "user", "content": parts}]) == template.messages(CHAT) == tuple(CHAT)
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    stored = {"role": "assistant", "content": "", "tool_calls": json.dumps(calls)}
+    assert template.messages([*CHAT, stored, *CHAT])[1]["tool_calls"] == calls
+
+
+@pytest.mark.parametrize(
+    ("messages", "pieces"),
+    [
+        ([{"role": "human", "content": "hi"}], ["user", "'human'"]),
+        ([*CHAT, {"role": "gpt", "content": "hi"}], ["assistant", "'gpt'"]),
+        ([{"role": "developer", "content": "hi"}, *CHAT], ["system", "'developer'"]),
+        ([*CHAT, {"role": "assistant", "function_call": {"name": "f"}}], ["function_call"]),
+        ([{"role": "system", "content": "s", "tools": [ADD]}, *CHAT], ["the tools of message 0"]),
+    ],
+)
+def test_messages_that_no_prompt_would_show(template, messages, pieces):
+    with pytest.raises(ValueError) as caught:
+        template.render(template.messages(messages))
+    assert all(piece in str(caught.value) for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "pieces"),
+    [
+        ("rows.jsonl", b'[{"prompt": "1"},\n {"prompt": "2"}]', ["own line"]),
+        ("rows.jsonl", b'\xef\xbb\xbf{\n "prompt": "1"\n}\n', ["own line"]),
+        ("rows.json", b'{"prompt": "1"}\n', ["*.json"]),
+        ("rows.csv", b"prompt,answer\n1,2\n", ["*.csv"]),
+        ("rows.jsonl", b"\x1f\x8b\x08\x00", ["Decompress"]),
+        ("rows.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:a\n", ["git lfs pull"]),
+        ("rows.jsonl", '{"prompt": "1"}\n'.encode("utf-16"), ["UTF-16"]),
+    ],
+)
+def test_a_file_of_another_kind(load, tmp_path, name, content, pieces):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / name).write_bytes(content)
+    with refused(DataError, *pieces, key="task.train.0", fault="kind of file"):
+        load([], data=str(tmp_path / "other" / name))
 
 
 @pytest.mark.long

@@ -157,6 +157,11 @@ def test_a_call_is_shown_however_it_is_spelt(needed, beside, arguments):
     assert text == f"5add {same}5"
 
 
+def test_a_call_without_its_wrapper_is_shown():
+    answer = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 7}}]}
+    assert shown_whole([ASKS, answer], [], needs("text"))[1] == "5add {'a': 7}"
+
+
 @pytest.mark.parametrize("made", [["add"], [{"name": 5}], [{"function": "add"}], [call(1, "no JSON")], [call(1, [1])]])
 def test_a_call_that_is_none_is_refused_in_every_spelling(made):
     with pytest.raises(ValueError):
