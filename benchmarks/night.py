@@ -177,7 +177,7 @@ def _config(work: Path, runs: Path) -> Path:
             f"task.heldout=[{{name: sums, data: {heldout}}}]",
             "task.environment.run=benchmarks.night_parts.dialogue.run",
             "task.environment.seconds=3600", f"task.environment.turns={TURNS}", f"task.environment.tokens={LONGEST}",
-            "rollout.prompts_per_step=1", "rollout.group_size=2", f"rollout.max_prompt_tokens={LONGEST - 8}",
+            "rollout.prompts_per_step=2", "rollout.group_size=2", f"rollout.max_prompt_tokens={LONGEST - 8}",
             "rollout.max_completion_tokens=8", "rollout.kv_cache_mib=128", "rollout.max_lost_servers=1",
             "rollout.sleep_level=0", f"rollout.token_file={runs / 'token'}", f"train.microbatch_tokens={2 * LONGEST}",
             "train.updates_per_step=1", "checkpoint.every_steps=1", "eval.prompts=1", "eval.every_steps=1000",

@@ -147,15 +147,17 @@ def _wrong_ids(one: Pass, rng: np.random.Generator, ids: int = 1, everywhere: bo
 
 
 def _expert_everywhere(one: Pass, rng: np.random.Generator) -> Planted:
-    """Write the same expert into every row of a layer."""
-    expert = int(rng.integers(one.scores.shape[2]))
-
-    def change(rows: np.ndarray) -> np.ndarray:
-        changed = rows.copy()
-        changed[np.arange(len(rows)), rng.integers(0, rows.shape[1], len(rows))] = expert
-        return np.where((rows == expert).any(1, keepdims=True), rows, changed)
-
-    return None if one.record.shape[2] < 2 else _layer(one, rng, change)
+    """Write the same expert, which the router leaves out of most rows, into every row of a layer."""
+    layers, count, top_k = one.record.shape
+    layer = int(rng.integers(layers))
+    load = np.bincount(one.witness[layer].ravel(), minlength=one.scores.shape[2])
+    seldom = np.flatnonzero(load < 0.5 * count)
+    if top_k < 2 or not len(seldom):
+        return None
+    expert, record = int(rng.choice(seldom)), one.record.copy()
+    missing = np.flatnonzero((record[layer] != expert).all(1))
+    record[layer, missing, rng.integers(0, top_k, len(missing))] = expert
+    return record
 
 
 def _labels(one: Pass, rng: np.random.Generator) -> Planted:

@@ -44,11 +44,12 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Return the settings of all rollouts: each family with each rate, with each staleness in turn."""
+    """Return the settings of all rollouts: each family with each rate, and each rate with each staleness."""
     found = []
-    for at, (family, rate) in enumerate(itertools.product(FAMILIES, RATES)):
-        found.append(Setting(family, rate, STALENESS[at % len(STALENESS)], trained=at % 2 == 0))
-        found.append(Setting(family, rate, STALENESS[(at + 2) % len(STALENESS)], trained=at % 2 == 1))
+    for (one, family), (two, rate) in itertools.product(enumerate(FAMILIES), enumerate(RATES)):
+        for turn in (0, 2):
+            staleness = STALENESS[(one + two + turn) % len(STALENESS)]
+            found.append(Setting(family, rate, staleness, trained=(one + two + turn // 2) % 2 == 0))
     return found
 
 
@@ -73,7 +74,7 @@ def rollout(setting: Setting, seed: int) -> Pass:
         vocabulary=model.config.vocab_size,
     )
     lag = np.full(rows, setting.staleness)
-    return Pass(shape, [*tokens.numpy()], [PROMPT] * len(tokens), scores, witness, record, lag)
+    return Pass(shape, [*tokens.numpy()], [PROMPT] * len(tokens), scores, witness, record, lag, setting.rate)
 
 
 def load(setting: Setting, seed: int) -> Any:

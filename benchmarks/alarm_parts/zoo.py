@@ -156,6 +156,7 @@ class Pass:
         scores: float32 [L, N, E], of the witness.
         witness, record: int64 [L, N, K].
         lag: int64 [N].
+        moves: Largest distance that a weight moves from one version to the next.
     """
 
     shape: Shape
@@ -165,6 +166,7 @@ class Pass:
     witness: np.ndarray
     record: np.ndarray
     lag: np.ndarray
+    moves: float = 0.0
     starts: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -202,7 +204,8 @@ class Pass:
             for cut, here in zip(cuts, rows, strict=True)
         ]
         layers = range(len(record))
-        test = AlignmentTest(layers, places, torch.device("cpu"), groups=self.shape.groups, history=history)
+        given = {"groups": self.shape.groups, "moves": self.moves, "history": history}
+        test = AlignmentTest(layers, places, torch.device("cpu"), **given)
         for number, here in enumerate(rows):
             for layer in layers:
                 of_layer = (record[layer, here], self.witness[layer, here], self.scores[layer, here])
@@ -219,31 +222,40 @@ def healthy(shape: Shape, seed: int) -> Pass:
     tokens, prompts = _texts(_bounded(shape), rng)
     hidden = _hidden(shape, tokens, rng)
     rows = len(hidden)
-    lags = rng.integers(0, 3, len(tokens)) if shape.lags else np.full(len(tokens), int(shape.drift or shape.offset))
-    lag = np.repeat(lags, [len(ids) for ids in tokens])
-    moved = np.where(lag > 0, lag if shape.lags else 1, 0)[:, None]
-    size = np.full((rows, 1), shape.noise)
+    lags = rng.integers(0, 3, len(tokens)) if shape.lags else np.full(len(tokens), shape.drift + shape.offset > 0)
+    lag = np.repeat(lags.astype(np.int64), [len(ids) for ids in tokens])
+    moved = lag[:, None].astype(np.float32)
+    size = np.full((rows, 1), shape.noise, np.float32)
     size[rng.random(rows) < shape.outliers] *= 10
-    shared = rng.normal(size=(rows, _WIDTH))
+
+    def noise(*sizes: int) -> np.ndarray:
+        return rng.standard_normal(sizes, np.float32)
+
+    shared = noise(rows, _WIDTH)
     if rng.integers(2):  # with a prefix cache, rows of the same tokens are computed once
         prefixes = [ids[: end + 1].tobytes() for ids in tokens for end in range(len(ids))]
         first: dict[bytes, int] = {}
         shared = shared[[first.setdefault(prefix, len(first)) for prefix in prefixes]]
-    turn = np.linalg.qr(rng.normal(size=(_WIDTH, _WIDTH)))[0]
-    scores, sampled = [], []
-    for _ in range(shape.layers):
+    turn = np.linalg.qr(noise(_WIDTH, _WIDTH))[0]
+    scores, sampled = np.empty((2, shape.layers, rows, shape.experts), np.float32)
+    for layer in range(shape.layers):
         hidden = 0.8 * hidden + 0.6 * np.tanh(hidden @ turn)
         hidden /= np.sqrt((hidden**2).mean(1, keepdims=True))
-        router, older, rounded = (_router(shape, rng) for _ in range(3))
-        bias = shape.bias * rng.normal(size=shape.experts)
-        scale = np.exp(shape.sharp * rng.normal())
-        own = hidden + 0.3 + shape.trainer_noise * size * rng.normal(size=hidden.shape)
-        seen = hidden + 0.3 + 0.7 * size * (shared + rng.normal(size=hidden.shape))
-        drift = shape.drift * (seen @ older) + 1.5 * shape.offset * rng.normal(size=shape.experts)
-        scores.append(scale * (own @ router) + bias)
-        sampled.append(scale * (seen @ router + moved * drift + min(shape.noise, 0.05) * (seen @ rounded)) + bias)
-    witness, record = (_top(np.stack(values), shape) for values in (scores, sampled))
-    return Pass(shape, tokens, prompts, np.stack(scores).astype(np.float32), witness, record, lag)
+        router, older, rounded = noise(3, _WIDTH, shape.experts) / np.float32(np.sqrt(_WIDTH))
+        bias = shape.bias * noise(shape.experts)
+        scale = np.exp(shape.sharp * noise(1))
+        own = hidden + 0.3
+        seen = own + 0.7 * size * (shared + noise(*hidden.shape))
+        if shape.trainer_noise:
+            own = own + shape.trainer_noise * size * noise(*hidden.shape)
+        sampler = router + min(shape.noise, 0.05) * rounded
+        scores[layer] = scale * (own @ router) + bias
+        sampled[layer] = scale * (seen @ sampler) + bias
+        if lag.any():
+            drift = shape.drift * (seen @ older) + 1.5 * shape.offset * noise(shape.experts)
+            sampled[layer] += scale * moved * drift
+    witness, record = (_top(values, shape) for values in (scores, sampled))
+    return Pass(shape, tokens, prompts, scores, witness, record, lag)
 
 
 def _bounded(shape: Shape) -> Shape:
@@ -297,29 +309,25 @@ def _texts(shape: Shape, rng: np.random.Generator) -> tuple[list[np.ndarray], li
 
 def _hidden(shape: Shape, tokens: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
     """Return the hidden states [N, D] before the first MoE layer."""
-    own, previous, past = rng.normal(size=(3, shape.vocabulary, _WIDTH))
+    own, previous, past = rng.standard_normal((3, shape.vocabulary, _WIDTH), np.float32)
     if shape.trained:
-        kinds = rng.normal(size=(max(3, shape.vocabulary // 8), _WIDTH))
+        kinds = rng.standard_normal((max(3, shape.vocabulary // 8), _WIDTH), np.float32)
         own = 0.8 * kinds[rng.integers(0, len(kinds), shape.vocabulary)] + 0.6 * own
-    place = rng.normal(size=(2, _WIDTH))
+    place = rng.standard_normal((2, _WIDTH), np.float32)
     parts = []
     for ids in tokens:
         if shape.averaging:
-            mean = np.cumsum(own[ids], 0) / np.arange(1, len(ids) + 1)[:, None]
+            mean = np.cumsum(own[ids], 0) / np.arange(1, len(ids) + 1, dtype=np.float32)[:, None]
             parts.append(mean / np.sqrt((mean**2).mean(1, keepdims=True)) + 0.1 * own[ids])
             continue
-        memory, so_far = np.zeros(_WIDTH), np.empty((len(ids), _WIDTH))
+        memory, so_far = np.zeros(_WIDTH, np.float32), np.empty((len(ids), _WIDTH), np.float32)
         for at, token in enumerate(ids):
             memory = 0.85 * memory + 0.53 * past[token]
             so_far[at] = memory
-        angle = np.arange(len(ids)) / 9
+        angle = np.arange(len(ids), dtype=np.float32) / 9
         where = np.stack([np.sin(angle), np.cos(angle)], 1) @ place
         parts.append(own[ids] + shape.context * (0.6 * previous[np.r_[ids[:1], ids[:-1]]] + 0.6 * so_far + 0.2 * where))
     return np.concatenate(parts)
-
-
-def _router(shape: Shape, rng: np.random.Generator) -> np.ndarray:
-    return rng.normal(size=(_WIDTH, shape.experts)) / np.sqrt(_WIDTH)
 
 
 def _top(scores: np.ndarray, shape: Shape) -> np.ndarray:
@@ -333,4 +341,4 @@ def _top(scores: np.ndarray, shape: Shape) -> np.ndarray:
         left = np.ones_like(best, bool)
         np.put_along_axis(left, np.argsort(-best, -1)[..., :allowed], False, -1)
         scores = np.where(left[..., None], -np.inf, grouped).reshape(scores.shape)
-    return np.argsort(-scores, -1, kind="stable")[..., : shape.top_k]
+    return torch.from_numpy(scores).topk(shape.top_k, -1).indices.numpy()

@@ -273,7 +273,8 @@ def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:
             spec = importlib.util.find_spec(name)
         else:
             places = spec.submodule_search_locations
-            spec = None if places is None else importlib.machinery.PathFinder.find_spec(module, list(places))
+            # By its full name, PathFinder looks up the parent of a folder without __init__.py, which is not imported.
+            spec = None if places is None else importlib.machinery.PathFinder.find_spec(name, list(places))
         if spec is None:
             return f"there is no module {module}", None
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):

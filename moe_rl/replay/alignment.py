@@ -21,7 +21,8 @@ is regret (replay/regret.py); bets (replay/claims.py) judge it. Each claim is pr
     labels       No two experts of a layer are exchanged.
 
 If a claim is weak, its fault would pass: equal rows cannot be told apart, and a few short sequences show little. Rows
-of older weights may have moved, so the claims about single ids are mostly weak for them.
+of older weights may have moved, so the claims about single ids are mostly weak for them. Where a weight may have moved
+by more than FAR since, no record counts as unrelated to its rows, and all claims that need this are weak.
 
 The bound on false alarms, ALPHA for a pass of a rank, is derived, not measured: it holds if own rows fit at least as
 well as others on average, whatever was seen. docs/internals/alignment.md has the measured rates, and what breaks this.
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.replay import id_claims, row_claims
-from moe_rl.replay.claims import CLAIMS, CORE, Bets, Claim, History, judge
+from moe_rl.replay.claims import CLAIMS, CORE, FAR, Bets, Claim, History, judge
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.regret import FineRows, Kept, RowsSeen, Watched, WholeRows, whole_layers
 from moe_rl.replay.row_places import PassRows, RowPlaces
@@ -50,9 +51,11 @@ class Alignment:
 
     Attributes:
         claims: One for each of CLAIMS.
+        moved: Largest distance of a weight from its value when the oldest row was sampled: learning rate x updates.
     """
 
     claims: tuple[Claim, ...] = tuple(Claim(name) for name in CLAIMS)
+    moved: float = 0.0
 
     @property
     def faults(self) -> list[str]:
@@ -77,6 +80,7 @@ class AlignmentTest:
         layers: [L], global layer numbers.
         places: One per microbatch. Microbatches are numbered through all passes.
         groups: Number of groups of experts among which the routers choose first.
+        moves: Largest distance that a weight moves from one version to the next: learning rate x updates.
         history: Evidence of earlier passes; None to judge these passes alone.
     """
 
@@ -87,10 +91,12 @@ class AlignmentTest:
         device: torch.device,
         *,
         groups: int = 1,
+        moves: float = 0.0,
         history: History | None = None,
     ):
         self._layers, self._groups, self._history = layers, groups, history or History()
         self._watched = Watched.of(PassRows.of(places))
+        self._moved = moves * int(self._watched.rows.lag.max(initial=0))
         self._device, self._numbers, self._blocks = device, range(len(places)), self._watched.blocks()
         self._fine = Kept(layers, self._watched.of_microbatches(self._numbers, device, fine=True))
         self._whole_layers: list[int] = []
@@ -133,15 +139,18 @@ class AlignmentTest:
         if not self._layers or not len(self._watched.rows.row):
             return Alignment()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            return Alignment(tuple(judge(tests, self._history) for tests in self._tests()))
+            found = {tests.name: judge(tests, self._history) for tests in self._tests() if tests is not None}
+        alignment = Alignment(tuple(found.get(name, Claim(name)) for name in CLAIMS), self._moved)
+        if alignment.faults:  # whoever goes on has removed them
+            self._history.forget()
+        return alignment
 
-    def _tests(self) -> Iterator[Bets]:
-        rows, fine = self._watched.rows, FineRows.of(*self._fine.kept)
-        seen = RowsSeen(self._watched, self._layers, self._groups, fine, [self._whole[one] for one in self._blocks])
-        fresh = not (rows.lag > 0).any()
-        yield from layer_tests(LayerSample.of(seen), self._layers, fresh=fresh)
-        yield from row_claims.sequence_tests(seen, fresh=fresh)
-        yield row_claims.no_rows(seen, fresh=fresh)
+    def _tests(self) -> Iterator[Bets | None]:
+        fine, whole = FineRows.of(*self._fine.kept), [self._whole[one] for one in self._blocks]
+        seen = RowsSeen(self._watched, self._layers, self._groups, fine, whole, far=self._moved > FAR)
+        yield from layer_tests(LayerSample.of(seen), self._layers, fresh=seen.fresh)
+        yield from row_claims.sequence_tests(seen)
+        yield row_claims.no_rows(seen)
         yield from row_claims.special_rows(seen)
         yield row_claims.stuck_rows(seen, self._name)
         yield row_claims.pieces(seen, self._piece)

@@ -46,7 +46,7 @@ class LayerSample:
         rows, at = seen.watched.rows, seen.watched.sample
         fine = seen.on_device(np.searchsorted(seen.watched.fine, at))
         where = (rows.sequence[at], rows.position[at], rows.context[at])
-        return cls(seen.fine.ids[:, fine], seen.fine.regret.of_experts(fine), *where)
+        return cls(seen.fine.ids[:, fine], seen.fine.regret.each[:, fine], *where)
 
     @classmethod
     def of_choice(
@@ -60,7 +60,7 @@ class LayerSample:
         """
         layers, rows, _ = ids.shape
         scores = torch.zeros(layers, rows, experts).scatter_(2, torch.from_numpy(choice), 1.0)
-        alone = Regret.of(torch.from_numpy(choice), scores).of_experts(torch.arange(rows))
+        alone = Regret.of(torch.from_numpy(choice), scores).each
         return cls(torch.from_numpy(ids), alone, sequence, position, np.arange(rows))
 
 
@@ -89,18 +89,17 @@ def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[
 
     away, here = fit(unrelated), fit(at)
     own = (away - here).diagonal(dim1=1, dim2=2)  # [S, L]
-    record, mirrored, means = [], [], []
+    both, means = [], []
     for shift in _SHIFTS:
         there = np.clip(at - shift, 0, len(sample.position) - 1)
         same = sample.sequence[there] == sample.sequence[at]
         valid = to_device(same & (sample.position[at] - sample.position[there] == shift), device)
         other = fit(there) if shift else here
         x = no_noise(own[:, :, None] - (away - other)) * valid[:, None, None]
-        record.append(log_e(x))
         # The record of (j, t - shift) on layer i mirrors that of (i, t) on layer j.
-        mirrored.append(log_e(x, 1.0))
+        both.append(log_e(torch.stack((x, -x), 1)))
         means.append((other * valid[:, None, None]).sum(0) / valid.sum().clamp(min=1))
-    e, planted = torch.stack(record), torch.stack(mirrored)  # [shifts, L record, L witness]
+    e, planted = torch.stack(both, 1)  # [shifts, L record, L witness]
     mean, own_mean = torch.stack(means), here.mean(0)
     limit = fresh and len(at) >= _LEAST_ROWS
     rest = ~torch.eye(count, dtype=torch.bool, device=device)

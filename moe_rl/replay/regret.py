@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_rl.objectives.device import to_device
+from moe_rl.replay.claims import Clusters
 from moe_rl.replay.row_places import SAMPLED_ROWS, PassRows, pairs, windows
 
 FINE_ROWS = 2048
@@ -158,7 +160,7 @@ class Kept:
             self.kept = tuple(one.new_empty(*self._shape, one.shape[1]) for one in seen)
         rows, here = self._rows[microbatch]
         for kept, one in zip(self.kept, seen, strict=True):
-            kept[self._at[layer], here] = one if len(one) == len(rows) else one.index_select(0, rows)
+            kept[self._at[layer], here] = one if one.shape[0] == rows.shape[0] else one.index_select(0, rows)
         self._left -= 1
         return not self._left
 
@@ -178,7 +180,7 @@ class WholeRows:
         late: [Q], mean regret of the recorded experts on the row before.
         early: [Q], mean regret of the experts recorded for the row before.
         step: [Q], how far the row and the row before are apart.
-        pair_ids, pair_choice, pair_scores: [W, P, K], [W, P, K], [W, P, E].
+        pair_ids, pair_choice, pair_regret: [W, P, K], [W, P, K], [W, P, E].
     """
 
     own: Tensor
@@ -193,7 +195,7 @@ class WholeRows:
     step: Tensor
     pair_ids: Tensor
     pair_choice: Tensor
-    pair_scores: Tensor
+    pair_regret: Tensor
 
     @classmethod
     def of(cls, ids: Tensor, choice: Tensor, scores: Tensor, rows: BlockRows, groups: int) -> WholeRows:
@@ -203,78 +205,65 @@ class WholeRows:
             ids, choice, scores: [W, N, K], [W, N, K], [W, N, E].
             groups: Number of groups of experts, among which a router chooses first.
         """
-        ids, choice, scores = ids.long(), choice.long(), scores.float()
-        regret = Regret.of(choice, scores)
+        ids, choice = ids.long(), choice.long()
+        regret, here = Regret.of(choice, scores.float()), torch.arange(ids.shape[1], device=ids.device)
         other, before, placed, paired = rows.other, rows.before, rows.placed, rows.paired
-        here = torch.arange(ids.shape[1], device=ids.device)
-        salts = _salts(scores.shape[2], ids.device)
-        sets = salts.index_select(0, ids.reshape(-1)).view(ids.shape).sum(2)
+        sets = _salts(scores.shape[2], ids.device)[ids].sum(2)
         stuck = (sets == sets.index_select(1, before)) & (before != here)
         start = torch.where(stuck, 0, here).cummax(1)[0]  # [W, N]
-        own, behind = regret(ids), before[placed]
         first = choice.gather(1, start[:, :, None].expand(choice.shape))
+        own, inside = regret(ids), stuck & same_groups(ids, choice, groups, scores.shape[2])
         run_apart = torch.minimum(regret(first), regret(choice, start))
-        inside = stuck & same_groups(ids, choice, groups, scores.shape[2])
-        count = stuck.sum(0)
-
-        def of_stuck(values: Tensor) -> Tensor:
-            return (values * inside).sum(0) / count.clamp(min=1)
-
+        of_stuck = torch.stack((own, own.gather(1, start), run_apart)).mul_(inside).sum(1)
+        stuck_own, stuck_run, stuck_apart = of_stuck / stuck.sum(0).clamp_(min=1)
+        behind = before[placed]
+        placed_behind, behind_placed = torch.cat((placed, behind)), torch.cat((behind, placed))
+        late, early = regret(ids[:, placed_behind], behind_placed).mean(0).chunk(2)
         return cls(
             own=own.mean(0),
             apart=regret(choice.index_select(1, other)).mean(0),
             away=regret(ids, other).mean(0),
-            stuck=count,
-            stuck_own=of_stuck(own),
-            stuck_run=of_stuck(own.gather(1, start)),
-            stuck_apart=of_stuck(run_apart),
-            late=regret(ids[:, placed], behind).mean(0),
-            early=regret(ids[:, behind], placed).mean(0),
-            step=torch.minimum(regret(choice[:, behind], placed), regret(choice[:, placed], behind)).mean(0),
+            stuck=stuck.sum(0),
+            stuck_own=stuck_own,
+            stuck_run=stuck_run,
+            stuck_apart=stuck_apart,
+            late=late,
+            early=early,
+            step=torch.minimum(*regret(choice[:, behind_placed], placed_behind).chunk(2, 1)).mean(0),
             pair_ids=ids[:, paired],
             pair_choice=choice[:, paired],
-            pair_scores=scores[:, paired],
+            pair_regret=regret.each[:, paired],
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regret:
-    """Computes regrets of rows. best, spread: [L, N], the mean score of a row's own choice, and how much higher it is
-    than that of random experts. scores: [L, N, E]."""
+    """Computes regrets of rows. each: [L, N, E], the regret of every single expert. That of K experts is the mean of
+    theirs."""
 
-    scores: Tensor
-    best: Tensor
-    spread: Tensor
+    each: Tensor
 
     @classmethod
     def of(cls, choice: Tensor, scores: Tensor) -> Regret:
-        """choice: int64 [L, N, K]."""
-        best = _mean(scores.gather(2, choice))
+        """choice: int64 [L, N, K]. scores: [L, N, E]."""
+        best = _mean(scores.gather(2, choice))[:, :, None]
         # Where all experts score alike, every choice has regret 0.
-        return cls(scores, best, (best - _mean(scores)).clamp(min=0) + 1e-6 * best.abs() + 1e-30)
+        spread = (best - _mean(scores)[:, :, None]).clamp_(min=0) + 1e-6 * best.abs() + 1e-30
+        return cls((best - scores).div_(spread))
 
     def __call__(self, ids: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return the regrets [L, n] of the experts [L, n, K] on these rows, [n] or [L, n], from 0 to 1. None: on all
         rows."""
         if rows is None:
-            return self.mean(ids).clamp(0, 1)
-        layers, count, experts = self.scores.shape
+            return self.mean(ids).clamp_(0, 1)
+        layers, count, experts = self.each.shape
         at = torch.arange(layers, device=ids.device)[:, None] * count + rows  # [L, n]
         flat = at[:, :, None] * experts + ids
-        scores, best, spread = (
-            one.reshape(-1).index_select(0, of.reshape(-1)).view(of.shape)
-            for one, of in ((self.scores, flat), (self.best, at), (self.spread, at))
-        )
-        return ((best - _mean(scores)) / spread).clamp(0, 1)
+        return _mean(self.each.reshape(-1).index_select(0, flat.view(-1)).view(flat.shape)).clamp_(0, 1)
 
     def mean(self, ids: Tensor) -> Tensor:
-        """Return the regrets [L, N] of the experts [L, N, K], without limits."""
-        return (self.best - _mean(self.scores.gather(2, ids))) / self.spread
-
-    def of_experts(self, rows: Tensor) -> Tensor:
-        """Return the regret of every single expert on these rows [n], [L, n, E]. That of K experts is the mean of
-        theirs."""
-        return (self.best[:, rows, None] - self.scores.index_select(1, rows)) / self.spread[:, rows, None]
+        """Return the regrets [..., L, N] of the experts [..., L, N, K], without limits."""
+        return _mean(self.each.expand(*ids.shape[:-1], -1).gather(-1, ids))
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -282,6 +271,7 @@ def _mean(values: Tensor) -> Tensor:
     return values.sum(-1) / values.shape[-1]
 
 
+@cache
 def _salts(experts: int, device: torch.device) -> Tensor:
     """Return a random number int64 for each expert. Two sets of experts are equal if their sums are equal."""
     return to_device(np.random.default_rng(7).integers(-(1 << 62), 1 << 62, experts), device)
@@ -293,7 +283,7 @@ def same_groups(ids: Tensor, choice: Tensor, groups: int, experts: int) -> Tenso
     if groups == 1:
         return torch.ones((), dtype=torch.bool, device=ids.device)
     size = experts // groups
-    recorded, chosen = (ids.new_zeros(*ids.shape[:-1], groups).scatter_(-1, one // size, 1) for one in (ids, choice))
+    recorded, chosen = (one.new_zeros(*one.shape[:-1], groups).scatter_(-1, one // size, 1) for one in (ids, choice))
     return (recorded <= chosen).all(-1)
 
 
@@ -336,6 +326,7 @@ class RowsSeen:
         groups: Number of groups of experts.
         fine: The rows that are kept.
         by_block: What whole rows show.
+        far: The weights may be so far from those of the oldest row that healthy records are unrelated to their rows.
     """
 
     watched: Watched
@@ -343,6 +334,12 @@ class RowsSeen:
     groups: int
     fine: FineRows
     by_block: Seq[WholeRows]
+    far: bool
+
+    @property
+    def fresh(self) -> bool:
+        """Return whether no row was routed by older weights."""
+        return not (self.watched.rows.lag > 0).any()
 
     @property
     def top_k(self) -> int:
@@ -357,7 +354,7 @@ class RowsSeen:
     @property
     def experts(self) -> int:
         """Return the number of experts of a layer."""
-        return self.fine.regret.scores.shape[2]
+        return self.fine.regret.each.shape[2]
 
     def whole(self, name: str) -> Tensor:
         """Return an attribute of WholeRows with the rows of all blocks end to end."""
@@ -368,6 +365,10 @@ class RowsSeen:
         """Return host values on the device of the pass."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.fine.own.device)
 
-    def clusters(self, values: np.ndarray) -> Tensor:
-        """Number the rows from 0 by value: equal values get the same number."""
-        return self.on_device(np.unique(values, return_inverse=True)[1])
+    def clusters(self, *values: np.ndarray) -> Clusters:
+        """Make clusters of rows with equal values. Several arrays get equally many, some of them empty."""
+        found = [np.unique(one, return_inverse=True, return_counts=True)[1:] for one in values]
+        most = max(len(size) for _, size in found)
+        of = np.concatenate([number * most + one for number, (one, _) in enumerate(found)])
+        size = np.concatenate([np.pad(one, (0, most - len(one)), constant_values=1) for _, one in found])
+        return Clusters(self.on_device(of), self.on_device(size.astype(np.float32)))

@@ -41,6 +41,12 @@ ROUTES = (
         "-1000 where nothing was tested.",
         "Rises towards 0: the engines disagree more and more. At 0 the run ends.",
         "when measured", modes=("r3",)),
+    Metric("routing/alignment_moved", "weight", "neutral",
+        "Learning rate x updates since the oldest row was sampled: about the largest distance of a weight from its "
+        "value then.",
+        "Above 0.005: routes of older weights may be unrelated to their rows. Then the claims prompts, completions, "
+        "no_rows and pieces are weak.",
+        "when measured", modes=("r3",)),
     Metric("routing/proven/<name>", "fraction", "higher",
         "Fraction of the ranks on which the alignment test has proven this claim: it would have refused 95% of the "
         "faults that it planted into this step. docs/internals/alignment.md lists the claims.",

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 _INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib"))
@@ -57,9 +57,10 @@ def _find(name: str) -> ModuleSpec | None:
     path: list[str] | None = None
     spec: ModuleSpec | None = None
     parts = name.split(".")
-    for end in range(1, len(parts) + 1):
+    for end, name in enumerate(parts, start=1):
         whole = ".".join(parts[:end])
-        found = (finder.find_spec(whole, path) for finder in sys.meta_path)
+        # Given its full name, PathFinder looks up the parent of a folder without __init__.py, which is not imported.
+        found = (finder.find_spec(name if finder is PathFinder else whole, path) for finder in sys.meta_path)
         if (spec := next(filter(None, found), None)) is None:
             return None
         path = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)

@@ -21,7 +21,8 @@ from moe_rl.errors import About, RouteValidationError
 _ROWS = 8
 # Two equal layers are refused if at most one model in a million would have them by chance.
 _CHANCE = 1e-6
-# A constant layer with the sets of an unwritten buffer is refused only if there are at least this many possible sets.
+# Constant layers are refused only if there are at least this many possible sets: routers with a strong bias and few
+# experts do collapse.
 _SETS = 1000
 # This many layers do not all collapse at once.
 _LAYERS = 4
@@ -39,8 +40,9 @@ def check_variety(
     token, or routers that use all experts. Raises RouteValidationError, with layers and tokens, for
 
     - every token, at least 8 of them different, having the same routes in all layers, or every layer having the same
-      routes for all tokens, with at least 4 layers, for equal tokens with at least 16 ids in a row: routers of one or
-      two layers may collapse at once, and a few tokens in turn may all have the same routes;
+      routes for all tokens, with at least 4 layers, for equal tokens with at least 16 ids in a row and 1000 possible
+      sets: routers of few layers or experts may collapse at once, and a few tokens in turn may all have the same
+      routes;
     - two layers that are equal in all rows. A layer's experts are numbered by the model's random initialisation. If one
       of the two layers were renumbered at random, its sets would equal the other's with a probability that is the
       product of a! / E! over the classes of a experts that no set tells apart. The layers are refused if that
@@ -55,7 +57,7 @@ def check_variety(
         return
     constant = (routes == routes[:1]).all((0, 2))
     many = columns >= _LAYERS and columns * top_k >= _IDS and len(np.unique(token_ids)) >= _ROWS
-    if constant.all() and many:
+    if constant.all() and many and math.comb(num_experts, top_k) >= _SETS:
         raise _refusal(
             "routes are the same for every token, which no router does", where, routes[0, 0].tolist(), 0, "equal tokens"
         )

@@ -99,8 +99,14 @@ class TrainStep:
                 if self.config.guards.alignment:
                     tested = work if objective.old_logprobs == "trainer" else shares[0].work
                     places = [one.table.places for one in tested]
-                    groups = policy.facts.groups
-                    align = AlignmentTest(policy.layers, places, world.device(), groups=groups, history=self.history)
+                    align = AlignmentTest(
+                        policy.layers,
+                        places,
+                        world.device(),
+                        groups=policy.facts.groups,
+                        moves=(policy.lr or 0.0) * self.config.train.updates_per_step,
+                        history=self.history,
+                    )
                 in_turn = later + work[: len(work) - len(later)]
                 shown.peak_rows, shown.copied_excess = self.shares.plan_rows(policy, in_turn, step)
         with clock("logprobs"):

@@ -176,10 +176,12 @@ def _alignment(alignment: Alignment, tallies: list[Tally]) -> dict[str, float]:
     tested = sum(tally.native_positions for tally in tallies) > 0
     proven = [claim.status == "proven" for claim in alignment.claims]
     ranks, power, *shares = world.all_reduce([tested * value for value in (1.0, alignment.power, *proven)])
-    (evidence,) = world.all_reduce([max(alignment.evidence, _NO_EVIDENCE)], dist.ReduceOp.MAX)
+    largest = [max(alignment.evidence, _NO_EVIDENCE), alignment.moved]
+    evidence, moved = world.all_reduce(largest, dist.ReduceOp.MAX)
     return {
         "routing/alignment_power": power / max(ranks, 1),
         "routing/alignment_evidence": evidence,
+        "routing/alignment_moved": moved,
         **{
             f"routing/proven/{claim.name.replace(' ', '_')}": share / max(ranks, 1)
             for claim, share in zip(alignment.claims, shares, strict=True)

@@ -15,6 +15,7 @@ from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES
 from moe_rl.config.reward_kinds import MathVerifyReward
 from moe_rl.errors import ConfigError
+from moe_rl.tasks.code_files import code_of
 from tests.support.refusals import refused, tells
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -587,6 +588,15 @@ def test_looking_up_a_dotted_path_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert dotted_path_problem("trap.inner.reward") is None
     assert "has no other" in dotted_path_problem("trap.inner.other")
+
+
+def test_a_path_may_lead_through_folders_that_are_no_packages(tmp_path, monkeypatch):
+    (tmp_path / "outermost/inner").mkdir(parents=True)
+    (tmp_path / "outermost/inner/place.py").write_text("def run(): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert dotted_path_problem("outermost.inner.place.run") is None
+    assert "has no walk" in dotted_path_problem("outermost.inner.place.walk")
+    assert code_of("outermost.inner.place.run")[0].keys() == {"outermost.inner.place"}
     assert not (tmp_path / "ran").exists() and "trap" not in sys.modules
 
 

@@ -171,7 +171,7 @@ def test_steps_emit_every_metric_of_the_registry_that_is_theirs(steps):
     emitted = {find(key).key for first, _ in map(steps.__getitem__, CASES) if isinstance(first, dict) for key in first}
     rooms = ("policy_kl", "policy", "routing", "placement", "objective", "correction", "optim")
     kl_in_reward = {"reward/kl_penalty", "group/zero_variance", "group/zero_variance_fraction"}
-    aligned = {"routing/alignment_power", "routing/alignment_evidence", "routing/proven/<name>"}
+    aligned = {f"routing/alignment_{name}" for name in ("power", "evidence", "moved")} | {"routing/proven/<name>"}
     assert emitted == {key for key in METRICS if key.split("/")[0] in rooms} - aligned | kl_in_reward
 
 

@@ -52,7 +52,7 @@ def test_a_run_emits_every_metric_that_is_not_of_the_step_alone(brief_run):
     emitted = {find(key).key for row in logged for key in row if "/" in key}
     rooms = ("reward", "rollout", "group", "time", "throughput", "trace", "sync", "eval")
     owed = {key for key in METRICS if key.split("/")[0] in rooms} - {"reward/kl_penalty", "rollout/lost_servers"}
-    owed |= {"routing/alignment_power", "routing/alignment_evidence", "routing/proven/<name>"}
+    owed |= {f"routing/alignment_{name}" for name in ("power", "evidence", "moved")} | {"routing/proven/<name>"}
     owed -= {"eval/source/<name>"}  # only with several held-out sources
     owed -= {"time/wait"}  # only where samples are taken beside training, see test_pipeline.py
     owed -= {"throughput/mfu"}  # nobody knows what a CPU can do

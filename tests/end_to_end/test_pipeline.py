@@ -71,6 +71,8 @@ def test_a_batch_is_sampled_with_the_weights_from_before_the_last_update(ahead):
     assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in trained)
     stale = [row["routing/stale_tokens"] for row in trained]
     assert stale[0] == 0 and min(stale[1:]) > 0
+    moved = [row["routing/alignment_moved"] for row in trained]  # two updates since
+    assert moved == pytest.approx([0.0, *(2 * row["optim/lr"] for row in trained[:-1])])
     ledger = [json.loads(line) for line in (ahead.folder / "prompts.jsonl").read_text().splitlines()]
     assert len(ledger) == 5
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.alarm_parts.models import Setting, rollout
+from benchmarks.alarm_parts.models import RATES, STALENESS, Setting, rollout, settings
+from benchmarks.alarm_parts.zoo import NAMED, healthy
 from moe_rl.errors import ReplayError
 from moe_rl.replay.alignment import AlignmentTest
-from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, PASSES, Bets, History, judge, log_e
+from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, FAR, PASSES, Bets, History, judge, log_e
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.regret import BLOCK_ROWS, whole_layers
 from moe_rl.replay.row_places import PassRows, RowPlaces, pairs
@@ -56,7 +57,7 @@ class Pass:
         self.record = np.argsort(-sampler, -1)[..., : shape.top_k]
         self.layers = LAYERS[: shape.layers] if shape.layers <= len(LAYERS) else range(shape.layers)
 
-    def test(self, record=None, microbatches=1, history=None):
+    def test(self, record=None, microbatches=1, history=None, moves=0.0):
         """Judge the pass, or the pass with another record."""
         record = self.record if record is None else record
         ends = np.cumsum([0, *map(len, self.tokens)])
@@ -72,7 +73,7 @@ class Pass:
             )
             for cut, here in zip(cuts, rows, strict=True)
         ]
-        test = AlignmentTest(self.layers, places, torch.device("cpu"), history=history)
+        test = AlignmentTest(self.layers, places, torch.device("cpu"), history=history, moves=moves)
         for number, (cut, here) in enumerate(zip(cuts, rows, strict=True)):
             for at, layer in enumerate(self.layers):
                 scores = torch.from_numpy(np.ascontiguousarray(self.scores[at, here]))
@@ -292,6 +293,36 @@ def test_healthy_passes_that_are_hard_to_tell_apart_are_not_refused(shape):
         assert not found.faults, (seed, found.faults)
 
 
+def test_routes_of_weights_that_moved_far_are_not_refused_as_unrelated_but_weak():
+    """Scores moved by fifty times their size, so the record is unrelated to its rows."""
+    one, unrelated = Pass(0, tokens=300, lag=2, drift=50.0), ("prompts", "completions", "no rows", "pieces")
+    assert "no rows" in refused(one.test(moves=FAR / 2))
+    found = one.test(moves=0.6 * FAR)
+    assert not found.faults and found.moved == 1.2 * FAR
+    assert {status(found)[name] for name in unrelated} == {"weak"}
+    fresh = HEALTHY.test(moves=FAR)
+    assert fresh.moved == 0 and {status(fresh)[name] for name in CORE} == {"proven"}
+
+
+def test_the_zoo_has_older_weights_where_it_says_so():
+    for name, lags in (("staleness 2, high rate", {1}), ("lags 0, 1, 2 mixed", {0, 1, 2}), ("tiny_moe_cpu", {0})):
+        one = healthy(NAMED[name], 0)
+        changed = (np.sort(one.record) != np.sort(one.witness)).any((0, 2))
+        assert {*one.lag.tolist()} == lags
+        assert all(changed[one.lag == lag].mean() > 0.8 for lag in lags - {0})
+    assert {(one.rate, one.staleness) for one in settings()} == {*itertools.product(RATES, STALENESS)}
+
+
+@pytest.mark.long
+def test_a_model_that_eight_large_updates_moved_is_not_refused():
+    one = rollout(Setting("glm-plain", rate=1e-2, staleness=8, trained=False), 1)
+    assert not one.judge().faults
+    one.moves = 0.0
+    assert [text.partition(":")[0] for text in one.judge().faults] == [
+        "layer 2 has rows that match nothing that was tried"
+    ]
+
+
 @pytest.mark.long
 def test_rows_of_other_groups_of_experts_are_no_sound_rows():
     """After an update at a rate of 1e-2 most rows have experts of other groups. Rows beside them were refused."""
@@ -330,6 +361,12 @@ def test_a_fault_that_stays_is_refused_though_one_pass_is_too_small():
     wrong = [prompts_exchanged(one, None, siblings=1) for one in small]
     faults = [refused(one.test(record, history=history)) for one, record in zip(small, wrong, strict=True)]
     assert "prompts" not in faults[0] and "prompts" in faults[-1]
+
+
+def test_a_refused_pass_is_no_evidence_against_those_after_it():
+    history = History()
+    assert "shift" in refused(HEALTHY.test(np.roll(HEALTHY.record, 1, 1), history=history))
+    assert not HEALTHY.test(history=history).faults
 
 
 def test_what_is_logged_of_a_pass_does_not_depend_on_the_passes_before():

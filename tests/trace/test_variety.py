@@ -66,6 +66,8 @@ def test_equal_rows_of_a_few_tokens_in_turn_are_not_refused(routes):
     check(routes, np.array([7] * 9 + [1, 2, 3]))  # a text of one token behind the end of a chat template
     with refused(RouteValidationError, fault="equal tokens", request="r"):
         check(routes)
+    few = np.tile(np.uint8([0, 3, 5, 7]), (12, 8, 1)) ^ np.arange(8, dtype=np.uint8)[:, None]
+    check(few, spec=TraceSpec("m", 8, 4, "m" * 8))  # a strong bias decides among eight experts
 
 
 @settings(max_examples=200)
