@@ -210,25 +210,22 @@ def _exported(chunks: Iterable[torch.nn.Module], facts: ModelFacts) -> Iterator[
     return (entry for model in chunks for entry in entries(model, facts) if not entry.weight.copied)
 
 
-def _runs(
-    chunks: Iterable[torch.nn.Module], facts: ModelFacts, size: Callable[[str, tuple[int, ...]], int], limit: float
-) -> list[list[Entry]]:
-    """Cut this rank's entries into runs of at most `limit` bytes of whole tensors, or of one entry that is larger.
+def in_runs[T](items: Iterable[T], size: Callable[[T], int], limit: float) -> list[list[T]]:
+    """Cut what this rank exports into runs of at most `limit` bytes, or of one item that is larger.
 
-    Ranks that share tensors cut at the same entries, so they can export a run together and then wait for others.
+    Ranks that share tensors cut at the same items, so they can export a run together and then wait for others.
 
     Args:
-        size: Returns the bytes of a tensor from its Hugging Face name and shape.
+        size: Returns the bytes of an item's whole tensors.
     """
-    runs: list[list[Entry]] = [[]]
+    runs: list[list[T]] = [[]]
     held = 0
-    for entry in _exported(chunks, facts):
-        bytes_ = sum(size(*tensor) for tensor in entry.whole)
-        if runs[-1] and held + bytes_ > limit:
+    for item in items:
+        if runs[-1] and held + size(item) > limit:
             runs.append([])
             held = 0
-        runs[-1].append(entry)
-        held += bytes_
+        runs[-1].append(item)
+        held += size(item)
     return runs
 
 
@@ -251,15 +248,15 @@ def export_rounds(
         dense, experts: See `export`.
     """
 
-    def size(name: str, shape: tuple[int, ...]) -> int:
-        return math.prod(shape) * stored_dtype(name, dtype).itemsize
+    def size(entry: Entry) -> int:
+        return sum(math.prod(shape) * stored_dtype(name, dtype).itemsize for name, shape in entry.whole)
 
     def stored(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             yield name, tensor.to(device, stored_dtype(name, dtype)).contiguous()
 
     out = []
-    for run in _runs(chunks, facts, size, limit):
+    for run in in_runs(_exported(chunks, facts), size, limit):
         given = [entry for entry in run if (experts if entry.weight.experts else dense) and entry.group.rank() == 0]
         whole = [(name, stored_dtype(name, dtype), shape) for entry in given for name, shape in entry.whole]
         out.append(Round(whole, stored(export_entries(run, facts, dense=dense, experts=experts))))

@@ -45,12 +45,11 @@ class Adapted:
         return [PREFIX + name.removesuffix(".weight") for name in self.entry.names]
 
     def whole(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Yield name, dtype and shape of the whole tensors that this rank exports of the adapter."""
+        """Yield name, dtype and shape of the adapter's whole tensors."""
         rank, dtype = self.adapter.a.shape[1], self.adapter.a.dtype
         for name, (_, (outputs, inputs)) in zip(self.names, self.entry.whole, strict=True):
-            if self.entry.group.rank() == 0:
-                yield f"{name}.lora_A.weight", dtype, (rank, inputs)
-                yield f"{name}.lora_B.weight", dtype, (outputs, rank)
+            yield f"{name}.lora_A.weight", dtype, (rank, inputs)
+            yield f"{name}.lora_B.weight", dtype, (outputs, rank)
 
 
 def attach(models: Iterable[torch.nn.Module], facts: ModelFacts, lora: LoraConfig) -> None:
@@ -184,17 +183,16 @@ def whole_tensors(
 def export_rounds(run: Iterable[Adapted], facts: ModelFacts, limit: float, device: torch.device) -> list[Round]:
     """Export adapters in rounds of at most `limit` bytes, or of one adapter that is larger, as `hf_map.export_rounds`
     does weights. They keep the precision of the training."""
-    runs: list[list[Adapted]] = [[]]
-    held = 0
-    for one in run:
-        size = one.adapter.a.nbytes + one.adapter.b.nbytes
-        if runs[-1] and held + size > limit:
-            runs.append([])
-            held = 0
-        runs[-1].append(one)
-        held += size
+
+    def size(one: Adapted) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in one.whole())
+
     return [
-        Round([info for one in some for info in one.whole()], _on(device, whole_tensors(some, facts))) for some in runs
+        Round(
+            [info for one in some for info in one.whole() if one.entry.group.rank() == 0],
+            _on(device, whole_tensors(some, facts)),
+        )
+        for some in hf_map.in_runs(run, size, limit)
     ]
 
 
