@@ -102,7 +102,7 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate continues after the warm-up. linear and cosine: it falls to `min_lr`. The fall begins with
     the first update after the warm-up. So without a warm-up no update has `lr`: with linear, the first of n updates has
-    lr x (1 - 1/n)."""
+    lr x (1 - 1/(n + 1))."""
     warmup_steps: Whole = 0
     """Number of updates over which the learning rate rises linearly from 0 to `lr`."""
     decay_steps: Count | None = None
