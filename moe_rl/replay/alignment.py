@@ -11,7 +11,8 @@ is regret (replay/regret.py); bets (replay/claims.py) judge it. Each claim is pr
     prompts, completions
                  The rows fit better than the rows at the same place of another sequence, of the same prompt if there is
                  one. Only places after the first token in which the two sequences differ are compared.
-    no rows      The record of a layer is not unrelated to its rows (replay/row_claims.py).
+    no rows      The record of a layer is not unrelated to its rows (replay/row_claims.py), and records of fresh rows do
+                 not fit them far worse than in the run's last steps (replay/claims.py).
     last prompt row, first completion row, every 16th row
                  Rows at such places do not hold the row before.
     stuck rows   Rows in a run of equal records do not fit the first row of the run better than their own.
@@ -33,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -139,15 +140,19 @@ class AlignmentTest:
         if not self._layers or not len(self._watched.rows.row):
             return Alignment()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            found = {tests.name: judge(tests, self._history) for tests in self._tests() if tests is not None}
+            fine, whole = FineRows.of(*self._fine.kept), [self._whole[one] for one in self._blocks]
+            seen = RowsSeen(self._watched, self._layers, self._groups, fine, whole, far=self._moved > FAR)
+            found = {tests.name: judge(tests, self._history) for tests in self._tests(seen) if tests is not None}
+            regret = float(fine.own.mean())
+        if seen.fresh and (usual := self._history.exceeded(regret)) is not None:
+            text = f"records fit their rows far worse than in the last steps: regret {regret:.2f}, usually {usual:.3f}"
+            found["no rows"] = replace(found["no rows"], status="refused", found=(*found["no rows"].found, text))
         alignment = Alignment(tuple(found.get(name, Claim(name)) for name in CLAIMS), self._moved)
         if alignment.faults:  # whoever goes on has removed them
             self._history.forget()
         return alignment
 
-    def _tests(self) -> Iterator[Bets | None]:
-        fine, whole = FineRows.of(*self._fine.kept), [self._whole[one] for one in self._blocks]
-        seen = RowsSeen(self._watched, self._layers, self._groups, fine, whole, far=self._moved > FAR)
+    def _tests(self, seen: RowsSeen) -> Iterator[Bets | None]:
         yield from layer_tests(LayerSample.of(seen), self._layers, fresh=seen.fresh)
         yield from row_claims.sequence_tests(seen)
         yield row_claims.no_rows(seen)

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal
 
 import torch
@@ -47,6 +48,10 @@ FAR = 5e-3
 """Distance of weights from which on healthy routes may be unrelated to their rows: a quarter of a usual weight. An
 update of Adam moves a weight by about the learning rate. Without this limit, healthy rollouts of tiny models are
 refused from 1e-2 on, and none up to 8e-3."""
+
+# A fresh pass is refused if the mean regret of its records is this many times the median of at least three earlier
+# passes of the run, and above _LEAST_JUMP. Engines with equal weights differ by rounding, which changes slowly.
+_JUMP, _LEAST_JUMP, _PASSES_KNOWN = 8.0, 0.05, 3
 
 _BETS = (0.3, 0.6, 0.9)
 RARE = 0.05
@@ -109,6 +114,16 @@ class History:
     """
 
     _passes: dict[str, deque[Tensor]] = field(default_factory=dict)
+    _regrets: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+
+    def exceeded(self, regret: float) -> float | None:
+        """Return the median regret of the last fresh passes if that of this one is far above it, or else None. Keep it
+        then."""
+        usual = median(self._regrets) if len(self._regrets) >= _PASSES_KNOWN else math.inf
+        if regret > max(_LEAST_JUMP, _JUMP * usual):
+            return usual
+        self._regrets.append(regret)
+        return None
 
     def largest(self, name: str, record: Tensor) -> Tensor:
         """Return for each test the largest log e-value of this pass and of its sums with earlier passes. Keep this
@@ -123,7 +138,7 @@ class History:
         return best
 
     def forget(self) -> None:
-        """Drop all evidence."""
+        """Drop the evidence against these passes."""
         self._passes.clear()
 
 

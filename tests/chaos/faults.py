@@ -99,9 +99,10 @@ _CHECKSUM = "checksum made in the engine's buffer, checked at the dispatcher"
 _AT_LOGITS = "recorder, which compares some rows with the routers' logits"
 _NOT_CHOSEN = "A row is not what the router chose by its logits"
 _OTHER_ROWS = "recorded routes belong to other rows"
+_WORSE = "records fit their rows far worse than in the last steps"
 ROUTES = (
     *(
-        _in_lab(name, "P7", _BUFFER, _AT_LOGITS, "EngineError", _NOT_CHOSEN, "request s")
+        _in_lab(name, "P7", _BUFFER, _AT_LOGITS, "RequestRefused", _NOT_CHOSEN, "request s")
         for name in (
             "recorder: rows one token late",
             "recorder: rows of two requests of different prompts swapped",
@@ -111,7 +112,7 @@ ROUTES = (
         )
     ),
     *(
-        _in_lab(name, "P7", _BUFFER, _AT_LOGITS, "EngineError", _NOT_CHOSEN, f"layer {LAYER}")
+        _in_lab(name, "P7", _BUFFER, _AT_LOGITS, "RequestRefused", _NOT_CHOSEN, f"layer {LAYER}")
         for name in (
             "recorder: one layer constant",
             "recorder: one layer constant, of a set in the middle",
@@ -123,9 +124,9 @@ ROUTES = (
         _in_lab(f"recorder: {what}{UNWATCHED}", "P7", _BUFFER, _ALIGNMENT, "ReplayError", _OTHER_ROWS, *says)
         for what, *says in (
             ("rows one token late", "have rows 1 token too late", "No weights were updated"),
-            ("one layer constant, of a set in the middle", f"layer {LAYER} has the same experts for every token"),
-            ("rows of two requests of different prompts swapped", "completions have the rows of other completions"),
-            ("rows of two requests of one prompt swapped", "completions have the rows of other completions"),
+            ("one layer constant, of a set in the middle", f"layer {LAYER} has rows that match nothing"),
+            ("rows of two requests of different prompts swapped", _WORSE),
+            ("rows of two requests of one prompt swapped", _WORSE),
             (
                 "two layers swapped",
                 f"layer {LAYER} has the rows of layer {OTHER_LAYER}",

@@ -363,6 +363,21 @@ def test_a_fault_that_stays_is_refused_though_one_pass_is_too_small():
     assert "prompts" not in faults[0] and "prompts" in faults[-1]
 
 
+def test_records_that_suddenly_fit_far_worse_than_in_the_last_steps_are_refused():
+    """Half of them belong to other rows; a test of a single pass does not say so."""
+    history, one = History(), Pass(3, groups=3, siblings=2)
+    for seed in range(3):
+        assert not Pass(seed, groups=3, siblings=2).test(history=history).faults
+    record = one.record.copy()
+    record[:, : record.shape[1] // 2] = np.roll(one.record, 37, 1)[:, : record.shape[1] // 2]
+    found = one.test(record, history=history)
+    assert any(
+        text.startswith("records fit their rows far worse than in the last steps: regret") for text in found.faults
+    )
+    assert not any(text.startswith("records fit") for text in one.test(record).faults)
+    assert not one.test(history=history).faults
+
+
 def test_a_refused_pass_is_no_evidence_against_those_after_it():
     history = History()
     assert "shift" in refused(HEALTHY.test(np.roll(HEALTHY.record, 1, 1), history=history))
