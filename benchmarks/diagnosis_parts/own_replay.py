@@ -56,7 +56,8 @@ class Trainer:
         self.instances = list(RouterReplay.global_router_replay_instances)
         rng = np.random.default_rng(seed)
         count, width = layout.sequences * layout.microbatches, layout.width - layout.padded
-        self.tokens = [rng.integers(1, VOCAB, width) for _ in range(count)]
+        # No token follows itself, which could repeat a row.
+        self.tokens = [1 + rng.integers(1, VOCAB - 1, width).cumsum() % (VOCAB - 1) for _ in range(count)]
         self.routes = self._record(rng)
 
     def _chunk(self, at: int) -> gpt_model.GPTModel:
@@ -117,7 +118,8 @@ class Trainer:
 
     @torch.no_grad()
     def _record(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Record what the model chooses, with the noise of a sampler: three rows of a hundred take the next expert."""
+        """Record what the model chooses, with a sampler's noise: every second of the six rows in a hundred that are
+        nearest to a tie takes the next expert."""
         one = self.layout
         layers = one.layers - one.dense
         routes = [np.zeros((len(ids), layers, one.top_k), np.int64) for ids in self.tokens]
@@ -132,8 +134,9 @@ class Trainer:
                 sequence, position = places
                 real = sequence >= 0
                 for (_, layer), scores in step._scores.items():
-                    ranked = scores.argsort(1, descending=True)[:, : one.top_k + 1].numpy()
-                    swap = rng.random(len(ranked)) < 0.03
+                    values, ranked = (part.numpy() for part in scores.sort(1, descending=True))
+                    gaps = values[:, one.top_k - 1] - values[:, one.top_k]
+                    swap = (gaps <= np.quantile(gaps, 0.06)) & (rng.random(len(ranked)) < 0.5)
                     ranked[swap, one.top_k - 1] = ranked[swap, one.top_k]
                     for row in np.flatnonzero(real):
                         column = layer - one.dense
