@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repository root,
 from night_parts.sinks import turns_published_per_second
 from output import tell
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.rollout.kept import shard_step
@@ -102,7 +103,8 @@ class Night:
         self.run.wait(_PATIENCE)
         self.expect("and all live: ", f"rank {rank} (pid {pid}")
         before = self.steps
-        self.run = self._launch("--resume", self.run.folder)
+        saved = checkpoints.complete(self.run.folder / "checkpoints")
+        self.run = self._launch("--resume", self.run.folder, *([] if saved else ["--step", 0]))
         self.until(lambda: self.steps > before)
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -172,7 +174,7 @@ def _config(work: Path, runs: Path) -> Path:
     config = load_config(
         ROOT / "configs/tool_use_cpu.yaml",
         [
-            f"run.runs_dir={runs}", "run.name=night", "run.steps=1000", "run.hang_seconds=15",
+            f"run.runs_dir={runs}", "run.name=night", "run.steps=1000", "run.hang_seconds=60",
             "run.peer_timeout_seconds=120", f"model.path={policy}", f"task.train=[{{name: sums, data: {rows}}}]",
             f"task.heldout=[{{name: sums, data: {heldout}}}]",
             "task.environment.run=benchmarks.night_parts.dialogue.run",
