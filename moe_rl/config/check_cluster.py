@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Iterator, Mapping
 
@@ -13,14 +14,36 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def server_problems(config: Config) -> Iterator[Problem]:
-    """Yield the problems of `rollout.servers` that the config alone shows, one message each."""
+    """Yield the problems of `rollout.servers` and `rollout.engines` that the config alone shows, one message each."""
     yield from config.rollout.server_problems()
     yield from engine_problems(config)
 
 
+def neighbour_problems(config: Config, world_size: int) -> Iterator[Problem]:
+    """Yield a problem if an engine has no rank beside it."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    here = min(world_size, here, config.cluster.gpus_per_node if config.cluster is not None else here)
+    if config.rollout.engines > here:
+        yield describe(
+            "every engine shares the GPU, or the cores, of one rank on rank 0's node",
+            where={"key": "rollout.engines"},
+            got=config.rollout.engines,
+            expected=f"at most {here}, the ranks on this node",
+        )
+
+
 def engine_problems(config: Config) -> Iterator[Problem]:
-    """Yield a problem if the number of servers differs from that of the cluster that the run is planned for."""
-    cluster, count = config.cluster, len(config.rollout.servers)
+    """Yield a problem if the number of servers or engines differs from that of the cluster that the run is planned
+    for."""
+    cluster, count, engines = config.cluster, len(config.rollout.servers), config.rollout.engines
+    if engines > 1 and cluster is not None and (cluster.engines, cluster.gpus_per_engine) != (engines, 1):
+        yield describe(
+            "the cluster does not have these engines, each of which shares the GPU of one rank",
+            where={"key": "cluster.engines", "given": f"rollout.engines is {engines}"},
+            got=f"{cluster.engines} engines of {cluster.gpus_per_engine} GPUs",
+            expected=f"{engines} of 1",
+            do="change cluster.engines and cluster.gpus_per_engine; larger engines are servers of moe-rl serve",
+        )
     if count and cluster is not None and cluster.engines != count:
         yield describe(
             "not the number of servers",
@@ -31,12 +54,11 @@ def engine_problems(config: Config) -> Iterator[Problem]:
 
 
 def has_servers(config: Config) -> bool:
-    """Return whether a run samples from servers, named or planned. Without servers rank 0 starts one engine on one
-    GPU.
-    """
+    """Return whether a run samples from servers, named or planned. Without servers rank 0 starts engines beside the
+    ranks of its node."""
     cluster = config.cluster
     planned = cluster is not None and (cluster.engines, cluster.gpus_per_engine) != (1, 1)
-    return planned or bool(config.rollout.servers)
+    return (planned and config.rollout.engines == 1) or bool(config.rollout.servers)
 
 
 def start_problems(config: Config) -> Iterator[Problem]:

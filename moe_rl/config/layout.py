@@ -57,6 +57,7 @@ def on_one_rank(config: Config) -> Config:
     """Return the config for a single rank, without the settings that need several, such as overlap and placement."""
     changes: dict[str, dict[str, object]] = {
         "train": {"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False, "packing": "length"},
+        "rollout": {"engines": 1},
         "replay": {"overlap_chunks": 0},
         "placement": {"experts": "natural", "copies": 0},
     }

@@ -287,7 +287,8 @@ def _reason(passed: Passed, name: str) -> str:
 def _ours(name: str) -> str:
     near = {"max_num_seqs": "rollout.max_concurrent", "kv_cache_memory_bytes": "rollout.kv_cache_mib"}
     near |= {"enforce_eager": "rollout.cuda_graphs"}
-    near |= {"tensor_parallel_size": "cluster.gpus_per_engine", "enable_sleep_mode": "rollout.sleep_level"}
+    near |= {"enable_sleep_mode": "rollout.sleep_level"}
+    near |= {"tensor_parallel_size": "cluster.gpus_per_engine, for servers: an engine beside a rank has only its GPU"}
     return f", and set {near[name]}" if name in near else ""
 
 

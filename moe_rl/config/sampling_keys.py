@@ -87,15 +87,18 @@ class RolloutConfig(Section):
     cuda_graphs: bool | None = None
     """Whether vLLM compiles its forward pass and replays it as CUDA graphs, which decodes faster. Routes are recorded,
     but the recorder cannot compare them with the routers' logits (rollout/witnessed_rows stays 0). null: yes for
-    servers with GPUs, unless router_logits_fraction is set; no for the engine that rank 0 starts."""
+    servers with GPUs, unless router_logits_fraction is set; no for the engines that rank 0 starts."""
     vllm: dict[str, Any] = {}
     """Further fields of vLLM's EngineArgs that moe_rl does not set, for the engine or servers of the run, such as
     kv_cache_dtype, quantization, speculative_config, enable_prefix_caching or max_num_batched_tokens.
     docs/howto/one_node.md says which are refused, and why."""
     startup_timeout_seconds: Seconds = 300.0
     """Time limit for an engine to start, and for a server to load new weights."""
+    engines: Few = 1
+    """Number of engines that rank 0 starts beside the ranks of its node, where no server is named. Engine n has all
+    weights and one worker, on the GPU of local rank n. The engines share a step's requests, and sleep together."""
     servers: tuple[str, ...] = ()
-    """URLs (http://host:port) of vLLM servers that sample instead of an engine started by rank 0. `moe-rl serve
+    """URLs (http://host:port) of vLLM servers that sample instead of engines started by rank 0. `moe-rl serve
     --config` starts one. Each server holds all weights, serves this run alone, and decodes max_concurrent sequences at
     once. The servers write below run.runs_dir, which they and all ranks must see."""
     token_file: Location | None = None
@@ -166,7 +169,8 @@ class RolloutConfig(Section):
             )
 
     def server_problems(self) -> Iterator[Problem]:
-        """Yield the problems of `servers` that the config alone shows; rollout/attach.py checks whether they answer."""
+        """Yield the problems of `servers` and `engines` that the config alone shows; rollout/attach.py checks whether
+        servers answer."""
         count = len(self.servers)
         for key, value in (("token_file", self.token_file), ("max_lost_servers", self.max_lost_servers)):
             if value and not count:
@@ -176,8 +180,22 @@ class RolloutConfig(Section):
                     got=value,
                     do="name them, or remove it",
                 )
+        if self.prompts_per_step < max(count, self.engines):
+            yield describe(
+                "more than the prompts of a step, whose completions stay on one of them",
+                where={"key": "rollout.servers" if count else "rollout.engines"},
+                got=max(count, self.engines),
+                expected=f"at most rollout.prompts_per_step = {self.prompts_per_step}",
+            )
         if not count:
             return
+        if self.engines > 1:
+            yield describe(
+                "a run samples from servers or from engines beside its ranks",
+                where={"key": "rollout.engines", "given": "rollout.servers is set"},
+                got=self.engines,
+                expected=1,
+            )
         for url in self.servers:
             if reason := _no_address(url):
                 yield describe(reason, where={"key": "rollout.servers"}, got=repr(url), expected="http://host:port")
@@ -213,13 +231,6 @@ class RolloutConfig(Section):
                 where={"key": "rollout.sleep_level"},
                 got=self.sleep_level,
                 expected=0,
-            )
-        if self.prompts_per_step < count:
-            yield describe(
-                "more than the prompts of a step, whose completions stay on one server",
-                where={"key": "rollout.servers"},
-                got=count,
-                expected=f"at most rollout.prompts_per_step = {self.prompts_per_step}",
             )
 
 

@@ -257,8 +257,8 @@ class ClusterConfig(Section):
     """GPU memory that the planner leaves free for the CUDA context, NCCL buffers, kernel workspaces and
     fragmentation."""
     engines: Count = 1
-    """Number of sampling engines. They run on their own GPUs, with as much memory. One engine of one GPU, where no
-    server is named, is started by rank 0 on its GPU."""
+    """Number of sampling engines. They run on their own GPUs, with as much memory, or beside ranks: rollout.engines.
+    One engine of one GPU, where no server is named, is started by rank 0 on its GPU."""
     gpus_per_engine: Count = 1
     """Number of GPUs of one engine (tensor parallelism)."""
     links_gb_per_second: dict[str, Positive] = {"network": 50.0}

@@ -34,7 +34,7 @@ from moe_rl.gateway.web import GatewayApp
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
-from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.colocated import start_engines
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.rollouts import engine_settings
 from moe_rl.rollout.sampler import Sampler
@@ -149,9 +149,10 @@ def _sampler(config: Config, facts: ModelFacts, folder: Path, stack: contextlib.
     """Return the sampler, the version of its weights, and whether it finds stop strings."""
     if not config.rollout.servers:
         # Clients send stop strings.
-        engine = VllmEngine(replace(engine_settings(config, facts, folder), reads_text=True))
-        stack.callback(engine.close)
-        return engine, 0, True
+        settings = replace(engine_settings(config, facts, folder), reads_text=True)
+        engines = start_engines(settings, config.rollout.engines)
+        stack.callback(engines.close)
+        return engines, 0, True
     if problems := attach_problems(config, facts, config.run.runs_dir):
         raise EngineError(problems)
     fleet = ServerFleet.attach(config, folder / "trace", adopt=False)

@@ -61,8 +61,8 @@ class Plan:
         limit_bytes: GPU memory available to a stage. None without a cluster.
         dispatch_bytes: bytes that a rank sends to experts in a layer of a microbatch. The same number comes back.
         not_planned: keys of settings for Megatron and vLLM whose effect is not in these numbers.
-        beside: whether the sampler is an engine on rank 0's GPU.
-        sleeps: whether it gives its memory back while the trainer works.
+        beside: the stages of the ranks that share their GPU with an engine; none if the sampler has its own GPUs.
+        sleeps: whether engines give their memory back while the trainer works.
     """
 
     layout: Layout
@@ -77,17 +77,17 @@ class Plan:
     storage: Storage
     transfer: Transfer
     not_planned: tuple[str, ...]
-    beside: bool
+    beside: tuple[int, ...]
     sleeps: bool
 
     @property
     def shared_bytes(self) -> int:
-        """Return the bytes on a GPU that rank 0 shares with the sampler. The trainer frees the memory of a step before
-        the sampler wakes."""
-        first, sampler = self.stages[0], self.sampler.total_bytes
+        """Return the bytes on the fullest GPU that a rank shares with an engine; 0 if there is none. The trainer frees
+        the memory of a step before the engine wakes."""
+        stages, engine = [self.stages[stage] for stage in self.beside], self.sampler.total_bytes
         if self.sleeps:
-            return max(first.total_bytes, first.memory.model_bytes + sampler)
-        return first.total_bytes + sampler
+            return max((max(one.total_bytes, one.memory.model_bytes + engine) for one in stages), default=0)
+        return max((one.total_bytes + engine for one in stages), default=0)
 
     @property
     def fullest(self) -> Stage:
@@ -108,6 +108,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
     stages = _stages(config, facts, layout, batch)
     rows = stages[0].activations.dispatched_rows
     storage = make_storage(config, facts, layout, batch)
+    sharing = 0 if config.cluster is None or has_servers(config) else min(config.rollout.engines, world_size)
     return Plan(
         layout=layout,
         batch=batch,
@@ -129,7 +130,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
         storage=storage,
         transfer=planned_transfer(config, world_size),
         not_planned=not_planned(config),
-        beside=config.cluster is not None and not has_servers(config),
+        beside=tuple(sorted({rank * layout.pipeline // world_size for rank in range(sharing)})),
         sleeps=config.rollout.sleep_level > 0,
     )
 

@@ -51,7 +51,7 @@ def memory_problems(plan: Plan) -> list[Problem]:
     elif plan.beside and plan.stages[worst].total_bytes <= limit < plan.shared_bytes:
         found.append(
             describe(
-                "rank 0 and the sampler do not fit on the GPU that they share",
+                "a rank and an engine do not fit on the GPU that they share",
                 where={"key": "cluster.gpu_memory_gib"},
                 got=f"{plan.shared_bytes / 2**30:.1f} GiB",
                 expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",

@@ -150,7 +150,7 @@ def _sampler(plan: Plan) -> list[Row]:
         ("new weights", bytes_text(sampler.sync_bytes), "that arrive and wait for the rest of their layer, at most"),
         ("per GPU", bytes_text(sampler.total_bytes), _verdict(plan, sampler.total_bytes)),
         *(
-            [("with rank 0 on it", bytes_text(plan.shared_bytes), _verdict(plan, plan.shared_bytes))]
+            [("with a rank on it", bytes_text(plan.shared_bytes), _verdict(plan, plan.shared_bytes))]
             if plan.beside
             else []
         ),

@@ -82,7 +82,7 @@ def kv_bytes_per_token(facts: ModelFacts, dtype: str, gpus: int) -> int:
 def make_sampler(config: Config, facts: ModelFacts, batch: Batch, largest_bucket: int) -> SamplerMemory:
     """Compute a sampler's memory. largest_bucket: bytes of the largest bucket of weights."""
     rollout = config.rollout
-    engines, gpus = max(1, len(rollout.servers)), 1
+    engines, gpus = max(rollout.engines, len(rollout.servers)), 1
     if config.cluster is not None:
         engines, gpus = config.cluster.engines, config.cluster.gpus_per_engine
     per_token = kv_bytes_per_token(facts, rollout.dtype, gpus)

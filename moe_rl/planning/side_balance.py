@@ -44,17 +44,18 @@ class SideBalance:
     idle_in_turns: tuple[float, float]
 
 
-def sampling_gpus(engines: int | None, gpus_per_engine: int | None, servers: int) -> tuple[int, int]:
-    """Return how many GPUs sample, and how many one engine has. Without a cluster an engine counts as one GPU."""
+def sampling_gpus(engines: int | None, gpus_per_engine: int | None, started: int) -> tuple[int, int]:
+    """Return how many GPUs sample, and how many one engine has. Without a cluster, each of the `started` engines or
+    servers counts as one GPU."""
     gpus = gpus_per_engine or 1
-    return (engines or max(1, servers)) * gpus, gpus
+    return (engines or started) * gpus, gpus
 
 
 def side_balance(config: Config, trainers: int, speeds: Speeds) -> SideBalance:
     """Compare the samplers of a config with this number of GPUs that train."""
     cluster = config.cluster
     engines, each = (cluster.engines, cluster.gpus_per_engine) if cluster is not None else (None, None)
-    samplers, gpus = sampling_gpus(engines, each, len(config.rollout.servers))
+    samplers, gpus = sampling_gpus(engines, each, max(config.rollout.engines, len(config.rollout.servers)))
     ratio = speeds.trained / speeds.sampled
     sampling, training = 1 / (speeds.sampled * samplers), 1 / (speeds.trained * trainers)  # seconds of a token
     longest, both = max(sampling, training), sampling + training

@@ -10,9 +10,10 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import Problem, describe
 
 Way = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
-Place = Literal["child", "servers"]
-"""Says where samplers run: in a child process of rank 0, on its GPU if it has one, or in vLLM servers on any host."""
-_WHERE = {"child": "beside rank 0", "servers": "in servers"}
+Place = Literal["child", "children", "servers"]
+"""Says where samplers run: in a child process of rank 0, on its GPU if it has one; in several, on the GPUs of rank 0's
+node; or in vLLM servers on any host."""
+_WHERE = {"child": "beside rank 0", "children": "beside several ranks", "servers": "in servers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,16 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
     """Resolve `rollout.weight_transfer`, including "auto".
 
     A GPU shared by trainer and sampler hands weights over in place. Separate GPUs use NCCL, which allows one process
-    per GPU. On CPUs, one host uses shared memory, and several hosts use a folder.
+    per GPU. On CPUs, and for several engines that share GPUs with ranks, one host uses shared memory, and several hosts
+    use a folder.
 
     Args:
         gpu: whether trainer and samplers compute on GPUs.
         one_host: whether all trainer ranks run on one host.
     """
-    child = place == "child"
-    near = child and one_host
-    if gpu:
+    child, shared = place == "child", place != "servers"
+    near = shared and one_host
+    if gpu and (child or not shared):
         auto: Way = "cuda_ipc" if child else "broadcast"
         why = {"cuda_ipc": "one GPU holds trainer and sampler", "broadcast": "from GPU to GPU"}[auto]
     else:
@@ -50,9 +52,9 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
     if wanted == "auto":
         return Transfer(auto, f"{why}; chosen by rollout.weight_transfer auto")
     obstacles = {
-        "shared_memory": "" if near else "an engine that rank 0 starts, on the host of all trainer ranks",
-        "cuda_ipc": "" if gpu and child else "an engine that rank 0 starts, on its GPU",
-        "broadcast": "servers, on their own GPUs: NCCL allows one process per GPU" if gpu and child else "",
+        "shared_memory": "" if near else "engines that rank 0 starts, on the host of all trainer ranks",
+        "cuda_ipc": "" if gpu and child else "one engine that rank 0 starts, on its GPU",
+        "broadcast": "servers, on their own GPUs: NCCL allows one process per GPU" if gpu and shared else "",
         "disk": "",
     }
     if obstacles[wanted]:
@@ -74,5 +76,5 @@ def planned_transfer(config: Config, world_size: int) -> Transfer:
     """
     cluster = config.cluster
     one_host = cluster is None or world_size <= cluster.gpus_per_node
-    place: Place = "servers" if has_servers(config) else "child"
+    place: Place = "servers" if has_servers(config) else "child" if config.rollout.engines == 1 else "children"
     return weight_transfer(config.rollout.weight_transfer, gpu=cluster is not None, place=place, one_host=one_host)

@@ -45,9 +45,9 @@ def measured_speeds(run_dir: Path) -> Speeds | None:
         return None
     config, last = read_config(run_dir), starts[-1]
     cluster = config.get("cluster") or {}
-    samplers, _ = sampling_gpus(
-        cluster.get("engines"), cluster.get("gpus_per_engine"), len(config.get("rollout", {}).get("servers") or ())
-    )
+    rollout = config.get("rollout", {})
+    started = max(rollout.get("engines", 1), len(rollout.get("servers") or ()))
+    samplers, _ = sampling_gpus(cluster.get("engines"), cluster.get("gpus_per_engine"), started)
     rows = [row for row in read_run(run_dir).train if row["step"] > last.after and _busy(row) > 0]
     if not rows:
         return None

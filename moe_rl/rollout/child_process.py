@@ -91,15 +91,9 @@ class ChildProcess:
         """Return the next reply. `silence_seconds` limits the silence before it."""
         return self._exchange(lambda limit: self._received(limit, signs=True), None)
 
-    def start(self, call: Message, ready: type[Message], seconds: float) -> Any:
-        """Make the first call and return its reply, within `seconds`. A reply of type `ready` marks the child as
-        ready."""
-
-        def both(limit: float) -> Any:
-            self._channel.send(call)
-            return self._received(limit, signs=False)
-
-        reply = self._exchange(both, seconds)
+    def started(self, ready: type[Message], seconds: float) -> Any:
+        """Return the reply to the first call, within `seconds`. A reply of type `ready` marks the child as ready."""
+        reply = self._exchange(lambda limit: self._received(limit, signs=False), seconds)
         self._ready = isinstance(reply, ready)
         return reply
 

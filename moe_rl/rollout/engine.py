@@ -27,21 +27,28 @@ from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm import wire
 from moe_rl.vllm.process import child_environment
 from moe_rl.vllm.wire import EngineSettings
-from moe_rl.weights.update import WeightUpdate
+from moe_rl.weights.update import Holding, WeightUpdate
 
 
 class VllmEngine:
     """Talks to a running engine. Every call raises SamplerGone, with process and log, once the engine is dead or
     hung."""
 
-    def __init__(self, settings: EngineSettings):
-        """Spawn the engine and wait until it can sample. Raises EngineError with the tail of its log."""
+    def __init__(self, settings: EngineSettings, number: int = 0, engines: int = 1, *, waits: bool = True):
+        """Spawn the engine and wait until it can sample. Raises EngineError with the tail of its log.
+
+        Args:
+            settings: of the engine.
+            number, engines: it is engine `number` of so many on this host, see `colocated`.
+            waits: false returns at once; `wait` must follow.
+        """
         self._settings = settings
+        self._name = f"vLLM engine {number}" if engines > 1 else "vLLM engine"
         self._child = ChildProcess(
-            "vLLM engine",
+            self._name,
             "moe_rl.vllm.child",
             log_path=settings.log_path,
-            environment=child_environment(settings.capture),
+            environment=child_environment(settings.capture, number, engines),
             replies=wire.REPLIES,
             alive=wire.Alive,
             silence_seconds=settings.silence_seconds,
@@ -49,14 +56,21 @@ class VllmEngine:
         self.pid = self._child.pid
         self.calls = NumberedCalls(self._child)
         self.workers, self.address, self.lost = 1, "127.0.0.1", dict[str, str]()
+        self.vllm_version = ""
         try:
-            ready = self._child.start(wire.Start(settings), wire.Ready, settings.startup_timeout_seconds)
-            if isinstance(ready, wire.Failed):
-                raise self._child.broken("could not start", ready.message)
-            self.vllm_version: str = self.checked(ready, wire.Ready).vllm_version
+            self._child.send(wire.Start(settings))
+            if waits:
+                self.wait()
         except BaseException:
             self.close()
             raise
+
+    def wait(self) -> None:
+        """Wait until the engine can sample. Raises EngineError as the constructor does."""
+        ready = self._child.started(wire.Ready, self._settings.startup_timeout_seconds)
+        if isinstance(ready, wire.Failed):
+            raise self._child.broken("could not start", ready.message)
+        self.vllm_version = self.checked(ready, wire.Ready).vllm_version
 
     @property
     def places(self) -> Sequence[int]:
@@ -118,7 +132,7 @@ class VllmEngine:
 
     def name(self) -> str:
         """Return the engine's name for messages."""
-        return f"the vLLM engine, log {self._settings.log_path}"
+        return f"the {self._name}, log {self._settings.log_path}"
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         scored = await self._call(wire.Score(list(map(list, runs)), shard), wire.Scored)
@@ -131,7 +145,11 @@ class VllmEngine:
         await self._call(wire.Pause(), wire.Paused)
 
     async def take_weights(self, update: WeightUpdate) -> None:
-        await self._call(wire.Update(update), wire.Updated)
+        await self.load(update)
+
+    async def load(self, update: WeightUpdate) -> Holding:
+        """Load a part of an update, see Sampler.take_weights, and return what the engine then holds."""
+        return (await self._call(wire.Update(update), wire.Updated)).holding
 
     async def resume(self) -> None:
         await self._call(wire.Resume(), wire.Resumed)
@@ -155,7 +173,7 @@ class VllmEngine:
         """Return a reply of the expected type; raise the error if it carries one."""
         if isinstance(reply, wire.Failed):
             raise (WeightSyncError if reply.weights else RequestRefused)(
-                f"{reply.message} [vLLM engine, pid {self.pid}, log {self._settings.log_path}]"
+                f"{reply.message} [{self._name}, pid {self.pid}, log {self._settings.log_path}]"
             )
         return self._child.expect(reply, expected)
 

@@ -28,7 +28,7 @@ import msgspec
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, RequestRefused, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.attach import folder_problem, servers_of
-from moe_rl.rollout.sampler import Hears, ServerLost, nobody
+from moe_rl.rollout.sampler import Hears, ServerLost, check_agreement, nobody
 from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.control import Served
@@ -366,10 +366,7 @@ class ServerFleet:
         return self._held
 
     def _agree(self, version: int, held: dict[int, HeldWeights]) -> None:
-        kinds = {(one.version, one.digest) for one in held.values()}
-        if len(kinds) > 1 or {one.version for one in held.values()} != {version}:
-            got = "; ".join(f"{self.server(number).url} {one}" for number, one in held.items())
-            raise WeightSyncError("The servers hold different weights", got=got, expected=version)
+        check_agreement(version, {self.server(at).url: (one.version, one.digest) for at, one in held.items()})
         self._held = held
 
     async def each[T](

@@ -54,8 +54,8 @@ class PooledRollouts:
         self._begun = False  # whether the pool samples groups
         try:
             seconds = 2 * config.rollout.startup_timeout_seconds  # the sampler alone may use that long
-            reply = self._child.start(wire.OpenPool(folder, config_file), wire.PoolOpened, seconds)
-            opened = self._checked(reply, wire.PoolOpened)
+            self._child.send(wire.OpenPool(folder, config_file))
+            opened = self._checked(self._child.started(wire.PoolOpened, seconds), wire.PoolOpened)
         except BaseException:
             self.close()
             raise

@@ -1,5 +1,5 @@
-"""Does the sampling half of a step: samples completions for prompts and verifies them. Also starts the sampler, a vLLM
-engine in a child process, or connects to the config's servers.
+"""Does the sampling half of a step: samples completions for prompts and verifies them. Also starts the sampler: vLLM
+engines in child processes, or a connection to the config's servers.
 
 In mode sync rank 0 has the rollouts (`OwnRollouts`), else the pool.
 """
@@ -22,7 +22,7 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import MoeRLError
 from moe_rl.models.hf import ModelFacts
 from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of, discarded, recorded
-from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.colocated import start_engines
 from moe_rl.rollout.episodes import Draw, Episodes, draws_of
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name, shards_of
@@ -42,18 +42,18 @@ Environment = Callable[[Config, ModelFacts, Sampler, Path], EpisodePlayer]
 
 
 def start_sampler(config: Config, facts: ModelFacts, run_dir: Path) -> Sampler:
-    """Start the vLLM engine, or connect to the configured servers. Call it from the main thread.
+    """Start the vLLM engines, or connect to the configured servers. Call it from the main thread.
 
     Raises:
-        EngineError: The engine does not start, or a server does not answer.
+        EngineError: An engine does not start, or a server does not answer.
     """
     if config.rollout.servers:
         return ServerFleet.attach(config, run_dir / "trace")
-    return VllmEngine(engine_settings(config, facts, run_dir))
+    return start_engines(engine_settings(config, facts, run_dir), config.rollout.engines)
 
 
 def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineSettings:
-    """Return the settings that the run's engine starts with. Its trace and its log go into the run folder."""
+    """Return the settings that the run's engines start with. Their trace and logs go into the run folder."""
     rollout = config.rollout
     return EngineSettings(
         model_path=config.model.path,

@@ -1,6 +1,6 @@
-"""Defines what samples completions for a run: an engine in a child process, or vLLM servers.
+"""Defines what samples completions for a run: engines in child processes, or vLLM servers.
 
-    places        servers, or the one engine; each may run several calls at once
+    places        servers, or engines; each may run several calls at once
     sample        one call at one place, as its own trace shard
     sample_all    one call at every place, which share the requests
     pause         every place confirms that it runs no forward pass; requests keep their place and KV cache
@@ -20,11 +20,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Self
 
-from moe_rl.errors import EngineError
+from moe_rl.errors import EngineError, WeightSyncError
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.weights.update import WeightUpdate
 
@@ -53,7 +53,7 @@ class Sampler(Protocol):
     sleeping one with EngineError.
 
     Attributes:
-        lost: servers no longer used, by address, each with the reason; none of an engine.
+        lost: servers no longer used, by address, each with the reason; never engines.
     """
 
     vllm_version: str
@@ -126,7 +126,7 @@ class Sampler(Protocol):
 
         Args:
             runs: token ids of each sequence, at least 2 each.
-            shard: trace shard for the routes of these forward passes; with several servers, each publishes its own,
+            shard: trace shard for the routes of these forward passes; with several places, each publishes its own,
                 named after this one. None: no routes are recorded.
 
         Returns:
@@ -218,17 +218,29 @@ async def sample_all(
             break
         name = f"{shard}-again{attempt}" if attempt else shard
         shares = assign([requests[at] for at in lacking], sampler.places)
-        calls = [
-            asyncio.ensure_future(share(place, [lacking[at] for at in members], name))
-            for place, members in shares.items()
-        ]
-        try:
-            await asyncio.gather(*calls)
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+        await all_of(share(place, [lacking[at] for at in members], name) for place, members in shares.items())
     return [completions[at] for at in range(len(requests))]
+
+
+async def all_of[T](calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Make calls at once and return their results, in order. The first that fails cancels the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_agreement(version: int, held: Mapping[str, tuple[int, str]]) -> None:
+    """Raise WeightSyncError unless all places hold `version`, with the same digest.
+
+    held: the version and the digest of each place's weights, by the name of the place.
+    """
+    if len(set(held.values())) > 1 or {number for number, _ in held.values()} != {version}:
+        got = "; ".join(f"{name}: version {one[0]}, digest {one[1] or 'none'}" for name, one in held.items())
+        raise WeightSyncError("The sampler's places hold different weights", got=got, expected=version)
 
 
 def assign(requests: Sequence[GenerateRequest], places: Sequence[int]) -> dict[int, list[int]]:

@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "model.path",  # its content may not change: see `run_inputs`
     "parallel.",
     "cluster.",
+    "rollout.engines",
     "rollout.servers",
     "rollout.token_file",
     "rollout.prompts_per_step",

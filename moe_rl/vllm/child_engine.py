@@ -125,7 +125,7 @@ class ChildEngine:
                 return wire.Awake()
             case wire.Update():
                 self._update(call)
-                return wire.Updated()
+                return wire.Updated(self._holding)
 
     def has_work(self) -> bool:
         """Return whether a step would do anything."""

@@ -30,9 +30,15 @@ def model_runner(capture: str) -> dict[str, str]:
     return {"VLLM_USE_V2_MODEL_RUNNER": "1" if capture == "native" else "0"}
 
 
-def child_environment(capture: str) -> dict[str, str]:
+def child_environment(capture: str, number: int = 0, engines: int = 1) -> dict[str, str]:
     """Return the child's environment: the parent's without torchrun's variables, plus settings that only variables can
-    make."""
+    make.
+
+    Args:
+        capture: rollout.capture.
+        number, engines: the child is engine `number` of so many on this host. It sees the GPU of the rank with that
+            local number, and gets its part of the processor.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
     root = str(Path(moe_rl.__file__).resolve().parents[1])
     ours = {
@@ -40,13 +46,17 @@ def child_environment(capture: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # Half the cores: waiting threads spin, and with two threads on two busy cores sampling was several times slower
         # than with one.
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2 // engines)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         # vLLM compiles parts of its sampler even in eager mode, which takes seconds and needs a C++ compiler.
         "TORCH_COMPILE_DISABLE": "1",
     }
+    if engines > 1:
+        gpus = inherited.get("CUDA_VISIBLE_DEVICES")
+        visible = [str(gpu) for gpu in range(engines)] if gpus is None else gpus.split(",")
+        ours["CUDA_VISIBLE_DEVICES"] = "".join(visible[number : number + 1])  # none without GPUs
     return inherited | ours | model_runner(capture)
 
 

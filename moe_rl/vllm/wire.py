@@ -18,7 +18,7 @@ from msgspec.msgpack import Decoder
 
 from moe_rl.messages import Message, decoder
 from moe_rl.types import Completion, GenerateRequest, RouteRef
-from moe_rl.weights.update import WeightUpdate
+from moe_rl.weights.update import Holding, WeightUpdate
 
 SLEEPING_PARTS = ("weights", "kv_cache")
 """The parts that an engine releases while it sleeps, in the order of waking. The names are vLLM's tags."""
@@ -160,7 +160,9 @@ class Counted(Message, frozen=True):
 
 
 class Updated(Message, frozen=True):
-    pass
+    """Answers Update with what the engine then holds."""
+
+    holding: Holding
 
 
 class Paused(Message, frozen=True):

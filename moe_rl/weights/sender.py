@@ -128,7 +128,7 @@ class WeightSender:
         checkpoint.
 
         A sleeping sampler is woken: first for its weights, and for its KV cache when it has the weights. Before each,
-        rank 0 gives back what training, or the transfer, has left reserved on a GPU that they share.
+        the ranks give back what training, or the transfer, has left reserved on GPUs that they share with it.
 
         Args:
             beside: called on all ranks while the sampler loads the last part, or after it if ranks send while it loads.
@@ -149,15 +149,13 @@ class WeightSender:
             first = None if number else merge
             return WeightUpdate(version, self._held, number, changed=changed, merge=first, **about)
 
-        if sampler is not None:
-            self._wake(sampler, "weights")
+        self._wake(sampler, "weights")
         if self._way is not None:
             sent = self._place(self._way, sampler, part, beside)
         else:
             sent = self._stream(sampler, part)
             beside()
-        if sampler is not None:
-            self._wake(sampler, "kv_cache")
+        self._wake(sampler, "kv_cache")
         self._held, self._moves = version, self._policy.moves
         return sent
 
@@ -186,10 +184,16 @@ class WeightSender:
         if self._adapters is None:
             self._conservation.settle(self._ranks.device())
 
-    def _wake(self, sampler: Recipient, part: str) -> None:
-        if not self._rollout.servers:  # they have their own GPUs
+    def _wake(self, sampler: Recipient | None, part: str) -> None:
+        """Wake the sampler into memory that its GPUs have free. All ranks call this together."""
+        engines = self._rollout.engines
+        shares = sampler is not None or dist.get_rank() < engines
+        if shares and not self._rollout.servers:  # they have their own GPUs
             self._ranks.give_back()
-        sampler.wake(part)
+        if engines > 1:
+            dist.barrier()
+        if sampler is not None:
+            sampler.wake(part)
 
     def _place(
         self,
@@ -288,7 +292,7 @@ def _one_host(ranks: int) -> bool:
 
 
 def _way(rollout: RolloutConfig, ranks: Ranks) -> Way:
-    place: Place = "servers" if rollout.servers else "child"
+    place: Place = "servers" if rollout.servers else "child" if rollout.engines == 1 else "children"
     gpu = ranks.device().type == "cuda"
     transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place, one_host=_one_host(dist.get_world_size()))
     if transfer.way is None:

@@ -7,7 +7,13 @@ from unittest.mock import patch
 
 import pytest
 
-from moe_rl.config.check_cluster import node_problems, server_problems, several_nodes, start_problems
+from moe_rl.config.check_cluster import (
+    neighbour_problems,
+    node_problems,
+    server_problems,
+    several_nodes,
+    start_problems,
+)
 from moe_rl.config.load import load_config
 from tests.support.refusals import tells
 
@@ -43,12 +49,34 @@ def test_good_servers():
         ([*GOOD, "rollout.capture=native"], {"key": "rollout.capture", "got": "native"}),
         ([*GOOD, "rollout.sleep_level=1"], {"key": "rollout.sleep_level", "got": 1}),
         ([*GOOD, "rollout.prompts_per_step=1", "train.updates_per_step=1"], {"got": 2}),
+        ([*GOOD, "rollout.engines=2"], {"key": "rollout.engines", "given": "rollout.servers is set", "got": 2}),
+        (["rollout.engines=2", "rollout.prompts_per_step=1"], {"key": "rollout.engines", "got": 2}),
+        (["rollout.engines=2", CLUSTER], {"key": "cluster.engines", "got": "2 engines of 2 GPUs"}),
+        (["rollout.engines=2", "cluster={gpus: 2, gpu_memory_gib: 79}"], {"key": "cluster.engines"}),
         ([*GOOD, CLUSTER.replace("engines: 2", "engines: 3")], {"key": "cluster.engines", "got": 3}),
     ],
 )
 def test_what_is_no_fleet_is_refused(overrides, facts):
     (problem,) = problems(*overrides)
     tells(problem, **{"key": "rollout.servers"} | facts)
+
+
+def test_each_engine_needs_a_rank_on_the_node_of_rank_0(monkeypatch):
+    def found(engines: int, ranks: int, *overrides: str) -> list[str]:
+        return list(neighbour_problems(load_config(CONFIG, [f"rollout.engines={engines}", *overrides]), ranks))
+
+    assert found(2, 2) == found(1, 1) == []
+    (problem,) = found(3, 2)
+    tells(problem, key="rollout.engines", got=3, expected=("at most 2",))
+    (problem,) = found(3, 4, "cluster={gpus: 4, gpus_per_node: 2, gpu_memory_gib: 79, engines: 3}")
+    tells(problem, key="rollout.engines", got=3, expected=("at most 2",))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert found(2, 4) == [] and len(found(3, 4)) == 1
+
+
+def test_engines_beside_ranks_are_no_servers_that_the_cluster_lacks():
+    four = load_config(CONFIG, ["rollout.engines=4", "cluster={gpus: 4, gpu_memory_gib: 79, engines: 4}"])
+    assert list(start_problems(four)) == list(server_problems(four)) == []
 
 
 def test_a_cluster_of_several_engines_is_not_started_without_them():

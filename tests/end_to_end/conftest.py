@@ -29,6 +29,7 @@ SHORT = [
 # What `make test` has the time for.
 BRIEF = [
     "run.steps=2",
+    "rollout.engines=2",
     "rollout.prompts_per_step=8",
     "eval.prompts=16",
     "eval.every_steps=1",

@@ -1,4 +1,5 @@
-"""The main job, as brief as can be: it runs, proves its routes, and resumes bit for bit after kill -9."""
+"""The main job, as brief as can be, with an engine beside each of two ranks: it runs, proves its routes, and resumes
+bit for bit after kill -9."""
 
 import json
 import os
@@ -14,7 +15,9 @@ from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
 from moe_rl.report.registry import METRICS, find
 from moe_rl.report.timeline import read_timeline, windows
+from moe_rl.rollout.kept import KeptRollouts
 from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.trace import TraceStore
 from tests.distributed.ranks import torchrun
 from tests.end_to_end.conftest import BRIEF, Launch, config, rows, tensors
 from tests.support.task import source_of
@@ -77,8 +80,22 @@ def test_a_sampler_that_cannot_sleep_is_said_to_be_awake_once(brief_run):
     logged = map(json.loads, (brief_run.folder / "metrics.jsonl").read_text().splitlines())
     steps = [row for row in logged if row["kind"] == "train"]
     assert all(0 < row["time/sleep"] < row["time/step"] for row in steps)
-    log = (brief_run.folder / "engine.log").read_text()
-    assert log.count("sleep mode is not supported on CPU") == 3 * len(steps)
+    for name in ("engine0.log", "engine1.log"):
+        log = (brief_run.folder / name).read_text()
+        assert log.count("sleep mode is not supported on CPU") == 3 * len(steps), name
+
+
+def test_both_engines_sample_every_step_and_hold_its_weights(brief_run):
+    """Each prompt's completions come from one of them; each scores the canary after every update."""
+    folder = brief_run.folder
+    shards = {path.name.removesuffix(".safetensors") for path in (folder / "trace").iterdir()}
+    step = {f"step{step:06d}-engine{engine}" for step in (1, 2) for engine in (0, 1)}
+    assert step <= {name for name in shards if name.startswith("step")} and "engine.log" not in os.listdir(folder)
+    kept = KeptRollouts(folder / "rollouts", TraceStore(folder / "trace"))
+    for number in (1, 2):
+        places = [(one.prompt_token_ids, one.routes.shard) for one in kept.load(number).sequences]
+        assert len(set(places)) == len({prompt for prompt, _ in places}) == 8
+        assert {shard.rpartition("-")[2] for _, shard in places} == {"engine0", "engine1"}
 
 
 def timeline_of(folder):
@@ -167,7 +184,8 @@ def test_several_samples_of_a_prompt_give_pass_at_k(brief_run):
 
 @pytest.mark.long
 def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):
-    """Rank 0 dies in the second of two steps. Ended in other phases and by SIGTERM: test_run.py."""
+    """Rank 0 dies in the second of two steps, both engines with it. Ended in other phases and by SIGTERM:
+    test_run.py."""
     # In the background the first checkpoint may still be unfinished when the second step trains.
     launches.append(Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *BRIEF, "checkpoint.asynchronous=false")))
     (killed,) = launches

@@ -23,7 +23,7 @@ from tools.dev.runs import still_running
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-AHEAD = ["pipeline.mode=one_step_off", "rollout.sleep_level=0", "replay.native_every=0"]
+AHEAD = ["pipeline.mode=one_step_off", "rollout.engines=2", "rollout.sleep_level=0", "replay.native_every=0"]
 
 
 @pytest.fixture(scope="session")

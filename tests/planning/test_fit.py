@@ -79,6 +79,18 @@ def test_rank_0_and_the_engine_on_its_gpu_are_counted_together(plan_of, level, t
         assert memory_problems(dataclasses.replace(plan, limit_bytes=needed - 1)) == [], apart
 
 
+def test_each_gpu_with_an_engine_is_counted_and_the_fullest_decides(plan_of):
+    """Of four ranks two make a stage; the last one holds the output head."""
+    ranks = ("cluster.gpus=4", "cluster.gpu_memory_gib=1", "parallel.pipeline=2")
+    for engines, stages in ((1, (0,)), (2, (0,)), (3, (0, 1)), (4, (0, 1))):
+        plan = plan_of(*ranks, f"cluster.engines={engines}", f"rollout.engines={engines}", world_size=4)
+        assert plan.beside == stages and plan.sampler.engines == engines
+        assert plan.sampler.max_concurrent == -(-plan.batch.sequences_per_step // engines)
+        fullest = max(plan.stages[stage].total_bytes for stage in stages)
+        assert plan.shared_bytes == fullest + plan.sampler.total_bytes
+    assert plan.stages[0].total_bytes != plan.stages[1].total_bytes
+
+
 def test_a_sampler_that_does_not_fit(plan_of):
     (message,) = memory_problems(plan_of(*CLUSTER, "rollout.kv_cache_mib=1024"))
     tells(message, "rollout.kv_cache_mib", fault="sampler", key="cluster.gpu_memory_gib")

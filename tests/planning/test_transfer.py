@@ -19,6 +19,11 @@ AUTO = {
     (True, "servers", True): "broadcast",
     (True, "child", False): "cuda_ipc",
     (True, "servers", False): "broadcast",
+    # Several engines on the GPUs of ranks: rank 0 cannot hand over what lies on another GPU.
+    (False, "children", True): "shared_memory",
+    (False, "children", False): "disk",
+    (True, "children", True): "shared_memory",
+    (True, "children", False): "disk",
 }
 
 
@@ -39,7 +44,7 @@ def test_what_cannot_work_is_refused_with_what_does():
     }
     memory = {("shared_memory", *known) for known in AUTO if known[1] == "servers" or not known[2]}
     ipc = {("cuda_ipc", *known) for known in AUTO if known[:2] != (True, "child")}
-    one_gpu = {("broadcast", *known) for known in AUTO if known[:2] == (True, "child")}
+    one_gpu = {("broadcast", *known) for known in AUTO if known[0] and known[1] != "servers"}
     assert refused == memory | ipc | one_gpu
     problem = weight_transfer("cuda_ipc", gpu=False, place="child", one_host=True)
     assert problem.way is None
@@ -58,6 +63,9 @@ def test_the_plan_says_the_way_and_what_a_rank_holds(plan_of):
     assert plan_of(*cluster, "cluster.gpus_per_node=1").transfer.way == "cuda_ipc", "rank 0's engine is on its GPU"
     # engines of their own, whose servers are named later
     assert plan_of(*cluster, "cluster.engines=2").transfer.way == "broadcast"
+    several = (*cluster, "cluster.engines=2", "rollout.engines=2")
+    assert plan_of(*several).transfer.way == "shared_memory"
+    assert plan_of(*several, "cluster.gpus_per_node=1").transfer.way == "disk"
     assert plan_of("rollout.weight_transfer=disk").transfer.way == "disk"
     servers = ("rollout.servers=[http://10.0.0.5:8000]", "rollout.token_file=token")
     assert plan_of(*servers).transfer.way == "disk" and plan_of(*servers, *cluster).transfer.way == "broadcast"

@@ -26,12 +26,11 @@ def test_only_a_child_that_was_there_is_gone(tmp_path, ready):
     )
     ask = wire.Numbered(0, wire.AskCounts())
     with pytest.raises(EngineError, match=r"died \(pid \d+, .*engine.log\): got exit code 7") as raised:
-        if ready:
-            assert child.start(ask, wire.Ready, 20.0) == wire.Ready("0")
-            child.send(ask)
-            child.receive()
-        else:
-            child.start(ask, wire.Ready, 20.0)
+        child.send(ask)
+        reply = child.started(wire.Ready, 20.0)
+        assert ready and reply == wire.Ready("0")
+        child.send(ask)
+        child.receive()
     assert isinstance(raised.value, SamplerGone) == ready and not child.alive()
     with pytest.raises(SamplerGone, match="exit code 7"):
         child.send(ask)

@@ -23,7 +23,8 @@ def test_a_long_call_is_sent_while_long_replies_come(tmp_path):
     )
     try:
         settings = wire.EngineSettings(tmp_path, "float32", 8, 1, 1, None, "", tmp_path / "engine.log", 20.0, 0)
-        assert child.start(wire.Start(settings), wire.Ready, 20.0) == wire.Ready("0")
+        child.send(wire.Start(settings))
+        assert child.started(wire.Ready, 20.0) == wire.Ready("0")
         calls, heard = NumberedCalls(child), []
         answers = [calls.submit(wire.AskCounts(), heard.append)[1] for _ in range(2)]
         tokens = [10**6] * 400_000

@@ -296,6 +296,22 @@ def test_a_sampler_on_the_same_gpu_wakes_into_memory_that_is_free(tmp_path, monk
     assert done == ["look", *gives, "weights", "send", *gives, "kv_cache"]
 
 
+@pytest.mark.parametrize(("rank", "gives"), [(0, True), (1, True), (2, False)])
+def test_every_rank_with_an_engine_on_its_gpu_frees_memory_before_the_engines_wake(tmp_path, monkeypatch, rank, gives):
+    from tests.weights.taking import sender_of
+
+    done = []
+    policy = SimpleNamespace(moves=0, content=lambda dtype, updated: Content({}, torch.zeros(2, 0)))
+    ranks = SimpleNamespace(**vars(ALONE) | {"give_back": lambda: done.append("give back")})
+    sender = sender_of(policy, tmp_path, "cuda_ipc", ranks, engines=2)
+    monkeypatch.setattr(sender, "_stream", lambda sampler, part: done.append("send") or 0)
+    monkeypatch.setattr("moe_rl.weights.sender.dist.get_rank", lambda: rank)
+    monkeypatch.setattr("moe_rl.weights.sender.dist.barrier", lambda: done.append("all are here"))
+    sender.send(None if rank else SimpleNamespace(wake=done.append), 1)
+    before, wakes = ["give back"] * gives + ["all are here"], lambda part: [] if rank else [part]
+    assert done == [*before, *wakes("weights"), "send", *before, *wakes("kv_cache")]
+
+
 @pytest.mark.parametrize(
     "sampler_says", [WeightSyncError("vLLM did not load all new weights"), SamplerGone("server 1 is gone"), None]
 )

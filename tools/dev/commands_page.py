@@ -68,7 +68,7 @@ that replay lowered the policy KL.
 | `export/` | weights as Hugging Face checkpoints, with `export.every_steps` |
 | `evidence/` | what settles who was right when a check has ended the run ([guards](../howto/guards.md)) |
 | `rollouts/`, `trace/` | completions and routes of the last steps |
-| `engine.log` | what vLLM said |
+| `engine.log` | what vLLM said; of several engines `engine0.log`, ... |
 | `trackers/` | what each tracker has got, and its log ([report](../howto/report.md)) |
 | `run.lock` | held while the run lives, so that no second process writes here |
 | `summary.json`, `report.html` | written at the end |
