@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from moe_rl.config.section import BelowOne, Count, Few, Fraction, Location, Number, Seconds, Section, Share, Whole
-from moe_rl.errors import Problem, describe
+from moe_rl.errors import About, Problem, describe
 from moe_rl.types import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP_STRING)]
@@ -189,13 +189,6 @@ class RolloutConfig(Section):
             )
         if not count:
             return
-        if self.engines > 1:
-            yield describe(
-                "a run samples from servers or from engines beside its ranks",
-                where={"key": "rollout.engines", "given": "rollout.servers is set"},
-                got=self.engines,
-                expected=1,
-            )
         for url in self.servers:
             if reason := _no_address(url):
                 yield describe(reason, where={"key": "rollout.servers"}, got=repr(url), expected="http://host:port")
@@ -218,20 +211,19 @@ class RolloutConfig(Section):
                 got=self.max_lost_servers,
                 expected=f"less than {count}, the number of servers",
             )
-        if self.capture == "native":
-            yield describe(
+        for key, wrong, why, expected in (
+            (
+                "capture",
+                self.capture == "native",
                 "a server cannot use vLLM's own capture of routes",
-                where={"key": "rollout.capture"},
-                got="native",
-                expected="rollout.capture patch or worker",
-            )
-        if self.sleep_level:
-            yield describe(
-                "servers have their own GPUs and do not sleep",
-                where={"key": "rollout.sleep_level"},
-                got=self.sleep_level,
-                expected=0,
-            )
+                "patch or worker",
+            ),
+            ("sleep_level", self.sleep_level, "servers have their own GPUs and do not sleep", 0),
+            ("engines", self.engines > 1, "a run samples from servers or from engines beside its ranks", 1),
+        ):
+            if wrong:
+                where: About = {"key": f"rollout.{key}", "given": "rollout.servers is set"}
+                yield describe(why, where=where, got=getattr(self, key), expected=expected)
 
 
 class ReplayConfig(Section):

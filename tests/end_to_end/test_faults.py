@@ -33,7 +33,7 @@ def test_it_ends_and_names_the_dead(tmp_path, who, blow, said):
         ),
         600,
     )
-    pid = run.engine_pid() if who == "engine" else run.rank_pid(1)
+    pid = run.engine_pids()[-1] if who == "engine" else run.rank_pid(1)
     everyone = run.processes()
     assert pid in everyone and len(everyone) >= 6  # torchrun, two ranks, two engines, verifier
     os.kill(pid, blow)

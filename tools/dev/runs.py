@@ -109,8 +109,8 @@ class Launch:
     def rank_pid(self, rank: int) -> int:
         return self.until(lambda: self.sign(rank).get("pid"))
 
-    def engine_pid(self) -> int | None:
-        return next((pid for pid in self.processes() if b"moe_rl.vllm.child" in _command(pid)), None)
+    def engine_pids(self) -> list[int]:
+        return [pid for pid in self.processes() if b"moe_rl.vllm.child" in _command(pid)]
 
     def processes(self) -> list[int]:
         """Return the pids that still run of the run and everything it started, engine and verifiers included."""

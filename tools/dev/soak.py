@@ -246,7 +246,7 @@ class Soak:
         if victim == "torchrun":
             return [launch.process.pid]
         if victim == "engine":
-            return [pid for pid in [launch.engine_pid()] if pid]
+            return launch.engine_pids()
         return [pid for pid in [launch.sign(int(victim[-1])).get("pid")] if pid]
 
     def _launch(self, runs: Path, arguments: list) -> Launch:
