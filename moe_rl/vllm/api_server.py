@@ -33,6 +33,8 @@ from moe_rl.vllm.recording import Recording
 
 # Time for answers in flight at shutdown. vLLM stops its engine first, so some of them are lost.
 _LEAVE_SECONDS = 3
+# vLLM's methods of speculative decoding whose drafts come from no model.
+_NO_WEIGHTS = {"ngram", "[ngram]", "ngram_gpu", "suffix"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,14 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
     given = parser.parse_args(list(further))
     if given.load_format == "dummy":  # nothing is read, and a run sends all weights before the server samples
         ours = {name: value for name, value in ours.items() if name != "load_format"}
+        draft = given.speculative_config
+        if draft and not _NO_WEIGHTS & {draft.get("method"), draft.get("model")}:
+            raise EngineError(
+                "A run sends weights to the model, and none to its draft",
+                where={"option": "--load-format"},
+                got=f"dummy, with the draft {draft}",
+                do="leave it out: the draft is then read from its checkpoint",
+            )
     # Other listeners and authentication settings would bypass the gate.
     for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
         if (value := getattr(given, name)) != parser.get_default(name):

@@ -80,6 +80,8 @@ class ChildEngine:
             ),
             # Servers have their own GPUs, which they never release.
             enable_sleep_mode=settings.sleeps and not self._on_cpu,
+            # Level 2 drops all weights, and updates bring a draft none.
+            sleep_preserve_parameter_names=["draft.*"],
         )
         self._source: WorkerSource | NativeSource | None = None
         if recording is not None:

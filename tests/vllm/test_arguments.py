@@ -12,10 +12,12 @@ import pytest
 
 from moe_rl.cli import main
 from moe_rl.config.load import load_config
+from moe_rl.errors import EngineError
 from moe_rl.messages import encode
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.rollouts import engine_settings
 from moe_rl.vllm import api_server, arguments, wire
+from tests.support.refusals import refused
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
 ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware"}
@@ -76,6 +78,7 @@ def test_engine_and_server_are_started_alike(of_engine, of_server, overrides):
     engine, server = of_engine(*overrides), of_server(*overrides)
     assert {"model", "additional_config", "kv_cache_memory_bytes", "enforce_eager"} <= engine.keys()
     assert engine.pop("enable_sleep_mode") is False and server["enable_sleep_mode"] is False
+    assert engine.pop("sleep_preserve_parameter_names") == ["draft.*"], "at level 2 a draft would lose its weights"
     recorded, served = (one.pop("additional_config")["moe_rl"] for one in (engine, server))
     assert recorded.pop("trace_root") != served.pop("trace_root")  # the run's store, and the folder of many
     assert recorded == served and recorded["head"] == (5 if overrides else 0)
@@ -96,6 +99,20 @@ def test_what_the_config_passes_on_reaches_both(of_engine, of_server):
     override = f"rollout.vllm={json.dumps(PASSED)}"
     for given in (of_engine(override), of_server(override)):
         assert {name: given[name] for name in PASSED} == PASSED
+
+
+def test_a_server_without_weights_has_no_draft_that_needs_some(monkeypatch):
+    """A run sends the draft none, so it would propose nonsense for ever."""
+    monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
+
+    def started(load: str, method: str):
+        draft = json.dumps({"method": method, "num_speculative_tokens": 2})
+        return api_server._vllm_arguments({}, {}, ("--load-format", load, "--speculative-config", draft))
+
+    assert started("dummy", "ngram").load_format == "dummy"
+    assert started("auto", "mtp").speculative_config["method"] == "mtp"
+    with refused(EngineError, got=("dummy", "mtp"), option="--load-format"):
+        started("dummy", "mtp")
 
 
 @pytest.mark.parametrize(
