@@ -27,14 +27,11 @@ from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, InsertedText, Sequence
 
-# The sampler appends the part after the round or number: the server of a fleet, `again` if that server was lost and is
+# The sampler appends the part after the round or number: the server or engine, `again` if that server was lost and is
 # used again, or the pipeline stage of an engine. In older runs each turn of an episode has a shard.
-_SHARD = re.compile(
-    r"step(\d{6,})(?:-round\d+|-p\d+-c\d+(?:-\d+)?)?(?:-again\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?"
-)
-_GROUP_SHARD = re.compile(
-    r"group(\d{6,})-(\d+)(?:-c\d+(?:-\d+)?)?(?:-again\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?"
-)
+_PLACE = r"(?:-again\d+)?(?:-(?:server|engine)\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?"
+_SHARD = re.compile(r"step(\d{6,})(?:-round\d+|-p\d+-c\d+(?:-\d+)?)?" + _PLACE)
+_GROUP_SHARD = re.compile(r"group(\d{6,})-(\d+)(?:-c\d+(?:-\d+)?)?" + _PLACE)
 _SUFFIX = ".rollout"
 _HEAD, _WHAT = "moe_rl rollout 1", "a step's rollouts"
 _SAMPLED_SUFFIX = ".sampled"

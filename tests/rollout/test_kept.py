@@ -90,21 +90,20 @@ def test_files_and_shards_go_together(kept):
     (kept.folder / "step000003.rollout.tmp").write_bytes(b"cut")
     being_written = kept.folder / "step000004.rollout.tmp"  # the pool writes this file while rank 0 deletes others
     being_written.write_bytes(b"half")
-    with ShardWriter(kept.store._local(), "step000004-round2", SPEC):
-        pass
-    with ShardWriter(kept.store._local(), "eval-greedy", SPEC):
-        pass
+    for name in ("step000004-engine1", "step000004-round2-server0", "eval-greedy"):
+        with ShardWriter(kept.store._local(), name, SPEC):
+            pass
     kept.retain({1, 4})
     assert being_written.read_bytes() == b"half"
     being_written.unlink()
     assert sorted(path.name for path in kept.folder.iterdir()) == ["step000001.rollout", "step000004.rollout"]
-    assert kept.store.shards() == ["step000001", "step000004", "step000004-round2"]
+    assert kept.store.shards() == ["step000001", "step000004", "step000004-engine1", "step000004-round2-server0"]
     kept.retain(range(4))
     assert kept.steps() == [1]
 
 
 def test_shards_of_groups_stay_as_long_as_somebody_needs_them(kept):
-    names = ["group000007-0", "group000007-12-server3", "group000008-1.pp0of2", "group1000000-0"]
+    names = ["group000007-0", "group000007-12-server3", "group000008-1-engine0.pp0of2", "group1000000-0"]
     for name in names:
         with ShardWriter(kept.store._local(), name, SPEC):
             pass
