@@ -55,6 +55,7 @@ def test_fields_of_the_installed_versions_are_taken(tmp_path):
         ("train.megatron_optimizer.lr=0.1", {"got": 0.1}),
         ("rollout.vllm.max_num_seqs=3", {"do": "rollout.max_concurrent"}),
         ("rollout.vllm.enforce_eager=false", {"do": "rollout.cuda_graphs"}),
+        ("rollout.vllm.tensor_parallel_size=2", {"do": "an engine beside a rank has only its GPU"}),
         ("rollout.vllm.data_parallel_size=2", {}),
         ("rollout.vllm.kv_transfer_config={}", {}),
         ("rollout.vllm.stream_intervall=3", {"do": "did you mean stream_interval?"}),
