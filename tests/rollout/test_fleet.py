@@ -333,7 +333,7 @@ def test_weights_go_in_when_all_servers_pause_and_all_go_on_when_all_have_them(f
         assert not any(one.version == 2 for server in servers for one in server.updates), "no byte before all pause"
         await groups.pause()
         servers[1].fails.append("drop")
-        with refused(WeightSyncError, got=("http://host:1 version 1", "http://host:2 version 2"), expected="2"):
+        with refused(WeightSyncError, got=("http://host:1: version 1", "http://host:2: version 2"), expected="2"):
             await groups.take_weights(update(tmp_path, 2))
         with pytest.raises(WeightSyncError):
             await groups.resume()

@@ -63,7 +63,7 @@ def sender_of(policy, folder: Path, way: str, ranks=None, train=None, **settings
     from moe_rl.weights.sender import WeightSender
 
     lengths = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 1, "max_completion_tokens": 1}
-    rollout = RolloutConfig(**lengths, **{"dtype": "float32"} | settings)
+    rollout = RolloutConfig(**lengths | {"dtype": "float32"} | settings)
     return WeightSender(policy, rollout, folder, ranks or world, train=train, way=way)
 
 
