@@ -733,8 +733,8 @@ MUTANTS: list[Mutant] = [
         (
             "shared memory between hosts",
             "transfer.py",
-            "near = child and one_host",
-            "near = child",
+            "near = shared and one_host",
+            "near = shared",
             "Weights of a trainer on several hosts are to go through the memory of one.",
             "tests/planning/test_transfer.py",
         ),
