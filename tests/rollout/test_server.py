@@ -163,44 +163,6 @@ def test_a_call_that_is_left_aborts_the_rest_and_keeps_their_rows(server, refere
         assert server.store.info(one.routes).aborted == (one.finish_reason == "abort")
 
 
-def test_calls_that_leave_a_shard_open_share_it_and_continue_its_records(server, reference, checkpoint, requests_of):
-    """Neither an aborted turn nor a refused one beside them harms it. Whoever adopts the server drops such shards."""
-    client, (first, second, endless, *_) = server.client(), requests_of(2, 2)
-    later = replace(endless, max_tokens=ENDLESS)
-    wrong = replace(second, key="wrong", parent=RouteRef("a", 3, (RoutePart("absent", "0" * 16),), 0, "0" * 16))
-
-    async def run():
-        started, gone = (await client.served()).start, asyncio.Event()
-
-        async def turn(request, leave=None, shard="turns"):
-            left, samples = leave or asyncio.Event(), [Growing()]
-            how = {"started": started, "samples": samples, "keep_open": True}
-            return (await client.sample_group([request], shard, left, nobody, **how))[0]
-
-        aborted = asyncio.create_task(turn(later, gone))
-        a, b = await asyncio.gather(turn(first), turn(second))
-        with refused(EngineError, url=server.url):
-            await turn(wrong)
-        prompt = (*a.prompt_token_ids, *a.token_ids, 7)
-        c = await turn(replace(first, key="c", prompt_token_ids=prompt, parent=a.routes))
-        gone.set()
-        await aborted
-        assert "turns" not in server.store.shards()
-        await client.publish("turns")
-        await turn(first, shard="dropped")
-        return [a, b, c]
-
-    completions = asyncio.run(run())
-    agree(server.store, reference, completions)
-    assert server.store.info(completions[2].routes).parent is not None
-    assert {part.shard for one in completions for part in one.routes.parts} == {"turns"}
-    try:
-        asyncio.run(client.adopt())
-        assert not list(Path(server.ready["trace_root"]).glob(".dropped.*"))
-    finally:
-        client.update_weights(whole_update(server, checkpoint, 0, replaces=0))
-
-
 def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, reference):
     """A stream is dropped midway; whoever knows its tokens can publish them, and the engine is freed."""
     prompt, headers = list(range(100, 160)), {"Authorization": f"Bearer {server.token}"}
@@ -269,6 +231,44 @@ def test_new_weights_are_sampled_scored_and_remembered(
         client.update_weights(whole_update(server, checkpoint, 0, replaces=0))
     again = client.generate(requests, shard="after-update")
     assert [one.token_ids for one in again] == [one.token_ids for one in first]
+
+
+def test_calls_that_leave_a_shard_open_share_it_and_continue_its_records(server, reference, checkpoint, requests_of):
+    """Neither an aborted turn nor a refused one beside them harms it. Whoever adopts the server drops such shards."""
+    client, (first, second, endless, *_) = server.client(), requests_of(2, 2)
+    later = replace(endless, max_tokens=ENDLESS)
+    wrong = replace(second, key="wrong", parent=RouteRef("a", 3, (RoutePart("absent", "0" * 16),), 0, "0" * 16))
+
+    async def run():
+        started, gone = (await client.served()).start, asyncio.Event()
+
+        async def turn(request, leave=None, shard="turns"):
+            left, samples = leave or asyncio.Event(), [Growing()]
+            how = {"started": started, "samples": samples, "keep_open": True}
+            return (await client.sample_group([request], shard, left, nobody, **how))[0]
+
+        aborted = asyncio.create_task(turn(later, gone))
+        a, b = await asyncio.gather(turn(first), turn(second))
+        with refused(EngineError, url=server.url):
+            await turn(wrong)
+        prompt = (*a.prompt_token_ids, *a.token_ids, 7)
+        c = await turn(replace(first, key="c", prompt_token_ids=prompt, parent=a.routes))
+        gone.set()
+        await aborted
+        assert "turns" not in server.store.shards()
+        await client.publish("turns")
+        await turn(first, shard="dropped")
+        return [a, b, c]
+
+    completions = asyncio.run(run())
+    agree(server.store, reference, completions)
+    assert server.store.info(completions[2].routes).parent is not None
+    assert {part.shard for one in completions for part in one.routes.parts} == {"turns"}
+    try:
+        asyncio.run(client.adopt())
+        assert not list(Path(server.ready["trace_root"]).glob(".dropped.*"))
+    finally:
+        client.update_weights(whole_update(server, checkpoint, 0, replaces=0))
 
 
 def test_alone_the_same_requests_give_the_same_bytes(server, requests_of):

@@ -90,7 +90,7 @@ def levels() -> dict[Any, str]:
         Microbatch.begin_forward: "microbatch",
         schedules.forward_step: "microbatch",
         pack: "packing",
-        Microbatch.lay_out: "packing",
+        Microbatch.read_routes: "packing",
         schedule.logprobs: "pass",
         ReplayPass._close: "pass",
         Policy.update: "update",
@@ -118,7 +118,7 @@ def counted(policy) -> Iterator[dict[str, int]]:
     with (
         patch.object(policies, "replay_pass", counting("passes", policies.replay_pass)),
         patch.object(policy, "update", counting("updates", policy.update)),
-        patch.object(Microbatch, "lay_out", counting("packed", Microbatch.lay_out)),
+        patch.object(Microbatch, "read_routes", counting("packed", Microbatch.read_routes)),
         patch.object(Microbatch, "begin_forward", counting("forwards", Microbatch.begin_forward)),
     ):
         yield counts

@@ -69,7 +69,7 @@ class SlowSource:
     def stats(self):
         return {}
 
-    def publish(self, sink, sequences, aborted):
+    def publish(self, call, sink, sequences, aborted, keep_open):
         self.published_shards.append(sink)
 
     def published(self, sink):
