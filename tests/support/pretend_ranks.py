@@ -81,7 +81,7 @@ def levels() -> dict[Any, str]:
     from moe_rl.megatron import schedule
     from moe_rl.megatron.microbatch import Microbatch, pack
     from moe_rl.megatron.policy import Policy
-    from moe_rl.replay import plans
+    from moe_rl.replay import plans, routes
     from moe_rl.replay.replay_pass import ReplayPass
 
     return {
@@ -90,7 +90,7 @@ def levels() -> dict[Any, str]:
         Microbatch.begin_forward: "microbatch",
         schedules.forward_step: "microbatch",
         pack: "packing",
-        Microbatch.read_routes: "packing",
+        routes.microbatch_routes: "packing",
         schedule.logprobs: "pass",
         ReplayPass._close: "pass",
         Policy.update: "update",
@@ -102,6 +102,7 @@ def levels() -> dict[Any, str]:
 @contextmanager
 def counted(policy) -> Iterator[dict[str, int]]:
     """Count what a step does: passes, updates, and the microbatches that are packed and run forward."""
+    from moe_rl.megatron import microbatch
     from moe_rl.megatron import policy as policies
     from moe_rl.megatron.microbatch import Microbatch
 
@@ -118,7 +119,7 @@ def counted(policy) -> Iterator[dict[str, int]]:
     with (
         patch.object(policies, "replay_pass", counting("passes", policies.replay_pass)),
         patch.object(policy, "update", counting("updates", policy.update)),
-        patch.object(Microbatch, "read_routes", counting("packed", Microbatch.read_routes)),
+        patch.object(microbatch, "microbatch_routes", counting("packed", microbatch.microbatch_routes)),
         patch.object(Microbatch, "begin_forward", counting("forwards", Microbatch.begin_forward)),
     ):
         yield counts
