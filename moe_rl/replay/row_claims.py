@@ -146,7 +146,7 @@ def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
     count, of = len(numbers), seen.on_device(of)
     own, apart, away = (seen.whole(one) for one in ("own", "apart", "away"))
     told = apart >= _APART
-    # Of the record, and planted: the experts that the routers choose for other rows.
+    # In the record, and planted: the experts that the routers choose for other rows.
     x = _of_unrelated(apart, told, 0.0 if seen.far else _OF_FRESH)(torch.stack((own, apart)))
     hit = (x < -0.4) & told
     columns = torch.stack((torch.ones_like(own), own, told, (away - own) * told, apart * told, *hit), 1).double()

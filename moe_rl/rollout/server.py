@@ -238,7 +238,7 @@ class VllmServer:
         return [sample.completion(request, refs) for request, sample in zip(requests, samples, strict=True)]
 
     async def _open(self, shard: str, keep_open: bool) -> None:
-        """Begin a shard. Of the calls that leave it open, the first does."""
+        """Begin a shard. The first of the calls that leave it open begins it."""
         opening = self._shards.get(shard) if keep_open else None
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
             message = Open(shard, self._folder)

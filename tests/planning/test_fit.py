@@ -80,7 +80,7 @@ def test_rank_0_and_the_engine_on_its_gpu_are_counted_together(plan_of, level, t
 
 
 def test_each_gpu_with_an_engine_is_counted_and_the_fullest_decides(plan_of):
-    """Of four ranks two make a stage; the last one holds the output head."""
+    """Two of four ranks make a stage; the last one holds the output head."""
     ranks = ("cluster.gpus=4", "cluster.gpu_memory_gib=1", "parallel.pipeline=2")
     for engines, stages in ((1, (0,)), (2, (0,)), (3, (0, 1)), (4, (0, 1))):
         plan = plan_of(*ranks, f"cluster.engines={engines}", f"rollout.engines={engines}", world_size=4)
