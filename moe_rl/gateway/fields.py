@@ -52,8 +52,9 @@ def checked[T](
         elif name not in known:
             hint = did_you_mean(name, known)
             raise BadRequest(f"this field is not served. {hint}".strip(), name[:100], code="unsupported_parameter")
-    for message in given.get("messages") or () if spoken else ():
-        for name in [name for name in message if name not in spoken] if isinstance(message, dict) else ():
+    messages = given.get("messages") if spoken else None
+    for message in messages if isinstance(messages, list) else ():
+        for name in set(message) - set(spoken) if isinstance(message, dict) else ():
             if name in _OF_THE_PROVIDER or not message[name] or message[name] == {"refusal": None}:
                 del message[name]
     try:

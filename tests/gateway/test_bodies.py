@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moe_rl.gateway.anthropic_dialect import read_messages
 from moe_rl.gateway.asking import BadRequest
 from moe_rl.gateway.openai_dialect import read_chat, read_text
+from moe_rl.gateway.responses_dialect import read_responses
 from tests.gateway.conftest import ADD
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -45,6 +46,18 @@ MESSAGES = {
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "5"}]},
     ],
 }  # fmt: skip
+RESPONSES = {
+    "model": "m", "instructions": "x", "max_output_tokens": 3, "temperature": 1.0, "top_p": 1, "stream": False,
+    "include": ["message.output_text.logprobs"], "tools": [{"type": "function", "strict": False, **ADD["function"]}],
+    "text": {"format": {"type": "text"}}, "tool_choice": "auto",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "5"},
+    ],
+}  # fmt: skip
+USUAL = ((read_chat, CHAT), (read_text, TEXT), (read_messages, MESSAGES), (read_responses, RESPONSES))
 
 
 def places(value, path=()):
@@ -65,7 +78,7 @@ def changed(value, path, new):
 
 @st.composite
 def bodies(draw):
-    read, usual = draw(st.sampled_from([(read_chat, CHAT), (read_text, TEXT), (read_messages, MESSAGES)]))
+    read, usual = draw(st.sampled_from(USUAL))
     body = changed(usual, draw(st.sampled_from(list(places(usual)))), draw(VALUES))
     return read, body
 
@@ -89,7 +102,7 @@ def test_what_json_can_say_and_text_cannot(body):
 
 
 def test_the_usual_bodies_are_wishes():
-    for read, body in ((read_chat, CHAT), (read_text, TEXT), (read_messages, MESSAGES)):
+    for read, body in USUAL:
         assert read(msgspec.json.encode(body)).model == "m"
 
 
