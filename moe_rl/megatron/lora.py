@@ -180,20 +180,31 @@ def whole_tensors(
                 yield f"{name}.lora_B.weight", b
 
 
-def export_rounds(run: Iterable[Adapted], facts: ModelFacts, limit: float, device: torch.device) -> list[Round]:
+def export_rounds(
+    models: Iterable[torch.nn.Module],
+    facts: ModelFacts,
+    limit: float,
+    device: torch.device,
+    *,
+    dense: bool,
+    experts: bool,
+) -> list[Round]:
     """Export adapters in rounds of at most `limit` bytes, or of one adapter that is larger, as `hf_map.export_rounds`
-    does weights. They keep the precision of the training."""
+    does weights. They keep the precision of the training.
+
+    dense, experts: See `hf_map.export`.
+    """
 
     def size(one: Adapted) -> int:
         return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in one.whole())
 
-    return [
-        Round(
-            [info for one in some for info in one.whole() if one.entry.group.rank() == 0],
-            _on(device, whole_tensors(some, facts)),
-        )
-        for some in hf_map.in_runs(run, size, limit)
-    ]
+    rounds = []
+    # All adapters are cut, not only those that this rank exports: ranks that share some may not share others.
+    for run in hf_map.in_runs(exported(models, facts, dense=True, experts=True), size, limit):
+        mine = [one for one in run if (experts if one.entry.weight.experts else dense)]
+        whole = [info for one in mine for info in one.whole() if one.entry.group.rank() == 0]
+        rounds.append(Round(whole, _on(device, whole_tensors(mine, facts))))
+    return rounds
 
 
 def _on(device: torch.device, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -440,8 +440,8 @@ class Policy:
     def adapter_rounds(self, limit: float, *, host: bool) -> list[Round]:
         """Return this rank's adapters in rounds, as `export_rounds` does weights. See `lora.export_rounds`."""
         dense, experts = world.holds_first_replica()
-        run = lora.exported(map(unwrap, self.chunks), self.facts, dense=dense, experts=experts)
-        return lora.export_rounds(run, self.facts, limit, torch.device("cpu") if host else world.device())
+        device = torch.device("cpu") if host else world.device()
+        return lora.export_rounds(map(unwrap, self.chunks), self.facts, limit, device, dense=dense, experts=experts)
 
     def _rounds(self, dtype: torch.dtype, limit: float, **which) -> list[Round]:
         return hf_map.export_rounds(map(unwrap, self.chunks), self.facts, dtype, limit, **which)
