@@ -16,7 +16,6 @@ import argparse
 import statistics
 import sys
 from functools import partial
-from pathlib import Path
 
 from updates import ReplayedUpdates, arguments, described, measured, ratio, timed
 
@@ -56,6 +55,7 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
 def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
     import torch
     import torch.distributed as dist
+    from weight_sync import settings
 
     from moe_rl.config.training import LoraConfig
     from moe_rl.rollout.engine import VllmEngine
@@ -75,7 +75,7 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
                 pass
 
     senders, sent, version = {sync: sender_of(bench, policies["lora"], lora, sync) for sync in SYNCS}, {}, 0
-    engine = Blocking(VllmEngine(engine_settings(bench.folder))) if dist.get_rank() == 0 else None
+    engine = Blocking(VllmEngine(settings(bench.folder / "model", bench.folder))) if dist.get_rank() == 0 else None
 
     def send(sync):
         sender = senders[sync]
@@ -115,25 +115,6 @@ def sender_of(bench: ReplayedUpdates, policy, lora, sync: str):
     rollout, lora = RolloutConfig(**lengths, dtype="bfloat16"), lora.model_copy(update={"sync": sync})
     train = TrainConfig(dtype=bench.dtype, microbatch_tokens=1024, optimizer=OptimizerConfig(lr=1e-12), lora=lora)
     return WeightSender(policy, rollout, bench.folder / sync, world, train=train)
-
-
-def engine_settings(folder: Path):
-    """Describe an engine that computes in bfloat16."""
-    from moe_rl.vllm.wire import EngineSettings
-
-    return EngineSettings(
-        model_path=folder / "model",
-        dtype="bfloat16",
-        max_model_len=128,
-        max_concurrent=8,
-        kv_cache_mib=64,
-        trace_root=None,
-        model_fingerprint="",
-        log_path=folder / "engine.log",
-        startup_timeout_seconds=600.0,
-        seed=0,
-        silence_seconds=300.0,
-    )
 
 
 if __name__ == "__main__":

@@ -65,9 +65,16 @@ def checked[T](
         raise BadRequest(text, re.sub(r"\[(\d+)\]", r".\1", place.strip("`.").replace("[...]", ""))) from None
 
 
-def plain_text(content: Any, field: str) -> str:
-    """Return the text of a message's content: a text, or parts of text. Raises BadRequest for content of another
-    kind."""
+def plain_text(content: Any, field: str, kinds: Collection[str] = ("text",), beside: Collection[str] = ()) -> str:
+    """Return the text of a message's content: a text, or parts of text.
+
+    Args:
+        kinds: the types of parts that are text.
+        beside: fields of a part that may stand beside its text and are not read.
+
+    Raises:
+        BadRequest: content of another kind.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -75,8 +82,8 @@ def plain_text(content: Any, field: str) -> str:
     texts = []
     for at, part in enumerate(content):
         match part:
-            case {"type": "text", "text": str(text)}:
-                refuse_unread(part, ("type", "text"), f"{field}.{at}")
+            case {"type": str(known), "text": str(text)} if known in kinds:
+                refuse_unread(part, ("type", "text", *beside), f"{field}.{at}")
                 texts.append(text)
             case _:
                 kind = part.get("type") if isinstance(part, dict) else part

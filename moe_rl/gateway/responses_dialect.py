@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
-from moe_rl.gateway.fields import checked, refuse_prefill, refuse_unread, within_bounds
+from moe_rl.gateway.fields import checked, plain_text, refuse_prefill, refuse_unread, within_bounds
 from moe_rl.gateway.openai_dialect import token_logprobs
 
 _SERVED = {"input", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "stream", "include"}
@@ -44,6 +44,7 @@ _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 # What this API calls the fields of messages.
 _NAMES = {"tool_call_id": "call_id"}
 _ROLES = {"developer": "system", "system": "system", "user": "user"}
+_TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")
 # The parts of an assistant's message, in the order of their items.
 _ORDER = ("reasoning_content", "content", "tool_calls")
 
@@ -193,20 +194,7 @@ def _item(item: Mapping[str, Any], field: str) -> tuple[str, Any]:
 
 
 def _text(content: Any, field: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise BadRequest(f"got {str(content)[:40]!r}, expected text", field)
-    texts = []
-    for at, part in enumerate(content):
-        match part:
-            case {"type": "input_text" | "output_text" | "reasoning_text" | "summary_text", "text": str(text)}:
-                refuse_unread(part, ("type", "text", "logprobs"), f"{field}.{at}")
-                texts.append(text)
-            case _:
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise BadRequest(f"got {str(kind)[:40]!r}, expected text", f"{field}.{at}", code="unsupported_value")
-    return "".join(texts)
+    return plain_text(content, field, _TEXTS, ("logprobs",))
 
 
 def _tool(tool: Mapping[str, Any], field: str) -> Mapping[str, Any]:

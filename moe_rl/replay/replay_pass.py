@@ -290,11 +290,7 @@ class ReplayPass:
         self, microbatch: int, layer: int, routing_map: torch.Tensor, faded: torch.Tensor | None = None
     ) -> None:
         """Compare the routing map [R, E] bool with the record, and the rows that the plan sends with the map. Stays on
-        the device.
-
-        Args:
-            faded: bool [], whether the weight of a recorded expert is 0, where the dispatcher chooses by weights.
-        """
+        the device. faded: bool [], whether a recorded expert's weight is 0, where the dispatcher chooses by weights."""
         if self.mode != "replay":
             return
         plan = self.plan(microbatch, layer, len(routing_map))
@@ -310,8 +306,7 @@ class ReplayPass:
         self._applied.append((microbatch, layer, applied != table.checksums[layer]))
         if faded is not None:
             self._faded.append((microbatch, layer, faded))
-        # keep the first only: a recomputation dispatches the same rows
-        self._arrived.setdefault((microbatch, layer), applied)
+        self._arrived.setdefault((microbatch, layer), applied)  # of the first: a recomputation dispatches the same
         self._dispatched.count(microbatch, layer)
         self.seen.tally.applied_checked += len(table.names)
 

@@ -55,7 +55,7 @@ CASES = {
     "EP2 VPP2 overlap": (4, "qwen", ALL[::2], {"expert": 2, **INTERLEAVED}, OVERLAP),
     "TP2 CP2 EP2": (4, "qwen", ALL[::2], {"tensor": 2, "context": 2, "expert": 2}, {}),
 }
-USUAL = ["one", "TP2 EP2 uniform", "glm TP2 EP2", "TP2 ETP2"]
+USUAL = ["one", "TP2", "TP2 EP2 uniform", "glm TP2 EP2", "TP2 ETP2"]
 
 
 @pytest.fixture(scope="session")
