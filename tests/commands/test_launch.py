@@ -18,7 +18,9 @@ RANK = "import os, signal, sys, time; from moe_rl.train.last_words import tell; 
 
 
 def started(program):
-    given = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    # Unbuffered, Python writes a text and the end of its line apart, and the lines of two ranks mix.
+    left_out = ("TORCHELASTIC", "PYTHONUNBUFFERED")
+    given = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     command, pipes = (
         [sys.executable, "-c", START, RANK + program],
         {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
