@@ -114,15 +114,17 @@ def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
 
 
 def make_token(path: Path) -> None:
-    """Write a new token to `path` unless the file exists."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:
+    """Write a new token to `path` unless the file exists. Readers see the whole token or no file."""
+    if os.path.lexists(path):
         return
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="ascii", dir=path.parent, prefix=f".{path.name}-") as aside:
+            aside.write(secrets.token_urlsafe(32) + "\n")
+            aside.flush()
+            with contextlib.suppress(FileExistsError):
+                os.link(aside.name, path)
     except OSError as error:
         raise EngineError("The token cannot be written", where={"file": path}, got=error.strerror) from None
-    with open(descriptor, "w", encoding="ascii") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
 
 
 def bound_socket(host: str | None, port: int) -> socket.socket:

@@ -48,6 +48,20 @@ def test_a_token_is_made_once(tmp_path):
     assert read_token(tmp_path / "token") == token and stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
 
 
+def test_of_two_servers_that_make_a_token_the_first_wins_and_none_reads_a_part(tmp_path, monkeypatch):
+    path, make, found = tmp_path / "token", api_server.secrets.token_urlsafe, []
+
+    def meanwhile_another(size):
+        monkeypatch.setattr(api_server.secrets, "token_urlsafe", make)
+        api_server.make_token(path)
+        found.append(read_token(path))
+        return make(size)
+
+    monkeypatch.setattr(api_server.secrets, "token_urlsafe", meanwhile_another)
+    api_server.make_token(path)
+    assert [read_token(path)] == found and [*tmp_path.iterdir()] == [path]
+
+
 def test_other_machines_are_listened_to_only_when_told(capsys):
     with api_server.bound_socket(None, 0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
