@@ -79,7 +79,7 @@ def test_ids_are_unique_and_levels_equally_many(train, heldout):
     assert len({row["id"] for row in train + heldout}) == TRAIN_SIZE + HELDOUT_SIZE
     for rows in (train, heldout):
         assert Counter(row["level"] for row in rows) == dict.fromkeys(LEVELS, len(rows) // len(LEVELS))
-    negative = [row for row in train if row["level"] == "3" and row["answer"].startswith("-")]
+    negative = [row for row in train if row["level"] == "subtraction" and row["answer"].startswith("-")]
     assert 300 < len(negative) < 700
 
 

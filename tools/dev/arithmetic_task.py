@@ -60,14 +60,14 @@ def _three_terms(rng: random.Random) -> tuple[int, ...]:
 
 
 LEVELS: dict[str, Callable[[random.Random], tuple[int, ...]]] = {
-    "1": _one_digit,  # add or subtract one digit
-    "2": _addition,  # two numbers of two digits
-    "3": _subtraction,  # two numbers of two digits, half of the results negative
-    "4": _three_terms,  # three numbers up to 40, mixed signs
+    "one_digit": _one_digit,  # add or subtract one digit
+    "addition": _addition,  # two numbers of two digits
+    "subtraction": _subtraction,  # two numbers of two digits, half of the results negative
+    "three_terms": _three_terms,  # three numbers up to 40, mixed signs
 }
 
 # Fraction of each level in the warm start. The splits have the same number of each.
-LEVEL_SHARES = {"1": 0.2, "2": 0.2, "3": 0.25, "4": 0.35}
+LEVEL_SHARES = {"one_digit": 0.2, "addition": 0.2, "subtraction": 0.25, "three_terms": 0.35}
 
 
 def sample_problem(rng: random.Random, level: str) -> Problem:
@@ -86,7 +86,7 @@ def build_splits(
     """Return training and held-out problems with the same number of each level, in random order.
 
     No `key` occurs twice, within or across the splits. The sizes must be multiples of the number of levels, and small
-    compared with the number of possible problems (1800 at level 1).
+    compared with the number of possible problems (1800 of one_digit).
     """
     rng = random.Random(seed)
     train: list[Problem] = []
