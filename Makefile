@@ -55,11 +55,11 @@ nightly: $(READY) ## run what takes hours, part by part; goes on where it was in
 	@$(VENV)/bin/python -m tools.dev.nightly $(PARTS)
 
 lint: $(READY) docs ## check style, layout, types, spelling and the links of the docs
-	@$(VENV)/bin/ruff check --quiet .
-	@$(VENV)/bin/ruff format --quiet --check .
+	@git ls-files -z '*.py' pyproject.toml | xargs -0 $(VENV)/bin/ruff check --quiet # what git has: not a user's files
+	@git ls-files -z '*.py' | xargs -0 $(VENV)/bin/ruff format --quiet --check
 	@$(VENV)/bin/mypy
 	@git ls-files -z -- . ':!assets' ':!requirements' ':!LICENSE' ':!*.svg' ':!*.jsonl' ':!*.npz' | \
-	    xargs -0 $(VENV)/bin/codespell # what git has: a user's own folders may be here too
+	    xargs -0 $(VENV)/bin/codespell
 	@$(VENV)/bin/python tools/dev/check_links.py
 
 docs: $(READY) ## build docs/ as a site in site/; needs no network

@@ -202,7 +202,7 @@ class GenerateRequest:
 
     Attributes:
         key: unique in a run; names the sequence in messages and in the trace.
-        seed: of its own random numbers. None: those of the engine, in the order of its steps.
+        seed: the seed of its own random numbers. None: those of the engine, in the order of its steps.
         stop: texts that end the completion as soon as the sampled text contains one. The sampler must read text.
         top_k, top_p, min_p: the values 0, 1 and 0 switch them off.
         record: whether to store the routes.
@@ -448,7 +448,7 @@ def by_completion(sequences: Iterable[Sequence]) -> list[list[int]]:
 
 
 def unit_lengths(sequences: list[Sequence]) -> list[int]:
-    """Return the number of sampled tokens of each unit of the loss: of each turn if turns have their own rewards,
-    otherwise of each completion."""
+    """Return the number of sampled tokens of each unit of the loss. A unit is a turn if turns have their own rewards,
+    otherwise a completion."""
     turns = [turn.tokens for sequence in sequences for turn in sequence.turns]
     return turns or [sum(len(sequences[i].token_ids) for i in places) for places in by_completion(sequences)]

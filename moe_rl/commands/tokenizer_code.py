@@ -35,7 +35,7 @@ def convert_tokenizer(source: Path, out: Path, digest: str | None) -> str:
     """Write the tokenizer of the checkpoint folder `source` into a new folder, without code. Return what was done.
 
     Args:
-        digest: of the files of its code. Without it, the error gives the value and names the files.
+        digest: the digest of the files of its code. Without it, the error gives the value and names the files.
 
     Raises:
         ConfigError: `digest` is not that of the files, or `out` exists, or there is no code.

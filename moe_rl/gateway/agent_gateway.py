@@ -220,7 +220,7 @@ class AgentGateway:
     async def off_loop[**P, R](self, size: int, work: Callable[P, R], *given: P.args, **more: P.kwargs) -> R:
         """Run work on a request, in a thread unless it is small, so that the event loop answers others meanwhile.
 
-        size: of the request's body, in bytes.
+        size: the bytes of the request's body.
         """
         if size < _SMALL_BODY:
             return work(*given, **more)
@@ -256,7 +256,7 @@ class AgentGateway:
             exchange.place = None
 
     async def count(self, session: Session, wish: ChatWish, size: int) -> int:
-        """Return the number of tokens of the prompt that a chat would have now. size: of the request's body, in bytes.
+        """Return the number of tokens of the prompt that a chat would have now. size: the bytes of the request's body.
 
         Raises BadRequest if the messages cannot be served.
         """

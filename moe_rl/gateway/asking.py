@@ -106,7 +106,7 @@ class ChatWish(Wish):
     names: Mapping[str, str] = field(default_factory=dict)
 
     def place(self, number: int | None, name: str) -> str:
-        """Return the place of a message's field in the request; number None: of a field of the request."""
+        """Return the place of a message's field in the request; number None: that of a field of the request."""
         return name if number is None else f"{self.places[number]}.{self.names.get(name, name)}"
 
 

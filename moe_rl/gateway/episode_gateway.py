@@ -69,7 +69,7 @@ class EpisodeGateway:
 
     Args:
         config: with task.environment.
-        sampler: of the run.
+        sampler: the run's sampler.
         run_dir: has the trace store. It gets the sessions, next to the rollouts, and tracebacks of failed episodes.
     """
 

@@ -31,7 +31,7 @@ class ClientCall:
 
     Attributes:
         request: digest of everything that identifies the request.
-        size: of its body, in bytes.
+        size: the bytes of its body.
         again: whether the client marks it as a retry.
         gone: whether it left before its reply was received.
     """

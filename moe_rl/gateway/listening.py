@@ -21,7 +21,7 @@ _IDLE_SECONDS = 650
 
 
 class GatewayListener:
-    """Serves an ASGI app on a bound socket until `stop`. Signals are the caller's."""
+    """Serves an ASGI app on a bound socket until `stop`. The caller handles signals."""
 
     def __init__(self, app, listener: socket.socket):
         self._listener = listener

@@ -77,7 +77,7 @@ class JournaledSession:
         replies: which messages continue which turn, for `Dialogues.restore`.
         requests: the turns of each request, by its digest.
         whole: bytes of the file without a torn last line.
-        digest: of the last whole line.
+        digest: the last whole line's digest.
     """
 
     session: Session

@@ -120,7 +120,7 @@ class Session:
     """Holds the turns of one agent.
 
     Attributes:
-        name: of the session, in record keys and messages. Not secret.
+        name: the session's name, in record keys and messages. Not secret.
         group: names the sessions whose rewards are compared; the caller's choice.
         turns: in the order in which they ended, including those that nobody received.
         ended: whether it takes no more turns. The caller sets it.

@@ -55,11 +55,11 @@ class GatewaySettings:
     """Describes how to run a gateway.
 
     Attributes:
-        folder: of this gateway, below run.runs_dir: trace store, sessions, the engine's log. Sessions that a killed
-            gateway left open there are reopened.
+        folder: this gateway's folder, below run.runs_dir: trace store, sessions, the engine's log. Sessions that a
+            killed gateway left open there are reopened.
         host: None listens on this machine only.
         port: 0 for a free one.
-        token_file: of the owner's token, made if missing; None: `token` in the folder.
+        token_file: holds the owner's token, made if missing; None: `token` in the folder.
         ready_file: written when the gateway listens.
     """
 

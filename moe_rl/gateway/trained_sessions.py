@@ -16,8 +16,8 @@ def check_trained(sequences: Iterable[Sequence], folder: Path, part: tuple[int, 
     """Check the digest chain of every session, and that its sequences are complete, in order and unchanged.
 
     Args:
-        sequences: of the episodes of a step.
-        folder: of the session files.
+        sequences: those of a step's episodes.
+        folder: where the session files are.
         part: (index, count): check only this part of the sessions.
 
     Raises:

@@ -81,7 +81,7 @@ class GatewayApp:
     """Makes the ASGI app of a gateway.
 
     Args:
-        token: of the owner, who opens and finishes sessions.
+        token: the secret of the owner, who opens and finishes sessions.
         longest: body size limit in bytes.
         failed: called with each error of the sampler.
     """

@@ -55,7 +55,7 @@ class StepFolders:
 
     @property
     def pending(self) -> int | None:
-        """Return the step of the folder that the ranks have not agreed on yet; None if there is none."""
+        """Return the step whose folder the ranks have not yet agreed on; None if there is none."""
         return None if self._pending is None else self._pending.step
 
     def poll(self) -> bool:

@@ -271,7 +271,7 @@ def _shortened(reason: str) -> str:
 
 
 def _sharded_model(policy: Policy | ReferencePolicy) -> dict:
-    """Return the sharded tensors of the model: of the adapters only, if nothing else is trained."""
+    """Return the model's sharded tensors: only those of the adapters, if nothing else is trained."""
     return {
         f"model{number}": lora.sharded(unwrap(chunk), policy.facts)
         if policy.trains_adapters

@@ -419,7 +419,7 @@ class Policy:
         return parts_of(expected_tensors(self.facts))
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
-        """Return what all ranks hold of each part of the model, see `LiveWeights.content`."""
+        """Return, for each part of the model, the values that all ranks hold, see `LiveWeights.content`."""
         return self._live.content(dtype, self.optimizers, updated=updated)
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> Iterator[tuple[str, torch.Tensor]]:

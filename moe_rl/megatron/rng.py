@@ -1,5 +1,5 @@
-"""Saves and restores the random generators of a rank: of the host, of the device, and the streams that Megatron derives
-from the latter."""
+"""Saves and restores a rank's random generators: the host's, the device's, and the streams that Megatron derives from
+the latter."""
 
 from __future__ import annotations
 

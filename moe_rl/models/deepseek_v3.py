@@ -18,7 +18,7 @@ ROUTING = SigmoidDefaults(first_k_dense_replace=3, n_group=8, topk_group=4, rout
 
 
 def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any]:
-    """Read the fields of ModelFacts that are specific to this family. Problems are collected in `read`."""
+    """Read the fields of ModelFacts that are specific to this family. `read` collects the problems."""
     read.only("attention_bias", False)
     # These models rotate pairs of neighbouring dimensions, and megatron reads the weights in the same way.
     read.only("rope_interleave", True)

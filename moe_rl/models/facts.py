@@ -238,7 +238,7 @@ class Rope:
 
     @classmethod
     def of(cls, read: Fields, *, theta: float, fraction: float) -> Rope:
-        """Read both keys. theta, fraction: defaults. Problems are collected in `read`."""
+        """Read both keys. theta, fraction: defaults. `read` collects the problems."""
         base = {
             "rope_theta": read.raw.get("rope_theta", theta),
             "partial_rotary_factor": read.raw.get("partial_rotary_factor", fraction),

@@ -18,7 +18,7 @@ ROUTING = SigmoidDefaults(first_k_dense_replace=1, n_group=1, topk_group=1, rout
 
 
 def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any]:
-    """Read the fields of ModelFacts that are specific to this family. Problems are collected in `read`."""
+    """Read the fields of ModelFacts that are specific to this family. `read` collects the problems."""
     read.only("sliding_window", None, why="vLLM would use it, transformers would not")
     rope.plain(read)
     return sigmoid_routing(read, layers=layers, top_k=top_k, default=ROUTING) | {

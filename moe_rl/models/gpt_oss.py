@@ -17,7 +17,7 @@ ROPE_THETA, ROTARY_FRACTION = 150000.0, 1.0  # where config.json has no such key
 
 
 def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any]:
-    """Read the fields of ModelFacts that are specific to this family. Problems are collected in `read`."""
+    """Read the fields of ModelFacts that are specific to this family. `read` collects the problems."""
     read.only("attention_bias", True)
     # vLLM 0.32.0 has these values in its code, and does not read the keys.
     read.only("swiglu_alpha", 1.702)

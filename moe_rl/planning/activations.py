@@ -68,7 +68,7 @@ class Activations:
         head_bytes: added on the last stage after the forward pass: last norm, logits, and what is computed from them.
         backward_bytes: added by a microbatch inside the backward pass of the largest layer.
         dispatched_rows: (token, expert) pairs that the experts of a rank get in a layer, if the load is even.
-        adapter_bytes: of the adapters of one layer, at most. The other numbers include it.
+        adapter_bytes: the most bytes that the adapters of one layer take. The other numbers include it.
     """
 
     kept_bytes: int

@@ -15,7 +15,7 @@ class Batch:
 
     Attributes:
         max_sequence_tokens: longest prompt plus longest completion.
-        max_microbatches: of a rank, per update.
+        max_microbatches: the most that a rank has per update.
         microbatch_rows: rows of a full microbatch, on all its context-parallel ranks together.
         prompts_per_epoch: number of prompts in task.train. None if unknown; the values that depend on it are then None
             too.

@@ -77,7 +77,7 @@ class Buffer:
 
 
 Sizes = Callable[[Weight], tuple[int, ...]]
-"""Returns the elements of what a rank trains of a weight, or of one expert's: of the weight itself or its adapter."""
+"""Returns how many elements of a weight, or of one expert's, a rank trains: in the weight itself, or in its adapter."""
 
 
 def adapter_buffers(facts: ModelFacts, layout: Layout, layers: range, lora: LoraConfig) -> list[Buffer]:

@@ -60,7 +60,7 @@ class Side:
     """Says how one engine compares with the third one.
 
     Attributes:
-        version: of the weights of the third engine.
+        version: that of the third engine's weights.
         choices: number of (row, layer) compared. near: those that differ from the third engine's within a near tie.
             differ: those beyond a near tie.
         worst: the largest margin by which the third engine prefers another choice, in units of scores; None if there is
@@ -163,7 +163,7 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
 def _where_engines_are_right(evidence: Evidence, verdict: Verdict, why: str) -> tuple[Verdict, str]:
     """Return who was right where no engine is wrong: a check that judges scores may err, one that compares bits cannot.
 
-    verdict, why: of the engines alone.
+    verdict, why: what the engines alone say.
     """
     if evidence.what == "collapse" and verdict == "check":
         return "training", "both engines compute what the third one does: look at the objective and its rate"

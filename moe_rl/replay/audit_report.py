@@ -75,7 +75,7 @@ class Expected:
     def of(
         cls, routes: Seq[np.ndarray], sequence: np.ndarray, position: np.ndarray, columns: Mapping[int, int]
     ) -> Expected:
-        """Gather the record of these rows. columns: of each layer in the routes."""
+        """Gather the record of these rows. columns: where each layer is in the routes."""
         starts = np.cumsum([0, *map(len, routes)])
         real = sequence >= 0
         at = starts[sequence[real]] + position[real]

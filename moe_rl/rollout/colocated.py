@@ -135,7 +135,7 @@ class ColocatedEngines:
 
 
 def _own_part(update: WeightUpdate, number: int) -> WeightUpdate:
-    """Return the part for engine `number`: of a broadcast each worker has its own rank. Other bytes all read alike."""
+    """Return the part for engine `number`: in a broadcast each worker has its own rank; else all read the same."""
     if not isinstance(update.source, Broadcast):
         return update
     source = msgspec.structs.replace(update.source, first_rank=update.source.first_rank + number)

@@ -38,7 +38,7 @@ class VllmEngine:
         """Spawn the engine and wait until it can sample. Raises EngineError with the tail of its log.
 
         Args:
-            settings: of the engine.
+            settings: the engine's settings.
             number, engines: it is engine `number` of so many on this host, see `colocated`.
             waits: false returns at once; `wait` must follow.
         """

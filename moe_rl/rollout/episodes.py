@@ -47,7 +47,7 @@ class Episodes:
         """Return the requests for a round of a step, group by group.
 
         Args:
-            number: of the round, from 0.
+            number: the round's number, from 0.
             first: number of the first prompt within the step.
         """
         return [

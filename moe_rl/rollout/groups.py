@@ -53,7 +53,7 @@ class Group:
         requests: its unfinished requests.
         place: the number of the server that samples it; None in all other states.
         arrival: its position in the order in which groups became ready.
-        pieces: of each completion, in order.
+        pieces: for each completion its pieces, in order.
         trajectories: the episodes played, if any. The sequences of each are its pieces.
         verdicts: one for each completion; empty until it is judged.
         version: the weight version that the servers had when it was kept on disk.

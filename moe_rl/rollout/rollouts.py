@@ -85,7 +85,7 @@ class Unjudged:
 
     Attributes:
         prompts: those of all rounds so far.
-        judging: of each round, which has begun; none of episodes, which come with their verdicts.
+        judging: each round's verdicts, begun already; empty for episodes, which come with their verdicts.
     """
 
     step: int
@@ -242,7 +242,7 @@ class Rollouts:
         return {"rollout/lost_servers": len(self.sampler.lost)} if self.config.rollout.servers else {}
 
     async def _round(self, unjudged: Unjudged, number: int, clock: Clock) -> None:
-        """Sample one round of prompts of a step, and begin to judge the completions. number: of the round, from 0."""
+        """Sample one round of prompts of a step, and begin to judge the completions. number: the round's, from 0."""
         step, sampled, done = unjudged.step, unjudged.sampled, len(unjudged.prompts)
         rollout, size = self.config.rollout, self.config.rollout.group_size
         prompts = self.source.at(sampled.first + done, rollout.prompts_per_step)

@@ -69,7 +69,7 @@ class VllmServer:
         connections: most requests in flight at once.
         timeout_seconds: silence after which the server counts as hung. A completion sends nothing before it is
             finished.
-        folder: of the trace store, below the server's trace root.
+        folder: where the trace store is, below the server's trace root.
         alone: no other client uses the server. Each `generate` then aborts leftover requests, empties the prefix cache
             and starts all requests together in their order, so that the result depends only on weights and requests. It
             also watches progress: a server that samples nothing for timeout_seconds counts as hung, however long a

@@ -16,7 +16,7 @@ class EpisodeRequest:
     """Requests one episode.
 
     Attributes:
-        name: of its session, unique in a run.
+        name: its session's name, unique in a run.
         seed: the seeds of its turns derive from it.
         prompt: its columns are the row that the environment gets.
         temperature, top_p, top_k, min_p: how all its turns are sampled, as in GenerateRequest.
@@ -39,7 +39,7 @@ class Trajectory:
     """Holds one played episode.
 
     Attributes:
-        name: of its session.
+        name: its session's name.
         sequences: the tokens that the agent received from the model, each once; empty if there are none. They share
             the reward.
         verdict: the environment's reward. A failed episode has a failed verdict with the reason.

@@ -77,7 +77,7 @@ class TaskPrompts:
         return None if None in counts else sum(count or 0 for count in counts)
 
     def _sets(self) -> Iterator[tuple[str, PromptSet]]:
-        """Yield every set with its key in the config."""
+        """Yield each set of prompts together with its config key."""
         yield from (("task.train", one) for one in self.train)
         yield from (("task.heldout", one) for one in self.heldout)
 

@@ -193,7 +193,7 @@ class TraceStore:
     def manifest(self) -> Manifest:
         """Return the manifest: shards that were published and not removed.
 
-        A shard in the folder that the manifest lacks was copied there, or its line is damaged.
+        If a shard is in the folder but not in the manifest, someone copied it there, or its line is damaged.
         """
         with self._library.manifest() as manifest:
             return manifest.manifest()

@@ -56,7 +56,7 @@ class Concerned:
     Attributes:
         tokens: ids, at least 2.
         logprobs: the sampler's, float32 [tokens - 1], NaN where it sampled none.
-        versions: of the weights that made its rows, where it has no record.
+        versions: those of the weights that made its rows, where it has no record.
         ref: its record. record: uint [T, L, K], if it was read before.
         plain: whether the log-probabilities are those at temperature 1, over the whole vocabulary.
     """
@@ -119,8 +119,8 @@ class EvidenceKeeper:
         """Keep evidence if the body ends with an error that all ranks raise.
 
         Args:
-            step: of the run.
-            version: of the trainer's weights at the beginning of the body.
+            step: the run's step.
+            version: that of the trainer's weights at the beginning of the body.
             sequences: returns on rank 0 the sequences that the body is about.
             work: returns this rank's microbatches with the routes that they should take.
             alike: whether the body does the same on all ranks. Otherwise the error must have `everywhere` set.

@@ -51,7 +51,7 @@ class RunInput:
     """Describes one input of a run.
 
     Attributes:
-        digest: of its content; the version of a package.
+        digest: its content's digest; for a package, the version.
         rows: for a source of prompts, the digest of each prompt by its id, in order.
     """
 
@@ -79,7 +79,7 @@ def changed_inputs(folder: RunFolder | None, config: Config, inputs: Sequence[Ru
     of a resumed run names different ones.
 
     Args:
-        folder: of the resumed run; None for a new run.
+        folder: the resumed run's folder; None for a new run.
 
     Returns:
         By name. None stands for an input that did not exist then, or does not exist now.
@@ -114,7 +114,7 @@ def input_problems(
     """Say which inputs differ from those of the resumed or replayed run, and were not accepted as changed.
 
     Args:
-        folder: of the resumed run; None for a new run.
+        folder: the resumed run's folder; None for a new run.
         accepted: names of inputs, or of groups of them, such as model or train/sums.
     """
     if (earlier := _earlier(folder, config)) is None:

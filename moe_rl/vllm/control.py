@@ -165,7 +165,7 @@ class Served(msgspec.Struct, frozen=True):
         gpus: number of GPUs that share the weights.
         start: a random id of this server start.
         updates: attempted changes of the weights since the start.
-        weight_version, weight_digest: of the last complete weights that the server held; the digest of its first
+        weight_version, weight_digest: those of the last complete weights that the server held; the digest of its first
             weights is "".
         weights_whole: whether the server still holds them.
     """

@@ -41,9 +41,9 @@ class Recorder:
     """Records in one worker.
 
     Attributes:
-        spec: of the trace.
+        spec: the trace's spec.
         sinks: the shards being filled.
-        weight_version: of the model's current weights.
+        weight_version: the version of the model's current weights.
         stats: counts since the start: steps, tokens forwarded, requests, recorded requests, preemptions, refused
             requests, waits for a copy, waits for records to be written (see sinks.py), rows rewritten by newer weights
             after a preemption, and rows confirmed by their routers' logits (0 if not possible, see router_witness.py).

@@ -78,7 +78,7 @@ class Generate(Message, frozen=True):
     """Requests completions. A call without requests publishes a shard that earlier calls left open.
 
     Attributes:
-        shard: of this call only, unless earlier calls left it open.
+        shard: this call's alone, unless earlier calls left it open.
         keep_open: leave the shard open: its records are written but not published, and later calls may use it.
         alone: no other call may be running, and the prefix cache is emptied first, so that the result depends only on
             the weights and the requests.

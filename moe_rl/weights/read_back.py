@@ -68,7 +68,7 @@ class ReadBack:
         model: vLLM's.
         shapes: {Hugging Face name: shape} of all tensors that an update brings.
         dtype: that the sampler computes in.
-        device: of the model.
+        device: where the model is.
         on_part: called after each part that was read back.
     """
 

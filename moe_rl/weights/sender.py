@@ -51,7 +51,9 @@ class Exporter(Protocol):
         ...
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
-        """Return what all ranks hold of each part of the model in this precision. All ranks call it together.
+        """Return, for each part of the model, the values that all ranks hold, in this precision.
+
+        All ranks call it together.
 
         Args:
             dtype: the precision.

@@ -129,7 +129,7 @@ class Merge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         scale: alpha / rank of the adapters.
-        dtype: of the training. The checkpoint is rounded to it before an adapter is added, and the sum after.
+        dtype: the training's precision. The checkpoint is rounded to it before an adapter is added, and the sum after.
         adapters: all adapters of the version, without digests.
         tensors: all tensors of the model, with the digests of what the trainer has.
     """
@@ -169,7 +169,7 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Says what a sampler's worker holds after a call.
 
     Attributes:
-        version, digest: of the last complete weights that it held; the digest of its first weights is "".
+        version, digest: those of the last complete weights that it held; the digest of its first weights is "".
         whole: whether it still holds them.
         refused: why the call was refused, or "".
     """
