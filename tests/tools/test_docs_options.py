@@ -70,6 +70,19 @@ def test_every_generated_page_names_its_target():
         assert text.startswith("<!-- `make generated` "), name
 
 
+def test_the_docs_can_be_read_in_an_evening():
+    words = {path: len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md")}
+    by_hand = {path: count for path, count in words.items() if "generated" not in path.parts}
+    assert len(by_hand) <= 40 and sum(by_hand.values()) <= 50_000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100
+
+
+def test_lint_reads_no_file_that_only_a_user_has():
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nlint:")[2].partition("\n\n")[0]
+    files = [line for line in recipe.replace("\\\n", "").splitlines() if "ruff" in line or "codespell" in line]
+    assert len(files) == 3 and all(line.startswith("\t@git ls-files -z ") for line in files), files
+
+
 def test_every_option_in_the_docs_exists(commands):
     scripts = [one for folder in ("tools", "benchmarks", "tests/mutants") for one in (ROOT / folder).rglob("*.py")]
     known = {name for parser in commands.values() for name in parser._option_string_actions}
