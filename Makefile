@@ -49,7 +49,8 @@ mutants: $(READY) ## plant faults into a copy of the code, see that make test no
 	@$(VENV)/bin/python -m tests.mutants
 
 test-all: $(READY) ## run every test, the long ones too; not those of `make nightly`
-	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m "not gpu and not chaos and not nightly"
+	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --hypothesis-profile "new examples" \
+	    -m "not gpu and not chaos and not nightly"
 
 nightly: $(READY) ## run what takes hours, part by part; goes on where it was interrupted: PARTS="chaos soak"
 	@$(VENV)/bin/python -m tools.dev.nightly $(PARTS)

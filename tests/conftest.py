@@ -16,9 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Imports and the collection of tests make millions of objects that stay. Looking for garbage among them takes seconds.
 gc.disable()
 
-# A time limit for an example tells how busy the machine is, and fails on a slow one.
-hypothesis.settings.register_profile("any machine", deadline=None)
-hypothesis.settings.load_profile("any machine")
+# A time limit for an example tells how busy the machine is, and fails on a slow one. What goes before a commit tries
+# the same examples each time, so that a commit is refused for what it changes; `make test-all` looks for new ones.
+hypothesis.settings.register_profile("same examples", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("new examples", deadline=None)
+hypothesis.settings.load_profile("same examples")
 
 # Folders with whole runs, several ranks, real engines: the longest first.
 _FIRST = ("end_to_end", "distributed", "rollout", "gateway")

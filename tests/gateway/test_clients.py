@@ -56,7 +56,7 @@ def test_an_idle_connection_lives_longer_than_clients_keep_it(folder, kept, idle
                     await asyncio.sleep(0.05)
                 assert len(made) == 1, "the gateway closed it"
                 began = time.monotonic()
-            assert time.monotonic() - began < 2.0, "an idle connection holds the gateway"
+            assert time.monotonic() - began < 10.0, "an idle connection holds the gateway"
 
     asyncio.Runner(loop_factory=lambda: loop).run(run())
 

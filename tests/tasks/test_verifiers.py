@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -331,11 +332,11 @@ def assert_one_failed(verdicts, detail):
     assert verdicts == [Verdict("scored", 2.0, {"good": 1.0, "misbehave": 1.0})] * 7
 
 
-@pytest.mark.parametrize(("fault", "detail"), [*DEADLY.items(), *((f, "0.5 s") for f in HANGING)])
+@pytest.mark.parametrize(("fault", "detail"), [*DEADLY.items(), *((f, "1.5 s") for f in HANGING)])
 def test_a_fault_fails_its_item_and_no_other(make_pool, helpers, tmp_path, fault, detail):
     witness = tmp_path / "witness"
-    # on a busy machine half a second is not enough for the faults that end by themselves
-    with make_pool("good", "misbehave", timeout=0.5 if fault in HANGING else 30) as pool:
+    # on a busy machine this is not enough for the faults that end by themselves
+    with make_pool("good", "misbehave", timeout=1.5 if fault in HANGING else 30) as pool:
         [first] = pool.pids
         verdicts = pool.score([HEALTHY, HEALTHY, faulty(fault, witness), *[HEALTHY] * 5])
         assert witness.read_text() == str(first), "the fault did not fire, or twice"
@@ -372,17 +373,16 @@ def test_chatter_does_not_disturb(make_pool, tmp_path):
 
 
 def test_hangs_do_not_starve_healthy_items(make_pool, tmp_path):
-    hangs = [faulty(("loop", "c_sleep", "stop")[i % 3], tmp_path / f"witness-{i}") for i in range(9)]
+    hangs = [faulty(("loop", "c_sleep", "stop")[i % 3], tmp_path / f"witness-{i}") for i in range(6)]
     items = [item for hang in hangs for item in (HEALTHY, hang, *[HEALTHY] * 10)]
-    with make_pool("misbehave", timeout=0.5, workers=2) as pool:
-        start = time.monotonic()
+    with make_pool("misbehave", timeout=1.5, workers=2) as pool:
         verdicts = pool.score(items)
-        took = time.monotonic() - start
         afterwards = pool.score([HEALTHY] * 20)
-    assert len(list(tmp_path.iterdir())) == 9
+    begun = sorted(witness.stat().st_mtime for witness in tmp_path.iterdir())
+    assert len(begun) == 6
     assert [verdict.scored for verdict in verdicts] == [item is HEALTHY for item in items]
     assert all(verdict.scored for verdict in afterwards)
-    assert took < 9 * (0.5 + 0.7)  # one limit and one restart each, were they one after the other
+    assert any(after - before < 1.5 for before, after in pairwise(begun)), "one hangs after the other"
 
 
 def test_every_item_hangs_or_dies(make_pool, tmp_path):

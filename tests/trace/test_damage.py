@@ -415,7 +415,7 @@ def _bounded(call, peak, name):
     tracemalloc.stop()
     began = time.process_time()
     call()
-    assert time.process_time() - began < 2, name
+    assert time.process_time() - began < 10, name
 
 
 def _hostile(good, header):
