@@ -118,7 +118,7 @@ def _spread(run: RunLines) -> Panel:
         line(axes, steps, middle, colour, None)
         axes.set_ylabel(label)
         least, most = (run.series(f"{family}/{end}")[1][-1] for end in ("p05", "p95"))
-        reading.append(f"{label} {short(round(least, 3))} to {short(round(most, 3))}, half below {short(middle[-1])}")
+        reading.append(f"{label} {short(round(least, 3))} to {short(round(most, 3))}, median {short(middle[-1])}")
     return panel_of(name, title, direction, f"In the last step: {'; '.join(reading)}.", figure)
 
 

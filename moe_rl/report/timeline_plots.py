@@ -81,5 +81,5 @@ def _idle(steps: Sequence[Window]) -> Panel:
     axes.set_ylim(0, 1)
     in_percent(axes)
     shares = {_ROWS[side][0]: percent(median(one.idle(side) for one in steps), 0) for side in _WAITING}
-    reading = f"In a median step {' and '.join(f'{label} {share}' for label, share in shares.items())}."
+    reading = f"Median over the steps: {', '.join(f'{label} {share}' for label, share in shares.items())}."
     return panel_of(name, title, direction, reading, figure)

@@ -151,7 +151,7 @@ def test_the_distribution_and_the_memory_of_the_last_step_are_said(usual):
     run_dir, _, page = usual
     last = read_run(run_dir).train[-1]
     low, high = (round(last[f"reward/quantile/{end}"], 3) for end in ("p05", "p95"))
-    assert f"In the last step: reward {low} to {high}, half below" in page.words
+    assert f"In the last step: reward {low} to {high}, median" in page.words
     assert "Host: 3.0 GiB; GPU: 70.0 GiB." in page.words
 
 
