@@ -33,6 +33,17 @@ def test_every_envelope_is_read_back_as_it_was_recorded(experts):
         assert read.dtype == routes.dtype and (read == routes).all()
 
 
+@pytest.mark.parametrize(("largest", "dtype"), [(255, "uint8"), (256, "int16"), (299, "int16")])
+def test_skyrl_gets_the_narrowest_type_of_each_array(largest, dtype):
+    """SkyRL a9564572 knows uint8, int16 and int32, and refuses a wider one than an array's ids need."""
+    routes = recorded(9).clip(max=largest)
+    routes[0, 0, -1] = largest
+    assert routes.dtype == np.uint16
+    sent = outgoing.to_skyrl(routes)
+    assert sent["dtype"] == dtype and list(sent)[0] == "data"
+    assert (decode_vllm(sent) == routes).all()
+
+
 def as_verl_reads(batch, attention):
     """Take the rows of real tokens, as verl 1dda039b removes padding: by the attention mask."""
     return [rows[mask] for rows, mask in zip(batch, attention, strict=True)]

@@ -6,7 +6,10 @@ the store or a recording LLM holds them.
 to_megatron  the tensors for `RouterReplay.set_replay_data` of megatron-core 0.19.2, cut to a rank's rows and layers.
 to_nemo      The "nrlre1" envelope, with a filler row for the last sampled token. Read at NVIDIA-NeMo/RL 0cbe0ac1:
              `nemo_rl/utils/routed_experts_codec.py`.
-to_skyrl, to_prime_rl   The shaped object of envelopes.py; prime-rl's says at which token it starts.
+to_prime_rl  The shaped object of envelopes.py, and at which token it starts. Read at PrimeIntellect-ai/prime-rl
+             559b4477: `src/prime_rl/inference/vllm/routed_experts.py`, `trainer/batch.py`.
+to_skyrl     The shaped object. Read at NovaSky-AI/SkyRL a9564572: `backends/skyrl_train/utils/routed_experts.py` wants
+             the narrowest of uint8, int16 and int32 that holds the largest id.
 to_slime     Bare int32 in base64. Read at THUDM/slime 624b824a: `slime/utils/types.py` wants one row for each token but
              the last, and `backends/megatron_utils/actor.py` looks up a layer by its global number.
 to_verl      A padded batch: prompts on the left, completions on the right, zeros elsewhere. Read at
@@ -78,14 +81,14 @@ def to_nemo(routes: np.ndarray, num_experts: int) -> str:
 
 
 def to_skyrl(routes: np.ndarray) -> dict[str, object]:
-    """Return the shaped object, in the type of the routes."""
-    whole = np.ascontiguousarray(routes)
-    return {"data": _base64(whole), "shape": list(whole.shape), "dtype": whole.dtype.name}
+    """Return the shaped object, uint8 or int16 by its largest id. From 5dccdc0d on, SkyRL looks for
+    `"routed_experts":{"data":"` in the reply: write it without spaces."""
+    return _shaped(routes.astype(np.uint8 if routes.max(initial=0) < 256 else np.int16))
 
 
 def to_prime_rl(routes: np.ndarray, start: int = 0) -> dict[str, object]:
-    """Return the shaped object. start: position of the first row."""
-    return {**to_skyrl(routes), "start": start}
+    """Return the shaped object, in the type of the routes. start: position of the first row."""
+    return _shaped(routes) | {"start": start}
 
 
 def to_slime(routes: np.ndarray, layer_map: str) -> str:
@@ -119,6 +122,11 @@ def to_verl(
             )
         whole[at, start : start + len(one)] = one
     return whole
+
+
+def _shaped(routes: np.ndarray) -> dict[str, object]:
+    whole = np.ascontiguousarray(routes)
+    return {"data": _base64(whole), "shape": list(whole.shape), "dtype": whole.dtype.name}
 
 
 def _base64(array: np.ndarray) -> str:
