@@ -34,7 +34,8 @@ ROOM = {
     "dense layers": {"layers": 5},
     "context parallel": {"sequences": 16, "width": 80, "microbatches": 8},
     "many experts": {"sequences": 16, "microbatches": 8},
-    "one sequence": {"sequences": 1, "microbatches": 64},
+    "one sequence": {"sequences": 1, "microbatches": 80},
+    "virtual stages": {"microbatches": 8},
 }
 
 

@@ -61,6 +61,18 @@ def test_layers_without_experts_may_be_sent_and_are_not_looked_at():
     assert not report.faults and status(report)["layer"] == "proven"
 
 
+def test_a_row_that_the_witness_repeats_too_is_no_suspicion():
+    found, native, at = routes(), [one.copy() for one in NATIVE], 20
+    assert TOKENS[0][at] != TOKENS[0][at - 1]
+    found[0][at] = found[0][at - 1]  # stuck, as far as the form shows
+    seen = [np.ones(len(one), bool) for one in found]
+    assert status(check(found, scores=None, native_topk=native))["repeated"] == "weak"
+    seen[0][at] = False  # another rank has this row, and judges it
+    assert status(check(found, scores=None, native_topk=native, seen=seen))["repeated"] == "proven"
+    native[0][at] = found[0][at]
+    assert status(check(found, scores=None, native_topk=native))["repeated"] == "proven"
+
+
 def twice(one):
     one[:, 0, 0] = one[:, 0, 1]
     return one
