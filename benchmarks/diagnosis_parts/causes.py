@@ -25,6 +25,7 @@ PROMPT, LENGTHS = 4, (16, 28)
 PLANTED: dict[str, dict[str, str | float]] = {
     "weights of another version": {"weights": "before"},
     "weights rounded to float8": {"weight format": "fp8_e4m3"},
+    "a prefix cache from before an update": {"prompt cache": "before"},
     "replay that does nothing": {"routes": "own"},
     "gate weights not renormalised": {"gate weights": "all"},
     **{f"{part} in bfloat16": {part: "bfloat16"} for part in PARTS if part != "router"},
@@ -67,7 +68,9 @@ class Batch:
             taken[swapped] = others[swapped, : taken.shape[-1]]
             tokens.append(one)
             routes.append(taken)
-        self.engine = ThirdEngine(tokens, [PROMPT] * sequences, routes, weights={"now": now, "before": before})
+        self.engine = ThirdEngine(
+            tokens, [PROMPT] * sequences, routes, weights={"now": now, "before": before}, block=PROMPT - 1
+        )
         self.noise = [rng.normal(0, 1, len(one) - PROMPT) for one in tokens]
 
     def bisected(self, planted: dict[str, str | float], side: str, noise: float = NOISE) -> Bisection:

@@ -272,8 +272,8 @@ class _CauseSearch:
             apart = []
             for atoms in (found, found | swap):
                 here = {a.cause: a.value for a in atoms if a.side == side and a.kind == "suspected"}
-                apart.append(float(np.nanmean(_k3(self.ran(side, here) - self.given[side]))))
-            if apart[1] >= apart[0]:
+                apart.append(_k3(self.ran(side, here) - self.given[side]))
+            if not np.nanmean(apart[0] - apart[1]) > 0:  # of the tokens that are known in both
                 return False
         return True
 

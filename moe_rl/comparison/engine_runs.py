@@ -23,7 +23,7 @@ from moe_rl.types import Sequence
 from moe_rl.vllm import patches
 
 # Prompts are cut into pieces of so many tokens.
-_PIECE = 8
+PIECE = 8
 _ALONE = "an engine started here has one device"
 
 
@@ -40,7 +40,9 @@ class EngineRuns:
         out: Folder for logs and traces of the engines.
 
     Attributes:
-        changes: {cause: values} that can be tried here. untested: {cause: why not}, for all others of CAUSES.
+        changes: {cause: values} that can be tried here. suspects: the same, and what an engine's own state may be; the
+            one that comes closer to what the run recorded than a fresh engine does was the run's. untested: {cause: why
+            not}, for all others of CAUSES.
     """
 
     CAUSES = (
@@ -59,7 +61,7 @@ class EngineRuns:
         longest = max(len(one.prompt_token_ids) for one in sequences)
         cached, on_cpu = config.rollout.vllm.get("enable_prefix_caching", True), not torch.cuda.is_available()
         found: dict[str, Any] = {
-            "chunked prefill": f"pieces of {_PIECE} tokens",
+            "chunked prefill": f"pieces of {PIECE} tokens",
             "prefix cache": "off" if cached else "on",
             "batch composition": "one at a time",
             "eager or graph": "eager" if self._settings.cuda_graphs else "graph",
@@ -69,13 +71,18 @@ class EngineRuns:
         self.untested = {"engine's parallel degree": "the run's engines have one device" if one_device else _ALONE}
         if on_cpu:
             self.untested["eager or graph"] = "vLLM has no graphs on a CPU"
-        if longest <= _PIECE:
-            self.untested["chunked prefill"] = f"no prompt is longer than {_PIECE} tokens"
+        if longest <= PIECE:
+            self.untested["chunked prefill"] = f"no prompt is longer than {PIECE} tokens"
         elif on_cpu and patches.inspect().summary != "patched":
             self.untested["chunked prefill"] = "an unpatched vLLM cuts no prompts on a CPU"
         if why := self._why_none():
             self.untested |= dict.fromkeys(self.CAUSES, why)
-        self.changes = {cause: [value] for cause, value in found.items() if cause not in self.untested}
+        self.changes: dict[Any, list[Any]] = {
+            cause: [value] for cause, value in found.items() if cause not in self.untested
+        }
+        self.suspects: dict[Any, list[Any]] = {cause: list(values) for cause, values in self.changes.items()}
+        if cached and "prefix cache" in self.suspects:
+            self.suspects["prefix cache"].append("warm")
 
     def _why_none(self) -> str:
         """Return why the run's completions cannot be sampled again; "" if they can."""
@@ -94,9 +101,9 @@ class EngineRuns:
         """
         settings, passed = self._settings, dict(self._settings.passed)
         if "chunked prefill" in changed:
-            passed["long_prefill_token_threshold"] = _PIECE
+            passed["long_prefill_token_threshold"] = PIECE
         if "prefix cache" in changed:
-            passed["enable_prefix_caching"] = changed["prefix cache"] == "on"
+            passed["enable_prefix_caching"] = changed["prefix cache"] != "off"
         if "batch composition" in changed:
             settings = replace(settings, max_concurrent=1)
         if "eager or graph" in changed:
@@ -116,6 +123,8 @@ class EngineRuns:
                 for one in self._sequences
             ]
             sampled = engine.generate(requests, shard="again")
+            if changed.get("prefix cache") == "warm":  # by the first time
+                sampled = engine.generate(requests, shard="warm")
         return [
             _known(before.token_ids, after.token_ids, after.logprobs)
             for before, after in zip(self._sequences, sampled, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,9 @@ from moe_rl.config.layout import least_ranks, on_one_rank
 from moe_rl.config.schema import Config
 from moe_rl.models.hf import read_model
 from moe_rl.train.run_folder import RunFolder
+from moe_rl.vllm.arguments import BLOCK_SIZE
 
-_AS_IT_WAS = "as it was"
+_DECLARED = "as declared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +61,34 @@ def sides_of_run(
     scores = TrainerScores(on_one_rank(config), run, versions.step, versions.sampler, versions.checkpoint)
     sequences = scores.source.sequences
     weights = {f"version {version}": path for version, path in versions.folders.items()}
+    block = int(str(rollout.vllm.get("block_size", BLOCK_SIZE)))
     third = ThirdEngine(
         [(*one.prompt_token_ids, *one.token_ids) for one in sequences],
         [len(one.prompt_token_ids) for one in sequences],
         [scores.source.store.read(one.routes).routes for one in sequences if one.routes is not None],
         weights=weights,
+        block=block,
     )
+    suspects = third.suspects()
     declared = third.settings | {"temperature": rollout.temperature, "support": _support(config)}
     of_sampler = declared | dict.fromkeys(PARTS, rollout.dtype)
     of_sampler |= {"weights": f"version {versions.sampler}", "weight format": rollout.weights}
     of_trainer = declared | dict.fromkeys(PARTS, config.train.dtype) | {"router": "float32"}  # Megatron's always is
     of_trainer |= {"weights": f"version {versions.trainer}", "routes": "recorded" if replays else "own"}
-    sampler, trainer = _Added(third), _Added(third)
+    sampler, trainer = Added(third), Added(third)
     untested = {"gate weights as recorded": "a run records which experts were taken, not their weights"}
     if len(weights) == 1:
         untested["weights"] = "the run kept one version only (checkpoint.keep, checkpoint.every_steps)"
+    prompt_cache = suspects.pop("prompt cache")  # a trainer has none
+    if len(prompt_cache) < 3:
+        untested["prompt cache"] = untested.get("weights", f"no prompt has a whole block of {block} tokens")
+        prompt_cache = []
 
+    changes: dict[str, list[Any]] = {}
     alone = measured = scores.of(config.train.microbatch_tokens)
     if budget := other_budget(sequences, config.train.microbatch_tokens):
-        trainer.add({"packing": [f"{budget} tokens"]}, lambda _: scores.of(budget), alone)
+        trainer.add(["packing"], lambda _: scores.of(budget), alone)
+        changes["packing"] = [f"{budget} tokens"]
     else:
         untested["packing"] = "the sequences are packed alike with any train.microbatch_tokens"
     ranks = least_ranks(config.parallel)
@@ -88,7 +98,10 @@ def sides_of_run(
         untested["layout"] = f"needs --engines, which starts {ranks} ranks"
     else:
         measured = in_layout(config, run, versions.step, versions.sampler, versions.checkpoint, ranks, out)
-        trainer.add({"layout": ["one rank"]}, lambda _: alone, measured)
+        trainer.add(["layout"], lambda _: alone, measured)
+        changes["layout"] = ["one rank"]
+    others: dict[Any, list[Any]] = {}
+    states: dict[Any, list[Any]] = {}
     if out is None:
         untested |= dict.fromkeys(EngineRuns.CAUSES, "needs --engines")
     else:
@@ -96,46 +109,40 @@ def sides_of_run(
         untested |= engines.untested
         if engines.changes:
             sampler.add(engines.changes, engines, engines({}))
-    suspects = third.suspects()
+            others, states = engines.changes, engines.suspects
     return (
         Computation(
             of_sampler | sampler.settings,
             sampler,
             [one.rollout_logprobs for one in sequences],
-            suspects,
-            sampler.changes,
+            {**suspects, "prompt cache": prompt_cache, **states},
+            others,
         ),
-        Computation(of_trainer | trainer.settings, trainer, measured, suspects, trainer.changes),
+        Computation(of_trainer | trainer.settings, trainer, measured, suspects, changes),
         untested,
     )
 
 
-class _Added:
-    """Computes log-probabilities in the third engine, and adds what other changes move in engines of their own kind.
+class Added:
+    """Computes log-probabilities in the third engine, and adds what other causes move in engines of their own kind.
 
     Attributes:
-        changes: {cause: values} of these other changes. settings: the same causes, unchanged.
+        settings: These other causes, as declared.
     """
 
-    def __init__(self, third: ThirdEngine):
+    def __init__(self, third: Callable[[Settings], list[np.ndarray]]):
         self._third, self._added = third, list[tuple[set[str], Callable[..., Seq[np.ndarray]], Seq[np.ndarray]]]()
-        self.changes: dict[str, Seq[Any]] = {}
+        self.settings: dict[str, Any] = {}
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return dict.fromkeys(self.changes, _AS_IT_WAS)
-
-    def add(
-        self, changes: Mapping[str, Seq[Any]], run: Callable[[Settings], Seq[np.ndarray]], before: Seq[np.ndarray]
-    ) -> None:
+    def add(self, causes: Iterable[str], run: Callable[[Settings], Seq[np.ndarray]], before: Seq[np.ndarray]) -> None:
         """Add causes that `run` changes. before: what it returns without a change."""
-        self.changes |= changes
-        self._added.append((set(changes), run, before))
+        self.settings |= dict.fromkeys(causes, _DECLARED)
+        self._added.append((set(causes), run, before))
 
     def __call__(self, settings: Settings) -> list[np.ndarray]:
-        found = self._third({cause: value for cause, value in settings.items() if cause not in self.changes})
+        found = self._third({cause: value for cause, value in settings.items() if cause not in self.settings})
         for causes, run, before in self._added:
-            changed = {cause: settings[cause] for cause in causes if settings[cause] != _AS_IT_WAS}
+            changed = {cause: settings[cause] for cause in causes if settings[cause] != _DECLARED}
             if changed:
                 parts = zip(found, run(changed), before, strict=True)
                 found = [one + (after - first) for one, after, first in parts]

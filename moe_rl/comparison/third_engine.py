@@ -11,6 +11,8 @@ Only one sequence is computed at a time, on the CPU. Settings, by the name of th
     log-softmax      the precision in which logits become log-probabilities
     temperature      by which logits are divided
     support          of the distribution: all, or such as "top_k=20, top_p=0.95, min_p=0.1"
+    prompt cache     fresh, or the name of the weights that computed the keys and values of the prompts' whole blocks: a
+                     prefix cache that was not emptied when the weights changed
 
 Legend: T tokens of a sequence, N of them sampled, L MoE layers, K top-k, E experts, V vocabulary.
 """
@@ -34,7 +36,8 @@ from moe_rl.proof.reference import IndependentModel
 from moe_rl.weights.sender import fp8_rounded, is_rounded
 
 PARTS = ("attention", "router", "experts", "logits head", "other layers")
-_CAUSES = ("weights", "weight format", "routes", "gate weights", *PARTS, "log-softmax", "temperature", "support")
+_MODEL = ("weights", "weight format", "prompt cache", "routes", "gate weights")
+_CAUSES = (*_MODEL, *PARTS, "log-softmax", "temperature", "support")
 # What is done to the last hidden states: they are computed once for all of these.
 _AFTER = ("logits head", "log-softmax", "temperature", "support")
 _PRECISIONS = ("float32", "bfloat16")
@@ -49,6 +52,7 @@ class ThirdEngine:
         routes: [T - 1 or T, L, K] of each sequence, the experts that the sampler took; None: there is no record.
         weights: {name: Hugging Face folder}.
         gate_weights: The weights of these experts, as `routes`.
+        block: Tokens of a block of the prefix cache.
 
     Raises:
         DataError: The arrays do not fit together.
@@ -62,6 +66,7 @@ class ThirdEngine:
         *,
         weights: Mapping[str, Path],
         gate_weights: Seq[np.ndarray] | None = None,
+        block: int = 16,
     ):
         self._tokens = [np.asarray(one, np.int64) for one in token_ids]
         self._prompts, self._folders = list(prompts), dict(weights)
@@ -82,13 +87,14 @@ class ThirdEngine:
         self._heads: dict[Any, torch.Tensor] = {}
         self._hidden: dict[tuple, list[torch.Tensor]] = {}
         self._settings: Settings = {}
-        self._sequence = 0
+        self._sequence = self._first = 0
+        self._cached = [(prompt - 1) // block * block for prompt in self._prompts]
 
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings of the model itself in float32, with the recorded routes where there are any."""
         gates = "chosen" if self.facts.norm_topk_prob else "all"
-        first = {"weights": next(iter(self._folders)), "weight format": "exact"}
+        first = {"weights": next(iter(self._folders)), "weight format": "exact", "prompt cache": "fresh"}
         first |= {"routes": "own" if self._routes is None else "recorded", "gate weights": gates}
         return first | dict.fromkeys((*PARTS, "log-softmax"), "float32") | {"temperature": 1.0, "support": "all"}
 
@@ -100,6 +106,7 @@ class ThirdEngine:
         return {
             "weights": list(self._folders),
             "weight format": ["exact", "fp8_e4m3"],
+            "prompt cache": ["fresh", *(self._folders if any(self._cached) else ())],
             "routes": routes,
             "gate weights": ["chosen", "all", *recorded],
             PARTS: both,
@@ -218,7 +225,8 @@ class ThirdEngine:
             return output
         if wanted == "recorded":
             assert self._gates is not None and self._routes is not None  # see _check
-            taken, given = (torch.from_numpy(one[self._sequence][:, column]) for one in (self._routes, self._gates))
+            rows = slice(self._first, self._first + len(experts))
+            taken, given = (torch.from_numpy(one[self._sequence][rows, column]) for one in (self._routes, self._gates))
             same = (taken.long() == experts).all(-1, keepdim=True)
             return logits, torch.where(same, given.to(own.dtype), own), experts
         scores = logits.float().softmax(-1) if self.facts.score_function == "softmax" else logits.float().sigmoid()
@@ -235,14 +243,28 @@ class ThirdEngine:
 
     def _last_hidden(self, settings: Settings) -> list[torch.Tensor]:
         """Return the last hidden states [N, H] of the rows that predict each sequence's completion."""
+        from transformers import DynamicCache
+
+        starts, caches = [0] * len(self._tokens), [None] * len(self._tokens)
+        if settings["prompt cache"] not in ("fresh", settings["weights"]):
+            starts, caches = self._cached, [DynamicCache() if cached else None for cached in self._cached]
+            self._rows({**settings, "weights": settings["prompt cache"]}, [0] * len(starts), starts, caches)
+        found = self._rows(settings, starts, [len(one) - 1 for one in self._tokens], caches)
+        return [rows[prompt - 1 - start :] for rows, prompt, start in zip(found, self._prompts, starts, strict=True)]
+
+    def _rows(self, settings: Settings, first: Seq[int], end: Seq[int], caches: Seq[Any]) -> list[torch.Tensor]:
+        """Return the last hidden states of these rows of each sequence. A cache has the rows before, and gets these."""
         model = self._load(settings)
         for part in PARTS:
             self._set(part, getattr(torch, str(settings[part])))
         self._settings, found = settings, []
-        for number, (tokens, prompt) in enumerate(zip(self._tokens, self._prompts, strict=True)):
-            self._sequence = number
-            routes = self._routes[number] if self._routes is not None and settings["routes"] == "recorded" else None
-            found.append(model.hidden(tokens[:-1], routes)[prompt - 1 :])
+        for number, (tokens, cache) in enumerate(zip(self._tokens, caches, strict=True)):
+            rows = slice(first[number], end[number])
+            self._sequence, self._first = number, rows.start
+            routes = (
+                self._routes[number][rows] if self._routes is not None and settings["routes"] == "recorded" else None
+            )
+            found.append(model.hidden(tokens[rows], routes, cache) if end[number] else torch.empty(0))
         return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,10 +75,18 @@ class IndependentModel:
         """
         return self.model.lm_head(self.hidden(tokens, routes))
 
-    def hidden(self, tokens: Seq[int] | np.ndarray, routes: np.ndarray | None = None) -> torch.Tensor:
-        """Return the last hidden states [T, H], from which the output matrix makes the logits. Args as above."""
+    def hidden(
+        self, tokens: Seq[int] | np.ndarray, routes: np.ndarray | None = None, cache: Any = None
+    ) -> torch.Tensor:
+        """Return the last hidden states [T, H], from which the output matrix makes the logits.
+
+        Args:
+            tokens, routes: As above.
+            cache: Keys and values of earlier tokens, a `transformers` Cache; those of these tokens are added to it.
+        """
         self._routes = None if routes is None else torch.from_numpy(routes.astype(np.int64))
-        return self.model.model(torch.tensor([[*map(int, tokens)]])).last_hidden_state[0]
+        given = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+        return self.model.model(torch.tensor([[*map(int, tokens)]]), **given).last_hidden_state[0]
 
     def _watched(self, gate, column):
         forward = gate.forward

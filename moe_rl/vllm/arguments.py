@@ -19,7 +19,7 @@ from moe_rl.vllm import patches
 from moe_rl.vllm.recording import Recording
 
 # The CPU backend requires multiples of 32.
-_BLOCK_SIZE = 32
+BLOCK_SIZE = 32
 _STEP_TOKENS = 4096
 # The share of a GPU that vLLM requires to be free at its start. Since the KV cache's size is given, vLLM uses this
 # share for nothing else; a trainer may already occupy the GPU.
@@ -117,7 +117,7 @@ def sized(
         "max_num_batched_tokens": max(_STEP_TOKENS, max_model_len, max_concurrent),
         "kv_cache_memory_bytes": kv_cache_mib << 20,
         "gpu_memory_utilization": _FREE_AT_START,
-        "block_size": _BLOCK_SIZE,
+        "block_size": BLOCK_SIZE,
         "tensor_parallel_size": gpus,
         "enforce_eager": None if cuda_graphs is None else not cuda_graphs,
         **passed,

@@ -1,24 +1,32 @@
-"""Tests which causes engines can swap for a run, and why others cannot, without starting one."""
+"""Tests which causes engines can swap for a run, and why others cannot, and that planted ones are found, without
+starting an engine."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from moe_rl.comparison import engine_runs
+from moe_rl.comparison.bisection import Computation, bisect, text
 from moe_rl.comparison.engine_runs import EngineRuns, _known
+from moe_rl.comparison.run_sides import Added
 from moe_rl.config.load import load_config
 from moe_rl.models.hf import read_model
 from moe_rl.types import Sequence, sampled_by
+from tests.support.pretend_engines import VALUE, PretendEngines
 
 CONFIG = Path("configs/tiny_moe_cpu.yaml")
 
 
-def runs(folder, *overrides, prompt=20):
+def runs(folder, *overrides, prompt=20, count=1, sampled=2):
     config = load_config(CONFIG, list(overrides))
-    one = Sequence(
-        "s1/p0/c0", tuple(range(3, 3 + prompt)), (5, 6), np.zeros(2, np.float32), 0.0, sampled_by(0, 2), None
-    )
-    return EngineRuns(config, read_model(config.model.path), config.model.path, [one], folder)
+    tokens, none = tuple(range(5, 5 + sampled)), np.zeros(sampled, np.float32)
+    sequences = [
+        Sequence(f"s1/p{at}/c0", tuple(range(3, 3 + prompt)), tokens, none, 0.0, sampled_by(0, sampled), None)
+        for at in range(count)
+    ]
+    return EngineRuns(config, read_model(config.model.path), config.model.path, sequences, folder)
 
 
 def test_each_cause_can_be_tried_or_says_why_not(tmp_path, monkeypatch):
@@ -48,3 +56,36 @@ def test_a_completion_is_known_up_to_the_first_other_token():
     assert _known((5, 6, 7, 8), (5, 6, 9), logprobs) == pytest.approx([-0.5, -1.0, np.nan, np.nan], nan_ok=True)
     assert _known((5, 6), (5, 6, 9), logprobs) == pytest.approx([-0.5, -1.0])
     assert np.isnan(_known((5,), (), logprobs[:0])).all()
+
+
+@pytest.mark.parametrize(
+    ("causes", "kind"),
+    [
+        *(([cause], "suspected") for cause in VALUE),
+        *(([cause], "changed") for cause in VALUE if cause != "prefix cache"),
+        (["prefix cache", "batch composition"], "suspected"),
+    ],
+)
+def test_a_cause_that_only_an_engine_shows_is_found(tmp_path, monkeypatch, causes, kind):
+    """suspected: the run's engine was in a state that a fresh one with its settings is not in. changed: each engine
+    with the run's settings has the fault, and none without them."""
+    rng, count, length = np.random.default_rng(0), 12, 10
+    base, noise = rng.normal(-1, 0.3, (count, length)), rng.normal(0, 1e-4, (count, length))
+    keys = [f"s1/p{at}/c0" for at in range(count)]
+    completions = {key: (range(5, 5 + length), one) for key, one in zip(keys, base, strict=True)}
+    planted = PretendEngines(causes, completions, kind)
+    planted.install(monkeypatch)
+    monkeypatch.setattr(engine_runs.patches, "inspect", lambda: SimpleNamespace(summary="patched"))
+    engines = runs(tmp_path, count=count, sampled=length)
+    run = Added(lambda _: list(base + 1e-3))
+    run.add(engines.suspects, engines, engines({}))
+    found = bisect(
+        Computation(run.settings, run, [*map(planted.recorded, keys)], engines.suspects, engines.changes),
+        Computation({}, lambda _: list(base), list(base + noise)),
+        untested=engines.untested,
+    )
+    assert {(atom.cause, atom.kind, atom.value) for one in found.causes for atom in one.swap} == {
+        (cause, kind, VALUE[cause]) for cause in causes
+    }, text(found)
+    assert {one.verdict for one in found.causes} == {"carries"} and found.explained
+    assert "not tested: engine's parallel degree: the run's engines have one device" in text(found)

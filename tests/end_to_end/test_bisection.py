@@ -2,13 +2,21 @@
 
 import json
 import shutil
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from moe_rl.cli import main
+from moe_rl.comparison import engine_runs, run_sides
 from moe_rl.comparison.third_engine import PARTS
+from moe_rl.comparison.trainer_scores import TrainerScores
+from moe_rl.config.layout import on_one_rank
 from moe_rl.config.load import dump_config, load_config
+from moe_rl.rollout.kept import KeptRollouts
+from moe_rl.trace import TraceStore
 from tests.end_to_end.conftest import Launch
+from tests.support.pretend_engines import VALUE, PretendEngines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -30,9 +38,10 @@ def bisected(trained, tmp_path, monkeypatch, capsys):
     """What is found on a copy of a run whose config declares these settings."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
-    def bisected(*declared, options=()):
+    def bisected(*declared, options=(), alter=lambda run: None):
         run = tmp_path / "run"
         shutil.copytree(trained, run)
+        alter(run)
         (run / "config.yaml").write_text(dump_config(load_config(run / "config.yaml", declared)))
         status = main(["compare", "--bisect", str(run), *options, "--json", str(tmp_path / "found.json")])
         found = json.loads((tmp_path / "found.json").read_text())
@@ -71,3 +80,42 @@ def test_engines_and_ranks_that_start_again_change_no_bit(bisected):
     )
     carried = {atom["cause"] for one in found["causes"] for atom in one["swap"]}
     assert carried and carried <= set(PARTS)  # the sampler computes in bfloat16
+
+
+@pytest.mark.parametrize("cause", VALUE)
+def test_a_cause_that_only_an_engine_shows_is_named(bisected, monkeypatch, cause):
+    """The kept log-probabilities of the run are those of an engine that had the cause. Pretend engines take the place
+    of vLLM's; the trainer is real."""
+
+    def alter(run):
+        kept = KeptRollouts(run / "rollouts", TraceStore(run / "trace"))
+        batches = {step: kept.load(step) for step in kept.steps()}
+        every = [one for batch in batches.values() for one in batch.sequences]
+        planted = PretendEngines([cause], {one.key: (one.token_ids, one.rollout_logprobs) for one in every})
+        planted.install(monkeypatch)
+        for step, batch in batches.items():
+            altered = [replace(one, rollout_logprobs=planted.recorded(one.key), seal="") for one in batch.sequences]
+            kept.save(step, replace(batch, sequences=altered))
+
+    monkeypatch.setattr(engine_runs, "PIECE", 2)  # the prompts of this task are short
+    monkeypatch.setattr(run_sides, "least_ranks", lambda parallel: 1)
+    status, found, said = bisected(options=["--engines"], alter=alter)
+    (atom,) = found["causes"][0]["swap"]
+    assert (atom["side"], atom["cause"], atom["kind"]) == ("sampler", cause, "suspected"), said
+    assert status == 0 and "not tested: engine's parallel degree" in said
+
+
+def test_a_parallel_degree_of_the_trainer_is_named(bisected, monkeypatch):
+    """The ranks of the run's layout compute something else than one rank does."""
+    rng = np.random.default_rng(0)
+
+    def in_layout(config, run, step, version, trained, ranks, out):
+        alone = TrainerScores(on_one_rank(config), run, step, version, trained).of(config.train.microbatch_tokens)
+        return [one + rng.normal(0, 0.05, len(one)) for one in alone]
+
+    monkeypatch.setattr(run_sides, "in_layout", in_layout)
+    monkeypatch.setattr(run_sides.EngineRuns, "_why_none", lambda self: "not here")
+    status, found, said = bisected(options=["--engines"])
+    (atom,) = found["causes"][0]["swap"]
+    assert (atom["side"], atom["cause"], atom["value"]) == ("trainer", "layout", "one rank"), said
+    assert status == 0 and "not tested: prefix cache: not here" in said
