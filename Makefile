@@ -62,6 +62,7 @@ lint: $(READY) docs ## check style, layout, types, spelling and the links of the
 	@git ls-files -z -- . ':!assets' ':!requirements' ':!LICENSE' ':!*.svg' ':!*.jsonl' ':!*.npz' | \
 	    xargs -0 $(VENV)/bin/codespell
 	@$(VENV)/bin/python tools/dev/check_links.py
+	@! git grep -nE '^ *(<{7}|>{7}) ' # what a merge left
 
 docs: $(READY) ## build docs/ as a site in site/; needs no network
 	@$(VENV)/bin/mkdocs build --quiet

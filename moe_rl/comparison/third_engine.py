@@ -203,7 +203,7 @@ class ThirdEngine:
         return found
 
     def _hooked(self, part: str, modules: Seq[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Make the modules of a part compute in its precision. Returns their parameters, and these in float32."""
+        """Make a part's modules compute in the part's precision. Returns each parameter and its float32 values."""
 
         def enter(_: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             return _in(self._at[part], args), _in(self._at[part], kwargs)

@@ -73,7 +73,7 @@ def packing_problems(
     Args:
         packed: the packed tensors, see `unpacked`.
         left: names of the tensors that are neither unpacked nor part of the model.
-        other_dtypes: those of unpacked tensors that are no floating-point numbers of 16 or 32 bits.
+        other_dtypes: dtypes of unpacked tensors other than floats of 16 or 32 bits.
         settings: `quantization_config` of the model; empty without one.
     """
     where: About = {"key": "model.path", "field": "quantization_config", "folder": folder}

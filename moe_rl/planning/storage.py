@@ -19,19 +19,15 @@ from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
 class Storage:
     """Holds the bytes that leave a rank's memory.
 
-        Attributes:
-            routes_*: raw ids, one row per forwarded token. Those of a node are the ones that its ranks read.
-            checkpoint_bytes: parameters and optimizer state of the whole model.
-            checkpoints: number of checkpoints that are there while one is written.
-            disk_gb_per_second: speed of the cluster's disk in 10^9 bytes; None if the config does not say.
-    <<<<<<< HEAD
-            grace_seconds: time from a request to stop to the end of the run.
-            weight_sync_bytes: the whole model in the sampler's precision.
-    =======
-            weight_sync_bytes: the whole model in the sampler's precision, or only the adapters.
-    >>>>>>> 1519a50e (weights: samplers may merge adapters into their own checkpoint)
-            sync_seconds: time to send weight_sync_bytes over each link of the cluster, from the link's bandwidth alone.
-            weight_bucket_bytes: the largest amount of weights that a rank holds at a time during a transfer.
+    Attributes:
+        routes_*: raw ids, one row per forwarded token. Those of a node are the ones that its ranks read.
+        checkpoint_bytes: parameters and optimizer state of the whole model.
+        checkpoints: number of checkpoints that are there while one is written.
+        disk_gb_per_second: speed of the cluster's disk in 10^9 bytes; None if the config does not say.
+        grace_seconds: time from a request to stop to the end of the run.
+        weight_sync_bytes: the whole model in the sampler's precision, or only the adapters.
+        weight_bucket_bytes: the largest amount of weights that a rank holds at a time during a transfer.
+        sync_seconds: time to send weight_sync_bytes over each link of the cluster, from the link's bandwidth alone.
     """
 
     routes_bytes_per_token: int

@@ -110,8 +110,8 @@ class AuditReport:
     Attributes:
         faults: What is wrong with what the routers used.
         record: The claims about the record itself.
-        replayed, skipped, wrong: Runs of routers with the recorded experts; with their own choice instead; with others.
-        forwards, recomputations: All runs.
+        replayed, skipped, wrong: Number of router runs with the recorded experts; with the router's own; with others.
+        forwards, recomputations: Number of all router runs, in forward passes and in recomputations.
         power: Share of the runs in which the router's own choice differs from the record, so that a replay that does
             nothing is noticed.
     """
@@ -206,7 +206,7 @@ class Audited:
         )
 
     def _target(self, one: RouterRun) -> np.ndarray:
-        """Return what a run should have used, [R, K]; for padding what it did use."""
+        """Return the experts that each row of a run should have used, [R, K]; for padding, those that it used."""
         expected = self.expected[one.microbatch]
         if one.mtp:
             return one.native

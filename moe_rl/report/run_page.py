@@ -77,7 +77,7 @@ def write_report(run_dir: Path, share: Path | None = None) -> Path:
 
 
 def _choices(schema: Any) -> set[str]:
-    """Return every text that a key of the config takes as one of several choices."""
+    """Return every text that is one of the choices of a config key."""
     found = {one for one in (*schema.get("enum", ()), schema.get("const")) if isinstance(one, str)}
     for part in schema.values():
         for inner in part if isinstance(part, list) else [part]:

@@ -110,7 +110,7 @@ class PooledRollouts:
         return False
 
     def wake(self, part: str) -> None:
-        """Let lost servers return, see Sampler.wake. The sampler does not sleep."""
+        """Let lost servers return (see Sampler.wake): there is no sleep to wake from."""
         self.workers = self._call(Wake(part), wire.SamplerUpdated).workers
 
     def close(self) -> None:

@@ -201,7 +201,7 @@ def _way(source: Broadcast) -> tuple[list[SenderAt], int, int]:
 
 
 def _buckets(source: Broadcast, infos: Sequence[TensorInfo]) -> Iterator[tuple[int, Sequence[TensorInfo]]]:
-    """Yield (index of its sender, its tensors) of each bucket."""
+    """Yield, for each bucket, its sender's index and its tensors."""
     named, tensors = {at for at, _ in source.buckets}, sum(count for _, count in source.buckets)
     if tensors != len(infos) or not named <= set(range(len(source.senders))):
         raise WeightSyncError(
