@@ -40,3 +40,8 @@ def test_only_links_out_of_docs_become_text(hooks):
     assert hooks.on_page_markdown(text, page=page) == (
         "a (`configs/models/README.md`), [b](../generated/config.md#run), [c](plan.md) and [d](https://e.org/../f)"
     )
+
+
+def test_the_theme_finds_the_style_sheets_that_its_colours_switch(hooks):
+    head = hooks.on_post_page("<head></head><body>")
+    assert head.index('id="hljs-light"') < head.index('id="hljs-dark"') < head.index("</head><body>")

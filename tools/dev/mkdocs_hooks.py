@@ -11,6 +11,11 @@ from typing import Any
 
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)[^)\s]*\)")
 HEADING = re.compile(r"^## (.+)$")
+# Wide tables and lines scroll by themselves. The theme switches two style sheets on and off, and fails without them.
+HEAD = (
+    "<style>table { display: block; overflow-x: auto } code { overflow-wrap: anywhere }</style>"
+    '<style id="hljs-light"></style><style id="hljs-dark"></style></head>'
+)
 ENTRY = re.compile(r"\[([^\]]+)\]\(([^)#]+)\)")
 
 
@@ -48,3 +53,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         return link[0] if target.startswith("docs/") else f"{link[1]} (`{target}`)"
 
     return LINK.sub(replaced, markdown)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Add what the theme's own head lacks. mkdocs calls this for each page."""
+    return output.replace("</head>", HEAD, 1)
