@@ -187,7 +187,10 @@ def as_token_ids(token_ids: Sequence[int] | np.ndarray, *, where: About) -> np.n
     Raises:
         RouteValidationError: the ids are not a one-dimensional list of integers in [0, 2**31).
     """
-    ids = np.asarray(token_ids)
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError:  # lists among the numbers
+        ids = np.asarray(token_ids, object)
     if ids.ndim == 1 and ids.size == 0:
         ids = ids.astype("<i4")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

@@ -145,6 +145,7 @@ def test_files_are_imported_and_read_back(tmp_path, form):
         (lambda one: one["response"]["choices"][0].pop("token_ids"), {"pieces": ["token_ids"]}),
         (lambda one: one.__setitem__("start", 9), {"token": 5}),
         (lambda one: one.__setitem__("prompt_token_ids", "x"), {"fault": "no import line"}),
+        (lambda one: one.__setitem__("weight_version", 1 << 64), {"fault": "no import line"}),
     ],
 )
 def test_one_bad_line_publishes_nothing(tmp_path, change, facts):
@@ -308,6 +309,12 @@ UNIMPORTABLE = {
     "the key again": ("vllm", lambda one: one.update(key="chat/turn1")),
     "no key": ("vllm", lambda one: one.update(key="")),
     "a negative token": ("vllm", lambda one: one["response"]["choices"][0]["token_ids"].__setitem__(0, -1)),
+    "a list among the tokens": ("vllm", lambda one: one["response"]["choices"][0]["token_ids"].__setitem__(0, [1])),
+    "a list among the tokens of NeMo": (
+        "nemo",
+        lambda one: one["response"]["generation_token_ids"].__setitem__(0, [1]),
+    ),
+    "no rows": ("vllm", lambda one: one["response"]["choices"][0].update(routed_experts=[])),
 }  # fmt: skip
 
 
@@ -322,6 +329,39 @@ def test_check_tells_whatever_the_import_refuses(tmp_path, name):
         import_lines(file, tmp_path / "store", "shard", SPEC, form)
     found = [[finding.rule for finding in found if finding.certain] for _, found in lint_lines(file, SPEC, form)]
     assert found[-1] and not any(found[:-1])
+
+
+def test_a_message_that_is_no_object_is_refused_and_checked_alike(tmp_path):
+    line = lines("nemo")[0] | {"response": {"choices": [{"message": [1]}]}}
+    (tmp_path / "replies.jsonl").write_text(json.dumps(line))
+    for read in (lambda file: import_lines(file, tmp_path, "s", SPEC, "nemo"),
+                 lambda file: list(lint_lines(file, SPEC, "nemo"))):  # fmt: skip
+        with refused(TraceError, "not objects", line=1):
+            read(tmp_path / "replies.jsonl")
+
+
+def test_numbers_that_only_python_writes_are_read(tmp_path):
+    first, second = lines("vllm")
+    second["response"]["choices"][0]["logprobs"] = [float("-inf"), float("nan")]
+    (tmp_path / "replies.jsonl").write_text(f"\ufeff{json.dumps(first)}\n{json.dumps(second)}")
+    refs = import_lines(tmp_path / "replies.jsonl", tmp_path, "shard", SPEC, "vllm")
+    np.testing.assert_array_equal(TraceStore(tmp_path).read(refs[-1]).routes, np.sort(ROUTES))
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        ([], "wrong shape"),
+        (b64(all_layers(ROUTES)[:10].astype(np.uint8).repeat(4)), "of the type that the payload is read as"),
+        (np.where(all_layers(ROUTES)[:10] == 3, -1, all_layers(ROUTES)[:10]).tolist(), "did not record the routes"),
+    ],
+)
+def test_a_refusal_says_the_cause(tmp_path, payload, said):
+    line = lines("sglang")[0]
+    line["response"]["meta_info"]["routed_experts"] = payload
+    (tmp_path / "replies.jsonl").write_text(json.dumps(line))
+    with refused(TraceError, said):
+        import_lines(tmp_path / "replies.jsonl", tmp_path / "store", "shard", SPEC, "sglang")
 
 
 def huge_npy(shape: str, dtype: str = "|u1") -> bytes:

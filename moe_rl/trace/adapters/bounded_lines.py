@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -35,8 +36,13 @@ def decoded_lines(
                 if not text.strip():
                     continue
                 try:
-                    line = decoder.decode(text)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    try:
+                        line = decoder.decode(text)
+                    except msgspec.ValidationError:
+                        raise
+                    except msgspec.DecodeError:  # Python writes NaN and Infinity, which JSON does not have
+                        line = msgspec.convert(json.loads(text), decoder.type)
+                except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                     raise TraceError(
                         wrong, where=where, got=str(error)[:200], expected=expected, fault="no import line"
                     ) from error

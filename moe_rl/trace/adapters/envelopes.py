@@ -156,6 +156,8 @@ def decode_lists(nested: list) -> np.ndarray:
             got=str(error)[:120],
             expected="[T][layers][K]",
         ) from error
+    if not array.size:  # numpy takes empty lists for floats
+        return array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise TraceError(
             "expert ids are not integers",
@@ -245,7 +247,9 @@ def _check_ids(picked: np.ndarray, spec: TraceSpec, where: About) -> None:
                 where={**where, "token": token, "layer": spec.moe_layers[layer], "expert": bad},
                 got=picked[token, layer].tolist(),
                 expected=f"ids from 0 to {spec.num_experts - 1}",
-                do="drop the sequence: its sampler did not record the routes of every token",
+                do="drop the sequence: its sampler did not record the routes of every token"
+                if bad == -1
+                else "look at the sampler: ids must be logical, and of the type that the payload is read as",
             )
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -62,7 +62,7 @@ class _Line(msgspec.Struct):
     response: dict[str, Any] | None = None
     start: int = 0
     parent: str | None = None
-    weight_version: int | None = None
+    weight_version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
 
 
 # Created at import time, by one thread: msgspec crashes when two threads decode a new type at the same time.
@@ -199,13 +199,15 @@ def _split(line: _Line, form: str, where: About) -> list[_Item]:
     choices = line.response.get("choices", line.response.get("outputs")) if form in ("vllm", "nemo") else None
     if choices is None:
         return [_Item(line.key, line.prompt_token_ids, line.response, line)]
+    if form == "nemo" and isinstance(choices, list):
+        choices = [choice.get("message", choice) if isinstance(choice, dict) else choice for choice in choices]
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise TraceError("choices of the reply are not objects", where=where)
     items = []
     for at, choice in enumerate(choices):
         key = line.key if len(choices) == 1 else f"{line.key}/{at}"
         prompt = line.prompt_token_ids or choice.get("prompt_token_ids") or line.response.get("prompt_token_ids")
-        items.append(_Item(key, prompt, choice.get("message", choice) if form == "nemo" else choice, line))
+        items.append(_Item(key, prompt, choice, line))
     return items
 
 

@@ -9,12 +9,14 @@ Legend for shapes: T tokens, C layers as sent, L MoE layers, K top-k experts per
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
+from moe_rl.errors import RouteValidationError
 from moe_rl.trace.adapters.envelopes import moe_columns
-from moe_rl.trace.record import TraceSpec
+from moe_rl.trace.record import TraceSpec, as_token_ids
 
 # Shorter sequences may repeat routes by chance.
 _FEW_ROWS = 8
@@ -59,9 +61,10 @@ def lint(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | np.ndar
         return findings
     empty = _empty_rows(moe)
     findings += _ids(moe, spec, layers, empty)
-    tokens = None if token_ids is None else np.asarray(token_ids)
-    if tokens is not None and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
-        tokens = None
+    tokens = None
+    if token_ids is not None:
+        with suppress(RouteValidationError):
+            tokens = as_token_ids(token_ids, where={})
     findings += _rows(moe, spec, tokens, empty)
     findings += _layers(moe[~empty], layers)
     if tokens is not None:
