@@ -30,8 +30,7 @@ from output import beside
 from packing import EXPERT_PARALLEL, batch_arguments, recorded, synthetic
 
 from moe_rl.planning.balance import excess
-from moe_rl.planning.copy_choice import choose_copies
-from moe_rl.planning.expert_copies import with_copies
+from moe_rl.planning.copy_choice import choose_copies, with_copies
 from moe_rl.planning.expert_placement import place, rank_loads
 
 _WINDOW = 4

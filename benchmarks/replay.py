@@ -74,9 +74,8 @@ class Timer:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
     from moe_rl.megatron import world
-    from moe_rl.megatron.microbatch import pack
+    from moe_rl.megatron.microbatch import Work, pack
     from moe_rl.megatron.policy import Policy
-    from moe_rl.megatron.share import Work
     from moe_rl.models.hf import read_model
     from moe_rl.replay.alignment import AlignmentTest
     from moe_rl.replay.replay_pass import ReplayPass, Watch

@@ -59,8 +59,7 @@ import packing as batches
 import yaml
 
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
-from moe_rl.planning.copy_choice import choose_copies
-from moe_rl.planning.expert_copies import with_copies
+from moe_rl.planning.copy_choice import choose_copies, with_copies
 from moe_rl.planning.expert_placement import natural_order, place
 from moe_rl.planning.packing import pack
 

@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.output import show
 from moe_rl.comparison.third_engine import ThirdEngine
-from moe_rl.config.correction_keys import CorrectionConfig
 from moe_rl.config.load import load_config
+from moe_rl.config.objective import CorrectionConfig
 from moe_rl.objectives import second_moment
 from moe_rl.objectives.advantages import advantages
 from moe_rl.objectives.corrections import token_weights

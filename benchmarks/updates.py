@@ -181,7 +181,7 @@ class ReplayedUpdates:
         return list(self.policy.score(self._work(self.tables, plans), "replay", "bench").logprobs)
 
     def _work(self, tables: list, plans: list) -> list:
-        from moe_rl.megatron.share import Work
+        from moe_rl.megatron.microbatch import Work
 
         work = zip_longest(self.microbatches, tables, plans)
         return [Work(microbatch, table, microbatch.rollout_logprobs, plan=plan) for microbatch, table, plan in work]

@@ -8,7 +8,7 @@ import numpy as np
 from scale_parts.target import Target, at_full_size, cpu_seconds
 
 from moe_rl.planning.balance import pack_by_load
-from moe_rl.train import assignment
+from moe_rl.train.shares import assign
 
 _KINDS = 6
 
@@ -38,7 +38,7 @@ def measured(target: Target) -> dict[str, float]:
         costs[count] = cpu_seconds(planned, 1)
     seconds, exponent = at_full_size(costs, full)
     # Where the updates are planned together, each is planned by another rank at the same time.
-    together = "updates" in inspect.signature(assignment.assign).parameters
+    together = "updates" in inspect.signature(assign).parameters
     return {
         "packing_seconds": seconds if together else train.updates_per_step * seconds,
         "packing_exponent": exponent,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scale_parts.target import Target
 
-from moe_rl.planning.storage import weight_sync_bytes
+from moe_rl.planning.sampler_memory import weight_sync_bytes
 
 RANKS = 4
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.commands.tokenizer_code import convert_tokenizer
-from moe_rl.config.check_layout import layout_problems
-from moe_rl.config.layout import on_one_rank
+from moe_rl.config.layout import layout_problems, on_one_rank
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
 from moe_rl.disk import write_json

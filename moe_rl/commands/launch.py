@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_rl.train.last_words import statuses
+from moe_rl.train.hangs import statuses
 from moe_rl.train.peers import EXIT_CODE
 
 # Seconds from the end of the ranks' grace period until they are killed.

@@ -46,7 +46,7 @@ from moe_rl.planning.plan_table import render
 from moe_rl.planning.side_balance import Speeds, side_balance
 from moe_rl.report.side_speeds import measured_speeds, read_speeds
 from moe_rl.train import run_folder
-from moe_rl.train.last_words import tell
+from moe_rl.train.hangs import tell
 from moe_rl.train.peers import STOPPED
 from moe_rl.train.replayed_run import replay_problems
 from moe_rl.train.run_folder import RunFolder

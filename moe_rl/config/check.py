@@ -1,7 +1,7 @@
 """Finds everything that is wrong with a config, its files and the number of ranks, before any work starts.
 
 Rules about one field or one section are part of the section classes. This file has the rules that need two sections or
-the model. `check_layout` has the rules that need the number of ranks, `check_cluster` those for several machines, and
+the model. `layout` has the rules that need the number of ranks, `check_cluster` those for several machines, and
 `check_files` those for this machine. Only headers and small files are read, and no user code is imported, so the checks
 are quick and have no side effects.
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from moe_rl.config.check_cluster import engine_problems, neighbour_problems
 from moe_rl.config.check_environment import environment_problems
 from moe_rl.config.check_files import file_problems
-from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.check_lora import lora_problems
+from moe_rl.config.layout import layout_problems
 from moe_rl.config.passed_on import passed_problems
 from moe_rl.config.schema import Config
 from moe_rl.config.stale_data import stale_problems

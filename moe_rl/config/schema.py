@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moe_rl.config.environment import EnvironmentConfig
-from moe_rl.config.gateway import GatewayConfig
+from moe_rl.config.environment import EnvironmentConfig, GatewayConfig
 from moe_rl.config.objective import AnyObjective, GspoConfig
-from moe_rl.config.pipeline import PipelineConfig
 from moe_rl.config.prompt_sources import (
     GENERATOR,
     ChatConfig,
@@ -24,7 +22,7 @@ from moe_rl.config.prompt_sources import (
     source_problems,
 )
 from moe_rl.config.reward_kinds import AnyReward
-from moe_rl.config.sampling_keys import ReplayConfig, RolloutConfig
+from moe_rl.config.sampling_keys import PipelineConfig, ReplayConfig, RolloutConfig
 from moe_rl.config.section import (
     BelowOne,
     Count,

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config.gateway import DialogueKind
+from moe_rl.config.environment import DialogueKind
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import About, ConfigError
 from moe_rl.gateway.json_values import as_object, carried

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moe_rl.config.gateway import DialogueKind
+from moe_rl.config.environment import DialogueKind
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]

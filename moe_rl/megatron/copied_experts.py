@@ -1,6 +1,6 @@
 """Sends the weights of experts to their copies on other ranks, and gradients back.
 
-A plan (`planning.expert_copies`) says which ranks compute some of an expert's rows. Right before the experts run, its
+A plan (`planning.copy_choice`) says which ranks compute some of an expert's rows. Right before the experts run, its
 owner sends its weights there; in the backward pass the gradients of the copies come back, and the owner adds them to
 its own. So an update sees one gradient of the expert, and a copy is neither a parameter nor in a checkpoint: it lives
 from the forward pass of its microbatch and layer to the backward pass.

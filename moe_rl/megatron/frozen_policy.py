@@ -8,9 +8,9 @@ from collections.abc import Sequence as Seq
 from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.megatron import schedule
 from moe_rl.megatron.adapters import without_adapters
+from moe_rl.megatron.microbatch import Work
 from moe_rl.megatron.model import build_model, transformer_config, unwrap
 from moe_rl.megatron.policy import Policy
-from moe_rl.megatron.share import Work
 from moe_rl.models.hf import ModelFacts
 
 

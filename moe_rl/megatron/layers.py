@@ -26,7 +26,7 @@ from moe_rl.megatron.adapters import Adapter, of_experts
 from moe_rl.megatron.copied_experts import receive_copies
 from moe_rl.megatron.dispatcher import FlexDispatcher, PlannedDispatcher
 from moe_rl.objectives.device import to_device
-from moe_rl.planning.token_layout import positions_of
+from moe_rl.planning.packing import positions_of
 
 
 class RMSNorm(torch.nn.RMSNorm):

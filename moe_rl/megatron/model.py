@@ -30,8 +30,8 @@ from moe_rl.errors import ConfigError
 from moe_rl.megatron import hf_map, world
 from moe_rl.megatron.hf_files import CheckpointReader
 from moe_rl.megatron.lora import attach
-from moe_rl.megatron.own_gradients import OwnGradients
 from moe_rl.megatron.router import ReplayRouter
+from moe_rl.megatron.router_gradients import OwnGradients
 from moe_rl.megatron.specs import replay_spec
 from moe_rl.models.facts import ModelFacts, Yarn
 from moe_rl.replay.plans import LayerPlan

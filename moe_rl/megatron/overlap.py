@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from moe_rl.errors import ConfigError
-from moe_rl.megatron.combine import spread, summed
+from moe_rl.megatron.dispatcher import spread, summed
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
 from moe_rl.replay.replay_pass import MicrobatchHandle
 

@@ -24,7 +24,7 @@ from moe_rl.megatron.cpu import mode_left_behind, without_mode
 from moe_rl.megatron.expert_order import checksum, move
 from moe_rl.megatron.layers import GroupedExperts
 from moe_rl.megatron.live_weights import LiveWeights
-from moe_rl.megatron.microbatch import Microbatch
+from moe_rl.megatron.microbatch import Microbatch, ScoredWork, Work
 from moe_rl.megatron.model import (
     build_model,
     learning_rate_schedule,
@@ -37,7 +37,6 @@ from moe_rl.megatron.model import (
 )
 from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
-from moe_rl.megatron.share import ScoredWork, Work
 from moe_rl.models.hf import ModelFacts, expected_tensors
 from moe_rl.planning.expert_placement import check_order, natural_order
 from moe_rl.replay.plans import DispatchRules

@@ -16,10 +16,8 @@ from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import parameter_count
 from moe_rl.planning.activations import Activations, Shape, stage_activations
-from moe_rl.planning.batch_sizes import Batch, make_batch
 from moe_rl.planning.memory import DTYPE_BYTES, StageMemory, stage_memory
-from moe_rl.planning.sampler_memory import SamplerMemory, make_sampler
-from moe_rl.planning.storage import Storage, make_storage
+from moe_rl.planning.sampler_memory import Batch, SamplerMemory, Storage, make_batch, make_sampler, make_storage
 from moe_rl.planning.transfer import Transfer, planned_transfer
 
 

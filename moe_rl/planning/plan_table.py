@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moe_rl.planning.cluster_plan import Plan, Stage
+from moe_rl.planning.sampler_memory import Storage
 from moe_rl.planning.side_balance import SideBalance
-from moe_rl.planning.storage import Storage
 
 Row = tuple[str, str, str]
 """A row: label, value, note."""

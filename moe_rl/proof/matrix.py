@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_rl.config.check_layout import layout_problems
+from moe_rl.config.layout import layout_problems
 from moe_rl.errors import ConfigError, Problem, ReplayError
 from moe_rl.models.hf import read_model
 from moe_rl.parent import torchrun

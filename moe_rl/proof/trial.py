@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.megatron import hf_map, world
-from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.megatron.microbatch import Microbatch, ScoredWork, Work, pack
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, UpdateResult
 from moe_rl.megatron.schedule import LossFunction
-from moe_rl.megatron.share import ScoredWork, Work
 from moe_rl.megatron.witness import DispatchWitness
 from moe_rl.models.hf import ModelFacts
 from moe_rl.planning.packing import fill_rounds

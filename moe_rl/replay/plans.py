@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from moe_rl.objectives.device import to_device
-from moe_rl.planning.copy_choice import choose_copies
+from moe_rl.planning.copy_choice import ExpertCopies, choose_copies, send_to_copies, with_copies
 from moe_rl.planning.dispatch import DispatchGroup, chunk_rows, count, send_order, splits
-from moe_rl.planning.expert_copies import ExpertCopies, send_to_copies, with_copies
 from moe_rl.replay.tables import MicrobatchRoutes
 
 

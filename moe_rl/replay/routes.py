@@ -16,7 +16,7 @@ import torch
 
 from moe_rl.errors import ReplayError, RouteValidationError, TraceError
 from moe_rl.objectives.device import to_device
-from moe_rl.planning.token_layout import padding_experts
+from moe_rl.planning.packing import padding_experts
 from moe_rl.replay.checksum import RowSalts, check_source, expected
 from moe_rl.replay.row_places import RowPlaces
 from moe_rl.replay.tables import MicrobatchRoutes

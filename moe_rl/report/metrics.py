@@ -5,8 +5,7 @@ The order is that of docs/generated/metrics.md. `registry.py` holds runs to this
 
 from __future__ import annotations
 
-from moe_rl.report.metric import Metric
-from moe_rl.report.route_metrics import CARRIED, ROUTES
+from moe_rl.report.route_metrics import CARRIED, ROUTES, Metric
 
 # fmt: off
 ALL = (

@@ -13,8 +13,8 @@ import xxhash
 from moe_rl.config.schema import Config
 from moe_rl.errors import PipelineError, RewardError
 from moe_rl.objectives.advantages import equal, has_spread, overlong_penalty
+from moe_rl.rollout.groups import Pieces, all_pieces, joined
 from moe_rl.rollout.kept import KeptSample, RolloutBatch, shards_of
-from moe_rl.rollout.pieces import Pieces, all_pieces, joined
 from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction

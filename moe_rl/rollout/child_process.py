@@ -3,7 +3,7 @@
 The child answers each call with one reply, after any number of signs of life. It ends whenever the parent ends. A child
 that ends or stops answering raises SamplerGone here.
 
-One thread may send while another receives: see `numbered_calls`.
+One thread may send while another receives: see `engine.NumberedCalls`.
 """
 
 from __future__ import annotations

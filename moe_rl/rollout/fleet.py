@@ -33,8 +33,7 @@ from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.control import Served
 from moe_rl.vllm.sampling import Growing
-from moe_rl.weights.addresses import reached_by_all
-from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
+from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpdate, reached_by_all, refusal
 
 # How long a lost server has to answer before an update.
 _ASK_SECONDS = 10.0

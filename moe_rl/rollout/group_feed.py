@@ -34,9 +34,8 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, PipelineError
 from moe_rl.rollout.batches import PromptGroup, check_drawing, discarded, recorded
 from moe_rl.rollout.group_files import GroupFiles
-from moe_rl.rollout.groups import Group, Groups, Reason, State
+from moe_rl.rollout.groups import Group, Groups, Reason, State, all_pieces, joined, sampled_tokens, unfinished
 from moe_rl.rollout.kept import RolloutBatch
-from moe_rl.rollout.pieces import all_pieces, joined, sampled_tokens, unfinished
 from moe_rl.rollout.pipeline_metrics import Usage, of_consumed, of_dropped
 from moe_rl.rollout.rollouts import Rollouts
 from moe_rl.rollout.sampler import ServerLost

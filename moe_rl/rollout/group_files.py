@@ -15,9 +15,8 @@ from pathlib import Path
 
 from moe_rl.errors import DataError, MoeRLError
 from moe_rl.rollout import sealed
-from moe_rl.rollout.groups import Group, State
+from moe_rl.rollout.groups import Group, State, all_pieces, unfinished
 from moe_rl.rollout.kept import KeptRollouts, group_shard_name, shard_group, shards_of
-from moe_rl.rollout.pieces import all_pieces, unfinished
 from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource

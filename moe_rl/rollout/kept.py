@@ -19,11 +19,13 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_rl.clock import Clock
+from moe_rl.config.schema import Config
 from moe_rl.errors import DataError
 from moe_rl.rollout import sealed
 from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
-from moe_rl.tasks.prompts import PromptSource
+from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.trace import TraceStore
 from moe_rl.types import Completion, InsertedText, Sequence
 
@@ -265,3 +267,33 @@ class KeptRollouts:
 def _is_of(name: str, steps: Container[int]) -> bool:
     step = shard_step(name)
     return step is not None and step in steps
+
+
+class ReplayedRollouts:
+    """Replaces `Rollouts` with the batches that another run has kept. Has no sampler, and never changes that run.
+
+    Attributes:
+        unusable: as in Rollouts; always empty.
+    """
+
+    engine = None
+
+    def __init__(self, config: Config, task: TaskPrompts, run_dir: Path, replayed: Path, store: TraceStore):
+        """replayed: the folder of the other run. store: its routes."""
+        self.source = PromptSource(task.train, config.run.seed)
+        self.ledger = PromptLedger.of_run(run_dir, config.pipeline)
+        self.replayed = PromptLedger.of_run(replayed, config.pipeline)
+        self.kept = KeptRollouts(replayed / "rollouts", store)
+        self.unusable: list[str] = []
+
+    def take(self, step: int, clock: Clock) -> RolloutBatch:
+        """Return the other run's batch of this step, and enter its prompts into this run's ledger."""
+        entry, batch = self.kept.entered(step, self.replayed, self.source)
+        self.ledger.append(entry)
+        return batch
+
+    def settle(self, clock: Clock) -> None:
+        """Do nothing: nothing is sampled."""
+
+    def retain(self, steps: Container[int]) -> None:
+        """Do nothing: the rollouts are the other run's."""

@@ -34,7 +34,7 @@ from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.messages import Channel, Message
 from moe_rl.models.hf import read_model
-from moe_rl.rollout import pool_wire as wire
+from moe_rl.rollout import pool_client as wire
 from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.rollouts import Environment, Rollouts, Unjudged

@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError
-from moe_rl.rollout.completion_stream import collect
 from moe_rl.rollout.sampler import Hears, nobody
-from moe_rl.rollout.transport import Transport
+from moe_rl.rollout.transport import Transport, collect
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm import sampling
 from moe_rl.vllm.control import (

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 
-from moe_rl.config.pipeline import PipelineConfig
+from moe_rl.config.sampling_keys import PipelineConfig
 from moe_rl.disk import sync, write_all, write_whole, writing
 from moe_rl.errors import About, DataError, Problem, describe
 from moe_rl.tasks.prompts import PromptSource

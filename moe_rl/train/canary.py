@@ -18,9 +18,8 @@ import numpy as np
 
 from moe_rl.errors import WeightSyncError, after_lr
 from moe_rl.megatron import world
-from moe_rl.megatron.microbatch import pack
+from moe_rl.megatron.microbatch import Work, pack
 from moe_rl.megatron.policy import Policy
-from moe_rl.megatron.share import Work
 from moe_rl.planning.packing import fill_rounds
 from moe_rl.replay.claims import ALPHA, History, judge
 from moe_rl.replay.layer_claims import LayerSample, layer_tests

@@ -16,7 +16,7 @@ import torch
 from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
-from moe_rl.megatron.share import Share
+from moe_rl.megatron.microbatch import Share
 from moe_rl.objectives import second_moment
 from moe_rl.objectives.advantages import advantages, has_spread
 from moe_rl.objectives.loss_parts import sum_by_sequence

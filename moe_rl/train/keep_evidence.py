@@ -24,10 +24,10 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import MoeRLError, TraceError
 from moe_rl.megatron import world
 from moe_rl.megatron.cpu import without_mode
-from moe_rl.megatron.exporting import Exports
+from moe_rl.megatron.microbatch import Work
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
-from moe_rl.megatron.share import Work
+from moe_rl.megatron.saving import Exports
 from moe_rl.models.hf import expected_tensors
 from moe_rl.report import evidence_folder
 from moe_rl.report.evidence_folder import ABSENT, Evidence, KeptRows, KeptWeights

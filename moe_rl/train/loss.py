@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe_rl.config.objective import ObjectiveConfig
-from moe_rl.megatron.share import Share, Work
+from moe_rl.megatron.microbatch import Share, Work
 from moe_rl.objectives import corrections
 from moe_rl.objectives.centering import Head
 from moe_rl.objectives.lags import interpolated

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.errors import MoeRLError, Stopped
 from moe_rl.train import hangs
-from moe_rl.train.last_words import tell
+from moe_rl.train.hangs import tell
 from moe_rl.whereabouts import HERE
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from moe_rl.report.sample_lines import SampleFile, SampleLine
 from moe_rl.report.summary import summarize
 from moe_rl.report.timeline import Timeline
 from moe_rl.report.trackers import Trackers
+from moe_rl.rollout.kept import ReplayedRollouts
 from moe_rl.rollout.pool_client import PooledRollouts
-from moe_rl.rollout.replayed import ReplayedRollouts
 from moe_rl.rollout.rollouts import OwnRollouts
 from moe_rl.tasks.prompts import TaskPrompts
-from moe_rl.train.progress import Progress
+from moe_rl.train.keeping import Progress
 from moe_rl.train.run_folder import RunFolder
 
 

@@ -26,9 +26,8 @@ from moe_rl.errors import CheckpointError, ConfigError, MoeRLError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.report import history
-from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, of_others
+from moe_rl.rollout.kept import KeptRollouts, ReplayedRollouts, RolloutBatch, SampledStep, of_others
 from moe_rl.rollout.pool_client import PooledRollouts
-from moe_rl.rollout.replayed import ReplayedRollouts
 from moe_rl.rollout.rollouts import OwnRollouts
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource

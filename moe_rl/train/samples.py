@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_rl.megatron import world
-from moe_rl.megatron.share import ScoredWork
+from moe_rl.megatron.microbatch import ScoredWork
 from moe_rl.report.sample_lines import SampleLine
 from moe_rl.rollout.kept import KeptSample
 from moe_rl.types import Sequence

@@ -1,33 +1,215 @@
 """Does one training step on one rank: pack the batch, read the routes, compare sampler and trainer, update the policy.
 
 Every rank holds the tokens of the whole batch, but reads the routes of its own sequences only.
+
+Checks that an update learns from each of its sequences exactly once, and from what was sampled and judged.
+
+    sampler --seal--> completion --verdict--> batch --> credit --> microbatches --> loss --> optimizer
+               |                    |                     |                          |
+               `--------------------+----- compared ------+--------- compared -------'
+
+A completion is sealed when it is made, and a verdict's digest is made when its reward and group are joined to it
+(`types.py`). `check_batch` compares both before anything is computed. `check_update` recomputes the seals from the
+tensors that the loss used, after the gradient is computed and before the optimizer moves a weight. All digests are made
+on the host.
+
+Checks what only the first update of a run can show: sampler, trainer and reference have the same weights.
+
+Both checks compare values from the run's own passes, so a correct setting that has no effect is noticed too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
+from moe_rl.errors import ReplayError, first_of
 from moe_rl.megatron import world
 from moe_rl.megatron.frozen_policy import BaseOfAdapters, ReferencePolicy
+from moe_rl.megatron.microbatch import ScoredWork, Share, Work
 from moe_rl.megatron.policy import Policy
-from moe_rl.megatron.share import ScoredWork, Share, Work
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import History
 from moe_rl.replay.replay_pass import Mode, Watch
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.train.account import check_batch, check_update
-from moe_rl.train.assignment import ExpertPlacement
 from moe_rl.train.credit import give_credit
-from moe_rl.train.first_update import TemperatureProbe, check_reference
 from moe_rl.train.guards import Guards, computes_alike
 from moe_rl.train.loss import UpdateLoss
 from moe_rl.train.samples import View, gather_views
-from moe_rl.train.shares import Shares
+from moe_rl.train.shares import ExpertPlacement, Shares
 from moe_rl.train.step_metrics import Shown, mismatch_of, step_metrics
 from moe_rl.types import Sequence
+
+# Two temperatures can be told apart if their log-probabilities are this many times farther from each other than the
+# checked ones are from the nearer temperature's. Otherwise the check passes: rounding exceeds the difference.
+_CLEAR = 4.0
+# Log-probabilities of 0 do not depend on the temperature.
+_UNCERTAIN = -1e-3
+
+
+def check_reference(policy: Policy, reference: ReferencePolicy) -> None:
+    """Check, before an update and before experts move, that the reference has the weights of the policy.
+
+    Raises:
+        ReplayError: A weight differs. Raised on all ranks, with its name in Megatron's model.
+    """
+    with world.agreed("reference policy"):
+        for own, other in zip(policy.chunks, reference.chunks, strict=True):
+            of_reference = dict(other.named_parameters())
+            for name, weight in own.named_parameters():
+                name = name.removeprefix("module.")
+                if not torch.equal(weight, of_reference[name]):
+                    raise ReplayError(
+                        "the reference policy does not have the weights that the run began with",
+                        where={"tensor": name},
+                        got=f"{int((weight != of_reference[name]).sum())} of {weight.numel()} elements that differ",
+                        expected="the policy's, which no update has changed",
+                        do="look for what loads or changes the reference's weights; objective.kl_coef=0 needs none",
+                        fault="reference",
+                    )
+
+
+class TemperatureProbe:
+    """Scores some of the first update's tokens at two temperatures: the config's, and 1, or 2 if the config's is 1.
+
+    The passes take the same routes as the update. All ranks create it together, and call `check` together.
+    """
+
+    def __init__(self, policy: Policy, work: list[Work], mode: Mode, temperature: float):
+        """Args: `work` is this rank's part of the first update, of which the first round of microbatches is scored."""
+        self.temperature, self.other = temperature, 1.0 if temperature != 1 else 2.0
+        self._work = work[: world.microbatches_in_a_round()]
+        self._scored = [
+            policy.score(self._work, mode, f"temperature {at:g}", temperature=at).logprobs
+            for at in (self.temperature, self.other)
+        ]
+
+    def check(self, seen: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
+        """Compare both scores with what the update's loss got, and with the sampler's log-probabilities.
+
+        Args:
+            seen: For each microbatch, first the logprobs that its loss got; empty where no loss is computed.
+
+        Raises:
+            ReplayError: One side has a temperature other than the config's. Raised on all ranks.
+        """
+        sums = torch.zeros(6, dtype=torch.float64, device=world.device())
+        for number, work in enumerate(self._work if world.speaks_for_its_sequences() else ()):
+            right, other = (scores[number].double() for scores in self._scored)
+            for at, given in ((0, seen[number][0].double()), (2, work.microbatch.rollout_logprobs.double())):
+                sums[at] += (given - right).abs().sum()
+                sums[at + 1] += (given - other).abs().sum()
+            sums[4] += (right - other).abs().sum()
+            sums[5] += (right < _UNCERTAIN).sum()
+        trainer, trainer_other, sampler, sampler_other, apart, uncertain = world.all_reduce(sums.tolist())
+        found = {"trainer": (trainer, trainer_other), "sampler": (sampler, sampler_other)}
+        for side, (here, there) in found.items():
+            if there < here and apart > _CLEAR * there:
+                raise self._wrong(f"the {side}'s log-probabilities are those of temperature {self.other:g}")
+        if uncertain and not apart:
+            raise self._wrong("the temperature changes no log-probability of the trainer")
+
+    def _wrong(self, what: str) -> ReplayError:
+        return ReplayError(
+            what,
+            where={"key": "rollout.temperature", "update": 0},
+            got=f"other values at temperature {self.temperature:g} than in the update",
+            expected=f"{self.temperature:g} on both sides",
+            do="look for a pass that does not divide its logits by the temperature",
+            fault="temperature",
+        ).by_all()
+
+
+_REPORT = "weights are as they were before this update. Look for what changes, exchanges or repeats sequences"
+
+
+def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collection[str]) -> None:
+    """Check that a batch has no sequence twice, and that each sequence has the reward and group of its own verdict.
+
+    Args:
+        group_ids: For each sequence, the number of its prompt.
+        before: Keys of sequences that earlier steps have trained on.
+
+    Raises:
+        ReplayError: A sequence came twice, or with the reward or group of another sequence. The message names it.
+    """
+    counts = Counter(one.key for one in sequences)
+    counts.update(key for key in before if key in counts)
+    if twice := [key for key, count in counts.items() if count > 1]:
+        raise ReplayError(
+            "a sequence was delivered more than once",
+            where={"request": twice[0]},
+            got=f"{len(twice)} repeated sequences: {first_of(twice)}",
+            expected="each sequence in one step, once",
+            do="look for a group that the feed gave twice, or rollouts of another step",
+            fault="delivered twice",
+        ).by_all()
+    wrong = [one.key for one, group in zip(sequences, group_ids, strict=True) if one.verdict != one.verdict_of(group)]
+    if wrong:
+        raise ReplayError(
+            "a sequence does not have the reward and the group that it was judged with",
+            where={"request": wrong[0]},
+            got=f"{len(wrong)} of {len(sequences)} sequences: {first_of(wrong)}",
+            expected="the digest of completion, rewards and group that was made with the verdict",
+            do="look for what exchanges rewards or groups between the verifiers and the trainer",
+            fault="verdict",
+        ).by_all()
+
+
+def check_update(share: Share, calls: Mapping[int, int]) -> None:
+    """Check what an update learned from. All ranks call this together, before the optimizer moves a weight.
+
+    Args:
+        share: This rank's part of the update.
+        calls: How often the loss of each microbatch was computed on this rank.
+
+    Raises:
+        ReplayError: A sequence did not enter the loss exactly once, or entered it with tokens, log-probabilities,
+            places or advantages that are not its own. Raised on all ranks, naming the sequence.
+    """
+    place = {one.key: at for at, one in enumerate(share.all)}
+    counts, wrong = (np.zeros(len(share.all)) for _ in range(2))
+    computes = world.is_last_stage()
+    for number, work in enumerate(share.work):
+        packed = [share.all[i] for i in work.microbatch.indices]
+        for one in packed:
+            counts[place[one.key]] += calls.get(number, 0) if computes else 1
+        if computes:
+            seals, credit = work.microbatch.seals(packed), work.microbatch.given_advantages()
+            for one, seal, given in zip(packed, seals, credit, strict=True):
+                own = np.asarray(share.credit[one.key], np.float32)
+                if seal != one.seal or not np.array_equal(given, own, equal_nan=True):
+                    wrong[place[one.key]] += 1
+    ranks = dist.get_world_size() // world.data_parallel()[1]  # that work on the same sequences
+    reduced = np.array(world.all_reduce([*counts, *wrong])).reshape(2, -1)
+    if uneven := np.flatnonzero(reduced[0] != ranks).tolist():
+        told = [f"{share.all[at].key} {reduced[0, at] / ranks:g} times" for at in uneven]
+        raise ReplayError(
+            "an update did not learn from each of its sequences exactly once",
+            where={"request": share.all[uneven[0]].key},
+            got=f"{len(uneven)} of {len(share.all)} sequences: {first_of(told)}",
+            expected="once each, over all ranks and microbatches",
+            do=f"{_REPORT}: a microbatch was replaced, repeated or left out after the batch was divided",
+            fault="not once",
+        ).by_all()
+    if other := [share.all[at].key for at in np.flatnonzero(reduced[1])]:
+        raise ReplayError(
+            "an update learned from something other than what was sampled and judged",
+            where={"request": other[0]},
+            got=f"{len(other)} of {len(share.all)} sequences: {first_of(other)}",
+            expected="the sampled tokens with their log-probabilities, each predicted by the row before it, and "
+            "the advantage of its sequence",
+            do=f"{_REPORT}, or a loss mask that is shifted",
+            fault="not as sampled",
+        ).by_all()
 
 
 class TrainStep:

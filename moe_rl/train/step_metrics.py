@@ -16,8 +16,8 @@ import torch.distributed as dist
 from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
+from moe_rl.megatron.microbatch import ScoredWork, Work
 from moe_rl.megatron.policy import UpdateResult
-from moe_rl.megatron.share import ScoredWork, Work
 from moe_rl.objectives import corrections
 from moe_rl.objectives.lags import LAGS
 from moe_rl.objectives.mismatch import MismatchSums

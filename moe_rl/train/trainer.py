@@ -2,20 +2,29 @@
 
 All ranks hold the policy. Rank 0 also has the log, and the sampler, the reward verifiers and the prompts, or the pool
 that owns these.
+
+Profiles chosen steps of a run with torch.profiler, on chosen ranks: `report.profile`.
+
+A rank writes profiles/step000003-rank00000.json.gz, which Perfetto and Chrome's tracing page open, and on a GPU also
+profiles/step000003-rank00000.pickle, a snapshot of the allocator for PyTorch's memory viewer (never run).
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from moe_rl import checkpoint_folder
 from moe_rl.clock import Clock
-from moe_rl.config.schema import Config
+from moe_rl.config.schema import Config, ProfileConfig
 from moe_rl.errors import CollapseError, ConfigError, Stopped
 from moe_rl.gateway.trained_sessions import check_trained
 from moe_rl.megatron import checkpoint, world
@@ -28,9 +37,8 @@ from moe_rl.megatron.model import DTYPES, unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import read_model
 from moe_rl.planning.model_flops import peak_flops, training_flops
-from moe_rl.rollout.kept import RolloutBatch, kept_steps
+from moe_rl.rollout.kept import ReplayedRollouts, RolloutBatch, kept_steps
 from moe_rl.rollout.pool_client import PooledRollouts
-from moe_rl.rollout.replayed import ReplayedRollouts
 from moe_rl.rollout.rollouts import Environment, OwnRollouts, Rollouts, canary_runs
 from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.trace import TraceSpec, TraceStore
@@ -39,12 +47,56 @@ from moe_rl.train.canary import Canary, Native
 from moe_rl.train.keep_evidence import Concerned, EvidenceKeeper, of_canary
 from moe_rl.train.keeping import Keeping
 from moe_rl.train.peers import Peers, StopRequested
-from moe_rl.train.profiling import StepProfiler
 from moe_rl.train.rank_zero import RankZero, open_rank_zero
 from moe_rl.train.replayed_run import last_step
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import TrainStep
 from moe_rl.weights.sender import WeightSender
+
+# Allocations and releases that a snapshot of the allocator remembers.
+_ALLOCATIONS = 200_000
+
+
+class StepProfiler:
+    """Profiles the steps of one rank that the config names.
+
+    Args:
+        folder: for the files; made when the first one is written.
+    """
+
+    def __init__(self, config: ProfileConfig | None, folder: Path, rank: int):
+        self._config = config if config is not None and rank in config.ranks else None
+        self._folder, self._rank = folder, rank
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Profile what runs inside, if the config names this step. A file above the limit is removed, with a note."""
+        if self._config is None or step not in self._config.steps:
+            yield
+            return
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=activities, record_shapes=True) as profiler:
+            yield
+        self._folder.mkdir(exist_ok=True)
+        name, most = f"step{step:06d}-rank{self._rank:05d}", self._config.mib
+        self._write(f"{name}.json.gz", profiler.export_chrome_trace, most)
+        if on_gpu:
+            self._write(f"{name}.pickle", torch.cuda.memory._dump_snapshot, most)
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, name: str, export: Callable[[str], object], most: int) -> None:
+        unfinished = self._folder / f".{os.getpid()}-{name}"
+        export(str(unfinished))
+        size = unfinished.stat().st_size / 2**20
+        if size > most:
+            unfinished.unlink()
+            print(f"{self._folder / name} is removed: it has {size:.1f} MiB, report.profile.mib is {most}", flush=True)
+        else:
+            unfinished.replace(self._folder / name)
+
 
 # The timed parts of a step that every rank runs. A run that is asked to stop finishes these first.
 _TRAINING = ("placement", "routes", "logprobs", "train", "sync")

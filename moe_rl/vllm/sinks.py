@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,43 @@ from moe_rl.trace.spans import cut_spans, spans_of_rows, versions_of_rows
 from moe_rl.types import RouteRef
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.slots import Recorded, Rows
-from moe_rl.vllm.writing_thread import WritingThread
+
+
+class WritingThread:
+    """Runs one piece of work after another in its own thread.
+
+    Attributes:
+        waits: how often a caller had to wait for room.
+
+    Args:
+        limit: bytes that waiting work may hold. A larger piece waits until no other work is left.
+    """
+
+    def __init__(self, limit: int):
+        self._limit, self._bytes, self.waits = limit, 0, 0
+        self._room = threading.Condition()
+        self._thread = ThreadPoolExecutor(1, "trace-writing")  # starts its thread at the first piece of work
+
+    def submit[T](self, work: Callable[[], T], size: int) -> Future[T]:
+        """Run `work`, which holds `size` bytes, after all earlier work. Waits until there is room for it."""
+
+        def there_is_room() -> bool:
+            return not self._bytes or self._bytes + size <= self._limit
+
+        with self._room:
+            if not there_is_room():
+                self.waits += 1
+                self._room.wait_for(there_is_room)
+            self._bytes += size
+        future = self._thread.submit(work)
+        future.add_done_callback(lambda _: self._leave(size))
+        return future
+
+    def _leave(self, size: int) -> None:
+        with self._room:
+            self._bytes -= size
+            self._room.notify()
+
 
 _MAX_OPEN = 256
 _MAX_REFUSALS = 1024

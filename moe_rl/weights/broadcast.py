@@ -25,9 +25,8 @@ import xxhash
 from torch import Tensor
 
 from moe_rl.errors import About, WeightSyncError, describe
-from moe_rl.weights.addresses import own_address
 from moe_rl.weights.digest import as_announced
-from moe_rl.weights.update import Broadcast, SenderAt, TensorInfo
+from moe_rl.weights.update import Broadcast, SenderAt, TensorInfo, own_address
 
 _TIMEOUT = timedelta(minutes=10)
 # A sender listens before it announces its address: a worker that cannot connect in this time never will.

@@ -18,7 +18,6 @@ from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.training import TrainConfig
 from moe_rl.errors import ConfigError, WeightSyncError, describe
 from moe_rl.planning.transfer import Place, Way, weight_transfer
-from moe_rl.weights.addresses import is_loopback, own_address
 from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.conservation import Conservation, Content
 from moe_rl.weights.digest import TensorDigests, dtype_name
@@ -26,7 +25,7 @@ from moe_rl.weights.shared_disk import DiskWay
 from moe_rl.weights.shared_memory import MemoryWay
 from moe_rl.weights.start import Checkpoint, check_start
 from moe_rl.weights.stream import Ranks, Recipient, Round, WeightStream, broadcast, by_cuda_ipc, take_part
-from moe_rl.weights.update import Bucket, Merge, SenderAt, TensorInfo, WeightUpdate
+from moe_rl.weights.update import Bucket, Merge, SenderAt, TensorInfo, WeightUpdate, is_loopback, own_address
 
 FP8_BLOCK = 128
 """Rows and columns of a weight matrix that share one scale."""

@@ -300,7 +300,7 @@ def _late_after_recording(recorded):
 TAKEN_TWICE = "trainer: the routes of a layer taken twice"
 
 
-@in_function(TAKEN_TWICE, "moe_rl.replay.ledger", "Ledger.count")
+@in_function(TAKEN_TWICE, "moe_rl.replay.replay_pass", "Ledger.count")
 def _taken_twice(count):
     def counting(ledger, microbatch, layer):
         count(ledger, microbatch, layer)
@@ -524,7 +524,7 @@ def _dies_in(fault: str, module: str, name: str) -> None:
         return dying
 
 
-_dies_in("rank killed in placement", "moe_rl.train.assignment", "ExpertPlacement.start_step")
+_dies_in("rank killed in placement", "moe_rl.train.shares", "ExpertPlacement.start_step")
 _dies_in("rank killed in evaluation", "moe_rl.rollout.rollouts", "Rollouts.evaluate")
 _dies_in("rank killed in the report", "moe_rl.report.run_page", "write_report")
 _dies_in("engine killed in evaluation", "moe_rl.vllm.sampling", "check")

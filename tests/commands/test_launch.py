@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.train.last_words import FILE, tell
+from moe_rl.train.hangs import FILE, tell
 
 ROOT = Path(__file__).parents[2]
 # Starts two ranks of the program behind it, as `moe-rl train --ranks 2` does.
 START = "import sys; from moe_rl.commands.launch import start; sys.exit(start(2, ['-c', sys.argv[1]], 5.0))"
-RANK = "import os, signal, sys, time; from moe_rl.train.last_words import tell; rank = int(os.environ['RANK']);"
+RANK = "import os, signal, sys, time; from moe_rl.train.hangs import tell; rank = int(os.environ['RANK']);"
 
 
 def started(program):

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from moe_rl.comparison import decision
-from moe_rl.comparison.decision import Sums, decide, look, plan_looks
+from moe_rl.comparison import experiment
+from moe_rl.comparison.experiment import Sums, decide, look, plan_looks
 
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch):
-    monkeypatch.setattr(decision, "RESAMPLES", 1000)
+    monkeypatch.setattr(experiment, "RESAMPLES", 1000)
 
 
 def drawn(rng, prompts, mean, *, tokens=5, start=0):
@@ -114,7 +114,7 @@ def test_the_sequences_of_a_single_prompt_are_drawn_one_by_one():
 @pytest.mark.timeout(1200)
 def test_looking_several_times_decides_wrongly_no_more_often_than_promised(monkeypatch):
     """Without a difference, 5% of the decisions may be wrong. Uncorrected looks would be wrong twice as often."""
-    monkeypatch.setattr(decision, "RESAMPLES", 3000)
+    monkeypatch.setattr(experiment, "RESAMPLES", 3000)
 
     def wrong(runs=400):
         found = []
@@ -124,5 +124,5 @@ def test_looking_several_times_decides_wrongly_no_more_often_than_promised(monke
         return np.mean(found)
 
     corrected = wrong()
-    monkeypatch.setattr(decision, "CONFIDENCE", 1 - 5 * 0.05)  # 5 looks, each at 95%
+    monkeypatch.setattr(experiment, "CONFIDENCE", 1 - 5 * 0.05)  # 5 looks, each at 95%
     assert corrected < 0.07 < 0.1 < wrong()

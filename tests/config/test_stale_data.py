@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config.check import config_problems
-from moe_rl.config.correction_keys import CorrectionConfig
 from moe_rl.config.load import load_config
-from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES
-from moe_rl.config.pipeline import PipelineConfig
+from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, CorrectionConfig
+from moe_rl.config.sampling_keys import PipelineConfig
 from moe_rl.config.stale_data import UNCORRECTED_LAG, stale_problems
 from tests.support.refusals import tells
 

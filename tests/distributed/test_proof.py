@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from moe_rl.models.hf import read_model
-from moe_rl.planning.budgets import budget, microbatch_counts, most
 from moe_rl.planning.dispatch import count
 from moe_rl.planning.packing import pack
-from moe_rl.planning.peaks import dispatching_groups
+from moe_rl.planning.peaks import budget, dispatching_groups, microbatch_counts, most
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.proof.cases import LAYOUTS, MICROBATCH_TOKENS, RECORDED, Case
 from moe_rl.proof.matrix import merged

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_rl.config.training import ParallelConfig
-from moe_rl.planning.budgets import budget
+from moe_rl.planning.peaks import budget
 from tests.megatron.models import TRAIN, facts
 
 T, E, K, H = 40, 12, 4, 16

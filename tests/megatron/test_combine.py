@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_rl.megatron.combine import spread, summed
+from moe_rl.megatron.dispatcher import spread, summed
 from tests.support.operations import Operations
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.megatron.microbatch import pack
-from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_length
+from moe_rl.planning.packing import PAD_MULTIPLE, padded_length
 from moe_rl.types import InsertedTokens, RewardedTurn, SamplingSupport, Sequence, VersionSpan, sampled_by, unit_lengths
 
 

@@ -67,7 +67,7 @@ class Run:
             self.tables.append(table)
 
     def work(self):
-        from moe_rl.megatron.share import Work
+        from moe_rl.megatron.microbatch import Work
 
         pairs = zip(self.microbatches, self.tables, strict=True)
         return [Work(microbatch, table, microbatch.rollout_logprobs) for microbatch, table in pairs]

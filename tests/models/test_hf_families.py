@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from moe_rl.config.check_layout import layout_problems
+from moe_rl.config.layout import layout_problems
 from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.facts import LatentAttentionSizes, Yarn

@@ -168,7 +168,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "too many layers in the runs",
-            "check_layout.py",
+            "layout.py",
             "if lengths and sum(lengths) != facts.layers:",
             "if lengths and sum(lengths) < facts.layers:",
             "Stages with more layers than the model has are begun.",
@@ -200,7 +200,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a veto by sequence",
-            "correction_keys.py",
+            "objective.py",
             'if rule == "veto" and self.level != "token":',
             'if rule == "veto" and self.level == "token":',
             "A veto of single tokens is refused, one of whole sequences is not.",
@@ -692,7 +692,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "context chunks without the zigzag",
-            "token_layout.py",
+            "packing.py",
             "(2 * ranks - 1 - rank) * chunk",
             "(ranks + rank) * chunk",
             "Context-parallel ranks are fed other positions than Megatron's attention takes them for.",
@@ -700,7 +700,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "padding on one rank",
-            "token_layout.py",
+            "packing.py",
             "reshape(expert_parallel, -1).T.ravel()",
             "reshape(expert_parallel, -1).ravel()",
             "All padding goes to the experts of the first rank.",
@@ -740,7 +740,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the smallest budget holds all",
-            "budgets.py",
+            "peaks.py",
             "Budget(*(max(getattr",
             "Budget(*(min(getattr",
             "A static capacity is too small for the fullest microbatch.",
@@ -930,7 +930,7 @@ MUTANTS: list[Mutant] = [
         "replay",
         (
             "routes taken twice",
-            "ledger.py",
+            "replay_pass.py",
             "if n != 1]",
             "if n < 1]",
             "A layer that takes its routes twice is not noticed.",
@@ -1181,7 +1181,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "rows not taken before their blocks are given away",
-            "slot_journal.py",
+            "recorder.py",
             "self._take(lose[-1] + 1 if lose else 0)",
             "self._take(0)",
             "Requests that finish in one step lose their rows to the next requests, and have no routes.",
@@ -1248,7 +1248,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "experts loaded before the last has come",
-            "expert_loads.py",
+            "receiver.py",
             "if not missing:",
             "if len(missing) < 2:",
             "A layer is loaded without one of its experts.",
@@ -1360,7 +1360,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "adapters without their scale",
-            "merging.py",
+            "reader.py",
             "merge.scale * (b",
             "1.0 * (b",
             "A sampler merges adapters with alpha / rank left out.",
@@ -1368,7 +1368,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a checkpoint that is not rounded",
-            "merging.py",
+            "reader.py",
             ".to(stored_dtype(name, train))",
             ".float()",
             "A sampler adds adapters to finer weights than the trainer has.",
@@ -1796,7 +1796,7 @@ MUTANTS: list[Mutant] = [
         "train",
         (
             "a sequence learned from twice",
-            "account.py",
+            "step.py",
             "np.flatnonzero(reduced[0] != ranks)",
             "np.flatnonzero(reduced[0] > 2 * ranks)",
             "A microbatch that stands in another's place is learned from twice, and the other never.",
@@ -1804,7 +1804,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "seals not compared",
-            "account.py",
+            "step.py",
             "if seal != one.seal or not",
             "if not",
             "A loss that gets other tokens than were sampled goes unseen.",
@@ -1812,7 +1812,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the last of equal evaluations",
-            "progress.py",
+            "keeping.py",
             "key=lambda one: (one[1], -one[0])",
             "key=lambda one: (one[1], one[0])",
             "The best checkpoint moves although nothing was gained.",
@@ -1820,7 +1820,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a gain of nothing",
-            "progress.py",
+            "keeping.py",
             "gained = value > reached and",
             "gained = value >= reached and",
             "A run whose pass rate stands still never ends early.",
@@ -1836,7 +1836,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "oldest routes kept for the placement",
-            "assignment.py",
+            "shares.py",
             "[-settings.window_steps :]",
             "[: settings.window_steps]",
             "Experts are placed by the routes of the first steps for ever.",
@@ -1844,7 +1844,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a later segment of a completion that stands alone",
-            "assignment.py",
+            "shares.py",
             "sorted(i for at in one for i in size.completions[at])",
             "sorted(at for at in one)",
             "Sequences that no rank trains on, where completions were continued.",
@@ -2010,7 +2010,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "an interval around 0",
-            "decision.py",
+            "experiment.py",
             'return "lower" if self.difference.low > 0',
             'return "lower" if self.difference.value > 0',
             "Replay counts as better though the interval of the difference contains 0.",

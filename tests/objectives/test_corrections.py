@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.config.correction_keys import CorrectionConfig
+from moe_rl.config.objective import CorrectionConfig
 from moe_rl.objectives.corrections import SUMS, metrics, token_weights
 from tests.objectives.test_policy import F64, Batch, batches, close
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.config.correction_keys import CorrectionConfig
+from moe_rl.config.objective import CorrectionConfig
 from moe_rl.objectives.corrections import token_weights
 from moe_rl.objectives.losses import policy_loss
 from moe_rl.objectives.second_moment import largest_kept, squares

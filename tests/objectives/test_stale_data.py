@@ -6,7 +6,7 @@ The trainer's policy is the old policy of the step, as in the first update, and 
 import pytest
 import torch
 
-from moe_rl.config.correction_keys import CorrectionConfig
+from moe_rl.config.objective import CorrectionConfig
 from moe_rl.objectives.corrections import token_weights
 from moe_rl.objectives.lags import interpolated
 from moe_rl.objectives.losses import policy_loss

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_rl.planning.budgets import Budget, budget, microbatch_counts, most
 from moe_rl.planning.dispatch import count
-from moe_rl.planning.packing import pack
-from moe_rl.planning.token_layout import padded_lengths, padding_experts
+from moe_rl.planning.packing import pack, padded_lengths, padding_experts
+from moe_rl.planning.peaks import Budget, budget, microbatch_counts, most
 from tests.support.refusals import refused
 
 

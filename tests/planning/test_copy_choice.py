@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_rl.planning.copy_choice import choose_copies
-from moe_rl.planning.expert_copies import with_copies
+from moe_rl.planning.copy_choice import choose_copies, with_copies
 
 
 def received(counts, chosen):

@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.planning.copy_choice import choose_copies
+from moe_rl.planning.copy_choice import choose_copies, send_to_copies, with_copies
 from moe_rl.planning.dispatch import count, send_order
-from moe_rl.planning.expert_copies import send_to_copies, with_copies
 
 
 @st.composite

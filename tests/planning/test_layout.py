@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
-from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_lengths, padding_experts, positions_of, rows_of
+from moe_rl.planning.packing import PAD_MULTIPLE, padded_lengths, padding_experts, positions_of, rows_of
 
 TOKENS = st.lists(st.integers(1, 70), max_size=8)
 

@@ -5,8 +5,7 @@ import pytest
 from moe_rl.config.layout import make_layout
 from moe_rl.config.training import ParallelConfig
 from moe_rl.models.hf import read_published
-from moe_rl.planning.sampler_memory import kv_bytes_per_token, weight_bytes
-from moe_rl.planning.storage import node_share
+from moe_rl.planning.sampler_memory import kv_bytes_per_token, node_share, weight_bytes
 from tests.planning.meta_cases import ROOT
 
 

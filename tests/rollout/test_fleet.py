@@ -29,8 +29,16 @@ from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
 from moe_rl.vllm.api_server import make_token
 from moe_rl.vllm.control import Served
-from moe_rl.weights.addresses import own_address, reached_by_all
-from moe_rl.weights.update import Broadcast, Files, Holding, SenderAt, SharedMemory, WeightUpdate
+from moe_rl.weights.update import (
+    Broadcast,
+    Files,
+    Holding,
+    SenderAt,
+    SharedMemory,
+    WeightUpdate,
+    own_address,
+    reached_by_all,
+)
 from tests.support.refusals import refused
 
 SERVED = Served(

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from moe_rl.rollout.child_process import ChildProcess
-from moe_rl.rollout.numbered_calls import NumberedCalls
+from moe_rl.rollout.engine import NumberedCalls
 from moe_rl.vllm import wire
 
 ROOT = str(Path(__file__).parents[2])

@@ -8,7 +8,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 from moe_rl.errors import RewardError
-from moe_rl.rollout import pool_wire as wire
+from moe_rl.rollout import pool_client as wire
 from moe_rl.rollout.pool import _Pool
 from moe_rl.vllm.wire import Close
 

@@ -643,20 +643,20 @@ def test_many_threads_may_be_the_first_to_read_an_answer():
     """msgspec looks a type up on first use, and crashes when two threads do so at once."""
     script = """
 import importlib, sys, threading
-from moe_rl.rollout import completion_stream
+from moe_rl.rollout import transport
 from moe_rl.vllm.sampling import Growing
 
 sys.setswitchinterval(1e-6)
 answer = b'{"choices": [{"token_ids": [5], "logprobs": {"content": [{"logprob": -1.5}]}}]}'
 read = []
 for _ in range(40):
-    importlib.reload(completion_stream)  # new types, which nobody has decoded into
+    importlib.reload(transport)  # new types, which nobody has decoded into
     together = threading.Barrier(8)
 
     def first():
         together.wait()
         sample = Growing()
-        completion_stream._add(sample, completion_stream._ANSWER.decode(answer), "a")
+        transport._add(sample, transport._ANSWER.decode(answer), "a")
         read.append(sample.token_ids)
 
     threads = [threading.Thread(target=first) for _ in range(8)]

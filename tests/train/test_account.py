@@ -9,10 +9,9 @@ import torch
 
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
-from moe_rl.megatron.microbatch import pack
-from moe_rl.megatron.share import Share, Work
-from moe_rl.train import account
-from moe_rl.train.account import check_batch, check_update
+from moe_rl.megatron.microbatch import Share, Work, pack
+from moe_rl.train import step
+from moe_rl.train.step import check_batch, check_update
 from moe_rl.types import InsertedTokens, Sequence, sampled_by
 from tests.support.refusals import refused
 
@@ -38,7 +37,7 @@ def share(monkeypatch):
     monkeypatch.setattr(world, "is_last_stage", lambda: True)
     monkeypatch.setattr(world, "data_parallel", lambda: (0, 1))
     monkeypatch.setattr(world, "all_reduce", list)
-    monkeypatch.setattr(account.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(step.dist, "get_world_size", lambda: 1)
     return of(sequences())
 
 
@@ -73,7 +72,7 @@ def test_a_microbatch_whose_loss_is_not_computed_once_is_named(share, calls):
 
 
 def test_a_sequence_that_two_ranks_hold_is_named(share, monkeypatch):
-    monkeypatch.setattr(account.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(world, "data_parallel", lambda: (0, 2))
     monkeypatch.setattr(world, "all_reduce", lambda values: (np.array(values) + [0, 0, 1, 0, *[0] * 4]).tolist())
     with refused(ReplayError, "s2 2 times", request="s2", fault="not once"):

@@ -12,8 +12,8 @@ from moe_rl.config.load import load_config
 from moe_rl.errors import ReplayError, TraceError
 from moe_rl.megatron import world
 from moe_rl.planning.expert_placement import natural_order
-from moe_rl.train import assignment
-from moe_rl.train.assignment import ExpertPlacement, assign
+from moe_rl.train import shares
+from moe_rl.train.shares import ExpertPlacement, assign
 from moe_rl.types import Sequence, sampled_by
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -91,7 +91,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(world, "broadcast", lambda plan, kind, source: plan)
     monkeypatch.setattr(world, "agreed", nullcontext)
     for name, value in {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda loads: None}.items():
-        monkeypatch.setattr(assignment.dist, name, value)
+        monkeypatch.setattr(shares.dist, name, value)
 
 
 def sequence(key, prompt, tokens, of=""):
@@ -100,22 +100,22 @@ def sequence(key, prompt, tokens, of=""):
 
 
 def test_each_update_is_planned_by_another_rank(ranks, monkeypatch):
-    monkeypatch.setattr(assignment, "expert_counts", lambda store, ref, spec: np.full((2, 4), len(ref)))
-    monkeypatch.setattr(assignment.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(shares, "expert_counts", lambda store, ref, spec: np.full((2, 4), len(ref)))
+    monkeypatch.setattr(shares.dist, "get_world_size", lambda: 2)
     config = load_config(CONFIG, ["train.packing=load", "train.microbatch_tokens=36"])
     updates = [[sequence(f"{number}{at}", 4, 9 + number) for at in range(4)] for number in range(3)]
     planned, sent = [], []
 
     def pack_by_load(lengths, *arguments, **options):
         planned.append(lengths[0] - 12)
-        return assignment.pack(lengths, ranks=2, microbatch_tokens=36), None
+        return shares.packing.pack(lengths, ranks=2, microbatch_tokens=36), None
 
     def broadcast(plan, kind, source):
         sent.append((source, plan is not None))
         return plan
 
-    monkeypatch.setattr(assignment, "pack_by_load", pack_by_load)
-    monkeypatch.setattr(assignment.world, "broadcast", broadcast)
+    monkeypatch.setattr(shares, "pack_by_load", pack_by_load)
+    monkeypatch.setattr(shares.world, "broadcast", broadcast)
     for rank, mine in ((0, [0, 2]), (1, [1])):
         monkeypatch.setattr(world.dist, "get_rank", lambda rank=rank: rank)
         planned.clear()
@@ -132,7 +132,7 @@ def test_all_segments_of_a_completion_are_in_one_microbatch(ranks, monkeypatch, 
         counted.append(ref)
         return np.ones((2, 4), int)
 
-    monkeypatch.setattr(assignment, "expert_counts", counts)
+    monkeypatch.setattr(shares, "expert_counts", counts)
     cut = [sequence("b", 4, 4, "b"), sequence("b/1", 8, 4, "b"), sequence("b/2", 12, 2, "b")]
     short = [sequence("e", 4, 1, "e"), sequence("e/1", 5, 1, "e")]
     sequences = [sequence("a", 4, 9), *cut, sequence("c", 4, 8), sequence("d", 4, 20), *short]

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.correction_keys import CorrectionConfig
-from moe_rl.config.objective import GspoConfig
+from moe_rl.config.objective import CorrectionConfig, GspoConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
-from moe_rl.megatron.microbatch import pack
-from moe_rl.megatron.share import Share, Work
+from moe_rl.megatron.microbatch import Share, Work, pack
 from moe_rl.objectives.advantages import ADVANTAGES, RESOLUTION, advantages
 from moe_rl.objectives.corrections import token_weights
 from moe_rl.train import credit

@@ -10,7 +10,7 @@ from torch.nn.functional import log_softmax
 
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
-from moe_rl.train.first_update import TemperatureProbe, check_reference
+from moe_rl.train.step import TemperatureProbe, check_reference
 from tests.support.refusals import refused
 
 TOKENS, VOCABULARY = 40, 30

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, AnyObjective
-from moe_rl.megatron.microbatch import pack
-from moe_rl.megatron.share import Share, Work
+from moe_rl.megatron.microbatch import Share, Work, pack
 from moe_rl.objectives import corrections, second_moment
 from moe_rl.train.loss import LossSums, UpdateLoss
 from moe_rl.train.shares import divisors

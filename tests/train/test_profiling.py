@@ -11,7 +11,7 @@ from moe_rl.__main__ import main
 from moe_rl.config.check import config_problems
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import ProfileConfig
-from moe_rl.train.profiling import StepProfiler
+from moe_rl.train.trainer import StepProfiler
 from tests.support.refusals import tells
 from tests.train.stand_in_run import begin
 

@@ -9,7 +9,7 @@ import pytest
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.schema import EvalConfig
 from moe_rl.report.lines import read_run
-from moe_rl.train.progress import Progress
+from moe_rl.train.keeping import Progress
 from tests.train.stand_in_run import begin, resume
 
 KEY = "eval/pass_rate"

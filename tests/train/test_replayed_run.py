@@ -9,8 +9,7 @@ import pytest
 
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.report import history
-from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name
-from moe_rl.rollout.replayed import ReplayedRollouts
+from moe_rl.rollout.kept import KeptRollouts, ReplayedRollouts, RolloutBatch, shard_name
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSet, PromptSource
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.megatron.share import ScoredWork
+from moe_rl.megatron.microbatch import ScoredWork
 from moe_rl.replay.replay_pass import PassSeen
 from moe_rl.replay.row_places import RowPlaces
 from moe_rl.rollout.kept import KeptSample

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_rl.config.correction_keys import CorrectionConfig
-from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, DecoupledConfig, GspoConfig
-from moe_rl.megatron.share import Share, Work
+from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, CorrectionConfig, DecoupledConfig, GspoConfig
+from moe_rl.megatron.microbatch import Share, Work
 from moe_rl.objectives.losses import POLICY_LOSSES, reference_kl
 from moe_rl.train.loss import LossSums, UpdateLoss
 

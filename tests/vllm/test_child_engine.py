@@ -6,8 +6,7 @@ import pytest
 
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm import child_engine
-from moe_rl.vllm.child_engine import ChildEngine
-from moe_rl.vllm.running_calls import RequestOutput, SampledCall
+from moe_rl.vllm.child_engine import ChildEngine, RequestOutput, SampledCall
 
 LENGTH = 5000
 

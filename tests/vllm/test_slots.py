@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_rl.errors import EngineError
-from moe_rl.vllm import used_memory
+from moe_rl.vllm import slots as slot_module
 from moe_rl.vllm.slots import BlockTable, SlotTable
 from tests.support.refusals import refused
 
@@ -42,7 +42,7 @@ def slots() -> SlotTable:
 
 
 def test_rows_are_copied_to_memory_that_was_written_before(slots, monkeypatch):
-    monkeypatch.setattr(used_memory, "_SMALL", 1)
+    monkeypatch.setattr(slot_module, "_SMALL", 1)
     table, memory = table_of(slots, [5]), np.frombuffer(slots._copies._memory, np.uint8)
     write(slots, table, 0, [10, 11, 12])
     one, two = (slots.read(table, 0, 3, {}).routes for _ in range(2))

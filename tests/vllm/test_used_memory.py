@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from moe_rl.vllm import used_memory
-from moe_rl.vllm.used_memory import UsedMemory
+from moe_rl.vllm import slots
+from moe_rl.vllm.slots import UsedMemory
 
 ROW = np.dtype("u2")
 
@@ -16,7 +16,7 @@ ROW = np.dtype("u2")
 @pytest.fixture
 def small_too(monkeypatch):
     """Lends small arrays as it does large ones."""
-    monkeypatch.setattr(used_memory, "_SMALL", 1)
+    monkeypatch.setattr(slots, "_SMALL", 1)
 
 
 def lent(memory: UsedMemory, array: np.ndarray) -> bool:

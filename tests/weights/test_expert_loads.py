@@ -13,7 +13,7 @@ def opened(monkeypatch):
     """Make a layer of experts that is open for loading, of whose experts the first two are here."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    from moe_rl.weights import expert_loads
+    from moe_rl.weights import receiver
 
     def layer_of(parameters=("w13_weight", "w2_weight"), *, copies=0, gated=True):
         layer = RoutedExperts.__new__(RoutedExperts)
@@ -31,8 +31,8 @@ def opened(monkeypatch):
         raise AssertionError("loaded before the layer is complete")
 
     info, loaded = SimpleNamespace(loaded_weights=[]), []
-    monkeypatch.setattr(expert_loads, "get_layerwise_info", lambda layer: info)
-    monkeypatch.setattr(expert_loads, "_layerwise_process", lambda layer, info: loaded.append(len(info.loaded_weights)))
+    monkeypatch.setattr(receiver, "get_layerwise_info", lambda layer: info)
+    monkeypatch.setattr(receiver, "_layerwise_process", lambda layer, info: loaded.append(len(info.loaded_weights)))
     layer_of.loaded, layer_of.vllms = loaded, vllms
     return layer_of
 
@@ -45,7 +45,7 @@ def calls(gated=True):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_layer_is_loaded_once_with_its_last_tensor(opened, gated):
-    from moe_rl.weights.expert_loads import collect_experts
+    from moe_rl.weights.receiver import collect_experts
 
     layer, info = opened(gated=gated)
     collect_experts(layer)
@@ -64,7 +64,7 @@ def test_a_layer_is_loaded_once_with_its_last_tensor(opened, gated):
 
 @pytest.mark.parametrize("other", [{"parameters": ("w13_weight", "w2_weight", "w13_bias")}, {"copies": 1}])
 def test_vllm_counts_in_other_layers(opened, other):
-    from moe_rl.weights.expert_loads import collect_experts
+    from moe_rl.weights.receiver import collect_experts
 
     layer, _ = opened(**other)
     collect_experts(layer)

@@ -11,10 +11,9 @@ from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
 from moe_rl.errors import ReplayError, RouteValidationError
 from moe_rl.megatron import checkpoint, world
-from moe_rl.megatron.microbatch import pack
+from moe_rl.megatron.microbatch import Work, pack
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.saving import Checkpoints
-from moe_rl.megatron.share import Work
 from moe_rl.models.hf import read_model
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train import shares as shares_of

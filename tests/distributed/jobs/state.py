@@ -25,11 +25,11 @@ from moe_rl.errors import CheckpointError, NonFiniteError, ReplayError, WeightSy
 from moe_rl.megatron import checkpoint, hf_map, rng, saving, world
 from moe_rl.megatron import model as built
 from moe_rl.megatron.behind import Writer
-from moe_rl.megatron.exporting import Exports
 from moe_rl.megatron.frozen_policy import ReferencePolicy
 from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
 from moe_rl.megatron.model import DTYPES, unwrap
 from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.saving import Exports
 from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
 from moe_rl.proof.trial import Trial
