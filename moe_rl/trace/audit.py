@@ -7,9 +7,9 @@ import time
 import numpy as np
 
 from moe_rl.errors import TraceError
-from moe_rl.trace.frame import count_experts
 from moe_rl.trace.inspection import Selection
 from moe_rl.trace.manifest import MANIFEST
+from moe_rl.trace.ranked import count_experts
 from moe_rl.trace.record import check_name
 from moe_rl.trace.store import TraceStore
 from moe_rl.trace.validator import validate

@@ -32,7 +32,7 @@ import zstandard
 
 from moe_rl.errors import TraceError
 from moe_rl.trace import enumerative, ranked
-from moe_rl.trace.ranked import MAX_COLUMNS, sort_sets
+from moe_rl.trace.ranked import MAX_COLUMNS, count_experts, sort_sets
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # Python 3.12
@@ -82,7 +82,9 @@ class _Zstd(threading.local):
 _zstd = _Zstd()
 
 
-def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = False) -> tuple[Codec, bytes]:
+def encode_chunk(
+    routes: np.ndarray, num_experts: int, *, keep_order: bool = False, counts: np.ndarray | None = None
+) -> tuple[Codec, bytes]:
     """Encode a chunk with the codec that makes it smallest (_GAIN limits the slow codecs).
 
     Args:
@@ -90,6 +92,7 @@ def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = Fal
             else uint16.
         num_experts: E.
         keep_order: decode each set in the order given; otherwise ascending.
+        counts: int64 [L, E], to which the number of times that each expert is chosen is added.
 
     Raises:
         TraceError: the dtype, the shape or an id is wrong.
@@ -106,6 +109,10 @@ def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = Fal
     # An expert chosen twice leaves a skip of -1, the largest value of the dtype.
     if int(ids_NK.max()) >= num_experts or int(skips_NK.max()) > num_experts - top_k:
         raise _bad_set(ids_NK, num_experts, layers, ascending=True)
+    counted = None
+    if counts is not None:
+        counted = count_experts(routes, num_experts)
+        counts += counted
 
     if keep_order:
         candidates = {Codec.ORDERED: _compress(given_NK), Codec.RAW: given_NK.tobytes()}
@@ -122,7 +129,8 @@ def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = Fal
     if not short and ranked.applies(num_experts, top_k):
         limit = size * (1 - _GAIN)
         if ranked.expected_bits(routes, num_experts) * len(ids_NK) / 8 < limit:
-            blocks = _compress_blocks(ranked.encode(routes, num_experts))
+            counted = count_experts(routes, num_experts) if counted is None else counted
+            blocks = _compress_blocks(ranked.encode(routes, counted))
             if len(blocks) < limit:
                 return Codec.RANKED, blocks
     return best, enumerative.encode(ids_NK, num_experts) if best is Codec.ENUM else data

@@ -143,14 +143,18 @@ def build_frame(
         kind, data = pack_ints(ids)
         body += varint(len(data) << 3 | kind) + _checksum(np.ascontiguousarray(ids, "<i4"))
         sections.append(data)
+    experts, counts = shard.spec.num_experts, None
+    if rows * shard.spec.top_k >= COUNTS_FROM * experts:
+        counts = np.zeros((len(shard.layers), experts), np.int64)
     for first, last in shard.groups:
         for at in range(0, rows, block):
             chunk = np.ascontiguousarray(routes[at : at + block, first:last])
-            kind, data = encode_chunk(chunk, shard.spec.num_experts, keep_order=shard.keep_order)
+            counted = None if counts is None else counts[first:last]
+            kind, data = encode_chunk(chunk, experts, keep_order=shard.keep_order, counts=counted)
             body += varint(kind) + varint(len(data)) + _checksum(data)
             sections.append(data)
-    if rows * shard.spec.top_k >= COUNTS_FROM * shard.spec.num_experts:
-        kind, data = pack_ints(count_experts(routes, shard.spec.num_experts).reshape(-1))
+    if counts is not None:
+        kind, data = pack_ints(counts.reshape(-1))
         body += varint(len(data) << 3 | kind) + _checksum(data)
         sections.append(data)
     else:
@@ -268,12 +272,6 @@ def _parse_body(shard: ShardHeader, body: bytes, digest: bytes, head_bytes: int)
         head_bytes=head_bytes,
         size=end,
     )
-
-
-def count_experts(routes: np.ndarray, num_experts: int) -> np.ndarray:
-    """Count how often each expert was chosen: int64 [L, E] from routes [T, L, K]."""
-    layers = [np.bincount(routes[:, layer].reshape(-1), minlength=num_experts) for layer in range(routes.shape[1])]
-    return np.array(layers, np.int64).reshape(-1, num_experts)
 
 
 def checksum(data: Buffer) -> int:

@@ -19,8 +19,8 @@ from moe_rl.errors import TraceError
 from moe_rl.trace.bounds import order0_bits, set_bits
 from moe_rl.trace.codec import Codec, decode_chunk, encode_chunk
 from moe_rl.trace.files import TMP
-from moe_rl.trace.frame import count_experts
 from moe_rl.trace.library import Found, Library, Reading
+from moe_rl.trace.ranked import count_experts
 from moe_rl.trace.record import TraceSpec, check_name
 from moe_rl.trace.shard import SUFFIX, ShardHeader
 from moe_rl.trace.store import TraceStore

@@ -30,12 +30,24 @@ _LEVELS_PER_OCTAVE = 2
 _MAX_LEVEL = 15
 # `expected_bits` looks at every 13th token; a prime, because text may alternate with a short period.
 _SAMPLE = 13
+# Tokens counted at a time, so that their ids as 64-bit numbers stay in the cache.
+_COUNTED = 512
 
 
 def applies(num_experts: int, top_k: int) -> bool:
     """Return whether sets of this kind can be ranked: ids and numbers fit in single bytes, and sets are sorted by
     columns."""
     return num_experts <= 256 and top_k <= MAX_COLUMNS
+
+
+def count_experts(routes: np.ndarray, num_experts: int) -> np.ndarray:
+    """Count how often each expert was chosen: int64 [L, E] from routes [T, L, K]."""
+    layers = routes.shape[1]
+    first = np.arange(0, layers * num_experts, num_experts)[:, None]
+    counts = np.zeros(layers * num_experts, np.int64)
+    for at in range(0, len(routes), _COUNTED):
+        counts += np.bincount((routes[at : at + _COUNTED] + first).reshape(-1), minlength=len(counts))
+    return counts.reshape(layers, num_experts)
 
 
 def expected_bits(routes: np.ndarray, num_experts: int) -> float:
@@ -48,7 +60,7 @@ def expected_bits(routes: np.ndarray, num_experts: int) -> float:
     """
     tokens, layers, top_k = routes.shape
     sample = routes[::_SAMPLE]
-    counts = _counts(sample, num_experts).reshape(-1)
+    counts = count_experts(sample, num_experts).reshape(-1)
     picks = len(sample) * top_k
     pairs = layers * picks * (picks - 1)
     # A layer more even than chance counts as even; a single choice says nothing.
@@ -56,13 +68,12 @@ def expected_bits(routes: np.ndarray, num_experts: int) -> float:
     return 1.04 * _set_bits(num_experts, top_k) + 3 * num_experts / tokens - 0.7 * top_k * log2(skew)
 
 
-def encode(routes: np.ndarray, num_experts: int) -> list[np.ndarray]:
+def encode(routes: np.ndarray, counts_LE: np.ndarray) -> list[np.ndarray]:
     """Return the parts to compress, each with its own Huffman code: levels [L, E], then K planes [L * T], all uint8.
 
-    routes is uint8 [T, L, K] of valid sets, in any order.
+    routes is uint8 [T, L, K] of valid sets, in any order, counts_LE what `count_experts` says of them.
     """
-    tokens, layers, top_k = routes.shape
-    counts_LE = _counts(routes, num_experts)
+    (tokens, layers, top_k), num_experts = routes.shape, counts_LE.shape[1]
     octaves = np.log2((counts_LE.max(axis=1, keepdims=True) + 1) / (counts_LE + 1))
     levels_LE = np.minimum(np.rint(octaves * _LEVELS_PER_OCTAVE), _MAX_LEVEL).astype(np.uint8)
     number_LE = np.empty_like(levels_LE)
@@ -95,13 +106,6 @@ def decode(plain: np.ndarray, shape: tuple[int, int, int], num_experts: int) -> 
     for i, column in enumerate(sort_columns(ids_KLT.reshape(top_k, layers * tokens))):
         routes[:, :, i] = column.reshape(layers, tokens).T
     return routes
-
-
-def _counts(routes: np.ndarray, num_experts: int) -> np.ndarray:
-    """Count how often each layer chose each expert: [L, E]."""
-    layers = routes.shape[1]
-    first = np.arange(0, layers * num_experts, num_experts)[:, None]
-    return np.bincount((routes + first).reshape(-1), minlength=layers * num_experts).reshape(layers, num_experts)
 
 
 def _order(levels_LE: np.ndarray) -> np.ndarray:

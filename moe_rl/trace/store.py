@@ -20,10 +20,10 @@ import numpy as np
 
 from moe_rl.errors import About, TraceError
 from moe_rl.trace.files import TMP, LocalFolder
-from moe_rl.trace.frame import count_experts
 from moe_rl.trace.library import Found, Library, Reading, RowSegment, parent_part
 from moe_rl.trace.manifest import MANIFEST, Manifest, locked_manifest
 from moe_rl.trace.primitives import unpack_bytes, unpack_ints
+from moe_rl.trace.ranked import count_experts
 from moe_rl.trace.readout import Joined, Readout, damaged, fetch_section, join
 from moe_rl.trace.record import RecordInfo, RouteRecord, check_name
 from moe_rl.trace.shard import SUFFIX

@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +130,10 @@ class ShardWriter:
         self._check_new(check_key(key))
         where: About = {"request": key, "shard": header.name}
         ids = as_token_ids(token_ids, where=where)
-        check_routes(routes, header.spec, rows=len(ids), where=where, layers=header.layers)
+        # The coder finds any set that is none, but not one that its narrower type would hide. Then the check names it.
+        hidden = getattr(routes, "dtype", None) != header.spec.dtype
+        check = partial(check_routes, routes, header.spec, rows=len(ids), where=where, layers=header.layers)
+        check(sets=hidden)
         spans = check_spans(spans, rows=len(ids), where=where)
         link = self._link(parent, where) if parent is not None else None
         if parent is not None and link is not None and link.depth > MAX_DEPTH:
@@ -142,7 +146,11 @@ class ShardWriter:
             raise TraceError(
                 "sequence is too long to store", where=where, got=rows, expected=f"at most {MAX_ROWS} tokens"
             )
-        data = build_frame(header, key, routes, ids, spans, link, aux or {})
+        try:
+            data = build_frame(header, key, routes, ids, spans, link, aux or {})
+        except TraceError:
+            check()
+            raise
         head = head_size(data)
         return self._append(key, digest_of(data, head), rows, head, link.shard if link else "", data)
 

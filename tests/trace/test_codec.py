@@ -61,7 +61,8 @@ def all_encodings(routes, num_experts):
     if enumerative.rank_bits(num_experts, top_k) is not None:
         encodings.append((Codec.ENUM, False, enumerative.encode(ascending, num_experts)))
     if routes.size and ranked.applies(num_experts, top_k):
-        encodings.append((Codec.RANKED, False, codec._compress_blocks(ranked.encode(routes, num_experts))))
+        parts = ranked.encode(routes, ranked.count_experts(routes, num_experts))
+        encodings.append((Codec.RANKED, False, codec._compress_blocks(parts)))
     return encodings
 
 

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from moe_rl.errors import TraceError
-from moe_rl.trace import TraceStore, frame
+from moe_rl.trace import TraceStore, frame, ranked
 from moe_rl.trace.manifest import MANIFEST
 from moe_rl.trace.primitives import pack_ints, varint
 from moe_rl.trace.shard import header_bytes, index_bytes, parse_header, parse_index
@@ -47,7 +47,7 @@ def _checks(shard):
 
     def counts(i):
         def check(store):
-            expected = frame.count_experts(routes[i].astype(np.int64), 32)
+            expected = ranked.count_experts(routes[i].astype(np.int64), 32)
             return np.array_equal(store.expert_counts(refs[i]), expected)
 
         return check

@@ -7,7 +7,8 @@ import pytest
 
 from moe_rl.errors import TraceError
 from moe_rl.trace import ShardWriter, TraceStore, validate
-from moe_rl.trace.frame import MAX_DEPTH, count_experts
+from moe_rl.trace.frame import MAX_DEPTH
+from moe_rl.trace.ranked import count_experts
 from moe_rl.types import Provenance, RoutePart, RouteRef, Span
 from tests.support.refusals import refused
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from moe_rl.errors import RouteValidationError, TraceError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, library
 from moe_rl.trace import store as store_module
-from moe_rl.trace.frame import count_experts
+from moe_rl.trace.ranked import count_experts
 from moe_rl.types import Provenance, RoutePart, RouteRef, Span
 from tests.support.refusals import refused
 
@@ -278,6 +278,27 @@ def test_a_refused_record_leaves_the_shard_as_it_was(tmp_path, spec, random_rout
     store = TraceStore(tmp_path)
     np.testing.assert_array_equal(store.read(first).routes, good)
     np.testing.assert_array_equal(store.read(second).routes, good[:1])
+
+
+@pytest.mark.parametrize("rows, keep_order", [(2, False), (200, False), (200, True)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, wrong, fault",
+    [
+        ("uint8", None, "expert twice"),
+        ("uint8", 32, "no expert"),
+        ("uint8", 255, "no expert"),
+        ("uint16", 261, "no expert"),
+    ],
+)
+def test_a_set_that_is_none_is_named(tmp_path, spec, random_routes, decoded, rows, keep_order, dtype, wrong, fault):
+    """In a record with expert counts or without; 261 would be 5 as a single byte."""
+    routes = random_routes(spec, rows).astype(dtype)
+    routes[-1, 2, 3] = routes[-1, 2, 0] if wrong is None else wrong
+    writer = ShardWriter(tmp_path, "s", spec, keep_order=keep_order)
+    with refused(RouteValidationError, request="a", shard="s", token=rows - 1, layer=3, fault=fault):
+        writer.add("a", routes, range(rows), decoded(rows))
+    writer.publish()
+    assert TraceStore(tmp_path).records("s") == []
 
 
 def test_neighbouring_spans_that_say_the_same_become_one(tmp_path, spec, random_routes):

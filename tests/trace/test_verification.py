@@ -5,7 +5,7 @@ import os
 import pytest
 
 from moe_rl.errors import TraceError
-from moe_rl.trace import TraceStore, audit, frame, verify
+from moe_rl.trace import TraceStore, audit, codec, frame, verify
 from moe_rl.trace.audit import faults
 from moe_rl.trace.inspection import select
 from moe_rl.trace.manifest import MANIFEST
@@ -29,8 +29,8 @@ def test_every_damaged_byte_is_found(tmp_path, spec, write_shard, monkeypatch):
 def test_counts_that_are_not_those_of_the_routes(tmp_path, spec, write_shard, monkeypatch):
     monkeypatch.setattr(frame, "COUNTS_FROM", 0)
     with monkeypatch.context() as patch:
-        real = frame.count_experts
-        patch.setattr(frame, "count_experts", lambda routes, experts: real(routes, experts) + 1)
+        real = codec.count_experts
+        patch.setattr(codec, "count_experts", lambda routes, experts: real(routes, experts) + 1)
         write_shard(tmp_path, "s", spec, lengths=(3,))
     (problem,) = verify(TraceStore(tmp_path), "s")
     assert "shard s, record step1/prompt0:0: the stored expert counts" in problem
