@@ -233,13 +233,13 @@ def _take_left_behind(
     except MoeRLError as error:
         dropped = rollouts.ledger.rewind(done)
         how = f"again: {error}" if dropped else "next: no rollouts of it were finished"
-        main.log.note(f"{begun}; {dropped} steps are repeated. Step {step} is sampled {how}")
+        main.log.note(f"{begun}; steps repeated: {dropped}. Step {step} is sampled {how}")
         return None
     judged = isinstance(found, RolloutBatch)
     dropped = rollouts.ledger.rewind(step if judged else done)
     what = f"{len(found.sequences)} sequences that were sampled for it before"
     then = f"is trained on the {what}" if judged else f"judges the {what} again"
-    main.log.note(f"{begun}; {dropped + judged} steps are repeated. Step {step} {then}")
+    main.log.note(f"{begun}; steps repeated: {dropped + judged}. Step {step} {then}")
     return found
 
 

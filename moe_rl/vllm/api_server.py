@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import secrets
 import signal
@@ -255,6 +256,8 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
 async def _run(given, listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
 
+    # Without a tokenizer vLLM tries a chat template in vain, and would log a traceback.
+    logging.getLogger("vllm.renderers.base").addFilter(lambda line: "warmup failed" not in str(line.msg))
     async with build_async_engine_client(given) as engine:
         if not any(await engine.collective_rpc("moe_rl_records")):
             raise EngineError("vLLM did not attach the recorder", got=f"capture {document['capture']}")

@@ -155,7 +155,7 @@ def test_a_batch_that_was_not_judged_yet_is_judged_again_and_the_run_goes_on_bit
     hold.unlink()
     again = Launch(tmp_path, "--resume", folder, environment=environment)
     assert again.wait() == 0, again.text()[-4000:]
-    assert re.search(r"resumed after step 2; 2 steps are repeated. Step 3 judges the \d+ seq", again.text())
+    assert re.search(r"resumed after step 2; steps repeated: 2. Step 3 judges the \d+ seq", again.text())
     assert [versions(folder, step) for step in (3, 4)] == [{1}, {2}]
     assert rows(folder) == rows(whole) != []
     assert tensors(folder, 4) == tensors(whole, 4) != {}

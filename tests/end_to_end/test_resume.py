@@ -19,7 +19,7 @@ def test_a_run_goes_on_with_another_layout(short_run, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1])
     run = Launch(tmp_path, "--resume", folder, "--step", 2, "parallel.expert=1", ranks=1)
     assert run.wait() == 0, run.text()[-4000:]
-    assert "after step 2; 2 steps are repeated. Step 3 is trained on the" in run.text()
+    assert "after step 2; steps repeated: 2. Step 3 is trained on the" in run.text()
     assert f"a newer checkpoint was renamed and is not used: {damaged.parent}.abandoned" in run.text()
     assert "the parallel layout changed: ranks 2 -> 1, expert 2 -> 1; " in run.text()
     assert "random generators are seeded again from run.seed" in run.text()

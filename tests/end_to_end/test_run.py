@@ -64,7 +64,7 @@ def test_kill_9_and_sigterm_change_nothing(short_run, tmp_path, launches):
     # Sampling is left there and then, the checkpoint of the step before ended. torchrun, engine and verifiers are
     # signalled too, as by SLURM.
     until("rollout", "sample", 3)
-    assert "after step 1; 1 steps are repeated. Step 2 is trained on the" in launches[2].text()
+    assert "after step 1; steps repeated: 1. Step 2 is trained on the" in launches[2].text()
     assert shard(folder, 2) == before
     assert [path.name for path in (folder / "checkpoints").iterdir() if path.name[0] == "."] == [".step-000002.tmp"]
     end(signal.SIGTERM, None, "asked to stop and did after step 2, with a checkpoint; go on")

@@ -214,6 +214,7 @@ def test_a_killed_gateway_goes_on_over_its_server(checkpoint, router, tmp_path):
         server = stack.enter_context(
             serving_run(folder, CONFIG, *overrides(checkpoint, tmp_path), "--token-file", str(token))
         )
+        assert "Traceback" not in server.log.read_text()
         fleet = (f"rollout.servers=[{server.url}]", f"rollout.token_file={token}")
         with gateway_process(checkpoint, tmp_path, *fleet) as running:
             opened = owner(running, "POST", "/sessions", json={})

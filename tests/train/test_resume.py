@@ -179,8 +179,8 @@ def test_a_shard_whose_line_the_manifest_lost_is_not_taken(left, tmp_path, what)
 @pytest.mark.parametrize(
     ("done", "dropped", "told"),
     [
-        (4, 1, "resumed after step 4; 1 steps are repeated. Step 5 is sampled again: damaged"),
-        (4, 0, "resumed after step 4; 0 steps are repeated. Step 5 is sampled next: no rollouts of it were finished"),
+        (4, 1, "resumed after step 4; steps repeated: 1. Step 5 is sampled again: damaged"),
+        (4, 0, "resumed after step 4; steps repeated: 0. Step 5 is sampled next: no rollouts of it were finished"),
         (6, 0, "the run has made all its 6 steps; run.steps=N makes it longer"),
     ],
     ids=["damaged", "never sampled", "all steps made"],

@@ -80,7 +80,7 @@ _TOLD = re.compile(
     r"[^\n]{0,300})"
 )
 _RESUMED = re.compile(
-    r"(?:resumed after step \d+|restarted from the beginning); \d+ steps are repeated\. Step \d+ is [^\n]*"
+    r"(?:resumed after step \d+|restarted from the beginning); steps repeated: \d+\. Step \d+ is [^\n]*"
 )
 
 
