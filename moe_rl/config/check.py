@@ -103,7 +103,8 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
             where={"key": "rollout.max_prompt_tokens + rollout.max_completion_tokens"},
             got=longest,
             expected=f"at most {facts.longest}, by max_position_embeddings and YaRN",
-            do="shorten one of them, or scale the model's angles with YaRN (rope_scaling in its config.json)",
+            do="shorten one of them, or scale the model's angles: in its config.json, add rope_scaling with YaRN and "
+            "set max_position_embeddings to factor x original_max_position_embeddings",
         )
     if config.rollout.top_k >= facts.vocab:
         yield describe(

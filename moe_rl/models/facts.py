@@ -119,9 +119,10 @@ class ModelFacts:
 
     @property
     def longest(self) -> int:
-        """Return the number of positions that the model has. With YaRN, software scales those before it."""
-        scaled = 0 if self.yarn is None else int(self.yarn.positions * self.yarn.factor)
-        return max(self.max_position_embeddings, scaled)
+        """Return the number of positions for which vLLM serves the model: with YaRN it has angles for no more than
+        factor x positions."""
+        most = self.max_position_embeddings
+        return most if self.yarn is None else min(most, int(self.yarn.positions * self.yarn.factor))
 
     @property
     def cache_width(self) -> int:
@@ -142,13 +143,18 @@ FOREIGN: dict[str, Any] = {
     "decoder": None,
     "generator": None,
     "text_encoder": None,
+    "llm_config": None,
     "per_layer_config": None,
     "block_configs": None,
     "compression_config": None,
     # Another attention
     "attn_type_list": None,
+    "alibi": None,
+    "attn_config": None,
+    "canvas_length": None,
     "dual_chunk_attention_config": None,
-    "index_topk": None,
+    "is_encoder_decoder": False,
+    "is_mm_prefix_lm": None,
     "llama_4_scaling": None,
     "num_kv_heads": None,
     "n_head_kv": None,
@@ -157,7 +163,18 @@ FOREIGN: dict[str, Any] = {
     "rotary_pct": None,
     "rotary_emb_fraction": None,
     "rotary_emb_base": None,
+    "mrope_section": None,
+    "xdrope_section": None,
+    # Logits of another precision
+    "head_dtype": None,
 }
+# Keys of other families that vLLM only looks for: null has the same effect as a value.
+UNWANTED = ("index_topk", "compress_ratios")
+# Other names of max_position_embeddings. vLLM takes the smallest, and model_max_length before all others.
+LENGTHS = (
+    "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions", "max_sequence_length",
+    "max_seq_length", "seq_len",
+)  # fmt: skip
 
 
 class Fields:

@@ -17,7 +17,7 @@ from typing import Any
 from moe_rl.disk import is_pointer
 from moe_rl.errors import About, ConfigError, describe
 from moe_rl.models import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
-from moe_rl.models.facts import FOREIGN, Fields, ModelFacts, Rope
+from moe_rl.models.facts import FOREIGN, LENGTHS, UNWANTED, Fields, ModelFacts, Rope
 from moe_rl.models.routed import family_name, find_experts
 from moe_rl.models.weight_table import Shape, Weight, ends
 
@@ -145,6 +145,13 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
         read.wrong("model_type", raw.get("model_type"), f"{' or '.join(family.MODEL_TYPES)}, as of {architecture}")
     for key, value in FOREIGN.items():
         read.only(key, value)
+    for key in UNWANTED:
+        if key in raw:
+            read.wrong(key, raw[key], "no such key")
+    positions = read.count("max_position_embeddings")
+    for key in LENGTHS:
+        if raw.get(key) is not None:
+            read.only(key, positions, why="max_position_embeddings has it")
     rope = Rope.of(read, theta=family.ROPE_THETA, fraction=family.ROTARY_FRACTION)
     read.only("hidden_act", "silu")
     top_k = read.count("num_experts_per_tok")
@@ -161,7 +168,7 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
         "rope_theta": rope.theta,
         "rotary_fraction": rope.fraction,
         "rms_norm_eps": read.fraction("rms_norm_eps"),
-        "max_position_embeddings": read.count("max_position_embeddings"),
+        "max_position_embeddings": positions,
         "tie_word_embeddings": read.flag("tie_word_embeddings", False),
         "eos_token_ids": _eos(raw, file.parent),
         "dtype": _dtype(read),

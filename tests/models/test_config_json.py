@@ -14,7 +14,7 @@ import pytest
 from moe_rl.cli import main
 from moe_rl.errors import ConfigError
 from moe_rl.models import second_reading
-from moe_rl.models.facts import FOREIGN, LatentAttentionSizes, Yarn
+from moe_rl.models.facts import FOREIGN, LENGTHS, UNWANTED, LatentAttentionSizes, Yarn
 from moe_rl.models.hf import FAMILIES, read_published
 from tests.config.conftest import DEEPSEEK_CONFIG, GLM_CONFIG, GPT_OSS_CONFIG, HF_CONFIG
 from tests.support.refusals import refused
@@ -280,13 +280,28 @@ def test_two_rope_keys_that_contradict_each_other_are_refused(more, tmp_path):
 def test_keys_of_other_families_that_software_reads_in_any_file_are_refused(base, tmp_path):
     """transformers masks nothing where `is_causal` is false or null. vLLM reads the others."""
     for key, harmless in FOREIGN.items():
-        for value in [{"num_hidden_layers": 1}, 1, *([] if harmless is None else [None, False])]:
+        for value in [{"num_hidden_layers": 1}, 1, *([] if harmless is None else [None, not harmless])]:
             with refused(ConfigError, key="model.path", field=key):
                 ours(BASES[base] | {key: value}, tmp_path)
         assert ours(BASES[base] | {key: harmless}, tmp_path)
+    for key in UNWANTED:
+        with refused(ConfigError, key="model.path", field=key):
+            ours(BASES[base] | {key: None}, tmp_path)
+    for key in LENGTHS:
+        for value in (BASES[base]["max_position_embeddings"] - 1, 1e9, "8"):
+            with refused(ConfigError, key="model.path", field=key):
+                ours(BASES[base] | {key: value}, tmp_path)
+        assert ours(BASES[base] | {key: BASES[base]["max_position_embeddings"]}, tmp_path)
     for classes in (["LlamaForCausalLM", *BASES[base]["architectures"]], BASES[base]["architectures"] * 2):
         with refused(ConfigError, key="model.path", field="architectures"):
             ours(BASES[base] | {"architectures": classes}, tmp_path)
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(64, 64), (256, 256), (1000, 256)])
+def test_a_model_with_yarn_is_as_long_as_vllm_serves_it(positions, longest, tmp_path):
+    """It refuses more than max_position_embeddings, and has no angles beyond factor x positions."""
+    raw = BASES["qwen"] | {"rope_scaling": YARN, "max_position_embeddings": positions}
+    assert ours(raw, tmp_path).longest == longest
 
 
 def test_the_second_reading_is_that_of_transformers():
