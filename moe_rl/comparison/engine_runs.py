@@ -24,7 +24,8 @@ from moe_rl.vllm import patches
 
 # Prompts are cut into pieces of so many tokens.
 PIECE = 8
-_ALONE = "an engine started here has one device"
+# An engine started here has one device; what the run's engines computed is the record.
+DEGREE = "engine's parallel degree"
 
 
 class EngineRuns:
@@ -51,7 +52,7 @@ class EngineRuns:
         "batch composition",
         "eager or graph",
         "engine patch",
-        "engine's parallel degree",
+        DEGREE,
     )
 
     def __init__(self, config: Config, facts: ModelFacts, folder: Path, sequences: Seq[Sequence], out: Path):
@@ -66,9 +67,13 @@ class EngineRuns:
             "batch composition": "one at a time",
             "eager or graph": "eager" if self._settings.cuda_graphs else "graph",
             "engine patch": "without recorder",
+            DEGREE: "one device",
         }
-        one_device = config.cluster is None or config.cluster.gpus_per_engine == 1
-        self.untested = {"engine's parallel degree": "the run's engines have one device" if one_device else _ALONE}
+        self.untested: dict[str, str] = {}
+        if config.cluster is None and config.rollout.servers:
+            self.untested[DEGREE] = "the config does not say how many devices a server has (cluster.gpus_per_engine)"
+        elif config.cluster is None or config.cluster.gpus_per_engine == 1:
+            self.untested[DEGREE] = "the run's engines have one device"
         if on_cpu:
             self.untested["eager or graph"] = "vLLM has no graphs on a CPU"
         if longest <= PIECE:
@@ -80,7 +85,9 @@ class EngineRuns:
         self.changes: dict[Any, list[Any]] = {
             cause: [value] for cause, value in found.items() if cause not in self.untested
         }
-        self.suspects: dict[Any, list[Any]] = {cause: list(values) for cause, values in self.changes.items()}
+        self.suspects: dict[Any, list[Any]] = {
+            cause: list(values) for cause, values in self.changes.items() if cause != DEGREE
+        }
         if cached and "prefix cache" in self.suspects:
             self.suspects["prefix cache"].append("warm")
 

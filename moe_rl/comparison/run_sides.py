@@ -108,7 +108,7 @@ def sides_of_run(
         engines = EngineRuns(config, facts, versions.folders[versions.sampler], sequences, out)
         untested |= engines.untested
         if engines.changes:
-            sampler.add(engines.changes, engines, engines({}))
+            sampler.add_engines(engines, [one.rollout_logprobs for one in sequences])
             others, states = engines.changes, engines.suspects
     return (
         Computation(
@@ -138,6 +138,12 @@ class Added:
         """Add causes that `run` changes. before: what it returns without a change."""
         self.settings |= dict.fromkeys(causes, _DECLARED)
         self._added.append((set(causes), run, before))
+
+    def add_engines(self, engines: EngineRuns, recorded: Seq[np.ndarray]) -> None:
+        """Add the causes of engines. recorded: what the run's own engines computed."""
+        fresh = engines({})
+        self.add(engines.suspects, engines, fresh)
+        self.add(engines.changes.keys() - engines.suspects.keys(), lambda _: fresh, recorded)
 
     def __call__(self, settings: Settings) -> list[np.ndarray]:
         found = self._third({cause: value for cause, value in settings.items() if cause not in self.settings})

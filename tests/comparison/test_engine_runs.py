@@ -9,7 +9,7 @@ import pytest
 
 from moe_rl.comparison import engine_runs
 from moe_rl.comparison.bisection import Computation, bisect, text
-from moe_rl.comparison.engine_runs import EngineRuns, _known
+from moe_rl.comparison.engine_runs import DEGREE, EngineRuns, _known
 from moe_rl.comparison.run_sides import Added
 from moe_rl.config.load import load_config
 from moe_rl.models.hf import read_model
@@ -17,6 +17,7 @@ from moe_rl.types import Sequence, sampled_by
 from tests.support.pretend_engines import VALUE, PretendEngines
 
 CONFIG = Path("configs/tiny_moe_cpu.yaml")
+CLUSTER = ["cluster={gpus: 1, gpu_memory_gib: 79, gpus_per_engine: 2}"]
 
 
 def runs(folder, *overrides, prompt=20, count=1, sampled=2):
@@ -61,14 +62,15 @@ def test_a_completion_is_known_up_to_the_first_other_token():
 @pytest.mark.parametrize(
     ("causes", "kind"),
     [
-        *(([cause], "suspected") for cause in VALUE),
-        *(([cause], "changed") for cause in VALUE if cause != "prefix cache"),
+        *(([cause], "suspected") for cause in VALUE if cause != DEGREE),
+        *(([cause], "changed") for cause in VALUE if cause not in ("prefix cache", DEGREE)),
         (["prefix cache", "batch composition"], "suspected"),
+        ([DEGREE], "other degree"),
     ],
 )
 def test_a_cause_that_only_an_engine_shows_is_found(tmp_path, monkeypatch, causes, kind):
     """suspected: the run's engine was in a state that a fresh one with its settings is not in. changed: each engine
-    with the run's settings has the fault, and none without them."""
+    with the run's settings has the fault, and none without them. other degree: the run's engines had two devices."""
     rng, count, length = np.random.default_rng(0), 12, 10
     base, noise = rng.normal(-1, 0.3, (count, length)), rng.normal(0, 1e-4, (count, length))
     keys = [f"s1/p{at}/c0" for at in range(count)]
@@ -76,16 +78,16 @@ def test_a_cause_that_only_an_engine_shows_is_found(tmp_path, monkeypatch, cause
     planted = PretendEngines(causes, completions, kind)
     planted.install(monkeypatch)
     monkeypatch.setattr(engine_runs.patches, "inspect", lambda: SimpleNamespace(summary="patched"))
-    engines = runs(tmp_path, count=count, sampled=length)
-    run = Added(lambda _: list(base + 1e-3))
-    run.add(engines.suspects, engines, engines({}))
+    engines = runs(tmp_path, *CLUSTER * (kind == "other degree"), count=count, sampled=length)
+    run, recorded = Added(lambda _: list(base + 1e-3)), [*map(planted.recorded, keys)]
+    run.add_engines(engines, recorded)
     found = bisect(
-        Computation(run.settings, run, [*map(planted.recorded, keys)], engines.suspects, engines.changes),
+        Computation(run.settings, run, recorded, engines.suspects, engines.changes),
         Computation({}, lambda _: list(base), list(base + noise)),
         untested=engines.untested,
     )
     assert {(atom.cause, atom.kind, atom.value) for one in found.causes for atom in one.swap} == {
-        (cause, kind, VALUE[cause]) for cause in causes
+        (cause, "changed" if cause == DEGREE else kind, VALUE[cause]) for cause in causes
     }, text(found)
     assert {one.verdict for one in found.causes} == {"carries"} and found.explained
-    assert "not tested: engine's parallel degree: the run's engines have one device" in text(found)
+    assert kind == "other degree" or f"not tested: {DEGREE}: the run's engines have one device" in text(found)

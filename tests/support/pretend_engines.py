@@ -15,12 +15,14 @@ HAS = {
     "prefix cache": lambda settings, before: before > 0 and settings.passed.get("enable_prefix_caching", True),
     "batch composition": lambda settings, _: settings.max_concurrent == 1,
     "engine patch": lambda settings, _: settings.trace_root is None,
+    engine_runs.DEGREE: lambda *_: False,  # each has one device
 }
 VALUE = {
     "chunked prefill": "pieces of 8 tokens",
     "prefix cache": "warm",
     "batch composition": "one at a time",
     "engine patch": "without recorder",
+    engine_runs.DEGREE: "one device",
 }
 
 
@@ -30,7 +32,8 @@ class PretendEngines:
     Args:
         causes: Of the faults.
         completions: {key: (tokens, log-probabilities [N] without a fault)}.
-        kind: suspected: engines with these settings have the faults, as the run's had. changed: all others have them.
+        kind: changed: all engines but those with these settings have the faults. Else only these have them, as the
+            run's had.
     """
 
     def __init__(self, causes, completions, kind="suspected", seed=0):
@@ -54,7 +57,7 @@ class PretendEngines:
     def moved(self, key, settings, before):
         tokens, logprobs = self._completions[key]
         for cause, effects in self._effects.items():
-            if bool(HAS[cause](settings, before)) == (self._kind == "suspected"):
+            if bool(HAS[cause](settings, before)) != (self._kind == "changed"):
                 logprobs = logprobs + effects[key]
         return SimpleNamespace(token_ids=tokens, logprobs=logprobs)
 
