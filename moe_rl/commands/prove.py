@@ -77,10 +77,7 @@ def _cases(overrides: list[str], ranks: list[int]) -> list[Case]:
     if overrides:
         if len(ranks) != 1:
             raise ConfigError(
-                "your own layout has one world size",
-                where={"option": "--ranks"},
-                got=ranks,
-                do="add --ranks N",
+                "your own layout has one world size", where={"option": "--ranks"}, got=ranks, do="add --ranks N"
             )
         return [parse(overrides, ranks[0])]
     cases = [case for case in LAYOUTS + RECORDED if not ranks or case.ranks in ranks]

@@ -58,10 +58,7 @@ def _check(options: argparse.Namespace) -> None:
             )
     if len(options.runs) > MOST:
         raise ConfigError(
-            "too many runs for one page",
-            where={"argument": "RUN"},
-            got=len(options.runs),
-            expected=f"at most {MOST}",
+            "too many runs for one page", where={"argument": "RUN"}, got=len(options.runs), expected=f"at most {MOST}"
         )
     if options.share is not None and len(options.runs) > 1:
         raise ConfigError(

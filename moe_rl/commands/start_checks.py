@@ -14,14 +14,7 @@ from moe_rl.config.check_files import absent_problems, prompt_problems, vocabula
 from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.config.schema import Config
 from moe_rl.doctor.diagnosis import installation_problems, tracker_problems
-from moe_rl.errors import (
-    ConfigError,
-    DataError,
-    MoeRLError,
-    Problem,
-    RewardError,
-    describe,
-)
+from moe_rl.errors import ConfigError, DataError, MoeRLError, Problem, RewardError, describe
 from moe_rl.gateway.renderer_trial import renderer_problems
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model, read_published

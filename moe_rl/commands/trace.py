@@ -203,9 +203,7 @@ def _import(options: argparse.Namespace) -> tuple[int, object]:
     if form in ARRAY_FORMATS:
         if not (options.token_ids and options.key and options.weight_version is not None):
             raise TraceError(
-                f"{form} needs more",
-                where={"option": "--format"},
-                do="give --token-ids, --key and --weight-version",
+                f"{form} needs more", where={"option": "--format"}, do="give --token-ids, --key and --weight-version"
             )
         known = {"key": options.key, "weight_version": options.weight_version}
         refs = import_array(path, options.token_ids, options.store, options.shard, spec, form, **known)

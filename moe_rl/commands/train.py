@@ -29,14 +29,7 @@ from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import write_json, write_whole
 from moe_rl.doctor.diagnosis import tracker_problems
-from moe_rl.errors import (
-    CollapseError,
-    ConfigError,
-    MoeRLError,
-    SamplerGone,
-    Stopped,
-    TraceError,
-)
+from moe_rl.errors import CollapseError, ConfigError, MoeRLError, SamplerGone, Stopped, TraceError
 from moe_rl.models.weight_files import notes
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
@@ -252,10 +245,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
         world_size = int(os.environ["WORLD_SIZE"])
         if options.ranks not in (None, world_size):
             raise ConfigError(
-                "contradicts torchrun",
-                where={"option": "--ranks"},
-                got=options.ranks,
-                expected=world_size,
+                "contradicts torchrun", where={"option": "--ranks"}, got=options.ranks, expected=world_size
             )
         return config, folder, world_size
     if not options.plan and options.ranks is None:

@@ -44,9 +44,7 @@ class Measurement:
         versions = {span.weight_version for s in source.sequences for span in s.versions}
         if versions != {version}:
             raise DataError(
-                "the weights that score the rollouts are not those that sampled them",
-                got=versions,
-                expected=version,
+                "the weights that score the rollouts are not those that sampled them", got=versions, expected=version
             )
         self.source, self.trainer_dtype = source, config.train.dtype
         self.scorer = Scorer(config, policy, source.store, spec, source.sequences, version)

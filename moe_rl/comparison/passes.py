@@ -135,12 +135,7 @@ class Scorer:
         self.has_router_logits = known > 0
 
     def run(
-        self,
-        mode: Mode,
-        name: str,
-        *,
-        tables: list[MicrobatchRoutes] | None = None,
-        router_kl: bool = False,
+        self, mode: Mode, name: str, *, tables: list[MicrobatchRoutes] | None = None, router_kl: bool = False
     ) -> tuple[Pass, PassSeen]:
         """Run one pass under `tables`, by default the recorded routes.
 

@@ -16,11 +16,7 @@ _BYPASSES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "this balancing chooses its own experts and ignores the recorded ones",
         "none or an auxiliary loss",
     ),
-    "moe_expert_capacity_factor": (
-        lambda factor: factor is not None,
-        "a full expert drops recorded assignments",
-        _OFF,
-    ),
+    "moe_expert_capacity_factor": (lambda factor: factor is not None, "a full expert drops recorded assignments", _OFF),
     "moe_expert_rank_capacity_factor": (
         lambda factor: factor is not None,
         "a full rank drops recorded assignments",
@@ -77,10 +73,7 @@ NO_PLAN: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda kind: kind == "flex",
         "dispatch plans work with the all-to-all dispatcher only",
     ),
-    "moe_permute_fusion": (
-        bool,
-        "the fused permutation needs its own row map, which a dispatch plan does not contain",
-    ),
+    "moe_permute_fusion": (bool, "the fused permutation needs its own row map, which a dispatch plan does not contain"),
 }
 
 

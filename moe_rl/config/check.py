@@ -300,13 +300,7 @@ def _share_problems(config: Config, world_size: int) -> Iterator[Problem]:
 def _copies_problems(config: Config) -> Iterator[Problem]:
     given: About = {"given": f"placement.copies is {config.placement.copies}"}
     reasons = (
-        (
-            "parallel.expert",
-            config.parallel.expert == 1,
-            1,
-            "at least 2",
-            "no other rank can take a copy",
-        ),
+        ("parallel.expert", config.parallel.expert == 1, 1, "at least 2", "no other rank can take a copy"),
         (
             "placement.node_ranks",
             (config.placement.node_ranks or 0) % config.parallel.expert_tensor != 0,

@@ -131,9 +131,7 @@ def write_checkpoint(
     hidden = folder.with_name(f".{folder.name}.tmp")
     if folder.exists() or not folder.absolute().parent.is_dir():
         raise ConfigError(
-            "a checkpoint must be written into a new folder",
-            got=folder,
-            do="name a new folder inside an existing one",
+            "a checkpoint must be written into a new folder", got=folder, do="name a new folder inside an existing one"
         )
     dist.barrier()
     if rank == 0:

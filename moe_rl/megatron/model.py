@@ -169,11 +169,7 @@ def _activation(facts: ModelFacts) -> dict:
     if facts.glu_clamp is None:
         return {"activation_func": F.silu}
     # Megatron's quick_gelu is sigmoid(1.702 g) g.
-    return {
-        "activation_func": quick_gelu,
-        "activation_func_clamp_value": facts.glu_clamp,
-        "glu_linear_offset": 1.0,
-    }
+    return {"activation_func": quick_gelu, "activation_func_clamp_value": facts.glu_clamp, "glu_linear_offset": 1.0}
 
 
 def _latent_attention(facts: ModelFacts) -> dict:

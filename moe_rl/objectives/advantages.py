@@ -136,11 +136,7 @@ ADVANTAGES: dict[str, Callable[[Rewards, Sequence[int], Sequence[int], Rewards],
 
 
 def advantages(
-    name: str,
-    rewards: Rewards,
-    group_ids: Sequence[int],
-    lengths: Sequence[int],
-    before: Rewards | None = None,
+    name: str, rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int], before: Rewards | None = None
 ) -> list[float | None]:
     """Compute the advantages of one batch.
 
@@ -183,11 +179,7 @@ def advantages(
 
 
 def _within_groups(
-    rewards: Rewards,
-    group_ids: Sequence[int],
-    before: Rewards,
-    *,
-    scale: Callable[[list[float], list[float]], float],
+    rewards: Rewards, group_ids: Sequence[int], before: Rewards, *, scale: Callable[[list[float], list[float]], float]
 ) -> list[float | None]:
     """Return (R - mean of its group) / scale(scored rewards of the group, those before a penalty), and 0.0 in a group
     without a spread."""

@@ -56,11 +56,6 @@ def natural_order(layers: int, experts: int) -> np.ndarray:
     return np.tile(np.arange(experts), (layers, 1))
 
 
-def slots_of(order_LE: np.ndarray) -> np.ndarray:
-    """Return int64 [L, E]: the slot of each expert, the inverse of an order."""
-    return np.argsort(order_LE, axis=-1)
-
-
 def rank_loads(counts_NLE: np.ndarray, order_LE: np.ndarray, expert_parallel: int) -> np.ndarray:
     """Sum pairs per expert to pairs per rank: int64 [N, L, R]."""
     placed = np.take_along_axis(counts_NLE, order_LE[None], axis=2)

@@ -159,10 +159,6 @@ class PassRows:
         starts = np.cumsum([0, *(int(one.recorded.sum()) for one in places)])
         return cls(*whole, starts, np.where(follows, before, here))  # type: ignore[call-arg]
 
-    def of_microbatch(self, number: int) -> slice:
-        """Return the slice of a microbatch's rows."""
-        return slice(int(self.starts[number]), int(self.starts[number + 1]))
-
 
 def pairs(rows: PassRows) -> dict[str, np.ndarray]:
     """Choose rows at the same place of two sequences, after the first token in which these differ.

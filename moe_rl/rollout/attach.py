@@ -44,13 +44,7 @@ def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
         return []
     assert token_file is not None  # the config's checks require it when servers are set
     return [
-        VllmServer(
-            url,
-            token_file,
-            timeout_seconds=config.run.peer_timeout_seconds,
-            folder=folder,
-            alone=True,
-        )
+        VllmServer(url, token_file, timeout_seconds=config.run.peer_timeout_seconds, folder=folder, alone=True)
         for url in config.rollout.servers
     ]
 

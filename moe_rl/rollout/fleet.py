@@ -368,12 +368,7 @@ class ServerFleet:
         check_agreement(version, {self.server(at).url: (one.version, one.digest) for at, one in held.items()})
         self._held = held
 
-    async def each[T](
-        self,
-        call: Callable[[int], Awaitable[T]],
-        *,
-        spares: bool = True,
-    ) -> dict[int, T]:
+    async def each[T](self, call: Callable[[int], Awaitable[T]], *, spares: bool = True) -> dict[int, T]:
         """Call each server concurrently and return the results by server number, without servers lost meanwhile.
 
         The first refused call, or the first failure beyond the allowed losses, cancels the other calls.

@@ -286,9 +286,7 @@ class GroupFeed:
         rollout = self.config.rollout
         so_far = sum((part.token_ids for part in parts), ())
         request = self.rollouts.request(
-            f"{key}/{len(parts)}" if parts else key,
-            prompt.token_ids + so_far,
-            rollout.temperature,
+            f"{key}/{len(parts)}" if parts else key, prompt.token_ids + so_far, rollout.temperature
         )
         if not parts:
             return request

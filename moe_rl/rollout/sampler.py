@@ -62,7 +62,6 @@ class Sampler(Protocol):
     @property
     def places(self) -> Sequence[int]:
         """Return the numbers of the places that are not lost."""
-        ...
 
     @property
     def workers(self) -> int:
@@ -70,12 +69,10 @@ class Sampler(Protocol):
 
         With several engines, each gets its own ranks in a broadcast, starting at `Broadcast.first_rank`.
         """
-        ...
 
     @property
     def address(self) -> str:
         """Return the address by which these processes reach this host."""
-        ...
 
     async def sample(
         self,
@@ -106,7 +103,6 @@ class Sampler(Protocol):
             ServerLost: the place is lost, with all that this call sampled.
             RequestRefused: the requests cannot be sampled, or not recorded. The place continues.
         """
-        ...
 
     async def publish(self, shard: str) -> list[str]:
         """Publish a shard that calls left open, at every place where they did. No such call may be running.
@@ -115,11 +111,9 @@ class Sampler(Protocol):
             The names of the places' shards that are not published because the place was lost. Their files may have
             all or some of the records, see `trace.recovery.recover_shard`.
         """
-        ...
 
     def shard_at(self, place: int, shard: str) -> str:
         """Return the name that the shard has now at a place; each pipeline stage adds a suffix."""
-        ...
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         """Compute the log-probabilities of token sequences at each place, without its prefix cache.
@@ -132,16 +126,13 @@ class Sampler(Protocol):
         Returns:
             One element per place.
         """
-        ...
 
     async def counts(self) -> dict[str, int]:
         """Return the recorders' counts since they started, summed over the places, see Recorder; {} without a
         recorder."""
-        ...
 
     async def pause(self) -> None:
         """Stop sampling. After it returns, no place forwards a token before `resume`. Calls may still begin."""
-        ...
 
     async def take_weights(self, update: WeightUpdate) -> None:
         """Load one part of an update, see `weights.update`, while no call runs or in a pause. Returns once it is loaded
@@ -151,11 +142,9 @@ class Sampler(Protocol):
             WeightSyncError: a place refuses the part, or places hold different weights after the final one; the message
                 says whether the sampler keeps its old weights.
         """
-        ...
 
     async def resume(self) -> None:
         """Continue sampling. Raises WeightSyncError unless all places hold the same complete weights."""
-        ...
 
     async def sleep(self, level: int) -> bool:
         """Release memory: level 1 the KV cache (weights move to the host), level 2 the KV cache and the weights.
@@ -166,7 +155,6 @@ class Sampler(Protocol):
         Returns:
             Whether memory was released; on a CPU it never is.
         """
-        ...
 
     async def wake(self, part: str) -> None:
         """Take back the memory of "weights" or "kv_cache". Does nothing if that part is awake.
@@ -174,11 +162,9 @@ class Sampler(Protocol):
         A whole update may follow `wake("weights")`. So this is when lost servers that were started again return: they
         count among `workers`, and are used from that update on.
         """
-        ...
 
     def close(self) -> None:
         """End what was started for this sampler. May be called at any time, and repeatedly."""
-        ...
 
 
 async def sample_all(

@@ -27,17 +27,7 @@ from moe_rl.rollout.sampler import Hears, nobody
 from moe_rl.rollout.transport import Transport, collect
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm import sampling
-from moe_rl.vllm.control import (
-    Challenge,
-    LeaveRequests,
-    Open,
-    Publish,
-    Release,
-    Scores,
-    Scoring,
-    Served,
-    Sink,
-)
+from moe_rl.vllm.control import Challenge, LeaveRequests, Open, Publish, Release, Scores, Scoring, Served, Sink
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.sampling import Growing
 from moe_rl.weights.update import Holding, WeightUpdate
@@ -216,10 +206,7 @@ class VllmServer:
         `keep_open` earlier calls may have opened it, and later ones use it."""
         served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
         sampling.check(
-            requests,
-            max_model_len=served.max_model_len,
-            vocabulary=served.vocab_size,
-            reads_text=served.reads_text,
+            requests, max_model_len=served.max_model_len, vocabulary=served.vocab_size, reads_text=served.reads_text
         )
         if not served.weights_whole:
             got = "an update that failed" if served.updates else "no update since it started without weights"
@@ -250,11 +237,7 @@ class VllmServer:
         return EngineError(what, where={"url": self.url, "shard": shard}, do="give every run servers of its own")
 
     async def _sample(
-        self,
-        client: httpx.AsyncClient,
-        requests: Sequence[GenerateRequest],
-        shard: str,
-        ended: Hears,
+        self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], shard: str, ended: Hears
     ) -> list[Growing]:
         """Return the results so far of all requests; at most `connections` run at a time, or all at once when alone."""
         samples = [Growing() for _ in requests]

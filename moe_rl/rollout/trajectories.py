@@ -93,7 +93,6 @@ class EpisodePlayer(Protocol):
 
     async def open(self) -> None:
         """Begin to serve, in this event loop."""
-        ...
 
     async def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
         """Play episodes concurrently, and return their trajectories in order. Cancelling this kills them.
@@ -103,21 +102,16 @@ class EpisodePlayer(Protocol):
             EngineError: the sampler's record of a turn is missing or wrong.
             SessionError: a session lacks the records of its turns. The message names both.
         """
-        ...
 
     @property
     def lost_tokens(self) -> int:
         """Return how many turn tokens were lost with their servers so far. These turns were sampled again."""
-        ...
 
     def hold(self) -> None:
         """Let no turn begin until `updated`. Running turns are not interrupted."""
-        ...
 
     def updated(self, version: int) -> None:
         """Continue with weights of this version."""
-        ...
 
     async def close(self) -> None:
         """End all episodes."""
-        ...

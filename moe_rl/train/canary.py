@@ -184,8 +184,7 @@ class Canary:
         if (witness < 0).any():
             layer, row, _ = np.argwhere(witness < 0)[0].tolist()
             raise WeightSyncError(
-                "no rank routed a token of the canary",
-                where={"token": row, "layer": self.spec.moe_layers[layer]},
+                "no rank routed a token of the canary", where={"token": row, "layer": self.spec.moe_layers[layer]}
             )
         return logprobs.cpu().numpy(), witness, scored
 

@@ -13,14 +13,7 @@ from typing import Any
 import numpy as np
 
 from moe_rl.config.schema import Config, GuardsConfig
-from moe_rl.errors import (
-    CheckpointError,
-    CollapseError,
-    NonFiniteError,
-    PipelineError,
-    WeightSyncError,
-    after_lr,
-)
+from moe_rl.errors import CheckpointError, CollapseError, NonFiniteError, PipelineError, WeightSyncError, after_lr
 from moe_rl.megatron.policy import UpdateResult
 from moe_rl.objectives.lags import LAGS
 from moe_rl.train.canary import Heard

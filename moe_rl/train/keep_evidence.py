@@ -159,13 +159,7 @@ class _Keeping:
     """Keeps the evidence of one error."""
 
     def __init__(
-        self,
-        keeper: EvidenceKeeper,
-        error: MoeRLError,
-        step: int,
-        version: int,
-        updates: int,
-        work: list[Work],
+        self, keeper: EvidenceKeeper, error: MoeRLError, step: int, version: int, updates: int, work: list[Work]
     ):
         self.config, self.folder, self.policy = keeper.config, keeper.folder, keeper.policy
         self.store, self.spec, self.limit = keeper.store, keeper.spec, keeper._limit

@@ -338,12 +338,7 @@ class Shares:
                 recorded = self._supports(packed), self._heads(packed)
                 microbatch = pack(ours, indices, world.device(), world.context_parallel(), *recorded)
                 table = microbatch.read_routes(
-                    self.store,
-                    packed,
-                    self.spec,
-                    weight_version=weight_version,
-                    layers=self.layers,
-                    policy=self.rows,
+                    self.store, packed, self.spec, weight_version=weight_version, layers=self.layers, policy=self.rows
                 )
                 old, lags = microbatch.rollout_logprobs, weight_version - microbatch.versions
                 if self.config.pipeline.kv == "keep":

@@ -174,10 +174,7 @@ class ChildEngine:
                 passed=settings.passed,
             )
             | arguments.fixed(
-                settings.model_path,
-                capture=settings.capture,
-                recording=recording,
-                reads_text=settings.reads_text,
+                settings.model_path, capture=settings.capture, recording=recording, reads_text=settings.reads_text
             ),
             # Servers have their own GPUs, which they never release.
             enable_sleep_mode=settings.sleeps and not self._on_cpu,
@@ -277,10 +274,7 @@ class ChildEngine:
         if call.requests:  # an open shard is published even while weights go in
             self._check_ready()
         sampling.check(
-            call.requests,
-            max_model_len=self._max_model_len,
-            vocabulary=self._vocabulary,
-            reads_text=self._reads_text,
+            call.requests, max_model_len=self._max_model_len, vocabulary=self._vocabulary, reads_text=self._reads_text
         )
         if call.alone:
             self._refuse_pause()

@@ -203,10 +203,7 @@ def read_token(path: Path) -> str:
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         mode = f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
         raise EngineError(
-            "The run's token is readable by others",
-            where={"file": path},
-            got=mode,
-            expected="your own file, mode 600",
+            "The run's token is readable by others", where={"file": path}, got=mode, expected="your own file, mode 600"
         )
     if not _TOKEN.fullmatch(text):
         raise EngineError(

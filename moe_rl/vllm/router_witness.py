@@ -208,11 +208,7 @@ class RouterWitness:
             )
             raise EngineError(
                 "A row is not what the router chose by its logits",
-                where={
-                    "request": request.ask.key if request.ask else "?",
-                    "position": positions[at],
-                    "layer": layer,
-                },
+                where={"request": request.ask.key if request.ask else "?", "position": positions[at], "layer": layer},
                 got=got,
                 expected=f"{routes.shape[2]} of {among}",
                 do="look at the recorder: rows of another token or another layer, or that were not written; "

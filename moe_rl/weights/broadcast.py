@@ -40,11 +40,9 @@ class Communicator(Protocol):
 
     def start(self, octets: Tensor) -> Callable[[], object]:
         """Begin to broadcast rank 0's bytes into all others'. The returned function waits until this is done."""
-        ...
 
     def destroy(self) -> None:
         """Leave the group, even in the middle of a broadcast. The others get an error, or wait forever (NCCL)."""
-        ...
 
 
 class Sender:

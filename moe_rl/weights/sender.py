@@ -43,11 +43,9 @@ class Exporter(Protocol):
     def export_rounds(self, dtype: torch.dtype, limit: float, *, host: bool) -> list[Round]:
         """Return this rank's tensors in rounds of at most `limit` bytes. One rank of one replica exports each
         tensor."""
-        ...
 
     def adapter_rounds(self, limit: float, *, host: bool) -> list[Round]:
         """Return this rank's adapters in rounds, as `export_rounds` does tensors."""
-        ...
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
         """Return, for each part of the model, the values that all ranks hold, in this precision.
@@ -61,7 +59,6 @@ class Exporter(Protocol):
         Raises:
             WeightSyncError: the ranks do not hold what the optimizer wrote.
         """
-        ...
 
 
 class _Workers(msgspec.Struct, frozen=True):

@@ -23,7 +23,6 @@ class Checkpoint(Protocol):
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor of the checkpoint, rounded to the precision of the training."""
-        ...
 
 
 class Seen(msgspec.Struct, frozen=True):

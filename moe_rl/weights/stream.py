@@ -42,19 +42,15 @@ class Ranks(Protocol):
 
     def gather(self, message: object, kind: type) -> list[Any]:
         """Return one value of each rank, in rank order, on all ranks. `kind` is the type to decode to."""
-        ...
 
     def device(self) -> torch.device:
         """Return the device of this rank's tensors."""
-        ...
 
     def give_back(self) -> None:
         """Give reserved memory of the GPU that is not used to other processes on it."""
-        ...
 
     def stage(self) -> int:
         """Return this rank's stage of the pipeline."""
-        ...
 
 
 class Recipient(Protocol):
