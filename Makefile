@@ -76,7 +76,7 @@ figures: $(READY) ## make the pictures of the docs anew, and the text that quote
 
 # The text of each page is in the module that writes it.
 PAGES := config=moe_rl.config.schema_reference metrics=moe_rl.report.registry commands=tools.dev.commands_page \
-    versions=moe_rl.doctor.machine chaos=tests.chaos.table mutants=tests.mutants.table
+    versions=moe_rl.commands.machine chaos=tests.chaos.table mutants=tests.mutants.table
 
 generated: $(READY) ## write the pages of docs/generated/ anew
 	@mkdir -p build

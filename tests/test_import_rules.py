@@ -35,7 +35,7 @@ LEVELS = (
     ("rollout", "megatron"),
     ("gateway",),
     ("train", "report"),
-    ("proof", "comparison", "doctor"),
+    ("proof", "comparison"),
     ("cli", "commands", "tools", "__main__"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

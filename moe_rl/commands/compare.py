@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.commands.diagnosis import installation_problems
 from moe_rl.commands.export import write_weights
 from moe_rl.config.check import problems, refuse
 from moe_rl.config.layout import on_one_rank
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import write_whole
-from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import ConfigError, MoeRLError, ReplayError
 from moe_rl.models.hf import read_model
 from moe_rl.train import run_folder

@@ -7,10 +7,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from moe_rl.commands.diagnosis import Diagnosis, diagnose, fits
+from moe_rl.commands.machine import ALWAYS, PARTS, VLLM, Machine, Requirement, look
 from moe_rl.config.load import load_config
 from moe_rl.disk import write_json
-from moe_rl.doctor.diagnosis import Diagnosis, diagnose, fits
-from moe_rl.doctor.machine import ALWAYS, PARTS, VLLM, Machine, Requirement, look
 from moe_rl.errors import MoeRLError
 
 

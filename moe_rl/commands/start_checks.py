@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.commands.diagnosis import installation_problems, tracker_problems
 from moe_rl.config.check import config_problems, problems
 from moe_rl.config.check_cluster import node_problems, start_problems
 from moe_rl.config.check_files import absent_problems, prompt_problems, vocabulary_problems
 from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.config.schema import Config
-from moe_rl.doctor.diagnosis import installation_problems, tracker_problems
 from moe_rl.errors import ConfigError, DataError, MoeRLError, Problem, RewardError, describe
 from moe_rl.gateway.renderer_trial import renderer_problems
 from moe_rl.models.facts import ModelFacts

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.commands import launch
+from moe_rl.commands.diagnosis import tracker_problems
 from moe_rl.commands.start_checks import (
     checkpoint_problems,
     every_problem,
@@ -28,7 +29,6 @@ from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import write_json, write_whole
-from moe_rl.doctor.diagnosis import tracker_problems
 from moe_rl.errors import CollapseError, ConfigError, MoeRLError, SamplerGone, Stopped, TraceError
 from moe_rl.models.weight_files import notes
 from moe_rl.planning.cluster_plan import make_plan

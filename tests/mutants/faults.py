@@ -2042,14 +2042,14 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_room(
-        "doctor",
+        "commands",
         (
             "versions that must not be",
             "diagnosis.py",
             "return bool(found) and SpecifierSet",
             "return bool(found) or SpecifierSet",
             "Any installed version passes.",
-            "tests/doctor",
+            "tests/commands/test_doctor.py",
         ),
         (
             "GPUs of the largest memory",
@@ -2057,7 +2057,7 @@ MUTANTS: list[Mutant] = [
             "smallest = min((gpu.memory_bytes",
             "smallest = max((gpu.memory_bytes",
             "A machine passes of which one GPU is too small for the plan.",
-            "tests/doctor",
+            "tests/commands/test_doctor.py",
         ),
     ),
     *_room(

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from moe_rl.doctor.machine import Machine
+from moe_rl.commands.machine import Machine
 from tools.dev import gpu_day
 from tools.dev.gpu_day import PARTS, Part, main, page
 
@@ -129,7 +129,7 @@ def test_a_part_that_takes_too_long_ends_its_own_sessions(tmp_path):
 
 
 def test_without_a_gpu_only_a_dry_run_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_rl.doctor.machine.gpus", lambda: ())
+    monkeypatch.setattr("moe_rl.commands.machine.gpus", lambda: ())
     with pytest.raises(SystemExit) as ended:
         main(["tests", "--out", str(tmp_path / "none")])
     assert ended.value.code == 2 and not (tmp_path / "none").exists()

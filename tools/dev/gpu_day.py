@@ -32,9 +32,9 @@ from packaging.specifiers import SpecifierSet
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repository root, to import `tools.dev`
 
+from moe_rl.commands.machine import PARTS as REQUIREMENTS
+from moe_rl.commands.machine import VLLM, Machine, found_version, look
 from moe_rl.disk import write_json
-from moe_rl.doctor.machine import PARTS as REQUIREMENTS
-from moe_rl.doctor.machine import VLLM, Machine, found_version, look
 from tools.dev.runs import ROOT, python_path
 
 # Seconds that a command has to end its own processes.

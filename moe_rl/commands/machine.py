@@ -191,7 +191,7 @@ def _vllm() -> tuple[str, dict[str, str]]:
 
 
 _HEAD = """\
-<!-- `make generated` writes this page from moe_rl/doctor/machine.py. Change the table there. -->
+<!-- `make generated` writes this page from moe_rl/commands/machine.py. Change the table there. -->
 
 # Versions
 

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from moe_rl.config.check_cluster import server_problems
-from moe_rl.config.check_files import absent_problems, file_problems
-from moe_rl.config.passed_on import needs_engine
-from moe_rl.config.schema import ClusterConfig, Config
-from moe_rl.doctor.machine import (
+from moe_rl.commands.machine import (
     ALWAYS,
     CUDA,
     NCCL,
@@ -25,6 +21,10 @@ from moe_rl.doctor.machine import (
     found_version,
     transformer_engine_fault,
 )
+from moe_rl.config.check_cluster import server_problems
+from moe_rl.config.check_files import absent_problems, file_problems
+from moe_rl.config.passed_on import needs_engine
+from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.errors import About, ConfigError, Problem, describe, with_extra
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems

@@ -10,11 +10,10 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from moe_rl import cli
+from moe_rl.commands import machine as machine_module
+from moe_rl.commands.diagnosis import diagnose, fits, installation_problems, tracker_problems
 from moe_rl.commands.doctor import verdict
-from moe_rl.config.load import load_config
-from moe_rl.doctor import machine as machine_module
-from moe_rl.doctor.diagnosis import diagnose, fits, installation_problems, tracker_problems
-from moe_rl.doctor.machine import (
+from moe_rl.commands.machine import (
     ALWAYS,
     APEX,
     CUDA,
@@ -31,6 +30,7 @@ from moe_rl.doctor.machine import (
     look,
     page,
 )
+from moe_rl.config.load import load_config
 from moe_rl.vllm import patches
 from tests.support.refusals import tells
 
@@ -50,7 +50,7 @@ def made_up(gpus=(), apex="absent", **found):
 def whole_installation(monkeypatch):
     """Replace the installed software by a complete one."""
     monkeypatch.setattr(patches, "problems", lambda capture: [])
-    monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part: WHOLE[part.name])
+    monkeypatch.setattr("moe_rl.commands.diagnosis.found_version", lambda part: WHOLE[part.name])
 
 
 def test_this_machine_runs_the_demo(capsys, tmp_path):
@@ -89,7 +89,7 @@ def test_what_a_config_names_and_is_not_here_is_missing(monkeypatch, capsys, tmp
 def test_every_part_that_is_needed_is_missed(whole_installation, monkeypatch, part):
     for found in ("", "0.0.1"):
         monkeypatch.setattr(
-            "moe_rl.doctor.diagnosis.found_version", lambda one, got=found: got if one is part else WHOLE[one.name]
+            "moe_rl.commands.diagnosis.found_version", lambda one, got=found: got if one is part else WHOLE[one.name]
         )
         (message,) = diagnose(made_up()).missing
         tells(message, part=part.name, got=found, expected=part.required)
@@ -114,7 +114,7 @@ def test_a_tracker_that_is_asked_for_must_be_there(whole_installation, monkeypat
     config = load_config(CONFIG, [f"report.trackers=[{name}]"])
     for found, there in (("", False), ("0.0.1", False), (TRACKERS[name].tested, True)):
         versions = {part.name: found for part in TRACKERS.values()} | WHOLE
-        monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part, have=versions: have[part.name])
+        monkeypatch.setattr("moe_rl.commands.diagnosis.found_version", lambda part, have=versions: have[part.name])
         messages = list(tracker_problems(config))
         assert messages == diagnose(made_up(), config).missing and len(messages) == (not there)
         for message in messages:
@@ -141,7 +141,7 @@ def test_native_capture_needs_a_gpu(whole_installation):
 )
 def test_delayed_gradients_of_weights_need_transformer_engine(whole_installation, monkeypatch, installed, got):
     versions = WHOLE | {TRANSFORMER_ENGINE.name: installed}
-    monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part: versions[part.name])
+    monkeypatch.setattr("moe_rl.commands.diagnosis.found_version", lambda part: versions[part.name])
     asked = ["train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"]
     assert installation_problems(load_config(CONFIG, asked[:1])) == []
     found = installation_problems(load_config(CONFIG, asked))
@@ -154,7 +154,7 @@ def test_adapters_are_refused_where_transformer_engine_is(whole_installation, mo
     config = load_config(CONFIG, ["train.lora.rank=4", "train.lora.alpha=8"])
     assert installation_problems(config) == []
     versions = WHOLE | {TRANSFORMER_ENGINE.name: "2.9.0"}
-    monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part: versions[part.name])
+    monkeypatch.setattr("moe_rl.commands.diagnosis.found_version", lambda part: versions[part.name])
     (message,) = installation_problems(config)
     tells(message, key="train.lora", got="transformer-engine 2.9.0")
 
