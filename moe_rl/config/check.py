@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_rl.config.check_cluster import engine_problems, neighbour_problems
-from moe_rl.config.check_environment import environment_problems
+from moe_rl.config.check_features import environment_problems, lora_problems, stale_problems
 from moe_rl.config.check_files import file_problems
-from moe_rl.config.check_lora import lora_problems
 from moe_rl.config.layout import layout_problems
 from moe_rl.config.passed_on import passed_problems
 from moe_rl.config.schema import Config
-from moe_rl.config.stale_data import stale_problems
 from moe_rl.errors import About, ConfigError, Problem, describe, did_you_mean
 from moe_rl.models.hf import ModelFacts, read_model
 

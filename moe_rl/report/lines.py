@@ -17,7 +17,7 @@ import xxhash
 
 from moe_rl.disk import write_whole
 from moe_rl.errors import MoeRLError, describe
-from moe_rl.report.route_metrics import Mode
+from moe_rl.report.metrics import Mode
 
 FILE = "metrics.jsonl"
 _CHECKSUM = "checksum"

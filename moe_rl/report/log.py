@@ -18,8 +18,8 @@ from moe_rl.disk import write_all, writing
 from moe_rl.errors import describe
 from moe_rl.report.format import duration, percent, scientific
 from moe_rl.report.lines import FILE, encode, read_rows, write_rows
+from moe_rl.report.metrics import Mode
 from moe_rl.report.registry import check_eval, check_step
-from moe_rl.report.route_metrics import Mode
 
 _HEADER_EVERY = 20
 _ETA_OVER = 10  # steps

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moe_rl.errors import describe, did_you_mean
-from moe_rl.report.metrics import ALL
-from moe_rl.report.route_metrics import FAMILY, MODES, Metric, Mode
+from moe_rl.report.metrics import ALL, FAMILY, MODES, Metric, Mode
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in ALL}
 

@@ -13,9 +13,9 @@ from moe_rl.report import timeline_plots
 from moe_rl.report.format import count, duration, percent, points, scientific, seconds
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import Row, RunLines, pass_rates, read_run, values
+from moe_rl.report.metrics import Metric
 from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
-from moe_rl.report.route_metrics import Metric
 from moe_rl.report.run_config import flat, read_config
 from moe_rl.report.run_plots import FEWEST_PAIRS, panels
 from moe_rl.report.sample_lines import SampleLine, read_samples

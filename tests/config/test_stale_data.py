@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config.check import config_problems
+from moe_rl.config.check_features import UNCORRECTED_LAG, stale_problems
 from moe_rl.config.load import load_config
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, CorrectionConfig
 from moe_rl.config.sampling_keys import PipelineConfig
-from moe_rl.config.stale_data import UNCORRECTED_LAG, stale_problems
 from tests.support.refusals import tells
 
 ROOT = Path(__file__).parents[2]
