@@ -159,10 +159,10 @@ class AlignmentTest:
         yield from row_claims.special_rows(seen)
         yield row_claims.stuck_rows(seen, self._name)
         yield row_claims.pieces(seen, self._piece)
-        ids = id_claims.IdRows.of(seen)
-        yield id_claims.single_ids(seen, ids)
-        yield id_claims.some_rows(seen, ids)
-        yield id_claims.labels(seen, ids)
+        ids = id_claims.id_rows(seen)
+        yield id_claims.single_ids(seen, *ids)
+        yield id_claims.some_rows(seen, *ids)
+        yield id_claims.labels(seen, *ids)
 
     def _name(self, sequence: int) -> str:
         return self._names[sequence >> 32][sequence & 0xFFFFFFFF]

@@ -145,21 +145,21 @@ class History:
 def judge(tests: Bets, history: History) -> Claim:
     """Judge a claim from the tests of this pass and of earlier passes."""
     record, planted = tests.record, tests.planted
-    summed = history.largest(tests.name, record) if tests.lasting else record
+    summed = (history.largest(tests.name, record) if tests.lasting else record).tolist()
     needed = math.log(len(CLAIMS) * PASSES * tests.count / ALPHA)
-    found = tuple(tests.describe(at) for at in torch.nonzero(summed >= needed)[:, 0].tolist())
+    found = tuple(tests.describe(at) for at, one in enumerate(summed) if one >= needed)
     power = 0.0
     if len(planted):
         seen = (planted >= _SURE * needed).double()
-        weights = torch.ones_like(seen) if tests.weights is None else tests.weights.double()
-        power = float((seen * weights).sum() / weights.sum().clamp(min=1e-30))
+        total = float(len(seen) if tests.weights is None else tests.weights.sum())
+        power = float(seen.sum() if tests.weights is None else seen @ tests.weights.double()) / max(total, 1e-30)
     evidence = float(record.max()) - needed if len(record) else -math.inf
     return Claim(tests.name, "refused" if found else "proven" if power >= _PROVEN else "weak", power, evidence, found)
 
 
-def log_e(x: Tensor) -> Tensor:
-    """Return the log e-values of the values x [U, ...] over axis 0, float64."""
-    logs = (x * -_bets(x[None])).log1p_().sum(1).double()
+def log_e(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Return the log e-values of the values x [U, ...] over axis 0, float64. scale: each of them stands for as many."""
+    logs = (x * -_bets(x[None])).log1p_().sum(1).double() * scale
     return torch.logsumexp(logs, 0) - math.log(len(_BETS))
 
 

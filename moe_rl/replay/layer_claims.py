@@ -46,7 +46,7 @@ class LayerSample:
         rows, at = seen.watched.rows, seen.watched.sample
         fine = seen.on_device(np.searchsorted(seen.watched.fine, at))
         where = (rows.sequence[at], rows.position[at], rows.context[at])
-        return cls(seen.fine.ids[:, fine], seen.fine.regret.each[:, fine], *where)
+        return cls(seen.fine.ids[:, fine], seen.fine.regret.pick(fine).each(), *where)
 
     @classmethod
     def of_choice(
@@ -60,7 +60,7 @@ class LayerSample:
         """
         layers, rows, _ = ids.shape
         scores = torch.zeros(layers, rows, experts).scatter_(2, torch.from_numpy(choice), 1.0)
-        alone = Regret.of(torch.from_numpy(choice), scores).each
+        alone = Regret.of(torch.from_numpy(choice), scores).each()
         return cls(torch.from_numpy(ids), alone, sequence, position, np.arange(rows))
 
 
@@ -84,23 +84,20 @@ def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[
     recorded = regret.new_zeros(len(at), count, regret.shape[2])
     recorded.scatter_(2, ids[to_device(at, device)], 1.0 / ids.shape[2])
 
-    def fit(rows: np.ndarray) -> Tensor:  # [S, L record, L witness]
-        return torch.bmm(recorded, regret[to_device(rows, device)].transpose(1, 2)).clamp(0, 1)
-
-    away, here = fit(unrelated), fit(at)
+    shifts = np.array(_SHIFTS)
+    there = np.clip(at[:, None] - shifts, 0, len(sample.position) - 1)  # [S, shifts]
+    same = sample.sequence[there] == sample.sequence[at][:, None]
+    near = to_device(same & (sample.position[at][:, None] - sample.position[there] == shifts), device)[:, None, :, None]
+    rows = to_device(np.column_stack((unrelated, there)), device)
+    fit = torch.bmm(recorded, regret[rows].flatten(1, 2).transpose(1, 2)).clamp_(0, 1).view(len(at), count, -1, count)
+    away, other = fit[:, :, 0], fit[:, :, 1:]  # [S, L record, L witness], [S, L record, shifts, L witness]
+    here = other[:, :, 0]
     own = (away - here).diagonal(dim1=1, dim2=2)  # [S, L]
-    both, means = [], []
-    for shift in _SHIFTS:
-        there = np.clip(at - shift, 0, len(sample.position) - 1)
-        same = sample.sequence[there] == sample.sequence[at]
-        valid = to_device(same & (sample.position[at] - sample.position[there] == shift), device)
-        other = fit(there) if shift else here
-        x = no_noise(own[:, :, None] - (away - other)) * valid[:, None, None]
-        # The record of (j, t - shift) on layer i mirrors that of (i, t) on layer j.
-        both.append(log_e(torch.stack((x, -x), 1)))
-        means.append((other * valid[:, None, None]).sum(0) / valid.sum().clamp(min=1))
-    e, planted = torch.stack(both, 1)  # [shifts, L record, L witness]
-    mean, own_mean = torch.stack(means), here.mean(0)
+    x = no_noise(own[:, :, None, None] - away[:, :, None] + other) * near
+    # The record of (j, t - shift) on layer i mirrors that of (i, t) on layer j.
+    e, planted = log_e(torch.stack((x, -x), 1)).transpose(1, 2)  # [shifts, L record, L witness]
+    mean = ((other * near).sum(0) / near.sum(0).clamp(min=1)).transpose(0, 1)
+    own_mean = here.mean(0)
     limit = fresh and len(at) >= _LEAST_ROWS
     rest = ~torch.eye(count, dtype=torch.bool, device=device)
 

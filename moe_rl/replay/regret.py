@@ -37,13 +37,13 @@ BLOCK_ROWS = 4096
 MANY_IDS = 16
 """A record of this many ids, in all layers, seldom fits another row clearly better than its own."""
 
-_LAYERS = 8
+_LAYERS = 4
 
 SPECIAL = ("last prompt row", "first completion row", "every 16th row")
 
 
 def whole_layers(layers: Seq[int], top_k: int) -> list[int]:
-    """Choose the layers in which all rows are measured: eight, or as many as hold MANY_IDS ids, spread evenly."""
+    """Choose the layers in which all rows are measured: four, or as many as hold MANY_IDS ids, spread evenly."""
     count = min(len(layers), max(_LAYERS, -(-MANY_IDS // top_k)))
     return [layers[at] for at in np.linspace(0, len(layers) - 1, count).round().astype(int)]
 
@@ -180,7 +180,7 @@ class WholeRows:
         late: [Q], mean regret of the recorded experts on the row before.
         early: [Q], mean regret of the experts recorded for the row before.
         step: [Q], how far the row and the row before are apart.
-        pair_ids, pair_choice, pair_regret: [W, P, K], [W, P, K], [W, P, E].
+        pair_ids, pair_choice, pair_regret: [W, P, K], [W, P, K], of [W, P] rows.
     """
 
     own: Tensor
@@ -195,7 +195,7 @@ class WholeRows:
     step: Tensor
     pair_ids: Tensor
     pair_choice: Tensor
-    pair_regret: Tensor
+    pair_regret: Regret
 
     @classmethod
     def of(cls, ids: Tensor, choice: Tensor, scores: Tensor, rows: BlockRows, groups: int) -> WholeRows:
@@ -208,10 +208,11 @@ class WholeRows:
         ids, choice = ids.long(), choice.long()
         regret, here = Regret.of(choice, scores.float()), torch.arange(ids.shape[1], device=ids.device)
         other, before, placed, paired = rows.other, rows.before, rows.placed, rows.paired
-        sets = _salts(scores.shape[2], ids.device)[ids].sum(2)
+        sets = _salts(scores.shape[2], ids.device).index_select(0, ids.view(-1)).view(ids.shape).sum(2)
         stuck = (sets == sets.index_select(1, before)) & (before != here)
         start = torch.where(stuck, 0, here).cummax(1)[0]  # [W, N]
-        first = choice.gather(1, start[:, :, None].expand(choice.shape))
+        flat = (torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1] + start).view(-1)
+        first = choice.view(-1, ids.shape[2]).index_select(0, flat).view(ids.shape)
         own, inside = regret(ids), stuck & same_groups(ids, choice, groups, scores.shape[2])
         run_apart = torch.minimum(regret(first), regret(choice, start))
         of_stuck = torch.stack((own, own.gather(1, start), run_apart)).mul_(inside).sum(1)
@@ -232,38 +233,54 @@ class WholeRows:
             step=torch.minimum(*regret(choice[:, behind_placed], placed_behind).chunk(2, 1)).mean(0),
             pair_ids=ids[:, paired],
             pair_choice=choice[:, paired],
-            pair_regret=regret.each[:, paired],
+            pair_regret=regret.pick(paired),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regret:
-    """Computes regrets of rows. each: [L, N, E], the regret of every single expert. That of K experts is the mean of
-    theirs."""
+    """Computes regrets of rows.
 
-    each: Tensor
+    Attributes:
+        scores: [L, N, E], what the routers rank by.
+        best, spread: [L, N], the mean score of the routers' own choice, and how much better it is than random experts.
+    """
+
+    scores: Tensor
+    best: Tensor
+    spread: Tensor
 
     @classmethod
     def of(cls, choice: Tensor, scores: Tensor) -> Regret:
         """choice: int64 [L, N, K]. scores: [L, N, E]."""
-        best = _mean(scores.gather(2, choice))[:, :, None]
+        best = _mean(scores.gather(2, choice))
         # Where all experts score alike, every choice has regret 0.
-        spread = (best - _mean(scores)[:, :, None]).clamp_(min=0) + 1e-6 * best.abs() + 1e-30
-        return cls((best - scores).div_(spread))
+        return cls(scores, best, (best - _mean(scores)).clamp_(min=0) + 1e-6 * best.abs() + 1e-30)
+
+    def pick(self, rows: Tensor) -> Regret:
+        """Take the rows [n]."""
+        return Regret(*(one.index_select(1, rows) for one in (self.scores, self.best, self.spread)))
+
+    def each(self) -> Tensor:
+        """Return the regret of every single expert, [L, N, E]. That of K experts is the mean of theirs."""
+        return (self.best[:, :, None] - self.scores).div_(self.spread[:, :, None])
 
     def __call__(self, ids: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return the regrets [L, n] of the experts [L, n, K] on these rows, [n] or [L, n], from 0 to 1. None: on all
         rows."""
         if rows is None:
             return self.mean(ids).clamp_(0, 1)
-        layers, count, experts = self.each.shape
+        layers, count, experts = self.scores.shape
         at = torch.arange(layers, device=ids.device)[:, None] * count + rows  # [L, n]
-        flat = at[:, :, None] * experts + ids
-        return _mean(self.each.reshape(-1).index_select(0, flat.view(-1)).view(flat.shape)).clamp_(0, 1)
+        scores, best, spread = (
+            one.reshape(-1).index_select(0, of.view(-1)).view(of.shape)
+            for one, of in ((self.scores, at[:, :, None] * experts + ids), (self.best, at), (self.spread, at))
+        )
+        return (best - _mean(scores)).div_(spread).clamp_(0, 1)
 
     def mean(self, ids: Tensor) -> Tensor:
         """Return the regrets [..., L, N] of the experts [..., L, N, K], without limits."""
-        return _mean(self.each.expand(*ids.shape[:-1], -1).gather(-1, ids))
+        return (self.best - _mean(self.scores.expand(*ids.shape[:-1], -1).gather(-1, ids))).div_(self.spread)
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -354,12 +371,17 @@ class RowsSeen:
     @property
     def experts(self) -> int:
         """Return the number of experts of a layer."""
-        return self.fine.regret.each.shape[2]
+        return self.fine.regret.scores.shape[2]
 
     def whole(self, name: str) -> Tensor:
         """Return an attribute of WholeRows with the rows of all blocks end to end."""
         parts = [getattr(one, name) for one in self.by_block]
-        return torch.cat(parts, 1 if parts[0].ndim == 3 else 0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1 if parts[0].ndim == 3 else 0)
+
+    def pair_regret(self) -> Regret:
+        """Return the regrets of the paired rows of all blocks."""
+        parts = [(one.pair_regret.scores, one.pair_regret.best, one.pair_regret.spread) for one in self.by_block]
+        return Regret(*(torch.cat(of, 1) for of in zip(*parts, strict=True)))
 
     def on_device(self, values: np.ndarray) -> Tensor:
         """Return host values on the device of the pass."""
@@ -368,7 +390,8 @@ class RowsSeen:
     def clusters(self, *values: np.ndarray) -> Clusters:
         """Make clusters of rows with equal values. Several arrays get equally many, some of them empty."""
         found = [np.unique(one, return_inverse=True, return_counts=True)[1:] for one in values]
-        most = max(len(size) for _, size in found)
-        of = np.concatenate([number * most + one for number, (one, _) in enumerate(found)])
-        size = np.concatenate([np.pad(one, (0, most - len(one)), constant_values=1) for _, one in found])
-        return Clusters(self.on_device(of), self.on_device(size.astype(np.float32)))
+        sizes = np.ones((len(found), max(len(size) for _, size in found)), np.float32)
+        for row, (_, size) in zip(sizes, found, strict=True):
+            row[: len(size)] = size
+        of = [number * sizes.shape[1] + one for number, (one, _) in enumerate(found)]
+        return Clusters(self.on_device(np.concatenate(of)), self.on_device(sizes.ravel()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.replay.claims import Bets, log_e, log_e_by, no_noise, rarely
-from moe_rl.replay.regret import MANY_IDS, Regret, RowsSeen, same_groups
+from moe_rl.replay.regret import MANY_IDS, RowsSeen, same_groups
 
 # Rows nearer than this, in regret, cannot be told apart.
 _APART = 0.2
@@ -33,7 +33,7 @@ def sequence_tests(seen: RowsSeen) -> Iterator[Bets]:
     if not kinds:
         return
     ids, choice = seen.whole("pair_ids"), seen.whole("pair_choice")
-    regret = Regret(seen.whole("pair_regret"))
+    regret = seen.pair_regret()
     # Each pair is tested from both sides: the record of the rows `here`, on the `other` rows.
     sides = [side for pair in kinds.values() for side in (pair, pair[::-1])]
     ends = np.cumsum([0, *(side.shape[1] for side in sides)])

@@ -1043,8 +1043,8 @@ MUTANTS: list[Mutant] = [
         (
             "wrong layer found right",
             "layer_claims.py",
-            "both.append(log_e(torch.stack((x, -x), 1)))",
-            "both.append(log_e(torch.stack((-x, x), 1)))",
+            "log_e(torch.stack((x, -x), 1))",
+            "log_e(torch.stack((-x, x), 1))",
             "Layers whose routes are their own are refused, others are not.",
             "tests/replay/test_alignment.py",
         ),

@@ -253,7 +253,7 @@ def test_stuck_rows_and_other_pieces_are_named_with_their_sequence():
 
 
 def test_a_long_pass_is_seen_by_a_part_of_its_rows_and_layers():
-    """All rows are measured in eight layers, a block of microbatches at a time, and 2,304 rows in every layer."""
+    """All rows are measured in four layers, a block of microbatches at a time, and 2,304 rows in every layer."""
     long = Pass(6, layers=12, groups=30, siblings=1, completion=300)
     assert long.record.shape[1] > 2 * BLOCK_ROWS
     found = long.test(microbatches=10)
@@ -264,7 +264,7 @@ def test_a_long_pass_is_seen_by_a_part_of_its_rows_and_layers():
     assert refused(found) == {"pieces"}
     assert [text.split(":")[0] for text in found.faults] == ["s20 has other rows at tokens 138 to 201"]
     layers = [*range(12)]
-    for at in layers:  # a layer that is not among the eight
+    for at in layers:  # a layer that is not among the four
         if at not in whole_layers(layers, TOP_K):
             found = long.test(layer_of(long.record, at, one_id(long, np.random.default_rng(1))[at]), microbatches=10)
             assert refused(found) == {"single ids"}
