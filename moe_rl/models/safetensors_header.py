@@ -27,6 +27,13 @@ def read_header(file: Path) -> dict[str, Tensor]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {name: (one.get_dtype(), tuple(one.get_shape()), file.name) for name, one in slices.items()}
     except SafetensorError as error:
+        if "unknown variant" in str(error):
+            raise ConfigError(
+                "a tensor has a dtype that safetensors does not know",
+                where={"key": "model.path", "file": file},
+                got=str(error).rpartition("unknown variant ")[2].partition(",")[0],
+                do="take the checkpoint in bfloat16",
+            ) from None
         raise ConfigError(
             "damaged safetensors file",
             where={"key": "model.path", "file": file},

@@ -61,7 +61,7 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, entry in read_header(folder / file).items():
-            if weight_map.get(name) != file:
+            if weight_map.get(name) != file and not is_derived(name):
                 raise ConfigError(
                     "a tensor is in another file than the index says",
                     where={"key": "model.path", "file": index, "tensor": name},
@@ -69,7 +69,7 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
                     expected=f"in {weight_map.get(name, 'no file')} as the index says",
                 )
             tensors[name] = entry
-    absent = [name for name in weight_map if name not in tensors]
+    absent = [name for name in weight_map if name not in tensors and not is_derived(name)]
     if absent:
         raise ConfigError(
             "the index names tensors that its files lack",

@@ -62,6 +62,27 @@ def test_every_dtype_of_the_format_is_read(tmp_path, dtype):
     assert checkpoint_tensors(tmp_path)["x"] == (dtype, (4, 2), "model.safetensors")
 
 
+def test_a_dtype_of_a_later_version_is_no_damage(tmp_path):
+    write(tmp_path, {"x": ("U8", (4, 2))})
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"U8", b"Z8"))
+    with refused(ConfigError, key="model.path", file=file, got="`Z8`", fault=""):
+        checkpoint_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(("listed", "stored"), [(True, False), (False, True)])
+def test_an_index_need_not_agree_on_derived_buffers(tmp_path, listed, stored):
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    write(tmp_path, {"x": ("F32", (4,))} | ({buffer: ("F32", (2,))} if stored else {}))
+    weight_map = dict.fromkeys(["x", *([buffer] if listed else [])], "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert checkpoint_tensors(tmp_path).keys() - {buffer} == {"x"}
+    weight_map["y"] = "model.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with refused(ConfigError, "lack", got=("1: y",)):
+        checkpoint_tensors(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["U32", "F8_E8M0", "U16", "F64", "F4"])
 def test_a_model_in_another_dtype_is_told_its_name(published, dtype):
     path, facts = published("moonlight_16b_a3b", "model", lambda name, shape: {name: (dtype, shape)})
