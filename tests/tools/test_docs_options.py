@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 CODE = re.compile(r"`[^`\n]+`")
 KEY = re.compile(rf"`(?:{'|'.join(Config.model_fields)})(?:\.[\w*]+)+(?=`|=)")
+PATH = re.compile(r"`((?:moe_rl|tests|tools|benchmarks|configs|examples|patches|requirements)/[\w/.-]+)`")
 FILES = (".py", ".sh", ".json", ".html", ".jsonl", ".yaml", ".safetensors", ".log", ".lock", ".md")
 # Options of programs that are not ours, and that the docs name.
 OTHERS = {
@@ -102,6 +103,13 @@ def test_every_key_in_the_docs_exists():
     named = {(path, key[1:]) for path in docs() for key in KEY.findall(path.read_text(encoding="utf-8"))}
     assert len(named) > 200
     assert [one for one in named if not one[1].endswith(FILES) and not exists(one[1].split("."), Config)] == []
+
+
+def test_every_file_that_the_docs_name_exists():
+    named = {(path, name) for path in docs() for name in PATH.findall(path.read_text(encoding="utf-8"))}
+    assert len(named) > 60
+    absent = [one for one in named if not (ROOT / one[1]).exists()]
+    assert [one for one in absent if one[1] not in ("configs/...", "patches/vllm/VERSION")] == []
 
 
 def test_keys_that_do_not_exist_are_seen():
