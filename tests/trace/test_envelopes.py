@@ -284,6 +284,9 @@ def test_another_trace_of_megatron_is_refused(tmp_path):
         + first.replace('"decoder"', '"mtp"').replace('"rank"', '"mtp_idx": 0, "rank"').replace("mtp", "vision", 1),
     )
     refuses("router trace", text + "{}")
+    two = traced(tmp_path, [ROUTES[:10], ROUTES[10:]]).read_text().splitlines(keepends=True)
+    refuses("order of their steps", "".join(reversed(two)))
+    refuses("step 5 with 5 rows", "".join([*two[:-1], two[-1].replace('"step": 1', '"step": 5')]))
     refuses("got `float`", text.replace("[[", "[[0.5, ", 1))
     refuses("ragged", text.replace("[[", "[[0, ", 1))
     mtp = first.replace('"decoder"', '"mtp"')

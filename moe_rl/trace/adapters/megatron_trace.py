@@ -7,6 +7,7 @@ layer are in the order of the passes, so their rows together are those of the se
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -71,12 +72,21 @@ def decode_megatron(path: Path, spec: TraceSpec) -> np.ndarray:
             do="give the layer map of the model, and a trace of all its pipeline stages",
         )
     for layer in layers:
-        if passes[layer] != passes[layers[0]]:
-            raise TraceError(
-                "a layer has other passes than the first one",
-                where={**about, "layer": layer},
-                got=f"{len(passes[layer])} passes, {len(rows[layer])} rows",
-                expected=f"{len(passes[layers[0]])} passes, {len(rows[layers[0]])} rows",
-                do="trace one request alone, without recomputation",
-            )
+        for number, (one, first) in enumerate(zip_longest(passes[layer], passes[layers[0]])):
+            if one != first:
+                raise TraceError(
+                    "a layer has other passes than the first one",
+                    where={**about, "layer": layer, "pass": number},
+                    got="no such pass" if one is None else f"step {one[0]} with {one[1]} rows",
+                    expected="no such pass" if first is None else f"step {first[0]} with {first[1]} rows",
+                    do="trace one request alone, without recomputation",
+                )
+    steps = [step for step, _ in passes[layers[0]]]
+    if steps != sorted(steps):
+        raise TraceError(
+            "the passes are not in the order of their steps",
+            where=about,
+            got=str(steps)[:80],
+            do="sort the lines by step",
+        )
     return np.stack([decode_lists([[ids] for ids in rows[layer]])[:, 0] for layer in layers], 1)
