@@ -36,9 +36,11 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moe_rl.errors import About, NonFiniteError
 from moe_rl.replay import id_claims, row_claims
 from moe_rl.replay.claims import CLAIMS, CORE, FAR, Bets, Claim, History, judge
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
@@ -133,8 +135,9 @@ class AlignmentTest:
         """Note that a microbatch was observed in all layers. names: its sequences."""
         self._names[microbatch] = names
 
-    def verdict(self) -> Alignment | None:
-        """Judge the passes. Returns None until every microbatch was compared."""
+    def verdict(self, where: About | None = None) -> Alignment | None:
+        """Judge the passes. Returns None until every microbatch was compared. Raises NonFiniteError if a score is NaN
+        or +inf. where: of the passes, for the error."""
         if len(self._names) < len(self._numbers):
             return None
         if not self._layers or not len(self._watched.rows.row):
@@ -142,6 +145,7 @@ class AlignmentTest:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             fine, whole = FineRows.of(*self._fine.kept), [self._whole[one] for one in self._blocks]
             seen = RowsSeen(self._watched, self._layers, self._groups, fine, whole, far=self._moved > FAR)
+            self._refuse_blind(seen, where or {})
             found = {tests.name: judge(tests, self._history) for tests in self._tests(seen) if tests is not None}
             regret = float(fine.own.mean())
         if seen.fresh and (usual := self._history.exceeded(regret)) is not None:
@@ -164,12 +168,32 @@ class AlignmentTest:
         yield id_claims.some_rows(seen, *ids)
         yield id_claims.labels(seen, *ids)
 
+    def _refuse_blind(self, seen: RowsSeen, where: About) -> None:
+        """Refuse rows with a score that is NaN or +inf, since what they seem to prove is nothing."""
+        whole, rows = torch.cat([one.blind for one in seen.by_block], 1), self._watched.rows
+        for layers, at, blind in (
+            (self._layers, self._watched.fine, seen.fine.regret.spread.isnan()),
+            (self._whole_layers, np.arange(whole.shape[1]), whole),
+        ):
+            for layer, row in torch.nonzero(blind)[:1].tolist():
+                token, sequence = int(rows.position[at[row]]), int(rows.sequence[at[row]])
+                raise blind_witness({**where, "layer": layers[layer], "request": self._name(sequence), "token": token})
+
     def _name(self, sequence: int) -> str:
         return self._names[sequence >> 32][sequence & 0xFFFFFFFF]
 
     def _piece(self, piece: int) -> str:
         number, first, last = self._pieces[piece >> 32][piece & 0xFFFFFFFF]
         return f"{self._names[piece >> 32][number]} has other rows at tokens {first} to {last}"
+
+
+def blind_witness(where: About) -> NonFiniteError:
+    """Return the error that a router's scores are not finite: they say nothing about the routes."""
+    return NonFiniteError(
+        "scores of the trainer's routers are not finite, so the routes cannot be tested against them",
+        where=where,
+        do="look for NaN in the trainer's weights, and start from an earlier checkpoint. No weights were updated",
+    )
 
 
 def _joined(texts: Seq[str]) -> list[str]:

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from moe_rl.errors import About, NonFiniteError, ReplayError, first_of
-from moe_rl.replay.alignment import Alignment
+from moe_rl.errors import About, ReplayError, first_of
+from moe_rl.replay.alignment import Alignment, blind_witness
 from moe_rl.replay.checksum import check_source
 from moe_rl.replay.tables import Compared, MicrobatchRoutes
 
@@ -131,21 +131,23 @@ def refuse_uncompared(
         )
 
 
-def refuse_blind_witness(compared: Seq[Compared], margin: float, layers: Seq[int], where: About) -> None:
-    """Refuse router scores that are not finite: they say nothing about the routes.
+def refuse_blind_witness(
+    compared: Seq[Compared], tables: Seq[MicrobatchRoutes], margin: float, layers: Seq[int], where: About
+) -> None:
+    """Refuse router scores that are not finite. Name their layers, and the first of their tokens.
 
     Args:
+        compared, tables: One for each microbatch.
         margin: Sum of the margins of all comparisons.
     """
     if math.isfinite(margin):
         return
-    broken = torch.cat([~one.margin.isfinite() for one in compared], 1).any(1).tolist()
-    wrong = ", ".join(str(layer) for layer, is_broken in zip(layers, broken, strict=True) if is_broken)
-    raise NonFiniteError(
-        "scores of the trainer's routers are not finite, so the routes cannot be tested against them",
-        where={**where, "layers": wrong},
-        do="look for NaN in the trainer's weights, and start from an earlier checkpoint. No weights were updated",
-    )
+    broken = [~one.margin.isfinite() for one in compared]
+    wrong = [str(layer) for layer, is_broken in zip(layers, torch.cat(broken, 1).any(1), strict=True) if is_broken]
+    table, rows = next((table, of.any(0)) for table, of in zip(tables, broken, strict=True) if of.any())
+    at = int(table.recorded[rows][0])
+    request, token = table.names[table.places.sequence[at]], int(table.places.position[at])
+    raise blind_witness({**where, "layers": ", ".join(wrong), "request": request, "token": token})
 
 
 def refuse_misaligned(alignment: Alignment, where: About) -> None:

@@ -15,6 +15,7 @@ places, L layers, W layers in which whole rows are measured, E experts, K top-k.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -181,6 +182,7 @@ class WholeRows:
         early: [Q], mean regret of the experts recorded for the row before.
         step: [Q], how far the row and the row before are apart.
         pair_ids, pair_choice, pair_regret: [W, P, K], [W, P, K], of [W, P] rows.
+        blind: bool [W, N], a score is NaN or +inf.
     """
 
     own: Tensor
@@ -196,6 +198,7 @@ class WholeRows:
     pair_ids: Tensor
     pair_choice: Tensor
     pair_regret: Regret
+    blind: Tensor
 
     @classmethod
     def of(cls, ids: Tensor, choice: Tensor, scores: Tensor, rows: BlockRows, groups: int) -> WholeRows:
@@ -234,6 +237,7 @@ class WholeRows:
             pair_ids=ids[:, paired],
             pair_choice=choice[:, paired],
             pair_regret=regret.pick(paired),
+            blind=regret.spread.isnan(),
         )
 
 
@@ -244,6 +248,7 @@ class Regret:
     Attributes:
         scores: [L, N, E], what the routers rank by.
         best, spread: [L, N], the mean score of the routers' own choice, and how much better it is than random experts.
+            spread is NaN where a score is NaN or +inf.
     """
 
     scores: Tensor
@@ -254,8 +259,10 @@ class Regret:
     def of(cls, choice: Tensor, scores: Tensor) -> Regret:
         """choice: int64 [L, N, K]. scores: [L, N, E]."""
         best = _mean(scores.gather(2, choice))
+        spread = best - _mean(scores)
         # Where all experts score alike, every choice has regret 0.
-        return cls(scores, best, (best - _mean(scores)).clamp_(min=0) + 1e-6 * best.abs() + 1e-30)
+        usual = spread.clamp(min=0) + 1e-6 * best.abs() + 1e-30
+        return cls(scores, best, torch.where(spread > -math.inf, usual, math.nan))
 
     def pick(self, rows: Tensor) -> Regret:
         """Take the rows [n]."""

@@ -415,10 +415,10 @@ class ReplayPass:
             seen.compared = [Compared.over_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
             seen.tally = replace(seen.tally, **totals(seen.compared, [table.lags for table in tables], self.layers))
             if (align := self.watch.align) is not None:
-                refuse_blind_witness(seen.compared, seen.tally.native_margin, self.layers, where)
+                refuse_blind_witness(seen.compared, tables, seen.tally.native_margin, self.layers, where)
                 for number, table in enumerate(tables, self.watch.align_from):
                     align.compared(number, table.names)
-                seen.alignment = align.verdict()
+                seen.alignment = align.verdict(where)
                 if seen.alignment is not None:
                     refuse_misaligned(seen.alignment, {**where, **self._conditions(seen.alignment)})
 

@@ -11,12 +11,13 @@ import torch
 
 from benchmarks.alarm_parts.models import RATES, STALENESS, Setting, rollout, settings
 from benchmarks.alarm_parts.zoo import NAMED, healthy
-from moe_rl.errors import ReplayError
+from moe_rl.errors import NonFiniteError, ReplayError
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, FAR, PASSES, Bets, History, judge, log_e
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
-from moe_rl.replay.regret import BLOCK_ROWS, whole_layers
-from moe_rl.replay.row_places import PassRows, RowPlaces, pairs
+from moe_rl.replay.regret import BLOCK_ROWS, FINE_ROWS, whole_layers
+from moe_rl.replay.row_places import SAMPLED_ROWS, PassRows, RowPlaces, pairs, windows
+from tests.support.refusals import refused as refuses
 
 LAYERS, TOP_K, EXPERTS = (1, 2, 4, 5), 4, 32
 SIBLINGS, PROMPT, COMPLETION = 2, 10, 20
@@ -236,6 +237,19 @@ def test_a_record_that_names_an_expert_twice_is_an_error_of_the_caller():
     record[2, :, 1] = record[2, :, 0]
     with pytest.raises(ReplayError, match=r"names an expert twice \(layer 4, token 0\).*4 different experts"):
         HEALTHY.test(record)
+
+
+# Of a row that is kept in every layer, and of another row in a layer of whole rows.
+@pytest.mark.parametrize(("bad", "layer", "fine"), [(np.nan, 1, True), (np.inf, 0, False)])
+def test_a_score_that_is_not_finite_proves_nothing_but_is_named(bad, layer, fine):
+    one = Pass(6, layers=6, groups=9, siblings=1, completion=300)
+    count = one.record.shape[1]
+    rows = np.union1d(windows(count, FINE_ROWS), windows(count, SAMPLED_ROWS))
+    at = int(rows[900] if fine else np.setdiff1d(np.arange(count), rows)[500])
+    one.scores[layer, at, int(one.scores[layer, at].argmin())] = bad
+    sequence = int(np.searchsorted(one.starts, at, side="right")) - 1
+    with refuses(NonFiniteError, layer=layer, request=f"s{sequence}", token=int(at - one.starts[sequence])):
+        one.test()
 
 
 def test_stuck_rows_and_other_pieces_are_named_with_their_sequence():
