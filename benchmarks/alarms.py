@@ -34,7 +34,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repository root, to import `benchmarks`
 
 from benchmarks.alarm_parts.faults import FAULTS
-from benchmarks.alarm_parts.guards import run as guard_checks
 from benchmarks.alarm_parts.models import Setting, rollout, settings
 from benchmarks.alarm_parts.zoo import MODELS, NAMED, SHIPPED, Pass, drawn, healthy
 from moe_rl.replay.claims import CORE, FINE
@@ -113,6 +112,8 @@ class _Count:
 
     def run(self, setting: Setting, seed: int) -> None:
         """Let the other guards judge a run."""
+        from benchmarks.alarm_parts.guards import run as guard_checks  # loads Megatron
+
         for guard, fault, refused in guard_checks(setting, seed):
             found = self.guards.setdefault(guard, Counter())
             if fault:
@@ -172,7 +173,7 @@ class _Count:
             "rollouts": self.rollouts,
             "runs": self.runs,
             "false_alarms": self.alarms,
-            "false_alarm_bound": 1 - 0.05 ** (1 / self.passes) if not self.alarms else None,
+            "false_alarm_bound": 1 - 0.05 ** (1 / self.passes) if self.passes and not self.alarms else None,
             "faults_planted": self.planted,
             "faults_missed": sum(one["missed"] for one in (*self.faults.values(), *self.guards.values())),
             "faults_missed_with_power": self.missed_proven,

@@ -13,6 +13,13 @@ Planted = np.ndarray | None
 """The changed record [L, N, K]; None where the fault cannot be planted."""
 
 
+def is_fault(record: np.ndarray, changed: np.ndarray) -> bool:
+    """Return whether at least a quarter of the ids changed, of records [L, N, K]. Otherwise rows of other places may
+    differ by near ties alone, and no check has to see that."""
+    kept = (record[..., None] == changed[..., None, :]).any(3)
+    return bool(kept.mean() <= 0.75)
+
+
 def _mostly(one: Pass, record: np.ndarray, rows: np.ndarray) -> Planted:
     """Return the record if at least 80% of these rows have other experts now: a quarter of their ids in the layers that
     changed. Rows of other places may be equal but for near ties, and are no fault then. rows: indices."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.alarm_parts import models
+from benchmarks.alarm_parts.faults import is_fault
 from moe_rl.config.schema import GuardsConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.train.canary import Heard, compare_routes
@@ -59,12 +60,14 @@ def run(setting: models.Setting, seed: int) -> Iterator[Checked]:
         about = ([canary.shape[1] - 1] * len(canary), range(len(record)), logits.shape[2])
         found, power = compare_routes(record, witness, *about)
         yield "canary", "", bool(found)
-        if power >= 0.95:
-            exchanged = record[[1, 0, *range(2, len(record))]]
+        exchanged = record[[1, 0, *range(2, len(record))]]
+        if power >= 0.95 and is_fault(record[:2], exchanged[:2]):
             yield "canary", "two layers exchanged", bool(compare_routes(exchanged, witness, *about)[0])
 
         yield "second witness", "", _contradicted(sampler, canary[:, :-1], record)
-        yield "second witness", "rows one token late", _contradicted(sampler, canary[:, :-1], np.roll(record, 1, 1))
+        late = np.roll(record, 1, 1)
+        if is_fault(record, late):
+            yield "second witness", "rows one token late", _contradicted(sampler, canary[:, :-1], late)
 
         tokens = models.sample(sampler, seed + step)
         metrics = _metrics(model, sampler, tokens)

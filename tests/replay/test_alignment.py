@@ -1,7 +1,9 @@
 """Well-formed routes of other rows: the alignment test names the fault, and says for each claim what it could see."""
 
 import itertools
+import json
 import math
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import alarms
+from benchmarks.alarm_parts.faults import is_fault
 from benchmarks.alarm_parts.models import RATES, STALENESS, Setting, rollout, settings
-from benchmarks.alarm_parts.zoo import NAMED, healthy
+from benchmarks.alarm_parts.zoo import NAMED, Shape, healthy
 from moe_rl.errors import NonFiniteError, ReplayError
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, FAR, PASSES, Bets, History, judge, log_e
@@ -466,3 +470,23 @@ def test_the_evidence_is_an_e_value():
     for size, expected in ((needed - 1e-9, "weak"), (needed, "refused")):
         record = torch.full((5,), size, dtype=torch.float64)
         assert judge(Bets("layer", record, record[:0], str, 5), History()).status == expected
+
+
+def test_a_planted_fault_of_near_ties_alone_is_none():
+    record = np.arange(24).reshape(2, 3, 4)
+    tie = record.copy()
+    tie[:, 0, 0] = 50  # one id in twelve
+    assert is_fault(record, np.roll(record, 1, 1))
+    assert not is_fault(record, tie) and not is_fault(record, record[..., ::-1])
+
+
+def test_the_count_of_alarms_begins_with_nothing_and_goes_on_from_its_file(tmp_path, monkeypatch):
+    file = tmp_path / "alarms.json"
+    for passes in (0, 1, 2):
+        given = ["--json", str(file), "--passes", str(passes), "--rollouts", "0", "--runs", "0", "--faults", "0"]
+        monkeypatch.setattr(sys, "argv", ["alarms", *given])
+        monkeypatch.setattr(alarms, "drawn", lambda seed: Shape(layers=2, prompts=2, siblings=2))
+        alarms.main()
+        assert json.loads(file.read_text())["healthy_passes"] == passes
+    monkeypatch.setattr(alarms, "healthy", None)  # nothing is left to do
+    alarms.main()
