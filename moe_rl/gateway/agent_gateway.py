@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_rl.errors import DataError, DiskError, RequestRefused, SessionError
-from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingRule, SamplingWish, TextWish
+from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingRule, TextWish
 from moe_rl.gateway.dialogues import Dialogues
 from moe_rl.gateway.exchanges import AgentExchange, AgentExchanges, ClientCall
 from moe_rl.gateway.finishing import SessionKeeper
@@ -276,7 +276,7 @@ class AgentGateway:
         if parts > most:  # each has at least one token, and rendering this many takes seconds
             raise BadRequest(
                 f"the chat has {parts} messages and tools, and the model takes {most} tokens in all",
-                "messages",
+                wish.named("messages"),
                 code="context_length_exceeded",
             )
 
@@ -288,7 +288,7 @@ class AgentGateway:
             self._part(session, session.prompt(parted), prompt)
         replies = []
         new: dict[bytes, int] = {}
-        for turn, completion in await self._turns(session, prompt, wish.sampling, self._chat_stops, exchange):
+        for turn, completion in await self._turns(session, prompt, wish, self._chat_stops, exchange):
             self.counts["unstable"] += int(continued is not None and turn.parent != continued)
             answer = self._renderer.parse(prompt, completion.token_ids, wish.tools)
             if (stop := completion.stop_string) is not None:
@@ -306,7 +306,7 @@ class AgentGateway:
         text = wish.prompt
         prompt = await self.off_loop(size, self._codec.encode, text) if isinstance(text, str) else text
         replies = []
-        for turn, completion in await self._turns(session, prompt, wish.sampling, self._text_stops, exchange):
+        for turn, completion in await self._turns(session, prompt, wish, self._text_stops, exchange):
             text = (self._codec.decode(prompt) if wish.echo else "") + self._codec.text(completion)
             tokens = self._tokens(completion) if wish.logprobs else ()
             replies.append(AgentReply(turn, len(prompt), _NOTHING_SAID, (), text, tokens, completion.stop_string))
@@ -329,7 +329,7 @@ class AgentGateway:
         except NotShown as error:
             raise BadRequest(str(error), wish.place(error.number, error.field), code="unsupported_value") from None
         except ValueError as error:
-            raise BadRequest(str(error), "messages") from None
+            raise BadRequest(str(error), wish.named("messages")) from None
 
     def parting(self, session: Session) -> str | None:
         """Return where the system prompt changed in the last request that failed to continue a turn only for that
@@ -351,17 +351,19 @@ class AgentGateway:
         self,
         session: Session,
         prompt: tuple[int, ...],
-        wish: SamplingWish,
+        asked: ChatWish | TextWish,
         stop_token_ids: Sequence[int],
         exchange: AgentExchange,
     ) -> list[tuple[Turn, Completion]]:
         """Sample a prompt, and add the turns to the session. Returns nothing if any of them was aborted."""
-        if (rule := self._rules.get(session.name)) is not None:
+        wish, rule = asked.sampling, self._rules.get(session.name)
+        if rule is not None:
             wish = rule.applied(wish)
         room = self.turns.room(prompt)
         if room < 1:
             raise BadRequest(
                 f"the prompt has {len(prompt)} tokens, and the model takes {self.turns.bounds.max_model_len} in all",
+                asked.named("messages"),
                 code="context_length_exceeded",
             )
         wish = replace(wish, stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *wish.stop_token_ids))))
@@ -371,7 +373,11 @@ class AgentGateway:
             self.turns.check(place, wish)
             sampled, continues = await self.turns.sample(session, place, wish, exchange.leave)
         except RequestRefused as error:
-            raise BadRequest(str(error)) from None
+            told = error.message
+            expected = f", expected {told.expected}" if told.expected else ""
+            got = told.got.removeprefix(f"{told.fault} ")
+            text = f"got {got}{expected}" if told.fault else str(error)
+            raise BadRequest(text, asked.named(told.fault)) from None
         # A completion that was aborted before its first token makes no turn.
         added = [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
         exchange.turns = [turn.number for turn, _ in added]

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
-from moe_rl.gateway.fields import checked, plain_text, refuse_prefill, refuse_unread, strings, within_bounds
+from moe_rl.gateway.fields import ToolName, checked, plain_text, refuse_prefill, refuse_unread, strings, within_bounds
 from moe_rl.gateway.rendering import read_arguments
 
-_SERVED = {
-    "model", "messages", "max_tokens", "system", "temperature", "top_p", "top_k", "stop_sequences", "stream", "tools",
-}  # fmt: skip
-# Fields of a request to count tokens.
-_COUNTED = {"model", "messages", "system", "tools"}
-# Fields that only concern the provider.
-_NO_MATTER = {
-    "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id",
-    "diagnostics",
-}  # fmt: skip
 # Fields that are accepted only with these values, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
@@ -35,8 +26,13 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "context_management": (None, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "mcp_servers": (None, []),
 }
-# What this API calls the fields of messages.
-_NAMES = {"reasoning_content": "thinking", "tool_calls": "tool_use", "tool_call_id": "tool_use_id"}
+# What this API calls the fields.
+_NAMES = {
+    "reasoning_content": "thinking",
+    "tool_calls": "tool_use",
+    "tool_call_id": "tool_use_id",
+    "stop": "stop_sequences",
+}
 # Prefix of the system prompt's first line with the provider's billing data, which differs with each request.
 _BILLING = "x-anthropic-billing-header:"
 # Templates have no error results, so the text marks the error.
@@ -57,7 +53,7 @@ class _Spoken(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Offered(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
     type: str | None = None
@@ -66,34 +62,50 @@ class _Offered(msgspec.Struct, forbid_unknown_fields=True):
     eager_input_streaming: bool | None = None
 
 
-class _MessagesBody(msgspec.Struct):
+class _CountedBody(msgspec.Struct, kw_only=True):
     messages: list[_Spoken]
-    max_tokens: int
     model: str = ""
     system: str | list[dict[str, Any]] | None = None
+    tools: list[_Offered] | None = None
+    # These only concern the provider.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    cache_control: dict[str, Any] | None = None
+    inference_geo: str | None = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    diagnostics: Any = None
+
+
+class _MessagesBody(_CountedBody, kw_only=True):
+    max_tokens: int
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
-    tools: list[_Offered] | None = None
-
-
-class _CountedBody(_MessagesBody):
-    max_tokens: int = 1
 
 
 def read_messages(body: bytes) -> ChatWish:
     """Parse a body of /v1/messages. Raises BadRequest."""
-    return _read(checked(body, _SERVED | _NO_MATTER, _ONLY, _MessagesBody))
+    given = checked(body, _MessagesBody, _ONLY)
+    sampling = SamplingWish(
+        temperature=1.0 if given.temperature is None else given.temperature,
+        top_p=1.0 if given.top_p is None else given.top_p,
+        top_k=0 if given.top_k in (None, -1) else given.top_k,
+        max_tokens=given.max_tokens,
+        stop=strings(given.stop_sequences),
+    )
+    return replace(_read(given), sampling=within_bounds(sampling, _NAMES), stream=given.stream)
 
 
 def read_counted(body: bytes) -> ChatWish:
     """Parse a body of /v1/messages/count_tokens. Raises BadRequest."""
-    return _read(checked(body, _COUNTED | _NO_MATTER, _ONLY, _CountedBody))
+    return _read(checked(body, _CountedBody, _ONLY))
 
 
-def _read(given: _MessagesBody) -> ChatWish:
+def _read(given: _CountedBody) -> ChatWish:
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
     refuse_prefill(given.messages[-1].role, f"messages.{len(given.messages) - 1}")
@@ -102,7 +114,7 @@ def _read(given: _MessagesBody) -> ChatWish:
     places = ["system"] if system else []
     for at, one in enumerate(given.messages):
         if one.role not in ("user", "assistant"):
-            raise BadRequest(f"got {one.role!r}, expected user or assistant", f"messages.{at}.role")
+            raise BadRequest(f"got {one.role[:40]!r}, expected user or assistant", f"messages.{at}.role")
         blocks = [{"type": "text", "text": one.content}] if isinstance(one.content, str) else one.content
         read = _heard if one.role == "user" else _said
         messages += read(blocks, f"messages.{at}.content")
@@ -113,16 +125,7 @@ def _read(given: _MessagesBody) -> ChatWish:
         places=tuple(places),
         names=_NAMES,
         tools=tuple(_tool(at, one) for at, one in enumerate(given.tools or [])),
-        sampling=within_bounds(
-            SamplingWish(
-                temperature=1.0 if given.temperature is None else given.temperature,
-                top_p=1.0 if given.top_p is None else given.top_p,
-                top_k=max(0, given.top_k or 0),
-                max_tokens=given.max_tokens,
-                stop=strings(given.stop_sequences),
-            )
-        ),
-        stream=given.stream,
+        sampling=SamplingWish(),
     )
 
 
@@ -159,9 +162,8 @@ def messages_events(name: str, model: str, wish: ChatWish, replies: Sequence[Age
 
 def error_body(error: BadRequest) -> dict[str, Any]:
     """Return the body of an error."""
-    text = f"{error.field}: {error}" if error.field else str(error)
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": text}}
+    return {"type": "error", "error": {"type": kind, "message": error.told}}
 
 
 def _system(given: str | list[dict[str, Any]] | None) -> str:
@@ -204,7 +206,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
             case {"type": "thinking", "thinking": str(thought)}:
                 refuse_unread(block, ("type", "thinking", "signature"), f"{field}.{at}")
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
-            case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(given)}:
+            case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(given)} if tool:
                 # A direct call by the model is the default.
                 more = ("caller",) if block.get("caller") == {"type": "direct"} else ()
                 refuse_unread(block, ("type", "id", "name", "input", *more), f"{field}.{at}")
@@ -214,7 +216,8 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
                 texts.append(block)
             case _:
                 kind = str(block.get("type"))[:40]
-                raise BadRequest(f"got {kind!r}", f"{field}.{at}", code="unsupported_value")
+                known = "text, thinking, or tool_use with id, name and input"
+                raise BadRequest(f"got {kind!r}, expected {known}", f"{field}.{at}", code="unsupported_value")
     message["content"] = plain_text(texts, field)
     if calls:
         message["tool_calls"] = calls
@@ -223,7 +226,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
 
 def _tool(at: int, tool: _Offered) -> Mapping[str, Any]:
     if tool.type not in (None, "custom"):
-        raise BadRequest(f"got {tool.type!r}, expected custom", f"tools.{at}.type", code="unsupported_value")
+        raise BadRequest(f"got {tool.type[:40]!r}, expected custom", f"tools.{at}.type", code="unsupported_value")
     if tool.strict:
         raise BadRequest("arguments are not constrained to the schema: leave it out", f"tools.{at}.strict")
     function: dict[str, Any] = {"name": tool.name}

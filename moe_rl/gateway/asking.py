@@ -23,6 +23,11 @@ class BadRequest(Exception):
         super().__init__(text)
         self.field, self.status, self.code = field, status, code
 
+    @property
+    def told(self) -> str:
+        """Return the text with the field before it."""
+        return f"{self.field}: {self}" if self.field else str(self)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingWish:
@@ -81,13 +86,19 @@ class Wish:
         model: the name that the client used. Any is accepted, as there is one model.
         logprobs: whether the reply includes log-probabilities.
         stream, usage: whether the reply is a stream, and whether its end reports the number of tokens.
+        names: the request's names of its fields and those of messages, where they differ from the ones here.
     """
 
     model: str
     sampling: SamplingWish
+    names: Mapping[str, str] = field(default_factory=dict)
     logprobs: bool = False
     stream: bool = False
     usage: bool = False
+
+    def named(self, name: str) -> str:
+        """Return the request's name of a field."""
+        return self.names.get(name, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +108,15 @@ class ChatWish(Wish):
     Attributes:
         tools: in OpenAI's form.
         places: the place of each message in the request.
-        names: the request's names of message fields, where they differ from those in `messages`.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
     places: tuple[str, ...]
-    names: Mapping[str, str] = field(default_factory=dict)
 
     def place(self, number: int | None, name: str) -> str:
         """Return the place of a message's field in the request; number None: that of a field of the request."""
-        return name if number is None else f"{self.places[number]}.{self.names.get(name, name)}"
+        return self.named(name) if number is None else f"{self.places[number]}.{self.named(name)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

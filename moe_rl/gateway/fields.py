@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,17 +22,16 @@ _MOST_SAMPLES = 128
 _OF_THE_PROVIDER = {"cache_control", "prompt_cache_breakpoint"}
 
 
-def checked[T](
-    body: bytes,
-    known: Collection[str],
-    only: Mapping[str, Sequence[Any]],
-    kind: type[T],
-    spoken: Collection[str] = (),
+# A name of a tool.
+ToolName = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+def checked[T: msgspec.Struct](
+    body: bytes, kind: type[T], only: Mapping[str, Sequence[Any]], spoken: Collection[str] = ()
 ) -> T:
-    """Return a JSON body as `kind`.
+    """Return a JSON body as `kind`, which has the fields that are served.
 
     Args:
-        known: the fields that are served.
         only: fields that are accepted only with these values, which have no effect.
         spoken: the fields of a message. Packages that send back a whole reply add others, which must be empty.
 
@@ -47,10 +46,11 @@ def checked[T](
         raise BadRequest("the body is not a JSON object", code="invalid_json")
     for name, value in given.items():
         if name in only:
-            if value not in only[name]:
+            # JSON's true is not 1.
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in only[name]):
                 raise BadRequest(f"this value is not served: {str(value)[:100]}", name, code="unsupported_value")
-        elif name not in known:
-            hint = did_you_mean(name, known)
+        elif name not in kind.__struct_fields__:
+            hint = did_you_mean(name, kind.__struct_fields__)
             raise BadRequest(f"this field is not served. {hint}".strip(), name[:100], code="unsupported_parameter")
     messages = given.get("messages") if spoken else None
     for message in messages if isinstance(messages, list) else ():
@@ -115,10 +115,10 @@ def strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(text for text in ([value] if isinstance(value, str) else value or ()) if text)
 
 
-def within_bounds(wish: SamplingWish, longest: str = "max_tokens") -> SamplingWish:
+def within_bounds(wish: SamplingWish, names: Mapping[str, str]) -> SamplingWish:
     """Return a wish if its counts are in range, else raise BadRequest. The sampler checks the rest.
 
-    longest: what the request calls `max_tokens`.
+    names: as in Wish.
     """
     longest_stop = max(map(len, wish.stop), default=0)
     for field, got, most in (
@@ -127,9 +127,9 @@ def within_bounds(wish: SamplingWish, longest: str = "max_tokens") -> SamplingWi
         ("stop", longest_stop, LONGEST_STOP_STRING),
     ):
         if got > most:
-            raise BadRequest(f"got {got}, expected at most {most}", field)
+            raise BadRequest(f"got {got}, expected at most {most}", names.get(field, field))
     if wish.samples < 1:
         raise BadRequest(f"got {wish.samples}, expected at least 1", "n")
     if wish.max_tokens is not None and wish.max_tokens < 1:
-        raise BadRequest(f"got {wish.max_tokens}, expected at least 1", longest)
+        raise BadRequest(f"got {wish.max_tokens}, expected at least 1", names.get("max_tokens", "max_tokens"))
     return wish

@@ -16,14 +16,8 @@ import msgspec
 
 from moe_rl.gateway.agent_gateway import message_of
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingWish, TextWish
-from moe_rl.gateway.fields import checked, plain_text, refuse_prefill, strings, within_bounds
+from moe_rl.gateway.fields import ToolName, checked, plain_text, refuse_prefill, strings, within_bounds
 
-_SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n"}
-_STREAM = {"stream", "stream_options"}
-_NO_MATTER = {
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
-}  # fmt: skip
 # Fields that are accepted only with these values, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
@@ -51,13 +45,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "chat_template_kwargs": (None, {}),
 }
-_CHAT = {"messages", "tools", "logprobs", "max_completion_tokens"}
-_TEXT = {"prompt", "logprobs", "echo"}
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class _ToolBody(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -70,7 +62,7 @@ class _Tool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Called(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: ToolName
     arguments: str
 
 
@@ -100,7 +92,6 @@ class _Stream(msgspec.Struct, forbid_unknown_fields=True):
 class _Asked(msgspec.Struct):
     model: str = ""
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -111,10 +102,19 @@ class _Asked(msgspec.Struct):
     n: int | None = None
     stream: bool | None = None
     stream_options: _Stream | None = None
+    # These only concern the provider.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class _ChatBody(_Asked):
     messages: list[_Message] = []
+    max_completion_tokens: int | None = None
     tools: list[_Tool] | None = None
     logprobs: bool | None = None
 
@@ -127,9 +127,7 @@ class _TextBody(_Asked):
 
 def read_chat(body: bytes) -> ChatWish:
     """Parse a body of /v1/chat/completions. Raises BadRequest."""
-    given = checked(
-        body, _CHAT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _ChatBody, frozenset(_Message.__struct_fields__)
-    )
+    given = checked(body, _ChatBody, _ONLY, _Message.__struct_fields__)
     if not given.messages:
         raise BadRequest("at least one message is needed", "messages")
     refuse_prefill(given.messages[-1].role, f"messages.{len(given.messages) - 1}")
@@ -138,13 +136,13 @@ def read_chat(body: bytes) -> ChatWish:
         places=tuple(f"messages.{at}" for at in range(len(given.messages))),
         tools=tuple(_tool(at, one) for at, one in enumerate(given.tools or [])),
         logprobs=bool(given.logprobs),
-        **_in_both(given),
+        **_in_both(given, {name: getattr(given, name) for name in ("max_tokens", "max_completion_tokens")}),
     )
 
 
 def read_text(body: bytes) -> TextWish:
     """Parse a body of /v1/completions. Raises BadRequest."""
-    given = checked(body, _TEXT | _SAMPLING | _STREAM | _NO_MATTER, _ONLY, _TextBody)
+    given = checked(body, _TextBody, _ONLY)
     prompt: Any = given.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
@@ -160,7 +158,7 @@ def read_text(body: bytes) -> TextWish:
         prompt=prompt if isinstance(prompt, str) else tuple(prompt),
         logprobs=given.logprobs is not None,
         echo=bool(given.echo),
-        **_in_both(given),
+        **_in_both(given, {"max_tokens": given.max_tokens}),
     )
 
 
@@ -227,19 +225,18 @@ def text_events(name: str, model: str, wish: TextWish, replies: Sequence[AgentRe
 
 def error_body(error: BadRequest) -> dict[str, Any]:
     """Return the body of an error."""
-    text = f"{error.field}: {error}" if error.field else str(error)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": text, "type": kind, "param": error.field or None, "code": error.code}}
+    return {"error": {"message": error.told, "type": kind, "param": error.field or None, "code": error.code}}
 
 
 def _message(at: int, message: _Message) -> Mapping[str, Any]:
     if message.role not in _ROLES:
-        raise BadRequest(f"got {message.role!r}, expected {', '.join(_ROLES)}", f"messages.{at}.role")
+        raise BadRequest(f"got {message.role[:40]!r}, expected {', '.join(_ROLES)}", f"messages.{at}.role")
     found: dict[str, Any] = {
         "role": _ROLES[message.role],
         "content": plain_text(message.content, f"messages.{at}.content"),
     }
-    if message.role == "tool" and message.tool_call_id is None:
+    if message.role == "tool" and not message.tool_call_id:
         raise BadRequest("a tool's message must name the call that it answers", f"messages.{at}.tool_call_id")
     reasoning = message.reasoning_content or message.reasoning
     for name, value in (
@@ -259,7 +256,7 @@ def _call(call: _ToolCall) -> Mapping[str, Any]:
 
 def _tool(at: int, tool: _Tool) -> Mapping[str, Any]:
     if tool.type != "function":
-        raise BadRequest(f"got {tool.type!r}, expected function", f"tools.{at}.type", code="unsupported_value")
+        raise BadRequest(f"got {tool.type[:40]!r}, expected function", f"tools.{at}.type", code="unsupported_value")
     if tool.function.strict:
         field = f"tools.{at}.function.strict"
         raise BadRequest("arguments are not constrained to the schema: leave it out", field, code="unsupported_value")
@@ -270,30 +267,34 @@ def _tool(at: int, tool: _Tool) -> Mapping[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _in_both(given: _Asked) -> dict[str, Any]:
-    """Return the fields of a wish that both routes share."""
+def _in_both(given: _Asked, counts: Mapping[str, int | None]) -> dict[str, Any]:
+    """Return the fields of a wish that both routes share. counts: fields that limit the tokens; all of them hold."""
+    limits = [(most, name) for name, most in counts.items() if most is not None]
+    longest, name = min(limits, default=(None, "max_tokens"))
+    names = {"max_tokens": name, "messages": "messages" if "messages" in given.__struct_fields__ else "prompt"}
     return {
         "model": given.model,
-        "sampling": _sampling(given),
+        "names": names,
+        "sampling": _sampling(given, longest, names),
         "stream": bool(given.stream),
         "usage": given.stream_options is not None and given.stream_options.include_usage,
     }
 
 
-def _sampling(given: _Asked) -> SamplingWish:
-    most = given.max_completion_tokens if given.max_completion_tokens is not None else given.max_tokens
+def _sampling(given: _Asked, longest: int | None, names: Mapping[str, str]) -> SamplingWish:
     return within_bounds(
         SamplingWish(
             temperature=1.0 if given.temperature is None else given.temperature,
             top_p=1.0 if given.top_p is None else given.top_p,
-            top_k=max(0, given.top_k or 0),
+            top_k=0 if given.top_k in (None, -1) else given.top_k,
             min_p=given.min_p or 0.0,
-            max_tokens=most,
+            max_tokens=longest,
             seed=given.seed,
             stop=strings(given.stop),
             stop_token_ids=tuple(given.stop_token_ids or ()),
             samples=1 if given.n is None else given.n,
-        )
+        ),
+        names,
     )
 
 

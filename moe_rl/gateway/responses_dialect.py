@@ -17,12 +17,6 @@ from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
 from moe_rl.gateway.fields import checked, plain_text, refuse_prefill, refuse_unread, within_bounds
 from moe_rl.gateway.openai_dialect import token_logprobs
 
-_SERVED = {"input", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "stream", "include"}
-# Fields that only concern the provider.
-_NO_MATTER = {
-    "model", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "user", "stream_options",
-}  # fmt: skip
 # Fields that are accepted only with these values, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
@@ -41,8 +35,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
-# What this API calls the fields of messages.
-_NAMES = {"tool_call_id": "call_id"}
+# What this API calls the fields.
+_NAMES = {"tool_call_id": "call_id", "messages": "input", "max_tokens": "max_output_tokens"}
 _ROLES = {"developer": "system", "system": "system", "user": "user"}
 _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")
 # The parts of an assistant's message, in the order of their items.
@@ -59,11 +53,21 @@ class _Body(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
     stream: bool | None = None
     include: list[str] | None = None
+    # These only concern the provider.
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    user: str | None = None
+    stream_options: dict[str, Any] | None = None
 
 
 def read_responses(body: bytes) -> ChatWish:
     """Parse a body of /v1/responses. Raises BadRequest."""
-    given = checked(body, _SERVED | _NO_MATTER, _ONLY, _Body)
+    given = checked(body, _Body, _ONLY)
     include = given.include or []
     for at, name in enumerate(include):
         if name not in _INCLUDED:
@@ -89,7 +93,7 @@ def read_responses(body: bytes) -> ChatWish:
                 top_p=1.0 if given.top_p is None else given.top_p,
                 max_tokens=given.max_output_tokens,
             ),
-            longest="max_output_tokens",
+            _NAMES,
         ),
         logprobs=_LOGPROBS in include,
         stream=bool(given.stream),
@@ -199,7 +203,7 @@ def _text(content: Any, field: str) -> str:
 
 def _tool(tool: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     match tool:
-        case {"type": "function", "name": str(name)}:
+        case {"type": "function", "name": str(name)} if name:
             pass
         case _:
             kind = str(tool.get("type"))[:40]

@@ -199,7 +199,7 @@ class GatewayApp:
                 self._refuse_stranger(request)
                 return Response(msgspec.json.encode(await answer(request)), media_type="application/json")
             except BadRequest as error:
-                return JSONResponse({"error": str(error), "code": error.code}, error.status, _headers(error.status))
+                return JSONResponse({"error": error.told, "code": error.code}, error.status, _headers(error.status))
             except SessionError as error:
                 code = "busy" if error.message.fault == "busy" else "session"
                 return JSONResponse({"error": str(error), "code": code}, 409)
@@ -212,7 +212,7 @@ class GatewayApp:
 
     async def _open(self, request: Request) -> dict[str, Any]:
         body = bytes(await _body(request, _SMALL_BODY)) or b"{}"
-        given = checked(body, _OpenBody.__struct_fields__, {}, _OpenBody)
+        given = checked(body, _OpenBody, {})
         usual = self._gateway.book.limits
         limits = SessionLimits(
             usual.tokens if given.tokens is None else given.tokens,

@@ -102,6 +102,8 @@ class _Words:
                 function[key] = self.new(None, name, told) if function[key].strip() else function[key]
         parameters = function.get("parameters")
         if isinstance(parameters, Mapping) and parameters.get("properties"):
+            if not isinstance(parameters["properties"], Mapping):
+                raise NotShown(f"the properties of a tool's parameters are no object: {told!r}", None, name)
             given = [one for one in parameters["properties"].values() if isinstance(one, Mapping)]
             made: dict[str, Any] = {"type": "string"}
             if any(one.get("description") for one in given):
@@ -189,7 +191,12 @@ def check_shown(messages: Chat, tools: Chat, render: Render, *, start: int = 0, 
         raise _not_shown(messages, number, place.field, place.got)
     for number, message in enumerate(messages[start:], start):
         for name, value in message.items():
-            if isinstance(value, str) or value in (None, [], {}) or name in ("role", "content", "tool_calls"):
+            if (
+                isinstance(value, str)
+                or value is False
+                or value in (None, [], {})
+                or name in ("role", "content", "tool_calls")
+            ):
                 continue
             without = [{**one} for one in marked]
             del without[number - start][name]

@@ -138,13 +138,15 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
     for request in requests:
         fault = _fault(request, max_model_len, vocabulary)
         if fault is None and request.stop and not reads_text:
-            fault = "stop strings", "stop tokens only", "start the sampler with rollout.stop, so that it reads text"
+            do = "start the sampler with rollout.stop, so that it reads text"
+            fault = "stop", "stop strings", "stop tokens only", do
         if fault is None and request.key in seen:
-            fault = "a key used twice", "another one", ""
+            fault = "key", "a key used twice", "another one", ""
         if fault is not None:
-            got, expected, do = fault
+            name, got, expected, do = fault
             where: About = {"request": request.key}
-            raise RequestRefused("A request cannot be sampled", where=where, got=got, expected=expected, do=do)
+            text = "A request cannot be sampled"
+            raise RequestRefused(text, where=where, got=got, expected=expected, do=do, fault=name)
         seen.add(request.key)
 
 
@@ -154,19 +156,20 @@ def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: in
         within = f"2 to {max_model_len - 1}"
         raise RequestRefused("The number of tokens to score is out of range", got=len(token_ids), expected=within)
     if unknown := _unknown(token_ids, vocabulary):
-        got, expected, do = unknown
+        _, got, expected, do = unknown
         raise RequestRefused("Tokens cannot be scored", got=got, expected=expected, do=do)
 
 
-def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tuple[str, str | None, str] | None:
-    """Return a request's fault, the expected value and what to do; None without a fault. NaN is always a fault."""
+def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tuple[str, str, str | None, str] | None:
+    """Return the faulty part of a request, what it is, the expected value and what to do; None without a fault. NaN is
+    always a fault."""
     tokens, length = request.prompt_token_ids, len(request.prompt_token_ids) + request.max_tokens
     if not tokens:
-        return "an empty prompt", None, ""
+        return "prompt", "an empty prompt", None, ""
     if request.max_tokens < 1:
-        return f"max_tokens {request.max_tokens}", "at least 1", ""
+        return "max_tokens", f"max_tokens {request.max_tokens}", "at least 1", ""
     if length > max_model_len:
-        return f"{length} tokens, more than max_model_len {max_model_len}", None, ""
+        return "prompt", f"{length} tokens, more than max_model_len {max_model_len}", None, ""
     for name, inside, expected in (
         ("temperature", request.temperature == 0 or _COLDEST <= request.temperature <= 2, f"0, or {_COLDEST} to 2"),
         ("top_k", 0 <= request.top_k <= vocabulary, f"0 to {vocabulary}"),
@@ -175,16 +178,18 @@ def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tup
         ("seed", request.seed is None or 0 <= request.seed < 1 << 63, "0 to 2**63 - 1"),
     ):
         if not inside:
-            return f"{name} {getattr(request, name)}", expected, ""
-    return _unknown(tokens, vocabulary) or _unknown(request.stop_token_ids, vocabulary, "stop ")
+            return name, f"{name} {getattr(request, name)}", expected, ""
+    return _unknown(tokens, vocabulary) or _unknown(request.stop_token_ids, vocabulary, "stop_token_ids", "stop ")
 
 
-def _unknown(tokens: Sequence[int], vocabulary: int, what: str = "") -> tuple[str, str, str] | None:
+def _unknown(
+    tokens: Sequence[int], vocabulary: int, name: str = "prompt", what: str = ""
+) -> tuple[str, str, str, str] | None:
     """Return the fault, as `_fault` does, if the model lacks one of these token ids."""
     least, most = min(tokens, default=0), max(tokens, default=0)
     if least >= 0 and most < vocabulary:
         return None
-    return f"{what}token ids {least} to {most}", f"0 to {vocabulary - 1}", "use the tokenizer of the model"
+    return name, f"{what}token ids {least} to {most}", f"0 to {vocabulary - 1}", "use the tokenizer of the model"
 
 
 def scoring(runs: Sequence[Sequence[int]], *, record: bool) -> list[GenerateRequest]:
