@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,10 @@ _OBJECT = re.compile(r"\s*(?:\[\s*)?\{")
 _QUOTED = re.compile(r'\s*"\s*\[\s*\{\s*\\"')
 _ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
 
-_SYSTEM, _MEDIA = ("system", "system_prompt", "system_message"), ("images", "videos", "audios")
+_SYSTEM = ("system", "systemprompt", "systemmessage", "systeminstruction")
+_READ = ("image", "images", "video", "videos", "audio", "audios", "history", "chat_template_kwargs")
+# The prompt's column, and one that belongs to it: in Alpaca's rows and in requests of OpenAI's Responses API.
+_BESIDE = {("instruction", "input"), ("input", "instructions")}
 
 
 def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
@@ -70,51 +73,94 @@ def listed_tools(row: dict[str, Any], column: str) -> list[Mapping[str, Any]]:
 
 
 def refuse_unread(
-    row: dict[str, Any], column: str, prompt: str | list[Any], chat: ChatConfig, *, tools_unknown: bool
+    row: dict[str, Any],
+    column: str,
+    prompt: str | list[Any],
+    chat: ChatConfig,
+    *,
+    tools_unknown: bool,
+    left_out: Collection[str] = (),
 ) -> None:
-    """Refuse a row of a chat whose columns say what the prompt does not show: tools under another name, settings of the
-    template, a system message, earlier turns, images.
+    """Refuse a row whose columns say what the prompt does not show: tools under another name, settings of the template,
+    a system message, earlier turns, images. Columns beside the prompt inside of an object count too.
 
     Args:
         column: name of the prompt's column.
         chat: the settings `task.chat`.
         tools_unknown: whether the row may have tools in a column that nobody named.
+        left_out: columns without a JSON value.
 
     Raises:
         ValueError: there is such a column. The text is for the user.
     """
-    row = {name: value for name, value in row.items() if name != column}
-    if tools_unknown and (found := next(_tool_lists(row), None)):
+    others = {name: value for name, value in row.items() if name != column}
+    if tools_unknown and (found := next(_tool_lists(others), None)):
         raise ValueError(
             f"the column {found[0]} has tools that the prompt does not show; name it with tools={found[0]} in the "
             f"source, or set tools=null: {len(found[1])} tools"
         )
-    own = row.get("chat_template_kwargs")
-    if isinstance(own, Mapping) and any(chat.template_kwargs.get(name) != value for name, value in own.items()):
-        raise ValueError(
-            f"the row has chat_template_kwargs, which are not read; set task.chat.template_kwargs for all rows, or "
-            f"leave the column out: {own}"
-        )
-    unread = [name for name in _MEDIA if isinstance(row.get(name), list)]
-    unread += ["history"] if isinstance(row.get("history"), list) else []
     first = prompt[0] if isinstance(prompt, list) and isinstance(prompt[0], Mapping) else {}
-    if chat.system is None and first.get("role") not in ("system", "developer"):
-        unread += [name for name in _SYSTEM if isinstance(row.get(name), str)]
-    if column == "instruction" and isinstance(row.get("input"), str):  # as in Alpaca
-        unread += ["input"]
-    for name in unread:
-        if row[name] and not (name == "history" and not all(isinstance(one, list | dict) for one in row[name])):
+    has_system = chat.system is not None or first.get("role") in ("system", "developer")
+    _, _, asks = column.rpartition(".")
+    for place, given in [*_beside(row, column), *((name, "no JSON value") for name in left_out)]:
+        _, _, name = place.rpartition(".")
+        is_system = name.lower().replace("_", "") in _SYSTEM and not isinstance(given, int | float)
+        if not (is_system or name in _READ or (asks, name) in _BESIDE):
+            continue
+        value = _value(given)
+        if not value or (is_system and has_system):
+            continue
+        if isinstance(prompt, str) and isinstance(value, str) and value in prompt:
+            continue
+        if name == "history" and not (isinstance(value, list) and all(isinstance(one, list | dict) for one in value)):
+            continue
+        if name != "chat_template_kwargs":
             raise ValueError(
-                f"the row has a column {name} that the prompt does not show; put it into the prompt's messages, or "
-                f"leave it out or rename it if the prompt is to be without it: {str(row[name])[:60]!r}"
+                f"the row has a column {place} that the prompt does not show; put it into the prompt's messages, or "
+                f"leave it out or rename it if the prompt is to be without it: {str(value)[:60]!r}"
             )
+        if isinstance(value, Mapping) and any(chat.template_kwargs.get(key) != one for key, one in value.items()):
+            raise ValueError(
+                f"the row has {place}, which are not read; set task.chat.template_kwargs for all rows, or leave the "
+                f"column out: {value}"
+            )
+
+
+def _beside(row: dict[str, Any], column: str) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of a row but the prompt's, and the fields of the objects that the prompt is in."""
+    inside = column.split(".") if column not in row else [column]
+    for depth in range(len(inside)):
+        outer = ".".join(inside[:depth])
+        held = _value(value_at(row, outer)) if depth else row
+        for name, value in held.items() if isinstance(held, Mapping) else ():
+            if name != inside[depth]:
+                yield f"{outer}.{name}".lstrip("."), value
+
+
+def _value(value: Any) -> Any:
+    """Return the value of JSON text of a list or object; anything else unchanged."""
+    if isinstance(value, str) and re.match(r"\s*[\[{]", value):
+        with suppress(ValueError):
+            return plain_json(value)
+    return value
+
+
+def says_nothing(prompt: str | list[Any]) -> bool:
+    """Return whether a prompt has no text, call or other content."""
+    if isinstance(prompt, str):
+        return prompt.strip() in ("", "[]")
+    return all(
+        isinstance(one, Mapping)
+        and "role" in one
+        and not (one.keys() - {"role", "content"} or str(one.get("content") or "").strip())
+        for one in prompt
+    )
 
 
 def _tool_lists(value: Any, name: str = "") -> Iterator[tuple[str, list[Any]]]:
     """Yield (dotted name, tools) for each list of schemas inside a row, or inside JSON text in it."""
     if isinstance(value, str) and _OBJECT.match(value):
-        with suppress(ValueError):
-            value = plain_json(value)
+        value = _value(value)
     if isinstance(value, list) and value and all(map(_is_schema, value)):
         yield name, value
     for key, inner in value.items() if isinstance(value, Mapping) else ():

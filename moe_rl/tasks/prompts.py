@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -17,7 +17,7 @@ from moe_rl.config.check_files import number_problems
 from moe_rl.config.prompt_sources import ChatConfig, HeldoutSourceConfig, PromptSourceConfig, TrainSourceConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError, DiskError, Problem, describe, first_of
-from moe_rl.tasks.chat_columns import listed_tools, refuse_unread, stored_messages
+from moe_rl.tasks.chat_columns import listed_tools, refuse_unread, says_nothing, stored_messages
 from moe_rl.tasks.prompt_file import PromptFile, PromptWriter
 from moe_rl.tasks.reward_arguments import Columns
 from moe_rl.tasks.rows import open_generator, read_rows, value_at
@@ -223,7 +223,7 @@ class _PromptMaker:
             try:
                 if isinstance(row, ValueError):
                     raise _unfit(row)
-                prompt = self._prompt(source, row, number)
+                prompt = self._prompt(source, row, number, left_out)
                 place = _position(where)
                 if (earlier := first.setdefault(prompt.id, place)) != place:
                     got = f"{value_at(row, source.id or '')!r}, as {earlier} has"
@@ -272,24 +272,27 @@ class _PromptMaker:
 
         return PromptSet(source.name, [make(n) for n in range(_TRIED)], make, source.prompt, weight)
 
-    def _prompt(self, source: PromptSourceConfig, row: dict[str, Any], number: int) -> Prompt:
-        """Return the prompt of a row. Raises _Unfit."""
+    def _prompt(
+        self, source: PromptSourceConfig, row: dict[str, Any], number: int, left_out: Collection[str] = ()
+    ) -> Prompt:
+        """Return the prompt of a row. left_out: columns without a JSON value. Raises _Unfit."""
         plays = self._config.task.environment is not None
         found = {name: value_at(row, name) for name in self._named(source)}
         for column, value in found.items():
             if value is None:
-                lacks = f"the row lacks the column {column}, or has null there"
-                raise _Unfit(lacks, f"only {', '.join(row) or 'no column'}", kind="missing")
+                lacks = f"the row lacks the column {column}, or has null or no JSON value there"
+                got = f"only {', '.join(row)}" if row else "no column"
+                raise _Unfit(lacks, got, kind="missing")
         if source.answer is not None:
             row = row | {"answer": found[source.answer]}
-        text, token_ids, messages = self._row_text(row) if plays else self._tokenised(source, row)
+        text, token_ids, messages = self._row_text(row) if plays else self._tokenised(source, row, left_out)
         return Prompt(
             id=f"{source.name}/{number if source.id is None else _id(source.id, found[source.id])}",
             text=text,
             token_ids=token_ids,
             columns=row,
             messages=messages,
-            level=None if source.level is None else str(found[source.level]),
+            level=None if source.level is None else _level(source.level, found[source.level]),
         )
 
     def _named(self, source: PromptSourceConfig) -> list[str]:
@@ -303,7 +306,7 @@ class _PromptMaker:
         return text, self._codec.encode(text)[: self._limit], None
 
     def _tokenised(
-        self, source: PromptSourceConfig, row: dict[str, Any]
+        self, source: PromptSourceConfig, row: dict[str, Any], left_out: Collection[str]
     ) -> tuple[str, tuple[int, ...], tuple[Mapping[str, Any], ...] | None]:
         """Return the sampler's input for a row: text, tokens, and the chat that it was rendered from, if any."""
         given = value_at(row, source.prompt)
@@ -314,12 +317,12 @@ class _PromptMaker:
         messages = None
         try:
             given, tools = stored_messages(given), [] if source.tools is None else listed_tools(row, source.tools)
-            if isinstance(given, list) or self._config.task.chat is not None:
-                if not given:
-                    raise _Unfit("the prompt is empty", "no text", kind="empty")
-                chat = self._config.task.chat
-                unknown = source.tools == "tools" and not tools
-                refuse_unread(row, source.prompt, given, chat or ChatConfig(), tools_unknown=unknown)
+            if says_nothing(given):
+                raise _Unfit("the prompt is empty", "no text" if given else "0 tokens", kind="empty")
+            chat = self._config.task.chat
+            unknown = source.tools == "tools" and not tools
+            refuse_unread(row, source.prompt, given, chat or ChatConfig(), tools_unknown=unknown, left_out=left_out)
+            if isinstance(given, list) or chat is not None:
                 messages = self._template.messages(given)
                 text, token_ids, spells = self._template.tokens(messages, tools, self._codec)
                 self._spelling += int(spells)
@@ -335,8 +338,6 @@ class _PromptMaker:
             raise
         except ValueError as error:
             raise _unfit(error) from error
-        if not token_ids:
-            raise _Unfit("the prompt is empty", "0 tokens", kind="empty")
         if len(token_ids) > self._limit:
             raise _Unfit(
                 "the prompt is longer than rollout.max_prompt_tokens",
@@ -345,6 +346,12 @@ class _PromptMaker:
                 kind="too_long",
             )
         return text, token_ids, messages
+
+
+def _level(column: str, value: Any) -> str:
+    if isinstance(value, list | dict):
+        raise _Unfit(f"the column {column} is not a level", type(value).__name__, expected="text or a number")
+    return str(value)
 
 
 def _id(column: str, value: Any) -> str:

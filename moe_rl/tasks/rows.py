@@ -33,7 +33,8 @@ _NOT_JSON = object()
 # The beginnings of files of other kinds, what they are, and what to do.
 _OTHER_FILES = (
     (rb"version https://git-lfs", "a pointer of Git LFS", "fetch the file itself: git lfs pull"),
-    (rb"\x1f\x8b|\x28\xb5\x2f\xfd|PK\x03\x04", "a compressed file", "decompress it"),
+    (rb"\x1f\x8b|\x28\xb5\x2f\xfd|PK\x03\x04|BZh|\xfd7zXZ", "a compressed file", "decompress it"),
+    (rb"PAR1", "a Parquet file", "name it *.parquet"),
     (rb"\xff\xfe|\xfe\xff", "a text in UTF-16", "convert it to UTF-8"),
     (rb"\s*(\[|\{\s*\n)", "a JSON text of several lines or rows", "write each row as a JSON object on its own line"),
 )
@@ -74,6 +75,8 @@ def _refuse_other_files(data: str, key: str) -> None:
     with file.open("rb") as stream:
         first = stream.read(64).removeprefix(codecs.BOM_UTF8)
     is_named = file.suffix in (".jsonl", ".parquet")
+    if file.suffix == ".parquet" and first.startswith(b"PAR1"):
+        return
     kinds = [(pattern, is_, do) for pattern, is_, do in _OTHER_FILES if re.match(pattern, first)]
     if not kinds and is_named:
         return
@@ -185,8 +188,12 @@ def _json(text: str) -> Any:
     """Return the value of a JSON text. Raises ValueError with a message for the user."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError("an integer has too many digits" if "digits" in str(error) else str(error)) from error
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -219,6 +226,8 @@ def _parquet(source: PromptSourceConfig, key: str) -> Iterator[Any]:
     parquet = _library("pyarrow.parquet", source, key)
     try:
         with parquet.ParquetFile(source.data) as file:
+            if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
+                raise ValueError("a column occurs twice")
             yield from file.iter_batches()
     except (OSError, ValueError) as error:
         raise DataError(

@@ -37,6 +37,8 @@ def stop_tokens(config: Config, facts: ModelFacts) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*facts.eos_token_ids, *config.rollout.stop_token_ids)))
 
 
+# Types of parts that are texts.
+_TEXTS = {"text", "input_text", "output_text"}
 # What all templates know.
 _ROLES = {"system", "user", "assistant", "tool"}
 
@@ -248,7 +250,7 @@ class ChatTemplate:
         """
         own = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(one) for one in prompt]
         for role in {one["role"] for one in own} - _ROLES:
-            if not re.search(rf"['\"]{re.escape(role)}['\"]", self._template):
+            if not role or not re.search(rf"['\"]{re.escape(role)}['\"]", self._template):
                 raise ValueError(
                     f"the chat template knows no such role; rename it to one of {sorted(_ROLES)}: {role!r}"
                 )
@@ -331,12 +333,51 @@ def _message(message: Any) -> dict[str, Any]:
         raise ValueError(f"a message is not an object with a role and a content; rename or convert its keys: {got}")
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):
+    if not all(map(_is_text, parts)):
         raise ValueError("a message holds something other than text")
-    if not isinstance(content, str | list) and "tool_calls" not in message:
+    calls = _calls(message.get("tool_calls"))
+    if not isinstance(content, str | list) and not calls:
         raise ValueError(f"a message has no content that is a text: {', '.join(message)}")
     # Many templates would print parts as a list in Python.
     flat = {"content": "".join(part["text"] for part in parts)} if isinstance(content, list) else {}
-    if isinstance(message.get("tool_calls"), str):
-        flat["tool_calls"] = plain_json(message["tool_calls"])
-    return {**message, **flat}
+    made = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**made, **flat, **({"tool_calls": calls} if calls else {})}
+
+
+def _is_text(part: Any) -> bool:
+    """Return whether a part of a message is a text and nothing else."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        return False
+    more = {name for name, value in part.items() if value not in (None, "", [], {})} - {"type", "text", "cache_control"}
+    return part.get("type", "text") in _TEXTS and not more
+
+
+def _calls(given: Any) -> list[Any]:
+    """Return the tool calls of a message, which may be stored as JSON text, the whole list or each call. A call without
+    arguments has none.
+
+    Raises:
+        ValueError: they are something else. The text is for the user.
+    """
+    if not given or given == "null":
+        return []
+    try:
+        found = plain_json(given) if isinstance(given, str) else given
+        calls = [plain_json(call) if isinstance(call, str) else call for call in found or ()]
+        return [_call(call) for call in calls]
+    except (ValueError, TypeError) as error:
+        text = "the tool_calls of a message are not a list of calls with a name and arguments, nor JSON text of one"
+        raise ValueError(f"{text}: {str(given)[:60]!r}") from error
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """Return a tool call. Raises TypeError if it is something else."""
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
+        raise TypeError
+    if (given := inner.get("arguments")) is not None and str(given).strip():
+        return dict(call)
+    if "parameters" in inner or "input" in inner:
+        raise TypeError
+    made = {**inner, "arguments": {}}
+    return {**call, "function": made} if "function" in call else made

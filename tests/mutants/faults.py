@@ -808,8 +808,8 @@ MUTANTS: list[Mutant] = [
         (
             "an empty prompt",
             "prompts.py",
-            "if not token_ids:",
-            "if token_ids is None:",
+            "if says_nothing(given):",
+            "if given is None:",
             "A prompt without a token reaches the sampler.",
             "tests/tasks/test_prompts.py",
         ),

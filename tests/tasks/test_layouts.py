@@ -225,6 +225,18 @@ PRINTED = "[{'role': 'user', 'content': 'hi'}]"
         ({"prompt": CHAT, "images": ["a.png"]}, {}, ["column images"]),
         ({"prompt": CHAT, "history": [["Hi.", "Hello."]]}, {}, ["column history"]),
         ({"instruction": CHAT, "input": "1, 2"}, {"prompt": "instruction"}, ["column input"]),
+        ({"instruction": "Add.", "input": "1, 2"}, {"prompt": "instruction"}, ["column input"]),
+        ({"prompt": CHAT, "image": "a.png"}, {}, ["column image "]),
+        ({"prompt": "1+1", "images": json.dumps(["a.png"])}, {}, ["column images"]),
+        ({"prompt": CHAT, "history": json.dumps([["Hi.", "Hello."]])}, {}, ["column history"]),
+        ({"prompt": CHAT, "systemPrompt": ["Be brief."]}, {}, ["column systemPrompt"]),
+        ({"r": {"input": CHAT, "instructions": "Be brief."}}, {"prompt": "r.input"}, ["column r.instructions"]),
+        ({"r": json.dumps({"m": CHAT, "system": "Be brief."})}, {"prompt": "r.m"}, ["column r.system"]),
+        ({"prompt": CHAT, "chat_template_kwargs": '{"enable_thinking": false}'}, {}, ["task.chat.template_kwargs"]),
+        ({"prompt": " \n"}, {}, ["empty"]),
+        ({"prompt": "[]"}, {}, ["empty"]),
+        ({"prompt": [{"role": "user", "content": " "}]}, {}, ["empty"]),
+        ({"prompt": "1+1", "l": {"a": 1}}, {"level": "l"}, ["column l is not a level"]),
     ],
 )
 def test_a_layout_that_is_refused_with_its_remedy(load, row, keys, pieces):
@@ -238,6 +250,12 @@ def test_columns_that_only_look_like_parts_of_a_prompt():
     said = [{"role": "system", "content": "s"}, *CHAT]
     refuse_unread({"system": "s"}, "prompt", said, ChatConfig(), tools_unknown=True)
     refuse_unread({"system": "s"}, "prompt", CHAT, ChatConfig(system="t"), tools_unknown=True)
+    refuse_unread({"system": "s", "prompt": "s: 1+1"}, "prompt", "s: 1+1", ChatConfig(), tools_unknown=True)
+
+
+def test_images_without_a_json_value_are_no_less_unread():
+    with pytest.raises(ValueError, match="column images"):
+        refuse_unread({"prompt": CHAT}, "prompt", CHAT, ChatConfig(), tools_unknown=True, left_out={"dates", "images"})
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +268,16 @@ def test_parts_of_text_are_a_text(template):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1+1?"}]
     assert template.messages([{"role": "user", "content": parts}]) == template.messages(CHAT) == tuple(CHAT)
     calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
-    stored = {"role": "assistant", "content": "", "tool_calls": json.dumps(calls)}
-    assert template.messages([*CHAT, stored, *CHAT])[1]["tool_calls"] == calls
+    call, function = calls[0], calls[0]["function"]
+    for stored in (json.dumps(calls), [json.dumps(call)], [call | {"function": {"name": "add"}}]):
+        said = {"role": "assistant", "content": "", "tool_calls": stored}
+        assert template.messages([*CHAT, said, *CHAT])[1]["tool_calls"] == calls
+    for stored in ([{"name": "add", "arguments": " "}], json.dumps([{"name": "add", "arguments": None}])):
+        said = {"role": "assistant", "content": "", "tool_calls": stored}
+        assert template.messages([*CHAT, said, *CHAT])[1]["tool_calls"] == [function]
+    for stored in ("", "null", [], None):
+        said = {"role": "assistant", "content": "x", "tool_calls": stored}
+        assert template.messages([*CHAT, said, *CHAT])[1] == {"role": "assistant", "content": "x"}
 
 
 @pytest.mark.parametrize(
@@ -262,6 +288,15 @@ def test_parts_of_text_are_a_text(template):
         ([{"role": "developer", "content": "hi"}, *CHAT], ["system", "'developer'"]),
         ([*CHAT, {"role": "assistant", "function_call": {"name": "f"}}], ["function_call"]),
         ([{"role": "system", "content": "s", "tools": [ADD]}, *CHAT], ["the tools of message 0"]),
+        ([{"role": "", "content": "hi"}], ["no such role"]),
+        ([{"role": "user", "content": [{"type": "image", "text": "a cat"}]}], ["other than text"]),
+        ([{"role": "user", "content": [{"type": "text", "text": "a", "image": "a.png"}]}], ["other than text"]),
+        ([*CHAT, {"role": "assistant", "content": None, "tool_calls": []}, *CHAT], ["no content"]),
+        ([*CHAT, {"role": "assistant", "tool_calls": "add(1)"}, *CHAT], ["tool_calls", "JSON text", "add(1)"]),
+        ([*CHAT, {"role": "assistant", "tool_calls": [7]}, *CHAT], ["tool_calls", "7"]),
+        ([*CHAT, {"role": "assistant", "tool_calls": {"name": "f"}}, *CHAT], ["tool_calls"]),
+        ([*CHAT, {"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}, *CHAT], ["with a name"]),
+        ([*CHAT, {"role": "assistant", "tool_calls": [{"name": "f", "parameters": {"a": 1}}]}, *CHAT], ["arguments"]),
     ],
 )
 def test_messages_that_no_prompt_would_show(template, messages, pieces):
@@ -277,6 +312,7 @@ def test_messages_that_no_prompt_would_show(template, messages, pieces):
         ("rows.jsonl", b'\xef\xbb\xbf{\n "prompt": "1"\n}\n', ["own line"]),
         ("rows.json", b'{"prompt": "1"}\n', ["*.json"]),
         ("rows.csv", b"prompt,answer\n1,2\n", ["*.csv"]),
+        ("rows.jsonl", b"PAR1\x15\x00", ["Name it *.parquet"]),
         ("rows.jsonl", b"\x1f\x8b\x08\x00", ["Decompress"]),
         ("rows.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:a\n", ["git lfs pull"]),
         ("rows.jsonl", '{"prompt": "1"}\n'.encode("utf-16"), ["UTF-16"]),

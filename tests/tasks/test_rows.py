@@ -237,3 +237,26 @@ def test_a_missing_file(tmp_path):
 def test_a_text_that_is_no_value_of_a_row(text):
     with pytest.raises(ValueError):
         plain_json("[" * 3000 + "]" * 3000 if text == "deep" else text)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"prompt": "a"} {"prompt": "b"}', "not JSON: Extra data at character 17"),
+        ('{"prompt": "a", "answer": %s}' % ("1" * 5000), "an integer has too many digits"),
+        ('{"prompt": %s}' % ("[" * 5000 + "]" * 5000), "JSON that is nested too deeply"),
+        ('{"prompt": "a", "prompt": "b"}', "a key occurs twice"),
+    ],
+    ids=["two", "digits", "nesting", "twice"],
+)
+def test_what_is_wrong_with_a_line_is_told_without_another_number_of_a_line(tmp_path, line, told):
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    [fault] = rows_of(tmp_path / "rows.jsonl")
+    assert isinstance(fault, ValueError) and str(fault) == told
+
+
+def test_a_column_that_occurs_twice_is_refused(tmp_path):
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    parquet.write_table(pyarrow.Table.from_arrays(columns, names=["prompt", "prompt"]), tmp_path / "rows.parquet")
+    with refused(DataError, "a column occurs twice"):
+        rows_of(tmp_path / "rows.parquet")
