@@ -32,7 +32,7 @@ from moe_rl.config.load import load_config
 from moe_rl.parent import torchrun
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
-from moe_rl.report.tracker_state import read_state
+from moe_rl.report.trackers import read_state
 from moe_rl.train.run_folder import RunFolder
 
 sys.path.insert(0, str(ROOT))  # to import `tools.dev`

@@ -249,6 +249,13 @@ class DataError(_Problems, ValueError):
     """A prompt file or a kept rollout is damaged or lacks a part."""
 
 
+class ArgumentError(ValueError):
+    """A function was called with a wrong argument: a fault of the caller, which no command turns into a message."""
+
+    def __init__(self, what: str, **parts: Unpack[Parts]):
+        super().__init__(describe(what, **parts) if parts else what)
+
+
 class DiskError(MoeRLError):
     """A file could not be written. The message names it, says whether the disk is full, and how much is free."""
 

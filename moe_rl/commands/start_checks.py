@@ -19,8 +19,7 @@ from moe_rl.gateway.renderer_trial import renderer_problems
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model, read_published
 from moe_rl.models.second_reading import reading_problems
-from moe_rl.planning.cluster_plan import make_plan
-from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
+from moe_rl.planning.cluster_plan import disk_problems, make_plan, memory_problems, transfer_problems
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
 from moe_rl.rollout.attach import attach_problems

@@ -31,8 +31,7 @@ from moe_rl.config.schema import Config
 from moe_rl.disk import write_json, write_whole
 from moe_rl.errors import CollapseError, ConfigError, MoeRLError, SamplerGone, Stopped, TraceError
 from moe_rl.models.weight_files import notes
-from moe_rl.planning.cluster_plan import make_plan
-from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
+from moe_rl.planning.cluster_plan import disk_problems, make_plan, memory_problems, transfer_problems
 from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.planning.peaks import render as render_peaks
 from moe_rl.planning.plan_table import render

@@ -23,7 +23,7 @@ from moe_rl.models.hf import ModelFacts, read_model
 def problems(config: Config, world_size: int) -> list[Problem]:
     """Return every reason why `config` cannot run here on `world_size` ranks, one message each; empty when it can.
 
-    This does not examine the installed software, nor the memory that a plan needs (`planning.fit`).
+    This does not examine the installed software, nor the memory that a plan needs (`planning.cluster_plan`).
     """
     try:
         facts, found = read_model(config.model.path), []

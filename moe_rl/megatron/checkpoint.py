@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_rl.checkpoint_folder import name_of, to_resume_instead
 from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
-from moe_rl.megatron import lora, offload, rng, unpickling, world
+from moe_rl.megatron import lora, optimizer_slices, rng, unpickling, world
 from moe_rl.megatron.frozen_policy import ReferencePolicy
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.optimizer_slices import set_slices, sharded_slices
@@ -294,7 +294,7 @@ def sharded(policy: Policy, *, loading: bool, there: Collection[str] = ()) -> di
     optimizers = {}
     for number, optimizer in enumerate(policy.optimizers):
         # Adam has no moments before its first step, but a checkpoint always contains them.
-        offload.begin(optimizer)
+        optimizer_slices.begin(optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             optimizers[str(number)] = sharded_slices(optimizer, model, loading=loading, there=there)
         else:
@@ -305,8 +305,8 @@ def sharded(policy: Policy, *, loading: bool, there: Collection[str] = ()) -> di
 
 def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
     """Restore an optimizer from its part of the loaded `sharded` tensors."""
-    if offload.is_offloaded(optimizer):
-        offload.set_steps(optimizer, step)
+    if optimizer_slices.is_offloaded(optimizer):
+        optimizer_slices.set_steps(optimizer, step)
         set_slices(optimizer, loaded)
         return
     state = optimizer.state_dict()
@@ -386,7 +386,7 @@ def check_optimizer(path: Path, policy: Policy, saved: Mapping[str, Sequence[int
 
 def optimizer_step(policy: Policy) -> int:
     """Return the number of updates that Adam has made, which its bias correction depends on."""
-    return offload.steps(policy.optimizers)
+    return optimizer_slices.steps(policy.optimizers)
 
 
 def digest(path: Path) -> str:

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from moe_rl.errors import About, ConfigError, RewardError, describe
+from moe_rl.errors import About, ArgumentError, ConfigError, RewardError
 from moe_rl.types import LARGEST_REWARD
 
 # Rewards are sums of parts, which reward functions often compute in float32. Equal outcomes may then differ by a few
@@ -166,13 +166,11 @@ def advantages(
             do="set objective.advantage to one of these",
         )
     if not len(rewards) == len(group_ids) == len(lengths):
-        raise ValueError(
-            describe(
-                "every reward needs a group id and a length",
-                got=f"{len(group_ids)} group ids and {len(lengths)} lengths",
-                expected=len(rewards),
-                do="pass one of each for every reward",
-            )
+        raise ArgumentError(
+            "every reward needs a group id and a length",
+            got=f"{len(group_ids)} group ids and {len(lengths)} lengths",
+            expected=len(rewards),
+            do="pass one of each for every reward",
         )
     _refuse_wrong(rewards, [{"completion": index, "group": group} for index, group in enumerate(group_ids)])
     return ADVANTAGES[name](rewards, group_ids, lengths, rewards if before is None else before)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_rl.errors import describe
+from moe_rl.errors import ArgumentError, describe
 from moe_rl.objectives.device import to_device
 from moe_rl.types import LOGITS_AT_ONCE
 
@@ -294,35 +294,29 @@ def _check(
             )
         )
     if logits.ndim != 2 or targets.shape != (logits.shape[:1] if rows is None else rows.shape):
-        raise ValueError(
-            describe(
-                "logits and targets do not belong together",
-                got=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
-                expected="[T, V] and [T]",
-                do="flatten batch and positions, then cut both alike",
-                fault="shape",
-            )
+        raise ArgumentError(
+            "logits and targets do not belong together",
+            got=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
+            expected="[T, V] and [T]",
+            do="flatten batch and positions, then cut both alike",
+            fault="shape",
         )
     if not 0 < temperature < float("inf"):
-        raise ValueError(
-            describe(
-                "must be positive and finite",
-                where={"argument": "temperature"},
-                got=temperature,
-                expected="> 0",
-                do="use the temperature of the sampler",
-            )
+        raise ArgumentError(
+            "must be positive and finite",
+            where={"argument": "temperature"},
+            got=temperature,
+            expected="> 0",
+            do="use the temperature of the sampler",
         )
     for name, of_tokens in (("support", support), ("others", others)):
         if of_tokens is not None and len(of_tokens) != len(targets):
-            raise ValueError(
-                describe(
-                    "does not belong to these tokens",
-                    where={"argument": name},
-                    got=f"that of {len(of_tokens)} tokens",
-                    expected=len(targets),
-                    do=f"cut logits, targets and {name} to the same tokens",
-                )
+            raise ArgumentError(
+                "does not belong to these tokens",
+                where={"argument": name},
+                got=f"that of {len(of_tokens)} tokens",
+                expected=len(targets),
+                do=f"cut logits, targets and {name} to the same tokens",
             )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_rl.errors import describe
+from moe_rl.errors import ArgumentError, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +160,19 @@ def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denomina
             )
         )
     if not logprobs.ndim == 1 or not logprobs.shape == other.shape == sequence_ids.shape:
-        raise ValueError(
-            describe(
-                "per-token tensors must share one flat shape [T]",
-                got=[tuple(t.shape) for t in (logprobs, other, sequence_ids)],
-                expected="[T] for logprobs, the other logprobs and sequence_ids",
-                do="drop prompt and padding tokens from all of these tensors",
-            )
+        raise ArgumentError(
+            "per-token tensors must share one flat shape [T]",
+            got=[tuple(t.shape) for t in (logprobs, other, sequence_ids)],
+            expected="[T] for logprobs, the other logprobs and sequence_ids",
+            do="drop prompt and padding tokens from all of these tensors",
         )
     if denominator < 1:
-        raise ValueError(
-            describe(
-                "must be at least 1",
-                where={"argument": "denominator"},
-                got=denominator,
-                expected="global_denominator of the whole optimizer batch",
-                do="skip an update that has no completion token",
-            )
+        raise ArgumentError(
+            "must be at least 1",
+            where={"argument": "denominator"},
+            got=denominator,
+            expected="global_denominator of the whole optimizer batch",
+            do="skip an update that has no completion token",
         )
 
 
@@ -208,35 +204,29 @@ def check_loss(
             )
         )
     if advantages.ndim != 1:
-        raise ValueError(
-            describe(
-                "must be one per sequence",
-                where={"argument": "advantages"},
-                got=tuple(advantages.shape),
-                expected="[B]",
-                do="pass one advantage per sequence, not per token",
-            )
+        raise ArgumentError(
+            "must be one per sequence",
+            where={"argument": "advantages"},
+            got=tuple(advantages.shape),
+            expected="[B]",
+            do="pass one advantage per sequence, not per token",
         )
     if weights is not None and (weights.dtype != torch.float64 or weights.shape != logprobs.shape):
-        raise ValueError(
-            describe(
-                "does not belong to these tokens",
-                where={"argument": "weights"},
-                got=f"{tuple(weights.shape)} {weights.dtype}",
-                expected=f"{tuple(logprobs.shape)} torch.float64",
-                do="pass what corrections.token_weights returned for the same microbatch",
-            )
+        raise ArgumentError(
+            "does not belong to these tokens",
+            where={"argument": "weights"},
+            got=f"{tuple(weights.shape)} {weights.dtype}",
+            expected=f"{tuple(logprobs.shape)} torch.float64",
+            do="pass what corrections.token_weights returned for the same microbatch",
         )
     for name, value in parameters.items():
         if value is not None and not value > 0:
-            raise ValueError(
-                describe(
-                    "must be positive",
-                    where={"argument": name},
-                    got=value,
-                    expected="above 0",
-                    do=f"correct objective.{name}",
-                )
+            raise ArgumentError(
+                "must be positive",
+                where={"argument": name},
+                got=value,
+                expected="above 0",
+                do=f"correct objective.{name}",
             )
     given = (logprobs, old_logprobs, advantages, weights, rollout_logprobs)
     return nan_unless_finite(*(tensor for tensor in given if tensor is not None))

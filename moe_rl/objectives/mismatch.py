@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_rl.errors import describe
+from moe_rl.errors import ArgumentError, describe
 from moe_rl.objectives.lags import LAGS, sums_by_lag
 from moe_rl.objectives.penalties import k3
 
@@ -99,14 +99,12 @@ class MismatchSums:
         given = (logprobs, rollout_logprobs, sequence_ids, *(() if lags is None else (lags,)))
         if logprobs.ndim != 1 or any(one.shape != logprobs.shape for one in given):
             shapes = [tuple(one.shape) for one in given]
-            raise ValueError(
-                describe(
-                    "logprobs and sequence ids must belong to the same tokens",
-                    got=" and ".join(map(str, shapes)),
-                    expected="[T] each",
-                    do="cut all to the completion tokens",
-                    fault="tokens",
-                )
+            raise ArgumentError(
+                "logprobs and sequence ids must belong to the same tokens",
+                got=" and ".join(map(str, shapes)),
+                expected="[T] each",
+                do="cut all to the completion tokens",
+                fault="tokens",
             )
         # x - (x - x) turns an infinity into NaN, which no exp turns into 0. It leaves all other values unchanged.
         train, rollout = (x - (x - x) for x in (logprobs.detach().double(), rollout_logprobs.detach().double()))
@@ -164,14 +162,12 @@ class MismatchSums:
     def from_tensor(cls, rows: Tensor) -> MismatchSums:
         """Build the sums from one `to_tensor` result [W], or merge several, [N, W] with N >= 1, in rank order."""
         if rows.dtype != torch.float64 or rows.ndim not in (1, 2) or rows.shape[-1] != _WIDTH or not rows.numel():
-            raise ValueError(
-                describe(
-                    "the tensor does not hold mismatch sums",
-                    got=f"{tuple(rows.shape)} {rows.dtype}",
-                    expected=f"[{_WIDTH}] or [N, {_WIDTH}] torch.float64",
-                    do="pass what to_tensor returned, one row a rank",
-                    fault="sums",
-                )
+            raise ArgumentError(
+                "the tensor does not hold mismatch sums",
+                got=f"{tuple(rows.shape)} {rows.dtype}",
+                expected=f"[{_WIDTH}] or [N, {_WIDTH}] torch.float64",
+                do="pass what to_tensor returned, one row a rank",
+                fault="sums",
             )
         rows = rows.reshape(-1, _WIDTH)
         return cls(torch.cat((rows[:, :-1].sum(0), rows[:, -1:].amax(0))))

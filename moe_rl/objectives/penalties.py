@@ -24,7 +24,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_rl.errors import describe
+from moe_rl.errors import ArgumentError
 
 # Below this |d|, expm1(d) - d loses digits by cancellation. There the series to d^5 has a relative error of 3e-15.
 _SERIES_BELOW = 1e-3
@@ -68,13 +68,11 @@ def entropy_bonus(entropies: Tensor, tokens: int) -> Tensor:
         ValueError: tokens is below 1.
     """
     if tokens < 1:
-        raise ValueError(
-            describe(
-                "must be at least 1",
-                where={"argument": "denominator"},
-                got=tokens,
-                expected="the completion tokens of the whole optimizer update",
-                do="skip an update that has no completion token",
-            )
+        raise ArgumentError(
+            "must be at least 1",
+            where={"argument": "denominator"},
+            got=tokens,
+            expected="the completion tokens of the whole optimizer update",
+            do="skip an update that has no completion token",
         )
     return (entropies.double().sum() / tokens).to(entropies.dtype)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_rl.errors import describe
+from moe_rl.errors import ArgumentError
 from moe_rl.planning.packing import pack
 
 Plan = list[list[list[int]]]
@@ -65,14 +65,12 @@ def load_of(counts_SLE: np.ndarray, expert_parallel: int) -> np.ndarray:
     """
     counts_SLE = np.asarray(counts_SLE)
     if counts_SLE.ndim != 3 or expert_parallel < 1 or counts_SLE.shape[2] % expert_parallel:
-        raise ValueError(
-            describe(
-                "the number of experts is not a multiple of the number of ranks",
-                got=f"counts of shape {counts_SLE.shape} for {expert_parallel} ranks",
-                expected="[S, L, E], E a multiple of the ranks",
-                do="correct the caller",
-                fault="division",
-            )
+        raise ArgumentError(
+            "the number of experts is not a multiple of the number of ranks",
+            got=f"counts of shape {counts_SLE.shape} for {expert_parallel} ranks",
+            expected="[S, L, E], E a multiple of the ranks",
+            do="correct the caller",
+            fault="division",
         )
     sequences, layers, experts = counts_SLE.shape
     grouped = counts_SLE.reshape(sequences, layers, expert_parallel, experts // expert_parallel)
@@ -151,14 +149,12 @@ def pack_by_load(
     elif exchange < 1 or ranks % exchange or slack < 0:
         problem = f"ranks={ranks}, exchange={exchange}, slack={slack}"
     if problem:
-        raise ValueError(
-            describe(
-                "cannot pack by load",
-                got=problem,
-                expected="integers [S, L, R] of 0 or more; an exchange that divides ranks; slack 0 or more",
-                do="correct the caller",
-                fault="arguments",
-            )
+        raise ArgumentError(
+            "cannot pack by load",
+            got=problem,
+            expected="integers [S, L, R] of 0 or more; an exchange that divides ranks; slack 0 or more",
+            do="correct the caller",
+            fault="arguments",
         )
     start = pack(lengths, ranks=ranks, microbatch_tokens=microbatch_tokens)
     before, _ = excess(round_loads(start, loads_SLR, exchange=exchange))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_rl.errors import describe
+from moe_rl.errors import ArgumentError
 from moe_rl.planning.balance import excess
 
 # Smallest gain per batch that justifies moving one expert, as a fraction of a mean rank's load in a layer. It is small,
@@ -70,26 +70,22 @@ def check_order(order_LE: np.ndarray, layers: int, experts: int) -> None:
     """
     order_LE = np.asarray(order_LE)
     if order_LE.shape != (layers, experts) or order_LE.dtype.kind not in "iu":
-        raise ValueError(
-            describe(
-                "the placement has the wrong shape for the model",
-                got=f"{order_LE.dtype} {order_LE.shape}",
-                expected=f"integers {(layers, experts)}",
-                do="correct the caller",
-                fault="placement",
-            )
+        raise ArgumentError(
+            "the placement has the wrong shape for the model",
+            got=f"{order_LE.dtype} {order_LE.shape}",
+            expected=f"integers {(layers, experts)}",
+            do="correct the caller",
+            fault="placement",
         )
     wrong = (np.sort(order_LE, axis=1) != np.arange(experts)).any(axis=1)
     if wrong.any():
         layer = int(wrong.argmax())
-        raise ValueError(
-            describe(
-                "a placement does not hold every expert once",
-                where={"layer": layer},
-                got=order_LE[layer].tolist(),
-                expected=f"a permutation of 0 ... {experts - 1}",
-                fault="placement",
-            )
+        raise ArgumentError(
+            "a placement does not hold every expert once",
+            where={"layer": layer},
+            got=order_LE[layer].tolist(),
+            expected=f"a permutation of 0 ... {experts - 1}",
+            fault="placement",
         )
 
 
@@ -155,24 +151,20 @@ def place(
 def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_gain: float, price: float) -> None:
     shaped = counts_NLE.ndim == 3 and counts_NLE.size > 0 and counts_NLE.dtype.kind in "iu"
     if not shaped or counts_NLE.min() < 0 or expert_parallel < 1 or counts_NLE.shape[2] % expert_parallel:
-        raise ValueError(
-            describe(
-                "experts cannot be placed",
-                got=f"counts {counts_NLE.dtype} {counts_NLE.shape} for {expert_parallel} ranks",
-                expected="integers [N, L, E], none negative, at least one of each, E a multiple of the ranks",
-                do="correct the caller",
-                fault="arguments",
-            )
+        raise ArgumentError(
+            "experts cannot be placed",
+            got=f"counts {counts_NLE.dtype} {counts_NLE.shape} for {expert_parallel} ranks",
+            expected="integers [N, L, E], none negative, at least one of each, E a multiple of the ranks",
+            do="correct the caller",
+            fault="arguments",
         )
     if not (0 <= max_moved <= 1 and 0 <= min_gain < 1 and price >= 0):
-        raise ValueError(
-            describe(
-                "experts cannot be placed",
-                got=f"max_moved {max_moved}, min_gain {min_gain}, price {price}",
-                expected="fractions, and a price >= 0",
-                do="correct the caller",
-                fault="arguments",
-            )
+        raise ArgumentError(
+            "experts cannot be placed",
+            got=f"max_moved {max_moved}, min_gain {min_gain}, price {price}",
+            expected="fractions, and a price >= 0",
+            do="correct the caller",
+            fault="arguments",
         )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ArgumentError, ConfigError
 
 # Rows of a rank are rounded up to a multiple of this, so that kernels see few sizes. Every parallel.tensor divides it.
 PAD_MULTIPLE = 8
@@ -101,26 +101,22 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
         ValueError: a length is negative or a count is below 1.
     """
     if ranks < 1 or microbatch_tokens < 1:
-        raise ValueError(
-            describe(
-                "cannot pack",
-                got=f"ranks={ranks}, microbatch_tokens={microbatch_tokens}",
-                expected="both at least 1",
-                do="correct the caller",
-                fault="arguments",
-            )
+        raise ArgumentError(
+            "cannot pack",
+            got=f"ranks={ranks}, microbatch_tokens={microbatch_tokens}",
+            expected="both at least 1",
+            do="correct the caller",
+            fault="arguments",
         )
     if not lengths:
         return [[] for _ in range(ranks)]
     if min(lengths) < 0:
-        raise ValueError(
-            describe(
-                "a sequence has a negative length",
-                where={"sequence": lengths.index(min(lengths))},
-                got=min(lengths),
-                expected="0 or more",
-                do="correct the caller",
-            )
+        raise ArgumentError(
+            "a sequence has a negative length",
+            where={"sequence": lengths.index(min(lengths))},
+            got=min(lengths),
+            expected="0 or more",
+            do="correct the caller",
         )
     longest = max(lengths)
     if longest > microbatch_tokens:
@@ -167,14 +163,12 @@ def split_groups(group_ids: Sequence[Hashable], updates: int) -> list[list[int]]
         ValueError: updates is below 1.
     """
     if updates < 1:
-        raise ValueError(
-            describe(
-                "cannot split groups",
-                got=f"updates={updates}",
-                expected="at least 1",
-                do="correct train.updates_per_step",
-                fault="arguments",
-            )
+        raise ArgumentError(
+            "cannot split groups",
+            got=f"updates={updates}",
+            expected="at least 1",
+            do="correct train.updates_per_step",
+            fault="arguments",
         )
     rank_of = {group: position for position, group in enumerate(dict.fromkeys(group_ids))}
     small, larger = divmod(len(rank_of), updates)

@@ -23,7 +23,7 @@ import numpy as np
 from moe_rl.config.layout import make_layout, stage_layers
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
-from moe_rl.errors import Problem, TraceError, describe
+from moe_rl.errors import ArgumentError, Problem, TraceError, describe
 from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.activations import expert_row_bytes
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
@@ -85,14 +85,12 @@ def budget(counts_SMLE: np.ndarray, *, expert_parallel: int, top_k: int) -> Budg
     """
     counts = np.asarray(counts_SMLE)
     if counts.ndim != 4 or expert_parallel < 1 or counts.shape[3] % expert_parallel:
-        raise ValueError(
-            describe(
-                "the number of experts is not a multiple of the number of ranks",
-                got=f"counts of shape {counts.shape} for {expert_parallel} ranks",
-                expected="[S, M, L, E], E a multiple of the ranks",
-                do="correct the caller",
-                fault="division",
-            )
+        raise ArgumentError(
+            "the number of experts is not a multiple of the number of ranks",
+            got=f"counts of shape {counts.shape} for {expert_parallel} ranks",
+            expected="[S, M, L, E], E a multiple of the ranks",
+            do="correct the caller",
+            fault="division",
         )
     if not counts.size:
         return Budget()

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from moe_rl.disk import write_whole
-from moe_rl.errors import MoeRLError, describe
+from moe_rl.errors import ArgumentError, MoeRLError
 from moe_rl.report.metrics import Mode
 
 FILE = "metrics.jsonl"
@@ -78,8 +78,8 @@ def encode(step: int, kind: str, metrics: dict[str, float]) -> str:
         try:
             number = value if type(value) is int else float(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                describe("a metric is not a number", where={"metric": key}, got=repr(value), do="log a float")
+            raise ArgumentError(
+                "a metric is not a number", where={"metric": key}, got=repr(value), do="log a float"
             ) from error
         if math.isfinite(number):
             row[key] = number

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from moe_rl.disk import write_all, writing
-from moe_rl.errors import describe
+from moe_rl.errors import ArgumentError
 from moe_rl.report.format import duration, percent, scientific
 from moe_rl.report.lines import FILE, encode, read_rows, write_rows
 from moe_rl.report.metrics import Mode
@@ -67,15 +67,13 @@ class RunLog:
         """
         check_step(metrics, mode=self._mode)
         if not self._last_step < step <= self._total:
-            raise ValueError(
-                describe(
-                    "a step is logged out of order",
-                    where={"file": self._path},
-                    got=step,
-                    expected=f"{self._last_step + 1} to {self._total}",
-                    do="rewind the log before a resume",
-                    fault="order",
-                )
+            raise ArgumentError(
+                "a step is logged out of order",
+                where={"file": self._path},
+                got=step,
+                expected=f"{self._last_step + 1} to {self._total}",
+                do="rewind the log before a resume",
+                fault="order",
             )
         self._write(encode(step, "train", metrics))
         self._last_step = step

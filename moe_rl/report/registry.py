@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moe_rl.errors import describe, did_you_mean
+from moe_rl.errors import ArgumentError, did_you_mean
 from moe_rl.report.metrics import ALL, FAMILY, MODES, Metric, Mode
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in ALL}
@@ -78,12 +78,10 @@ def _unknown(keys: set[str]) -> list[str]:
 
 def _refuse(problems: list[str], kind: str) -> None:
     if problems:
-        raise ValueError(
-            describe(
-                f"{kind} do not match the registry",
-                got="; ".join(problems),
-                do="correct the caller, or add the metric to moe_rl/report/metrics.py",
-            )
+        raise ArgumentError(
+            f"{kind} do not match the registry",
+            got="; ".join(problems),
+            do="correct the caller, or add the metric to moe_rl/report/metrics.py",
         )
 
 

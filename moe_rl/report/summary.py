@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.disk import write_whole
-from moe_rl.errors import describe
+from moe_rl.errors import ArgumentError
 from moe_rl.report.lines import RunLines, pass_rates, read_run
 
 FILE = "summary.json"
@@ -26,24 +26,20 @@ def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
     measured = measure(run)
     clash = sorted(measured.keys() & facts.keys())
     if clash:
-        raise ValueError(
-            describe(
-                "a fact would overwrite a measured value",
-                where={"folder": run_dir / FILE},
-                got=", ".join(clash),
-                do="leave these keys out of the facts",
-            )
+        raise ArgumentError(
+            "a fact would overwrite a measured value",
+            where={"folder": run_dir / FILE},
+            got=", ".join(clash),
+            do="leave these keys out of the facts",
         )
     if run.train and facts.get("replay_mode", run.mode) != run.mode:
-        raise ValueError(
-            describe(
-                "replay_mode contradicts the metrics",
-                where={"folder": run_dir},
-                got=facts["replay_mode"],
-                expected=run.mode,
-                do="give the mode that the run really had",
-                fault="replay mode",
-            )
+        raise ArgumentError(
+            "replay_mode contradicts the metrics",
+            where={"folder": run_dir},
+            got=facts["replay_mode"],
+            expected=run.mode,
+            do="give the mode that the run really had",
+            fault="replay mode",
         )
     summary = {**measured, **facts}
     write_whole(run_dir / FILE, json.dumps(summary, indent=2, allow_nan=False) + "\n")

@@ -10,8 +10,7 @@ from moe_rl.config.check import problems
 from moe_rl.config.load import _all_keys, anchored, load_config
 from moe_rl.errors import ConfigError
 from moe_rl.models.hf import read_model
-from moe_rl.planning.cluster_plan import make_plan
-from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
+from moe_rl.planning.cluster_plan import disk_problems, make_plan, memory_problems, transfer_problems
 from moe_rl.planning.plan_table import render
 from moe_rl.train.run_folder import create, start_problems
 

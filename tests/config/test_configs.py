@@ -15,8 +15,7 @@ from moe_rl.config.check import config_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.load import load_config
 from moe_rl.models.hf import parameter_count, read_published
-from moe_rl.planning.cluster_plan import make_plan
-from moe_rl.planning.fit import memory_problems
+from moe_rl.planning.cluster_plan import make_plan, memory_problems
 from moe_rl.planning.plan_table import render
 from tests.support.refusals import tells
 

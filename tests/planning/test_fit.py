@@ -6,8 +6,7 @@ from collections import namedtuple
 import pytest
 
 from moe_rl.config.load import load_config
-from moe_rl.planning.cluster_plan import Stage
-from moe_rl.planning.fit import disk_problems, memory_problems
+from moe_rl.planning.cluster_plan import Stage, disk_problems, memory_problems
 from tests.support.refusals import tells
 
 

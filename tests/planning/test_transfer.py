@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from moe_rl.planning.fit import transfer_problems
+from moe_rl.planning.cluster_plan import transfer_problems
 from moe_rl.planning.transfer import weight_transfer
 from tests.support.refusals import tells
 
