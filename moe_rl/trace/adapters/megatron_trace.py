@@ -76,9 +76,9 @@ def decode_megatron(path: Path, spec: TraceSpec) -> np.ndarray:
             if one != first:
                 raise TraceError(
                     "a layer has other passes than the first one",
-                    where={**about, "layer": layer, "pass": number},
-                    got="no such pass" if one is None else f"step {one[0]} with {one[1]} rows",
-                    expected="no such pass" if first is None else f"step {first[0]} with {first[1]} rows",
+                    where={**about, "layer": layer},
+                    got=f"pass {number}: {'none' if one is None else f'step {one[0]} with {one[1]} rows'}",
+                    expected="none" if first is None else f"step {first[0]} with {first[1]} rows",
                     do="trace one request alone, without recomputation",
                 )
     steps = [step for step, _ in passes[layers[0]]]
