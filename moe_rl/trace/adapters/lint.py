@@ -8,6 +8,7 @@ Legend for shapes: T tokens, C layers as sent, L MoE layers, K top-k experts per
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from moe_rl.trace.record import TraceSpec, as_token_ids
 
 # Shorter sequences may repeat routes by chance.
 _FEW_ROWS = 8
+# So many different routes of a token that none of them comes by chance.
+_MANY_ROUTES = 10**6
 # Fewest pairs of equal tokens for which an agreement is computed.
 _FEW_PAIRS = 24
 # A shift or reversal is suspected if it raises the agreement of equal tokens by more than this share of a set.
@@ -59,14 +62,14 @@ def lint(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | np.ndar
     moe = routes[:, columns] if columns is not None else routes
     if not moe.size:
         return findings
-    empty = _empty_rows(moe)
+    empty = _empty_rows(moe, spec)
     findings += _ids(moe, spec, layers, empty)
     tokens = None
     if token_ids is not None:
         with suppress(RouteValidationError):
             tokens = as_token_ids(token_ids, where={})
     findings += _rows(moe, spec, tokens, empty)
-    findings += _layers(moe[~empty], layers)
+    findings += _layers(moe[~empty], spec, layers)
     if tokens is not None:
         findings += _tokens(moe, spec, tokens, empty)
     return findings
@@ -121,12 +124,12 @@ def _dense_layers(routes: np.ndarray, columns: Sequence[int]) -> list[Finding]:
     return findings
 
 
-def _empty_rows(moe: np.ndarray) -> np.ndarray:
+def _empty_rows(moe: np.ndarray, spec: TraceSpec) -> np.ndarray:
     """Return for each row [T] whether no router wrote it: every set is zeros, -1, or 0, 1, ..., K - 1."""
     top_k = moe.shape[2]
     filler = (moe == np.arange(top_k, dtype=np.int64)).all(axis=(1, 2))
-    # With one layer, the set 0, 1, ..., K - 1 is an ordinary choice.
-    filler &= moe.shape[1] > 1
+    # With few layers and experts, 0, 1, ..., K - 1 in all of them is an ordinary choice.
+    filler &= math.comb(spec.num_experts, top_k) ** moe.shape[1] > _MANY_ROUTES
     return (moe == 0).all(axis=(1, 2)) & (top_k > 1) | (moe == -1).all(axis=(1, 2)) | filler
 
 
@@ -186,22 +189,26 @@ def _rows(moe: np.ndarray, spec: TraceSpec, token_ids: np.ndarray | None, empty:
     return findings
 
 
-def _layers(moe: np.ndarray, layers: Sequence[int]) -> list[Finding]:
+def _layers(moe: np.ndarray, spec: TraceSpec, layers: Sequence[int]) -> list[Finding]:
     findings = []
     zero = [layers[at] for at in range(moe.shape[1]) if not moe[:, at].any() and moe.shape[2] > 1]
     if zero and len(zero) < moe.shape[1]:
         text = "not captured: a router without a hook, or a fused kernel that does not report"
         findings.append(Finding("all-zero layers", f"layers {_some(zero)}", text))
-    if len(moe) < _FEW_ROWS:
+    if len(moe) < _FEW_ROWS or moe.shape[2] >= spec.num_experts:
         return findings
+    # Whether two layers cannot have the same routes by chance.
+    certain = math.comb(spec.num_experts, moe.shape[2]) ** min(len(moe), 20) > _MANY_ROUTES
     constant = [layers[at] for at in range(moe.shape[1]) if moe[:, at].any() and (moe[:, at] == moe[:1, at]).all()]
     if constant:
         text = "every token has the same set: a buffer that was filled once"
-        findings.append(Finding("constant layers", f"layers {_some(constant)}", text, certain=len(constant) > 1))
+        findings.append(
+            Finding("constant layers", f"layers {_some(constant)}", text, certain=certain and len(constant) > 1)
+        )
     equal = [layers[at] for at in range(1, moe.shape[1]) if moe[:, at].any() and (moe[:, at] == moe[:, at - 1]).all()]
     if equal:
         text = "same routes as the layer before: two layers share one buffer"
-        findings.append(Finding("repeated layers", f"layers {_some(equal)}", text))
+        findings.append(Finding("repeated layers", f"layers {_some(equal)}", text, certain=certain))
     return findings
 
 
