@@ -42,6 +42,7 @@ Fact = Literal[
     "pid",
     "log",  # file
     "run",  # what the replay pass is for: "step 3 update 0"
+    "pass",  # number in a file of passes
     "step",
     "update",
     "version",  # of the weights
