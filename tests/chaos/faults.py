@@ -41,7 +41,7 @@ ENDS_ONCE = "the run resumes; every prompt ends exactly once, and no group is to
 REFUSED = "refused"
 
 # Where a fault is planted: in one of the scenes of this folder, or in a test of its own.
-Scene = Literal["lab", "layouts", "chain", "flight", "second", "folder", "tests"]
+Scene = Literal["lab", "large lab", "layouts", "chain", "flight", "second", "folder", "tests"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,12 @@ class Fault:
 
 def _in_lab(name: str, promise: str, planted: str, notices: str, error: str, *says: str, **more) -> Fault:
     return Fault(name, promise, planted, notices, error, says, BEFORE_UPDATE, MENDED, "lab", **more)
+
+
+def _in_large_lab(what: str, *says: str) -> Fault:
+    name = f"recorder: {what}{UNWATCHED}"
+    given = (_ALIGNMENT, "ReplayError", (_OTHER_ROWS, *says), BEFORE_UPDATE, MENDED, "large lab")
+    return Fault(name, "P7", _BUFFER, *given)
 
 
 def _exported(name: str, *says: str) -> Fault:
@@ -132,6 +138,16 @@ ROUTES = (
                 f"layer {LAYER} has the rows of layer {OTHER_LAYER}",
                 f"layer {OTHER_LAYER} has the rows of layer {LAYER}",
             ),
+        )
+    ),
+    *(
+        _in_large_lab(*given)
+        for given in (
+            ("one expert wrong in every row and layer", "1 of 4 recorded experts are wrong in every row"),
+            ("two experts wrong in every row and layer", "2 of 4 recorded experts are wrong in every row"),
+            ("one expert wrong in every row of a layer", f"layer {LAYER}: 1 of 4 recorded experts are wrong"),
+            ("a tenth of a layer's rows is random", f"layer {LAYER} has some rows that match nothing"),
+            ("the last row of each prompt is the one before", "the row before in their last prompt row"),
         )
     ),
     *(

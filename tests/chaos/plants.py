@@ -29,6 +29,7 @@ _PLANTS: list[tuple[str, str, str, Callable]] = []
 # Layers and experts that faults are about: the tests look for their names in what is said.
 LAYER, OTHER_LAYER = 3, 4
 EXPERT, OTHER_EXPERT = 4, 5
+EXPERTS = 32
 GATE = "model.layers.{}.mlp.gate.weight"
 UNWATCHED = ", logits unseen"
 """Suffix of a fault's name: no rows are compared with the routers' logits."""
@@ -239,6 +240,55 @@ def _swapped(recorder, scheduled, rows):
 def _frozen(recorder, scheduled, rows):
     for request, run in _runs(recorder, scheduled):
         rows[run] = _LAST_ROW.setdefault(f"first {request}", rows[run.start].clone())
+
+
+# A few ids of each row, or a few rows: the alignment test sees these in a large batch.
+
+
+def _with_wrong_ids(rows, ids: int, wrong):
+    """Put other experts than the row's own for `ids` of them, in the rows where `wrong`, bool [T, L], says so."""
+    import torch
+
+    free = torch.rand(*rows.shape[:2], EXPERTS).scatter_(2, rows.long(), -1.0)
+    new = rows.clone()
+    new[..., :ids] = free.topk(ids, 2).indices.to(rows.dtype)
+    rows.copy_(torch.where(wrong[..., None], new, rows))
+
+
+@_at_the_source("recorder: one expert wrong in every row and layer")
+def _one_id(recorder, scheduled, rows):
+    _with_wrong_ids(rows, 1, rows[..., 0] >= 0)
+
+
+@_at_the_source("recorder: two experts wrong in every row and layer")
+def _two_ids(recorder, scheduled, rows):
+    _with_wrong_ids(rows, 2, rows[..., 0] >= 0)
+
+
+@_at_the_source("recorder: one expert wrong in every row of a layer")
+def _one_id_of_a_layer(recorder, scheduled, rows):
+    wrong = rows[..., 0] < 0
+    wrong[:, LAYER] = True
+    _with_wrong_ids(rows, 1, wrong)
+
+
+@_at_the_source("recorder: a tenth of a layer's rows is random")
+def _some_rows(recorder, scheduled, rows):
+    import torch
+
+    wrong = rows[..., 0] < 0
+    wrong[:, LAYER] = torch.rand(len(rows)) < 0.1
+    _with_wrong_ids(rows, rows.shape[2], wrong)
+
+
+@_at_the_source("recorder: the last row of each prompt is the one before")
+def _last_prompt_row(recorder, scheduled, rows):
+    runs = dict(_runs(recorder, scheduled))
+    for one in scheduled.scheduled_new_reqs:
+        last = len(one.prompt_token_ids) - 1 - one.num_computed_tokens
+        run = runs[one.req_id]
+        if 0 < last < run.stop - run.start:
+            rows[run.start + last] = rows[run.start + last - 1]
 
 
 # Between the engine's buffer and the shard.

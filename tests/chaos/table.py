@@ -35,6 +35,7 @@ The last column names the test that plants the fault, without its folder `tests/
 
 - lab: a run of one rank and a real engine gets one fault in each step. After the refusal the fault is removed and the
   step continues, so that one start covers many faults.
+- large lab: the same with the demo's batch, in which the alignment test can see single experts and single rows.
 - layouts: two ranks run the training step on rollouts that a run has kept.
 - chain: a run of two ranks and a real engine is ended by one fault after the other, and resumed after each. At the end
   its metrics, prompt ledger and tensors equal those of a run without faults.

@@ -14,10 +14,20 @@ from tests.chaos.plants import TAKEN_TWICE
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 
 
+# The demo's batch: single experts and rows need many rows to be seen.
+LARGE = ("rollout.prompts_per_step=64", "rollout.group_size=8", "train.microbatch_tokens=2048")
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """{name of the fault: what came of it}"""
     return run_through(tmp_path_factory.mktemp("lab"), faults.of("lab"))
+
+
+@pytest.fixture(scope="module")
+def seen_large(tmp_path_factory):
+    """The same with the batch of the demo."""
+    return run_through(tmp_path_factory.mktemp("large_lab"), faults.of("large lab"), *LARGE)
 
 
 def run_through(folder, planted, *overrides):
@@ -34,6 +44,19 @@ def test_sound_steps_are_not_refused(seen):
 
 @pytest.mark.parametrize("fault", faults.of("lab"), ids=lambda fault: fault.name)
 def test_it_is_refused_in_its_step(seen, fault):
+    refused_in_its_step(seen, fault)
+
+
+def test_sound_steps_of_a_large_batch_are_not_refused(seen_large):
+    test_sound_steps_are_not_refused(seen_large)
+
+
+@pytest.mark.parametrize("fault", faults.of("large lab"), ids=lambda fault: fault.name)
+def test_in_a_large_batch_it_is_refused_in_its_step(seen_large, fault):
+    refused_in_its_step(seen_large, fault)
+
+
+def refused_in_its_step(seen, fault):
     one = seen[fault.name]
     assert one["harmed"], "the fault did not happen"
     assert one["error"] is not None, "nobody said anything"
@@ -64,4 +87,4 @@ def test_at_every_learning_rate_the_weights_that_an_engine_computes_with_are_nam
     seen = run_through(tmp_path, faults.ENGINE_WEIGHTS, f"train.optimizer.lr={lr}")
     test_sound_steps_are_not_refused(seen)
     for fault in faults.ENGINE_WEIGHTS:
-        test_it_is_refused_in_its_step(seen, fault)
+        refused_in_its_step(seen, fault)
