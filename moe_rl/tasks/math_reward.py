@@ -22,6 +22,7 @@ from sympy import Basic, Equality, Expr, FiniteSet, I, Intersection, Symbol, Une
 from sympy.logic.boolalg import Boolean
 
 from moe_rl.tasks.rewards import find_answer
+from moe_rl.tasks.units import in_one_unit, keep_symbol
 
 # It warns that without its time limit the caller must set one. The pool does.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -55,10 +56,11 @@ _COMMANDS = {
         r"\\(?:mathbf|boldsymbol|bm)\{([A-Za-z])\}": r"\1",
         r"\\(?:text)?color\{\w+\}": "",
         r"\\(?:SI|qty)\{([^{}]*)\}\{[^{}]*\}": r"\1",
-        r"(?<=\d)(?:\^\{\\(?:text|mathrm)\{ *[snrt][tdh]\}\}|\\(?:text|mathrm)\{ *[snrt][tdh]\})": "",
+        r"(?<=\d)(?:\^\{)?\\(?:text|mathrm)\{ *[snrt][tdh]\}\}?|(?<=\d)\^\{[snrt][tdh]\}": "",
         r"\\text\{ *([-\d.,/]+)\b *(?:[A-Za-z][^{}\d]*)?\}": r"\1",
         r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
         r"\\equiv\b": "=",
+        r"\\([dt]?frac)(\\[a-z]+) *(\d)": r"\\\1{\2}{\3}",
         r"\\(sin|cos|tan)( *\(? *)(\d+(?:\.\d+)?) *\^ *(?:\\circ\b|\{ *\\circ *\})": r"\\\1\2\\frac{\3\\pi}{180}",
         r"\\\{ *[a-z](?: *\\in *\\mathbb\{?R\}?)? *(?:\\mid|:|\|)(.{0,200})\\\}": r"\1",
         r"[,;] *[a-z] *\\in *\\mathbb\{?[NZ]\}?": "",
@@ -68,7 +70,7 @@ _COMMANDS = {
         r"\\boxed\{\[([^][]+)[,;]([^][]+)\[\}": r"\\boxed{[\1,\2)}",
     }.items()
 }
-_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALED = re.compile(
     r"(?<=\d)(?: |~|\\[ ,])*(?:\\text\{ *(WORD)s? *\}|(?<=[ ,~])(WORD)s?\b)".replace("WORD", "|".join(_SCALES))
 )
@@ -127,11 +129,11 @@ _LABELLED = re.compile(_BEFORE + r"([A-H])(?:\)|\. )[\s}\\$]*(.*\w.*)")
 _CHOICES = re.compile(r"[A-H](?:(?:[,;\s]|and)*[A-H])+")
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _PROSE = re.compile(r"[\w ,.'-]*[A-Za-z]{2}[\w ,.'-]*")
-_SPACE = re.compile(r"(?:\\[ ,;]|~|\s)+")
+_SPACE = re.compile(r"(?:\\[ ,;!]|~|\s)+")
 _NAME = re.compile(r"[A-Za-z]{5,}|[IVXLCDM]{2,}|[A-Za-z]+(?: (?!and\b|or\b)[A-Za-z]+)+")
 _DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}")
 _BASED = re.compile(r"([\dA-F]+)_\{?(\d{1,2})\}?")
-_HALF_DAY = re.compile(r"\d *([ap])\.? ?m\b", re.IGNORECASE)
+_CLOCK = re.compile(r"(\d{1,2})(?: ?: ?(\d\d))?(?: *([ap])\.? ?m\.?)?", re.IGNORECASE)
 # Numbers with a word between them, such as "2 hours 30 minutes": the library would read the first number alone.
 _UNITS = re.compile(r"\d[^\d\\]*(?<![A-Za-z])(?!and\b|or\b)[A-Za-z]{2,}[^\d\\^]*\d")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -174,12 +176,22 @@ def mathematically_equal(completion: str, answer: object, stop_string: str | Non
     ):
         said = said.replace(",", "." if "." in expected else "")
         text = _boxed(said)
-    verdict = _equal_texts(expected, said)
+    return float(any(_equal(right, expected, text, said, *texts) for texts in in_one_unit(expected, said)))
+
+
+def _equal(right: list[Any], expected: str, text: str, said: str, ours: str, theirs: str) -> bool:
+    """Compare two answers, which `ours` and `theirs` hold without units."""
+    verdict = _equal_texts(ours, theirs)
     if verdict is not None:
-        return float(verdict)
+        return verdict
+    ours, theirs = keep_symbol(ours), keep_symbol(theirs)
+    if ours != expected:
+        right = parse(_spelt(_boxed(ours)), parsing_timeout=None)
+    if theirs != said:
+        text = _boxed(theirs)
     given = parse(_spelt(text), parsing_timeout=None)
     if not (_inequalities(right) and _inequalities(given) and right[0].free_symbols != given[0].free_symbols):
-        right, given = _solved(right, expected), _solved(given, said)
+        right, given = _solved(right, ours), _solved(given, theirs)
     if _symbols(right) | _symbols(given) == {"i"}:
         right, given = _complex(right), _complex(given)
     equal = verify(
@@ -190,7 +202,7 @@ def mathematically_equal(completion: str, answer: object, stop_string: str | Non
         allow_set_relation_comp=True,
         timeout_seconds=None,
     )
-    return float(equal and not _far_apart(right[0], given[0]))
+    return bool(equal and not _far_apart(right[0], given[0]))
 
 
 def _final(completion: str) -> tuple[str, str]:
@@ -263,14 +275,21 @@ def _equal_texts(expected: str, said: str) -> bool | None:
         return sorted(re.findall("[A-H]", ours)) == sorted(re.findall("[A-H]", theirs)) or None
     if _DATE.fullmatch(ours) or (_NAME.fullmatch(ours) and _NAME.fullmatch(theirs)):
         return [int(one) for one in re.findall(r"\d+", ours)] == [int(one) for one in re.findall(r"\d+", theirs)] != []
-    based, halves = [_BASED.fullmatch(one) for one in (ours, theirs)], [_HALF_DAY.search(one) for one in (ours, theirs)]
-    if (based[0] and based[1] and based[0].groups() != based[1].groups()) or (
-        halves[0] and halves[1] and halves[0][1].lower() != halves[1][1].lower()
-    ):
+    based, clocks = ([pattern.fullmatch(one) for one in (ours, theirs)] for pattern in (_BASED, _CLOCK))
+    if based[0] and based[1] and based[0].groups() != based[1].groups():
         return False
+    if clocks[0] and clocks[1] and (clocks[0][3] or clocks[1][3]):
+        return bool(_minutes(clocks[0]) & _minutes(clocks[1]))
     if _UNITS.search(ours):
         return all(re.findall(one, ours.lower()) == re.findall(one, theirs.lower()) for one in (_NUMBER, _INITIAL))
     return None
+
+
+def _minutes(clock: re.Match[str]) -> set[int]:
+    """Return the minutes of the day at which a clock shows this; two if it does not say a.m. or p.m."""
+    hour, minute, half = int(clock[1]), int(clock[2] or 0), (clock[3] or "").lower()
+    hours = {hour % 12 + 12 * (half == "p")} if half else {hour, hour + 12} if hour < 12 else {hour % 24, hour - 12}
+    return {60 * one + minute for one in hours}
 
 
 def _symbols(found: list[Any]) -> set[str]:
@@ -313,7 +332,7 @@ def _spelt(text: str) -> str:
     text = "".join(map(_sign, text))
     for spelling, instead in _COMMANDS.items():
         text = spelling.sub(instead, text)
-    text = _SCALED.sub(lambda found: f"\\times 10^{_SCALES[found[1] or found[2]]} ", text)
+    text = _SCALED.sub(lambda found: f"\\times {_SCALES[found[1] or found[2]]} ", text)
     text = _DOTTED.sub(lambda found: found[1].replace(".", "") + (f".{found[2]}" if found[2] else ""), text)
     text = _REPEATING.sub(_periodic, text)
     text = _POWER.sub(r"^{\1}", _SUPERSCRIPT.sub(_raised, text))
