@@ -154,10 +154,10 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
             read.only(key, positions, why="max_position_embeddings has it")
     rope = Rope.of(read, theta=family.ROPE_THETA, fraction=family.ROTARY_FRACTION)
     read.only("hidden_act", "silu")
-    top_k = read.count("num_experts_per_tok")
+    top_k, vocab = read.count("num_experts_per_tok"), read.count("vocab_size")
     common = {
         "architecture": architecture,
-        "vocab": read.count("vocab_size"),
+        "vocab": vocab,
         "hidden_size": hidden,
         "layers": layers,
         "heads": heads,
@@ -170,7 +170,7 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
         "rms_norm_eps": read.fraction("rms_norm_eps"),
         "max_position_embeddings": positions,
         "tie_word_embeddings": read.flag("tie_word_embeddings", False),
-        "eos_token_ids": _eos(raw, file.parent),
+        "eos_token_ids": _eos(read, file.parent, vocab),
         "dtype": _dtype(read),
         "fingerprint": fingerprint_of(raw),
     }
@@ -201,17 +201,14 @@ def _dtype(read: Fields) -> str:
     return str(value)
 
 
-def _eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
+def _eos(read: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
-    values = [raw.get("eos_token_id"), read_json(generation).get("eos_token_id") if generation.is_file() else None]
+    values = [read.raw.get("eos_token_id"), read_json(generation).get("eos_token_id") if generation.is_file() else None]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value]) if item is not None]
-    if any(type(item) is not int for item in flat):
-        raise ConfigError(
-            "wrong value",
-            where={"key": "model.path", "field": "eos_token_id", "folder": folder},
-            got=flat,
-            expected="token ids",
-        )
+    most = vocab - 1 or 2**31  # a wrong vocab_size is told alone
+    if any(type(item) is not int or not 0 <= item <= most for item in flat):
+        read.wrong("eos_token_id", flat, f"token ids from 0 to {most}, here and in {generation.name}")
+        return ()
     return tuple(dict.fromkeys(flat))
 
 
