@@ -33,7 +33,7 @@ SIZE = {"layers": 4, "sequences": 8, "width": 64, "microbatches": 6}
 ROOM = {
     "dense layers": {"layers": 5},
     "context parallel": {"sequences": 16, "width": 80, "microbatches": 8},
-    "many experts": {"sequences": 16, "microbatches": 8},
+    "many experts": {"sequences": 16, "microbatches": 12},
     "one sequence": {"sequences": 1, "microbatches": 80},
     "virtual stages": {"microbatches": 8},
 }
