@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.comparison.bisection import Computation, Settings
+from moe_rl.comparison.bisection import Computation, Settings, Value
 from moe_rl.comparison.engine_runs import EngineRuns
 from moe_rl.comparison.passes import other_budget
 from moe_rl.comparison.third_engine import PARTS, ThirdEngine
@@ -124,20 +124,25 @@ def sides_of_run(
 
 
 class Added:
-    """Computes log-probabilities in the third engine, and adds what other causes move in engines of their own kind.
+    """Computes log-probabilities in the third engine, and adds what each other cause alone moves in engines of its own
+    kind. Two of these causes at once start no engine more.
 
     Attributes:
         settings: These other causes, as declared.
     """
 
     def __init__(self, third: Callable[[Settings], list[np.ndarray]]):
-        self._third, self._added = third, list[tuple[set[str], Callable[..., Seq[np.ndarray]], Seq[np.ndarray]]]()
-        self.settings: dict[str, Any] = {}
+        self._third = third
+        self._added: dict[str, tuple[Callable[[Settings], Seq[np.ndarray]], Seq[np.ndarray]]] = {}
+        self._moved: dict[tuple[str, Value], list[np.ndarray]] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict.fromkeys(self._added, _DECLARED)
 
     def add(self, causes: Iterable[str], run: Callable[[Settings], Seq[np.ndarray]], before: Seq[np.ndarray]) -> None:
         """Add causes that `run` changes. before: what it returns without a change."""
-        self.settings |= dict.fromkeys(causes, _DECLARED)
-        self._added.append((set(causes), run, before))
+        self._added |= dict.fromkeys(causes, (run, before))
 
     def add_engines(self, engines: EngineRuns, recorded: Seq[np.ndarray]) -> None:
         """Add the causes of engines. recorded: what the run's own engines computed."""
@@ -146,12 +151,14 @@ class Added:
         self.add(engines.changes.keys() - engines.suspects.keys(), lambda _: fresh, recorded)
 
     def __call__(self, settings: Settings) -> list[np.ndarray]:
-        found = self._third({cause: value for cause, value in settings.items() if cause not in self.settings})
-        for causes, run, before in self._added:
-            changed = {cause: settings[cause] for cause in causes if settings[cause] != _DECLARED}
-            if changed:
-                parts = zip(found, run(changed), before, strict=True)
-                found = [one + (after - first) for one, after, first in parts]
+        found = self._third({cause: value for cause, value in settings.items() if cause not in self._added})
+        for cause, (run, before) in self._added.items():
+            value = settings[cause]
+            if value != _DECLARED:
+                if (cause, value) not in self._moved:
+                    after = run({cause: value})
+                    self._moved[cause, value] = [one - first for one, first in zip(after, before, strict=True)]
+                found = [one + moved for one, moved in zip(found, self._moved[cause, value], strict=True)]
         return found
 
 

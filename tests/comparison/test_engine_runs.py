@@ -90,4 +90,5 @@ def test_a_cause_that_only_an_engine_shows_is_found(tmp_path, monkeypatch, cause
         (cause, "changed" if cause == DEGREE else kind, VALUE[cause]) for cause in causes
     }, text(found)
     assert {one.verdict for one in found.causes} == {"carries"} and found.explained
+    assert planted.started == 1 + sum(map(len, engines.suspects.values()))
     assert kind == "other degree" or f"not tested: {DEGREE}: the run's engines have one device" in text(found)

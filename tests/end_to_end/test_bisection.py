@@ -17,6 +17,7 @@ from moe_rl.rollout.kept import KeptRollouts
 from moe_rl.trace import TraceStore
 from tests.end_to_end.conftest import Launch
 from tests.support.pretend_engines import VALUE, PretendEngines
+from tools.dev.runs import python_path
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -104,6 +105,46 @@ def test_a_cause_that_only_an_engine_shows_is_named(bisected, monkeypatch, cause
     (atom,) = found["causes"][0]["swap"]
     assert (atom["side"], atom["cause"], atom["kind"]) == ("sampler", cause, "suspected"), said
     assert status == 0 and "not tested: engine's parallel degree" in said
+
+
+# Runs behind vLLM's sampler, and makes the logits of a request depend on whether it is alone.
+PLANT = """
+import importlib.machinery, sys
+class Planted:
+    def find_spec(name, path, target=None):
+        if name == "vllm.v1.sample.sampler":
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            run = spec.loader.exec_module
+            def exec_module(module):
+                run(module)
+                forward = module.Sampler.forward
+                def in_batches(self, logits, *a, **k):
+                    return forward(self, logits * (1.05 if len(logits) > 1 else 1), *a, **k)
+                module.Sampler.forward = in_batches
+            spec.loader.exec_module = exec_module
+            return spec
+sys.meta_path.insert(0, Planted)
+"""
+
+
+@pytest.mark.nightly
+def test_a_batch_composition_that_changes_real_engines_is_named(tmp_path, monkeypatch, capsys):
+    """The run and the bisection start vLLM engines that have the fault."""
+    (tmp_path / "sitecustomize.py").write_text(PLANT)
+    sizes = ["run.steps=1", "train.optimizer.warmup_steps=0", "rollout.prompts_per_step=16", "eval.prompts=64"]
+    arguments = ["--config", "configs/tiny_moe_cpu.yaml", *sizes, f"run.runs_dir={tmp_path}"]
+    launch = Launch(tmp_path, *arguments, environment=python_path(tmp_path))
+    assert launch.wait() == 0, launch.text()[-4000:]
+    (run,) = (path.parent for path in tmp_path.glob("*/config.yaml"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(run_sides, "least_ranks", lambda parallel: 1)
+    monkeypatch.setattr(trainer_scores, "_SEQUENCES", 32)
+    status = main(["compare", "--bisect", str(run), "--engines"])
+    said, found = capsys.readouterr().out, json.loads((run / "bisection.json").read_text())
+    (atom,) = found["causes"][0]["swap"]
+    assert (atom["side"], atom["cause"], atom["kind"]) == ("sampler", "batch composition", "changed"), said
+    assert status == 0
 
 
 def test_a_parallel_degree_of_the_trainer_is_named(bisected, monkeypatch):

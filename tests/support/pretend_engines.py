@@ -37,7 +37,7 @@ class PretendEngines:
     """
 
     def __init__(self, causes, completions, kind="suspected", seed=0):
-        self._completions, self._kind = completions, kind
+        self._completions, self._kind, self.started = completions, kind, 0
         rng = np.random.default_rng(seed)
         self._effects = {
             cause: {key: rng.normal(0, 0.05, len(tokens)) for key, (tokens, _) in completions.items()}
@@ -65,6 +65,7 @@ class PretendEngines:
 class _Engine:
     def __init__(self, made_by, settings):
         self._made_by, self._settings, self._asked = made_by, settings, 0
+        made_by.started += 1
 
     def generate(self, requests, shard):
         self._asked += 1
