@@ -311,8 +311,9 @@ def test_the_verb_plan_is_a_run_with_plan(capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     parser = argparse.ArgumentParser()
     train.add_plan_arguments(parser)
-    assert train.run(parser.parse_args(["--config", CONFIG, "--ranks", "2"])) == 0
-    assert "no problems" in capsys.readouterr().out
+    for more, status, told in (([], 0, "no problems"), (["train.optimizer.warmup_steps=999"], 2, "1 problem")):
+        assert train.run(parser.parse_args(["--config", CONFIG, "--ranks", "2", *more])) == status
+        assert capsys.readouterr().out.splitlines()[-1] == told
 
 
 @pytest.mark.parametrize("script", ["/usr/bin/moe-rl", "/site-packages/moe_rl/__main__.py"])
