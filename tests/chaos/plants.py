@@ -729,6 +729,35 @@ def _slow(advance):
     return waiting
 
 
+ALARMS = ("the canary refuses sound routes", "the alignment test refuses sound routes")
+
+
+@in_function(ALARMS[0], "moe_rl.train.canary", "compare_routes")
+def _alarms_at_canary(compare):
+    """Not a fault of the run: the check is wrong, as its first version was for routers with few experts."""
+
+    def alarmed(*args):
+        fires(ALARMS[0])
+        return ["rows do not change in any layer"], compare(*args)[1]
+
+    return alarmed
+
+
+@in_function(ALARMS[1], "moe_rl.replay.alignment", "AlignmentTest.verdict")
+def _alarms_at_alignment(verdict):
+    """The same for rows of older weights."""
+
+    def alarmed(test):
+        found = verdict(test)
+        if found is None or not found.moved:
+            return found
+        fires(ALARMS[1])
+        first, *others = found.claims
+        return replace(found, claims=(replace(first, status="refused", found=("layer 2 has other rows",)), *others))
+
+    return alarmed
+
+
 WAITS = "rank 0 waits before the report"
 
 
