@@ -14,7 +14,16 @@ from typing import Any
 import msgspec
 
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
-from moe_rl.gateway.fields import ToolName, checked, plain_text, refuse_prefill, refuse_unread, strings, within_bounds
+from moe_rl.gateway.fields import (
+    ToolName,
+    checked,
+    plain_text,
+    refuse_prefill,
+    refuse_unread,
+    strings,
+    text_of,
+    within_bounds,
+)
 from moe_rl.gateway.rendering import read_arguments
 
 # Fields that are accepted only with these values, which have no effect.
@@ -177,10 +186,10 @@ def _system(given: str | list[dict[str, Any]] | None) -> str:
 def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, Any]]:
     """Split a user's message: one message per tool result, and one for the text."""
     found: list[Mapping[str, Any]] = []
-    texts: list[Mapping[str, Any]] = []
+    texts: list[str] = []
     for at, block in enumerate(blocks):
         if block.get("type") != "tool_result":
-            texts.append(block)
+            texts.append(text_of(block, f"{field}.{at}"))
             continue
         if texts:
             raise BadRequest("results of tools must come before text", f"{field}.{at}")
@@ -193,7 +202,7 @@ def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str,
             content = f"{_FAILED}{content}"
         found.append({"role": "tool", "tool_call_id": name, "content": content})
     if texts or not found:
-        found.append({"role": "user", "content": plain_text(texts, field)})
+        found.append({"role": "user", "content": "".join(texts)})
     return found
 
 
@@ -213,12 +222,12 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
                 text = json.dumps(given, ensure_ascii=False)
                 calls.append({"id": name, "type": "function", "function": {"name": tool, "arguments": text}})
             case {"type": "text"}:
-                texts.append(block)
+                texts.append(text_of(block, f"{field}.{at}"))
             case _:
                 kind = str(block.get("type"))[:40]
                 known = "text, thinking, or tool_use with id, name and input"
                 raise BadRequest(f"got {kind!r}, expected {known}", f"{field}.{at}", code="unsupported_value")
-    message["content"] = plain_text(texts, field)
+    message["content"] = "".join(texts)
     if calls:
         message["tool_calls"] = calls
     return [message]

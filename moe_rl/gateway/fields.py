@@ -62,7 +62,9 @@ def checked[T: msgspec.Struct](
             return msgspec.convert({name: value for name, value in given.items() if name not in only}, kind)
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$")
-        raise BadRequest(text, re.sub(r"\[(\d+)\]", r".\1", place.strip("`.").replace("[...]", ""))) from None
+        lacks = "".join(re.findall("missing required field `(.+)`", text))
+        field = re.sub(r"\[(\d+)\]", r".\1", place.strip("`.").replace("[...]", ""))
+        raise BadRequest(text, ".".join(filter(None, (field, lacks)))) from None
 
 
 def plain_text(content: Any, field: str, kinds: Collection[str] = ("text",), beside: Collection[str] = ()) -> str:
@@ -79,17 +81,17 @@ def plain_text(content: Any, field: str, kinds: Collection[str] = ("text",), bes
         return content or ""
     if not isinstance(content, list):
         raise BadRequest(f"got {str(content)[:40]!r}, expected text", field)
-    texts = []
-    for at, part in enumerate(content):
-        match part:
-            case {"type": str(known), "text": str(text)} if known in kinds:
-                refuse_unread(part, ("type", "text", *beside), f"{field}.{at}")
-                texts.append(text)
-            case _:
-                kind = part.get("type") if isinstance(part, dict) else part
-                got = f"got {str(kind)[:40]!r}, expected text"
-                raise BadRequest(got, f"{field}.{at}", code="unsupported_value")
-    return "".join(texts)
+    return "".join(text_of(part, f"{field}.{at}", kinds, beside) for at, part in enumerate(content))
+
+
+def text_of(part: Any, field: str, kinds: Collection[str] = ("text",), beside: Collection[str] = ()) -> str:
+    """Return the text of a part of a message, see `plain_text`."""
+    match part:
+        case {"type": str(known), "text": str(text)} if known in kinds:
+            refuse_unread(part, ("type", "text", *beside), field)
+            return text
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise BadRequest(f"got {str(kind)[:40]!r}, expected text", field, code="unsupported_value")
 
 
 def refuse_unread(part: Mapping[str, Any], known: Collection[str], field: str) -> None:

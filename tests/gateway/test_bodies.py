@@ -106,6 +106,21 @@ def test_the_usual_bodies_are_wishes():
         assert read(msgspec.json.encode(body)).model == "m"
 
 
+@pytest.mark.parametrize(
+    ("read", "body", "field"),
+    [
+        (read_messages, {"messages": MESSAGES["messages"]}, "max_tokens"),
+        (read_messages, {"max_tokens": 3, "messages": [{"role": "user"}]}, "messages.0.content"),
+        (read_responses, {}, "input"),
+        (read_chat, {"messages": [{"content": "x"}]}, "messages.0.role"),
+    ],
+)
+def test_a_field_that_is_missing_is_named(read, body, field):
+    with pytest.raises(BadRequest) as caught:
+        read(msgspec.json.encode(body))
+    assert caught.value.field == field
+
+
 def test_a_last_message_of_the_assistant_is_refused():
     asks, says = {"role": "user", "content": "Count to three."}, {"role": "assistant", "content": "1, 2"}
     for read, more in ((read_chat, {}), (read_messages, {"max_tokens": 3})):
@@ -156,6 +171,8 @@ USE = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
         ("user", [RESULT | {"toolset_name": "t"}], "messages.1.content.0.toolset_name"),
         ("assistant", [USE | {"caller": {"type": "code", "tool_id": "t"}}], "messages.1.content.0.caller"),
         ("assistant", [{"type": "thinking", "thinking": "x", "signature": "s", "x": 1}], "messages.1.content.0.x"),
+        ("assistant", [USE, CITED], "messages.1.content.1.citations"),
+        ("user", [RESULT, CITED], "messages.1.content.1.citations"),
     ],
 )
 def test_what_a_block_says_and_no_prompt_shows_is_refused(role, content, field):
