@@ -747,8 +747,8 @@ def _alarms_at_canary(compare):
 def _alarms_at_alignment(verdict):
     """The same for rows of older weights."""
 
-    def alarmed(test):
-        found = verdict(test)
+    def alarmed(*args):
+        found = verdict(*args)
         if found is None or not found.moved:
             return found
         fires(ALARMS[1])

@@ -32,10 +32,12 @@ def test_a_healthy_run_goes_on_and_its_false_alarm_is_one(tmp_path, alarm, famil
         "--config", "configs/tiny_moe_cpu.yaml", f"run.runs_dir={control.folder}", f"model.path={tmp_path / 'model'}",
         "run.steps=90", "train.optimizer.lr=1e-3", "train.optimizer.warmup_steps=0", "rollout.prompts_per_step=16",
         "rollout.group_size=4", "rollout.kv_cache_mib=64", "eval.prompts=8", "eval.every_steps=1000",
-        "checkpoint.every_steps=1", "checkpoint.keep=4", "guards.collapse_steps=0", *settings,
+        "checkpoint.every_steps=1", "checkpoint.keep=4", "guards.collapse_steps=0",
+        "objective.entropy_coef=0.1", *settings,  # a random model gets no reward
     )  # fmt: skip
     metrics = "metrics.jsonl"
     run.until(lambda: run.folder and (run.folder / metrics).exists() and steps(run.folder) >= 3, 900)
+    assert all(row["optim/grad_norm"] > 0 for row in rows(run.folder) if row["kind"] == "train")
     arm(control.path, alarm)
     assert run.wait() != 0 and witnesses(control.path, alarm), run.text()[-4000:]
     assert main(["explain", str(run.folder), "--json", str(tmp_path / "found.json")]) == 0, run.text()[-4000:]
