@@ -36,8 +36,8 @@ def run(tmp_path):
 
 @pytest.fixture
 def written(run, tmp_path):
-    """Writes the files of section 1, and runs its commands."""
-    section = PAGE[PAGE.index("## 1.") : PAGE.index("## 2.")]
+    """Writes the files of the whole task, and runs its commands."""
+    section = PAGE[PAGE.index("## A whole task") : PAGE.index("## Look, then run")]
     blocks = dict(re.findall(r"```(python|yaml|sh)\n(.*?)```", section, re.DOTALL))
     (tmp_path / "my_task.py").write_text(blocks["python"])
     (tmp_path / "my_task.yaml").write_text(blocks["yaml"])
@@ -49,8 +49,10 @@ def written(run, tmp_path):
     return tmp_path
 
 
-def commands_of_section_2() -> list[str]:
-    (block,) = re.findall(r"```sh\n(.*?)```", PAGE[PAGE.index("## 2.") : PAGE.index("## Prompts")], re.DOTALL)
+def commands_of_the_run() -> list[str]:
+    (block,) = re.findall(
+        r"```sh\n(.*?)```", PAGE[PAGE.index("## Look, then run") : PAGE.index("## Prompts")], re.DOTALL
+    )
     setting, *commands = block.splitlines()
     assert setting.startswith("export PYTHONPATH=$PWD")
     return commands
@@ -58,7 +60,7 @@ def commands_of_section_2() -> list[str]:
 
 @pytest.mark.long
 def test_the_plan_of_the_task_finds_no_problem(run, written):
-    plan, _ = commands_of_section_2()
+    plan, _ = commands_of_the_run()
     assert "1000 prompts" in run(plan, 120)
     # The same page says that an argument without a column is told here.
     module = written / "my_task.py"
@@ -70,7 +72,7 @@ def test_the_plan_of_the_task_finds_no_problem(run, written):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_task_trains(run, written):
-    _, train = commands_of_section_2()
+    _, train = commands_of_the_run()
     run(f"{train} run.steps=2", 700)
     (metrics,) = written.glob("runs/*/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
