@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from math_verify import parse, verify
-from sympy import Basic, Equality, Expr, FiniteSet, I, Intersection, Symbol, UnevaluatedExpr, Union
+from sympy import And, Basic, Equality, Expr, FiniteSet, I, Intersection, Symbol, Tuple, UnevaluatedExpr, Union
 from sympy.logic.boolalg import Boolean
 
 from moe_rl.tasks.rewards import find_answer
@@ -42,6 +42,7 @@ _SIGNS = {
     "\u2208": "\\in ",
     "\u222a": "\\cup ",
     "\u2044": "/",
+    "\ufe63": "-",
     "\u2010": "-",
     "\u2011": "-",
     "\u2205": "\\emptyset ",
@@ -60,6 +61,8 @@ _COMMANDS = {
         r"\\text\{ *([-\d.,/]+)\b *(?:[A-Za-z][^{}\d]*)?\}": r"\1",
         r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
         r"\\equiv\b": "=",
+        r"\\boxed\{(-?\d+(?:[./]\d+)?) *= *([A-Za-z])\}": r"\\boxed{\2=\1}",
+        r"\\boxed\{\\\((.{1,200})\\\)\}": r"\\boxed{\1}",
         r"\\([dt]?frac)(\\[a-z]+) *(\d)": r"\\\1{\2}{\3}",
         r"\\(sin|cos|tan)( *\(? *)(\d+(?:\.\d+)?) *\^ *(?:\\circ\b|\{ *\\circ *\})": r"\\\1\2\\frac{\3\\pi}{180}",
         r"\\\{ *[a-z](?: *\\in *\\mathbb\{?R\}?)? *(?:\\mid|:|\|)(.{0,200})\\\}": r"\1",
@@ -104,6 +107,7 @@ _MONEY = re.compile(
 _THOUGHT = re.compile(
     "</(?:seed:)?think(?:ing)?>|</reasoning>|\u25c1/think\u25b7|\\[/THINK]|<\\|channel\\|>final<\\|message\\|>"
 )
+_UNFINISHED = re.compile(r"\s*<think(?:ing)?>")
 _TAGGED = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 # What follows "the answer is", until its sentence or its line ends.
 _CLAUSE = re.compile(
@@ -118,10 +122,10 @@ _SENTENCE = re.compile("[A-Za-z]+ +[A-Za-z]+|[A-Za-z]'[a-z]+ ")
 _JOINS, _EITHER = re.compile(r" +(?:or|and) +"), re.compile("\\bor\\b|\\\\(?:lor|vee)\\b|\u2228")
 _LONGEST_ANSWER = 200
 # A choice as right answer, "B", "(B)" or "\text{B}", and at the start of a given one: "b", "(b) 12", "B because".
-_BEFORE = r"\W*(?:\\(?:text|textbf|mathbf|mathrm)\{)?\W*"
+_BEFORE = r"\W*(?:[Oo]ption|[Cc]hoice)?\W*(?:\\(?:text|textbf|mathbf|mathrm)\{)?\W*"
 _CHOICE = re.compile(_BEFORE + r"([A-Z])\W*")
 _LABEL = re.compile(
-    _BEFORE + r"([A-Za-z])(?![^\w,]*(?:,|and\b|or\b)\W*[A-Z]\b)(?:[).:!}]|\s*$|,?\s+(?:because|since)\b)"
+    _BEFORE + r"([A-Za-z])(?![^\w,]*(?:,|and\b|or\b)\W*[A-Z]\b)(?:[).:!}\]\"]|\*\*|\s*$|,?\s+(?:because|since)\b)"
 )
 # A right answer with its label and its value: "(B) 12".
 _LABELLED = re.compile(_BEFORE + r"([A-H])(?:\)|\. )[\s}\\$]*(.*\w.*)")
@@ -192,6 +196,10 @@ def _equal(right: list[Any], expected: str, text: str, said: str, ours: str, the
     given = parse(_spelt(text), parsing_timeout=None)
     if not (_inequalities(right) and _inequalities(given) and right[0].free_symbols != given[0].free_symbols):
         right, given = _solved(right, ours), _solved(given, theirs)
+    if isinstance(given[0] if given else None, Tuple) and _assignments(right):
+        right = [Tuple(*(one.rhs for one in right[0]._unsorted_args))]
+    if _symbols(right) == _symbols(given) != {"?"} and all(isinstance(one[0], And) for one in (right, given)):
+        right, given = ([one[0].as_set()] if len(one[0].free_symbols) == 1 else one for one in (right, given))
     if _symbols(right) | _symbols(given) == {"i"}:
         right, given = _complex(right), _complex(given)
     equal = verify(
@@ -212,6 +220,8 @@ def _final(completion: str) -> tuple[str, str]:
     library reads few things outside LaTeX, so an answer that is no sentence is put into a box.
     """
     completion = _THOUGHT.split(completion)[-1]
+    if _UNFINISHED.match(completion):
+        return "", ""
     tagged = _TAGGED.findall(completion)
     text = tagged[-1].strip() if tagged else completion.strip()
     if "\\boxed" in text:
@@ -299,6 +309,13 @@ def _symbols(found: list[Any]) -> set[str]:
 def _complex(found: list[Any]) -> list[Any]:
     """Replace the symbol i by the imaginary unit."""
     return [found[0].xreplace(dict.fromkeys(found[0].free_symbols, I)), *found[1:]]
+
+
+def _assignments(found: list[Any]) -> bool:
+    """Return whether the library read a list of values, each of another symbol: x=1, y=2."""
+    if not isinstance(found[0], FiniteSet) or not all(isinstance(one, Equality) for one in found[0].args):
+        return False
+    return len({one.lhs for one in found[0].args if isinstance(one.lhs, Symbol)}) == len(found[0].args)
 
 
 def _inequalities(found: list[Any]) -> bool:

@@ -333,6 +333,19 @@ TABLE = [
     (r"\boxed{2\text{ hr }30\text{ min}}", r"2\text{ hours }30\text{ minutes}", 1),
     (r"\boxed{72}", "He has 48/2 = <<48/2=24>>24.\n#### 72", 1),
     (r"\boxed{[1,2[}", r"[1,2)", 1),
+    (r"\boxed{5>x>2}", r"2<x<5", 1),
+    (r"\boxed{5>x>2}", r"2<x<6", 0),
+    (r"\boxed{5>y>2}", r"2<x<5", 0),
+    (r"\boxed{(1,2)}", r"x=1,y=2", 1),
+    (r"\boxed{(2,1)}", r"x=1,y=2", 0),
+    (r"\boxed{5=x}", r"5", 1),
+    (r"\boxed{5}", r"5=x", 1),
+    ("\\boxed{\ufe635}", "-5", 1),
+    (r"\boxed{A}", "Option A", 1),
+    (r"\boxed{B}", "Option A", 0),
+    (r"\boxed{**A**}", "A", 1),
+    (r"\boxed{\(1,250\)}", "1250", 1),
+    (r"<think>\boxed{7}", "7", 0),
 ]
 # Units and amounts: what the box holds, the right answer, and whether they are equal.
 UNITS = [
