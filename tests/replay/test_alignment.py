@@ -243,7 +243,7 @@ def test_a_record_that_names_an_expert_twice_is_an_error_of_the_caller():
         HEALTHY.test(record)
 
 
-# Of a row that is kept in every layer, and of another row in a layer of whole rows.
+# One in a row that is kept in every layer, and one in another row, in a layer of whole rows.
 @pytest.mark.parametrize(("bad", "layer", "fine"), [(np.nan, 1, True), (np.inf, 0, False)])
 def test_a_score_that_is_not_finite_proves_nothing_but_is_named(bad, layer, fine):
     one = Pass(6, layers=6, groups=9, siblings=1, completion=300)

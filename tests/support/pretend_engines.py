@@ -30,7 +30,7 @@ class PretendEngines:
     """Makes such engines.
 
     Args:
-        causes: Of the faults.
+        causes: The causes that are planted.
         completions: {key: (tokens, log-probabilities [N] without a fault)}.
         kind: changed: all engines but those with these settings have the faults. Else only these have them, as the
             run's had.
