@@ -61,8 +61,7 @@ def has_spread(rewards: Rewards) -> bool:
     Raises:
         RewardError: a reward is not finite or is too large.
     """
-    _refuse_wrong(rewards, [{"completion": index} for index in range(len(rewards))])
-    return _differ(_scored(rewards))
+    return _differ(_scored(_floats(rewards, [{"completion": index} for index in range(len(rewards))])))
 
 
 def _differ(scored: list[float]) -> bool:
@@ -172,7 +171,7 @@ def advantages(
             expected=len(rewards),
             do="pass one of each for every reward",
         )
-    _refuse_wrong(rewards, [{"completion": index, "group": group} for index, group in enumerate(group_ids)])
+    rewards = _floats(rewards, [{"completion": index, "group": group} for index, group in enumerate(group_ids)])
     return ADVANTAGES[name](rewards, group_ids, lengths, rewards if before is None else before)
 
 
@@ -196,9 +195,11 @@ def _within_groups(
     return result
 
 
-def _refuse_wrong(rewards: Rewards, where: Sequence[About]) -> None:
+def _floats(rewards: Rewards, where: Sequence[About]) -> list[float | None]:
+    """Return rewards as Python's floats, because numpy's smaller floats compute and compare in their own precision."""
     for reward, place in zip(rewards, where, strict=True):
-        if reward is not None and not abs(reward) <= LARGEST_REWARD:  # `not <=` also catches NaN
+        # An integer may be too large for a float, and a float16 compares infinity as equal to the limit.
+        if reward is not None and not (abs(reward) <= LARGEST_REWARD and math.isfinite(reward)):
             raise RewardError(
                 "a reward is not finite, or too large",
                 where=place,
@@ -206,6 +207,7 @@ def _refuse_wrong(rewards: Rewards, where: Sequence[About]) -> None:
                 expected=f"at most {LARGEST_REWARD:g} in size, or None for a failed verification",
                 do="correct the reward function",
             )
+    return [None if reward is None else float(reward) for reward in rewards]
 
 
 def _scored(rewards: Rewards) -> list[float]:

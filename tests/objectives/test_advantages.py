@@ -197,7 +197,22 @@ def test_normalised_group_has_mean_zero_and_unbiased_std_one():
 
 
 @NAMES
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1.1e12])
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.bool_, int, bool])
+def test_numbers_of_another_type_are_computed_with_as_floats(name, kind):
+    rewards, groups, lengths = (
+        [kind(value) for value in (1, 0, 0, 1, 1, 0, 1)],
+        [0, 0, 0, 1, 1, 1, 1],
+        [3, 1, 2] * 2 + [7],
+    )
+    got = advantages(name, rewards, groups, lengths)
+    assert got == advantages(name, [float(value) for value in rewards], groups, lengths)
+    assert {type(value) for value in got} == {float}
+
+
+@NAMES
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1.1e12, 10**400, np.float32("nan"), np.float32("inf")]
+)
 def test_a_reward_that_is_not_finite_or_too_large_is_refused(name, value):
     """The square of 1e308 is an OverflowError that names nothing."""
     with refused(RewardError, completion=1, group=4, got=value):
