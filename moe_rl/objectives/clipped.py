@@ -17,60 +17,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_rl.objectives.loss_parts import (
-    PolicyLoss,
-    check_loss,
-    clipped_surrogate,
-    own_length,
-    token_advantages,
-    with_counts,
-)
+from moe_rl.objectives.loss_parts import LossInputs, PolicyLoss, check_positive, clipped_surrogate, own_length
 
 
-def grpo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    denominator: int,
-    weights: Tensor | None = None,
-) -> PolicyLoss:
+def grpo(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
     """Compute the loss of Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, equation 3, without KL).
 
     loss = -(1 / denominator) sum_i (1 / n_i) sum_t c_t
 
     The denominator is the number of non-empty sequences. The loss is the mean over sequences of means over tokens.
     """
-    return _clipped(
-        logprobs,
-        old_logprobs,
-        advantages,
-        sequence_ids,
-        denominator,
-        weights,
-        clip_low,
-        clip_high,
-        dual_clip,
-        scale=lambda: 1 / own_length(sequence_ids),
-    )
+    return _clipped(inputs, clip_low, clip_high, dual_clip, scale=lambda: 1 / own_length(inputs.sequence_ids))
 
 
-def dr_grpo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    denominator: int,
-    weights: Tensor | None = None,
-) -> PolicyLoss:
+def dr_grpo(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
     """Compute the loss of Dr. GRPO (arXiv 2503.20783): GRPO without the division by the sequence length.
 
     loss = -(1 / denominator) sum_i sum_t c_t
@@ -79,23 +39,10 @@ def dr_grpo(
     keeps the weight of a token independent of the length of its sequence. The method uses the advantages R - mean,
     without the std.
     """
-    return _clipped(
-        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low, clip_high, dual_clip
-    )
+    return _clipped(inputs, clip_low, clip_high, dual_clip)
 
 
-def dapo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    denominator: int,
-    weights: Tensor | None = None,
-) -> PolicyLoss:
+def dapo(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
     """Compute the loss of DAPO (arXiv 2503.14476), with clip-higher and a mean over tokens.
 
     loss = -(1 / denominator) sum_i sum_t c_t
@@ -103,24 +50,11 @@ def dapo(
     The denominator is the number of tokens, so every token of the batch weighs the same. The paper uses clip_low 0.2
     and clip_high 0.28. DAPO's dynamic sampling and its penalty for long completions are not part of the loss.
     """
-    return _clipped(
-        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low, clip_high, dual_clip
-    )
+    return _clipped(inputs, clip_low, clip_high, dual_clip)
 
 
 def decoupled(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    *,
-    rollout_logprobs: Tensor,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-    dual_clip: float | None = None,
-    denominator: int,
-    weights: Tensor | None = None,
+    inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap: float, dual_clip: float | None = None
 ) -> PolicyLoss:
     """Compute the decoupled PPO loss (AReaL, arXiv 2505.24298): clip around a proximal policy, weight by the sampler.
 
@@ -130,74 +64,28 @@ def decoupled(
     sampler. The denominator is the number of tokens, including those with a truncated weight. Clip events and ratio
     statistics use r_t, without w_t.
     """
-    return _clipped(
-        logprobs,
-        old_logprobs,
-        advantages,
-        sequence_ids,
-        denominator,
-        weights,
-        clip_low,
-        clip_high,
-        dual_clip,
-        scale=lambda: (old_logprobs.detach().double() - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap),
-        rollout_logprobs=rollout_logprobs,
-        weight_cap=weight_cap,
-    )
+    check_positive(weight_cap=weight_cap)
+    assert inputs.rollout_logprobs is not None
+    old, rollout = inputs.old_logprobs.detach().double(), inputs.rollout_logprobs.detach().double()
+    return _clipped(inputs, clip_low, clip_high, dual_clip, scale=lambda: (old - rollout).exp().clamp(max=weight_cap))
 
 
 def _clipped(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    denominator: int,
-    weights: Tensor | None,
+    inputs: LossInputs,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
     scale: Callable[[], Tensor] | None = None,
-    rollout_logprobs: Tensor | None = None,
-    **parameters: float,
 ) -> PolicyLoss:
-    """Check the arguments of a loss. Return -sum(scale * c) / denominator with its counts.
-
-    Args:
-        scale: returns [T] float64, the factor of each token's c_t. It is called after the checks. None: 1.
-        parameters: further parameters, which are only checked.
-    """
-    broken = check_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        sequence_ids,
-        denominator,
-        weights,
-        rollout_logprobs=rollout_logprobs,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        **parameters,
+    """Return -sum(scale * c) / denominator with its counts. scale returns [T] float64; None: 1."""
+    check_positive(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    surrogate, ratio, clipped = clipped_surrogate(
+        inputs.log_ratio(), inputs.token_advantages(), clip_low, clip_high, dual_clip
     )
-    of_token = token_advantages(advantages, sequence_ids, weights)
-    log_ratio = logprobs.double() - old_logprobs.detach().double()
-    surrogate, ratio, clipped = clipped_surrogate(log_ratio, of_token, clip_low, clip_high, dual_clip)
-    terms = surrogate if scale is None else surrogate * scale()
-    loss = -terms.sum() / denominator
-    return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
+    return inputs.loss(surrogate if scale is None else surrogate * scale(), ratio, clipped)
 
 
-def sapo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    *,
-    tau_positive: float,
-    tau_negative: float,
-    denominator: int,
-    weights: Tensor | None = None,
-) -> PolicyLoss:
+def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> PolicyLoss:
     """Compute the loss of Soft Adaptive Policy Optimization (arXiv 2511.20347).
 
     loss = -(1 / denominator) sum_i (1 / n_i) sum_t (4 / tau) sigmoid(tau (r_t - 1)) A_i,   r_t = exp(l_t - l_old_t)
@@ -205,27 +93,15 @@ def sapo(
 
     The gradient at token t is the gradient of r_t A_i times the gate 4 sigmoid (1 - sigmoid), which is 1 at r_t = 1.
     The denominator is the number of non-empty sequences: the loss is the mean over sequences of means over tokens. A
-    clip event is a token whose gate is below 1/2 and whose A_i is not 0. `losses.py` describes shapes, dtypes and
-    errors. The paper uses tau 1.0 and 1.05.
+    clip event is a token whose gate is below 1/2 and whose A_i is not 0. The paper uses tau 1.0 and 1.05.
     """
-    broken = check_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        sequence_ids,
-        denominator,
-        weights,
-        tau_positive=tau_positive,
-        tau_negative=tau_negative,
-    )
-    of_token = token_advantages(advantages, sequence_ids, weights)
-    log_ratio = logprobs.double() - old_logprobs.detach().double()
+    check_positive(tau_positive=tau_positive, tau_negative=tau_negative)
+    of_token, log_ratio = inputs.token_advantages(), inputs.log_ratio()
     tau = torch.where(of_token > 0, torch.full_like(of_token, tau_positive), tau_negative)
     level = torch.sigmoid(tau * torch.expm1(log_ratio.detach()))
     # Where the gate has closed, autograd must not see an exp that overflowed, as in the clipped losses.
     flat = (level == 1) | (of_token == 0)
     live = torch.sigmoid(tau * torch.expm1(torch.where(flat, 0.0, log_ratio)))
     surrogate = 4 / tau * torch.where(flat, level, live) * of_token
-    loss = -(surrogate / own_length(sequence_ids)).sum() / denominator
     faded = (4 * level * (1 - level) < 0.5) & (of_token != 0)
-    return with_counts((loss - broken).to(logprobs.dtype), log_ratio.detach().exp(), faded, torch.ones_like(faded))
+    return inputs.loss(surrogate / own_length(inputs.sequence_ids), log_ratio.detach().exp(), faded)

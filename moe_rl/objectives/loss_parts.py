@@ -1,4 +1,4 @@
-"""Holds the parts that all policy losses share: their result type and the checks of their inputs.
+"""Holds the parts that all policy losses share: their inputs with checks, and their result.
 
 Legend: B sequences, T completion tokens, n_i tokens of sequence i.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.errors import ArgumentError, describe
+from moe_rl.objectives.centering import Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,108 @@ class PolicyLoss:
     ratio_max: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Holds what every loss is computed from. `losses.policy_loss` describes the attributes.
+
+    Attributes:
+        rollout_logprobs: needed by `decoupled` and `minirl`.
+        head: centers the scores of `cispo` and `dppo_tv`.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape is wrong, or the denominator is below 1.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    sequence_ids: Tensor
+    denominator: int
+    weights: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    head: Head | None = None
+
+    def __post_init__(self) -> None:
+        check_tokens(self.logprobs, self.old_logprobs, self.sequence_ids, self.denominator)
+        if self.rollout_logprobs is not None:
+            check_tokens(self.logprobs, self.rollout_logprobs, self.sequence_ids, self.denominator)
+        if self.advantages.dtype != self.logprobs.dtype:
+            raise TypeError(
+                describe(
+                    "wrong dtype",
+                    where={"argument": "advantages"},
+                    got=self.advantages.dtype,
+                    expected=self.logprobs.dtype,
+                    do="build them in the logprobs' dtype",
+                )
+            )
+        if self.advantages.ndim != 1:
+            raise ArgumentError(
+                "must be one per sequence",
+                where={"argument": "advantages"},
+                got=tuple(self.advantages.shape),
+                expected="[B]",
+                do="pass one advantage per sequence, not per token",
+            )
+        weights = self.weights
+        if weights is not None and (weights.dtype != torch.float64 or weights.shape != self.logprobs.shape):
+            raise ArgumentError(
+                "does not belong to these tokens",
+                where={"argument": "weights"},
+                got=f"{tuple(weights.shape)} {weights.dtype}",
+                expected=f"{tuple(self.logprobs.shape)} torch.float64",
+                do="pass what corrections.token_weights returned for the same microbatch",
+            )
+
+    def log_ratio(self) -> Tensor:
+        """Return [T] float64: log r_t = l_t - l_old_t, with the gradient of l_t."""
+        return self.logprobs.double() - self.old_logprobs.detach().double()
+
+    def token_advantages(self) -> Tensor:
+        """Return [T] float64 without gradient: the advantage of each token's sequence times the token's weight.
+
+        The weight may be folded into the advantage because every term of a loss is proportional to |A| and otherwise
+        depends only on the sign of A. A token of weight 0 then has advantage 0, so an overflow of its ratio cannot
+        reach the loss.
+        """
+        of_token = self.advantages.detach().double()[self.sequence_ids]
+        return of_token if self.weights is None else of_token * self.weights
+
+    def sequence_advantages(self) -> Tensor:
+        """Return [B] float64: advantage times weight, for losses with one term per sequence. Weights are constant in a
+        sequence.
+        """
+        advantages = self.advantages.detach().double()
+        if self.weights is None:
+            return advantages
+        return advantages * torch.ones_like(advantages).scatter(0, self.sequence_ids, self.weights)
+
+    def nonempty(self) -> Tensor:
+        """Return [B] bool: the sequences with at least one token."""
+        return torch.zeros_like(self.advantages, dtype=torch.bool).index_fill(0, self.sequence_ids, True)
+
+    def loss(self, terms: Tensor, ratio: Tensor, clipped: Tensor, counted: Tensor | None = None) -> PolicyLoss:
+        """Return -sum(terms) / denominator with its counts. It is NaN if any input is not finite.
+
+        Args:
+            terms: float64, to be summed.
+            ratio, clipped, counted: float64, bool and bool, one element per unit. counted None: all units count.
+        """
+        given = (self.logprobs, self.old_logprobs, self.advantages, self.weights, self.rollout_logprobs)
+        broken = nan_unless_finite(*(tensor for tensor in given if tensor is not None))
+        counted = torch.ones_like(clipped) if counted is None else counted
+        end = ratio.new_full((1,), torch.inf)  # min and max of an empty set are then inf and -inf
+        return PolicyLoss(
+            loss=(-terms.sum() / self.denominator - broken).to(self.logprobs.dtype),
+            clip_events=clipped.sum(),  # an empty sequence has ratio 1, which is never clipped
+            clip_units=counted.sum(),
+            ratio_sum=torch.where(counted, ratio, 0.0).sum(),
+            ratio_min=torch.cat((torch.where(counted, ratio, torch.inf), end)).amin(),
+            ratio_max=torch.cat((torch.where(counted, ratio, -torch.inf), -end)).amax(),
+        )
+
+
 def own_length(sequence_ids: Tensor) -> Tensor:
     """Return [T] float64: the length n_i of each token's sequence. Needs no host sync and is deterministic."""
     ordered = sequence_ids.sort().values
@@ -57,25 +160,6 @@ def sum_by_sequence(values: Tensor, advantages: Tensor, sequence_ids: Tensor) ->
 def mean_by_sequence(values: Tensor, advantages: Tensor, sequence_ids: Tensor) -> Tensor:
     """Return [B] float64: the mean of the values [T] of each sequence, 0 for an empty one."""
     return sum_by_sequence(values / own_length(sequence_ids), advantages, sequence_ids)
-
-
-def token_advantages(advantages: Tensor, sequence_ids: Tensor, weights: Tensor | None) -> Tensor:
-    """Return [T] float64 without gradient: the advantage of each token's sequence times the token's weight.
-
-    The weight may be folded into the advantage because every term of a loss is proportional to |A| and otherwise
-    depends only on the sign of A. A token of weight 0 then has advantage 0, so an overflow of its ratio cannot reach
-    the loss.
-    """
-    of_token = advantages.detach().double()[sequence_ids]
-    return of_token if weights is None else of_token * weights
-
-
-def sequence_advantages(advantages: Tensor, sequence_ids: Tensor, weights: Tensor | None) -> Tensor:
-    """Return [B] float64: advantage times weight, for losses with one term per sequence. Weights are constant in a
-    sequence.
-    """
-    advantages = advantages.detach().double()
-    return advantages if weights is None else advantages * torch.ones_like(advantages).scatter(0, sequence_ids, weights)
 
 
 def clipped_surrogate(
@@ -106,21 +190,6 @@ def nan_unless_finite(*values: Tensor) -> Tensor:
     no bit. The host does not wait for the device.
     """
     return torch.stack([(one - one).detach().double().sum() for one in values]).sum()
-
-
-def with_counts(loss: Tensor, ratio: Tensor, clipped: Tensor, counted: Tensor) -> PolicyLoss:
-    """Build a PolicyLoss. `loss` has its final dtype; ratio (float64), clipped and counted (bool) have one element per
-    unit.
-    """
-    end = ratio.new_full((1,), torch.inf)  # min and max of an empty set are then inf and -inf
-    return PolicyLoss(
-        loss=loss,
-        clip_events=clipped.sum(),  # an empty sequence has ratio 1, which is never clipped
-        clip_units=counted.sum(),
-        ratio_sum=torch.where(counted, ratio, 0.0).sum(),
-        ratio_min=torch.cat((torch.where(counted, ratio, torch.inf), end)).amin(),
-        ratio_max=torch.cat((torch.where(counted, ratio, -torch.inf), -end)).amax(),
-    )
 
 
 def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denominator: int) -> None:
@@ -176,49 +245,8 @@ def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denomina
         )
 
 
-def check_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    denominator: int,
-    weights: Tensor | None,
-    *,
-    rollout_logprobs: Tensor | None = None,
-    **parameters: float | None,
-) -> Tensor:
-    """Check all tensors and parameters of a loss, which must be positive or None. Return `nan_unless_finite` of the
-    tensors.
-    """
-    check_tokens(logprobs, old_logprobs, sequence_ids, denominator)
-    if rollout_logprobs is not None:
-        check_tokens(logprobs, rollout_logprobs, sequence_ids, denominator)
-    if advantages.dtype != logprobs.dtype:
-        raise TypeError(
-            describe(
-                "wrong dtype",
-                where={"argument": "advantages"},
-                got=advantages.dtype,
-                expected=logprobs.dtype,
-                do="build them in the logprobs' dtype",
-            )
-        )
-    if advantages.ndim != 1:
-        raise ArgumentError(
-            "must be one per sequence",
-            where={"argument": "advantages"},
-            got=tuple(advantages.shape),
-            expected="[B]",
-            do="pass one advantage per sequence, not per token",
-        )
-    if weights is not None and (weights.dtype != torch.float64 or weights.shape != logprobs.shape):
-        raise ArgumentError(
-            "does not belong to these tokens",
-            where={"argument": "weights"},
-            got=f"{tuple(weights.shape)} {weights.dtype}",
-            expected=f"{tuple(logprobs.shape)} torch.float64",
-            do="pass what corrections.token_weights returned for the same microbatch",
-        )
+def check_positive(**parameters: float | None) -> None:
+    """Raise ArgumentError unless each parameter is positive or None."""
     for name, value in parameters.items():
         if value is not None and not value > 0:
             raise ArgumentError(
@@ -228,5 +256,3 @@ def check_loss(
                 expected="above 0",
                 do=f"correct objective.{name}",
             )
-    given = (logprobs, old_logprobs, advantages, weights, rollout_logprobs)
-    return nan_unless_finite(*(tensor for tensor in given if tensor is not None))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moe_rl.errors import ConfigError
 from moe_rl.objectives.clipped import dapo, decoupled, dr_grpo, grpo, sapo
-from moe_rl.objectives.loss_parts import PolicyLoss, check_tokens, nan_unless_finite, own_length
+from moe_rl.objectives.loss_parts import LossInputs, PolicyLoss, check_tokens, nan_unless_finite, own_length
 from moe_rl.objectives.penalties import KL_ESTIMATORS
 from moe_rl.objectives.sequence_ratio import gmpo, gspo, gspo_token
 from moe_rl.objectives.weighted import cispo, dppo_tv, minirl, topr
@@ -121,11 +121,9 @@ def policy_loss(
         ValueError: a shape or a number is wrong.
     """
     check_name(name)
-    if name in USE_ROLLOUT_LOGPROBS:
-        parameters["rollout_logprobs"] = rollout_logprobs
-    return POLICY_LOSSES[name](
-        logprobs, old_logprobs, advantages, sequence_ids, denominator=denominator, weights=weights, **parameters
-    )
+    rollout = rollout_logprobs if name in USE_ROLLOUT_LOGPROBS else None
+    inputs = LossInputs(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, rollout)
+    return POLICY_LOSSES[name](inputs, **parameters)
 
 
 def reference_kl(

@@ -10,31 +10,18 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from moe_rl.objectives.loss_parts import (
+    LossInputs,
     PolicyLoss,
-    check_loss,
+    check_positive,
     clipped_surrogate,
     mean_by_sequence,
     own_length,
-    sequence_advantages,
-    token_advantages,
-    with_counts,
 )
 
 
-def gspo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    denominator: int,
-    weights: Tensor | None = None,
-) -> PolicyLoss:
+def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """Compute the loss of Group Sequence Policy Optimization (arXiv 2507.18071, equations 5 and 7).
 
     loss = -(1 / denominator) sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
@@ -43,28 +30,14 @@ def gspo(
     A clip event is a sequence whose clipped branch is strictly smaller. The paper uses clip_low 3e-4 and clip_high
     4e-4.
     """
-    broken = check_loss(
-        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
-    )
-    advantages = sequence_advantages(advantages, sequence_ids, weights)
-    log_ratio = mean_by_sequence(logprobs.double() - old_logprobs.detach().double(), advantages, sequence_ids)
-    nonempty = torch.zeros_like(advantages, dtype=torch.bool).index_fill(0, sequence_ids, True)
-    surrogate, ratio, clipped = clipped_surrogate(log_ratio, advantages, clip_low, clip_high)
-    loss = -torch.where(nonempty, surrogate, 0.0).sum() / denominator
-    return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, nonempty)
+    check_positive(clip_low=clip_low, clip_high=clip_high)
+    log_ratio = mean_by_sequence(inputs.log_ratio(), inputs.advantages, inputs.sequence_ids)
+    nonempty = inputs.nonempty()
+    surrogate, ratio, clipped = clipped_surrogate(log_ratio, inputs.sequence_advantages(), clip_low, clip_high)
+    return inputs.loss(torch.where(nonempty, surrogate, 0.0), ratio, clipped, nonempty)
 
 
-def gspo_token(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    denominator: int,
-    weights: Tensor | None = None,
-) -> PolicyLoss:
+def gspo_token(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """Compute the loss of GSPO-token (arXiv 2507.18071, section 4.3), which verl calls gspo.
 
     loss    = -(1 / denominator) sum_i (1 / n_i) sum_t min(s_{i,t} A_i, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A_i)
@@ -74,29 +47,15 @@ def gspo_token(
     ratio statistics count tokens, each with the ratio of its sequence. Long sequences therefore weigh more in the clip
     fraction than under gspo.
     """
-    broken = check_loss(
-        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
-    )
-    of_token = token_advantages(advantages, sequence_ids, weights)
-    current, old = logprobs.double(), old_logprobs.detach().double()
-    of_sequence = mean_by_sequence(current.detach() - old, advantages, sequence_ids)[sequence_ids]
+    check_positive(clip_low=clip_low, clip_high=clip_high)
+    current, ids = inputs.logprobs.double(), inputs.sequence_ids
+    of_sequence = mean_by_sequence(inputs.log_ratio().detach(), inputs.advantages, ids)[ids]
     log_ratio = of_sequence + (current - current.detach())
-    surrogate, ratio, clipped = clipped_surrogate(log_ratio, of_token, clip_low, clip_high)
-    loss = -(surrogate / own_length(sequence_ids)).sum() / denominator
-    return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
+    surrogate, ratio, clipped = clipped_surrogate(log_ratio, inputs.token_advantages(), clip_low, clip_high)
+    return inputs.loss(surrogate / own_length(ids), ratio, clipped)
 
 
-def gmpo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    denominator: int,
-    weights: Tensor | None = None,
-) -> PolicyLoss:
+def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """Compute the loss of Geometric-Mean Policy Optimization (arXiv 2507.20673), which clips tokens before taking the
     mean.
 
@@ -107,13 +66,10 @@ def gmpo(
     lower bound. A clip event is a token whose b_t differs from its d_t: its sequence still counts, but the token has no
     gradient. The ratio statistics use exp(d_t) of each token.
     """
-    broken = check_loss(
-        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
-    )
+    check_positive(clip_low=clip_low, clip_high=clip_high)
     low, high = math.log(1 - clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high)
-    advantages = sequence_advantages(advantages, sequence_ids, weights)
-    of_token = advantages[sequence_ids]
-    log_ratio = logprobs.double() - old_logprobs.detach().double()
+    advantages, log_ratio = inputs.sequence_advantages(), inputs.log_ratio()
+    of_token = advantages[inputs.sequence_ids]
     clipped = ((of_token > 0) & (log_ratio > high)) | ((of_token < 0) & (log_ratio < low))
     # With advantage 0 the ratio is bounded above and gets no gradient, so that an overflow without effect leaves no
     # NaN.
@@ -122,7 +78,5 @@ def gmpo(
         log_ratio.clamp(max=high),
         torch.where(of_token < 0, log_ratio.clamp(min=low), log_ratio.detach().clamp(max=high)),
     )
-    surrogate = mean_by_sequence(bounded, advantages, sequence_ids).exp() * advantages
-    nonempty = torch.zeros_like(advantages, dtype=torch.bool).index_fill(0, sequence_ids, True)
-    loss = -torch.where(nonempty, surrogate, 0.0).sum() / denominator
-    return with_counts((loss - broken).to(logprobs.dtype), log_ratio.detach().exp(), clipped, torch.ones_like(clipped))
+    surrogate = mean_by_sequence(bounded, advantages, inputs.sequence_ids).exp() * advantages
+    return inputs.loss(torch.where(inputs.nonempty(), surrogate, 0.0), log_ratio.detach().exp(), clipped)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from moe_rl.megatron.microbatch import Share, Work
 from moe_rl.objectives import corrections
 from moe_rl.objectives.centering import Head
 from moe_rl.objectives.lags import interpolated
+from moe_rl.objectives.loss_parts import LossInputs
 from moe_rl.objectives.losses import POLICY_LOSSES, USE_ROLLOUT_LOGPROBS, reference_kl
 from moe_rl.objectives.penalties import entropy_bonus
 
@@ -69,24 +69,23 @@ class UpdateLoss:
         elif objective.old_logprobs == "interpolated":
             assert work.lags is not None
             work.old_logprobs = interpolated(self.seen[number][0], microbatch.rollout_logprobs, work.lags)
-        own: dict[str, Any] = {}
-        if objective.name in USE_ROLLOUT_LOGPROBS:
-            own["rollout_logprobs"] = microbatch.rollout_logprobs
+        centered = None
         if head is not None:
             assert microbatch.head_logprobs is not None  # recorded together with the ids
-            own["head"] = Head(head, microbatch.head_logprobs)
+            centered = Head(head, microbatch.head_logprobs)
             sums.head_mass += microbatch.head_logprobs.double().exp().sum()
-        # The loss function is looked up here rather than through `policy_loss`, to keep the call stack shorter.
-        result = POLICY_LOSSES[objective.name](
+        inputs = LossInputs(
             logprobs,
             work.old_logprobs,
             microbatch.advantages,
             microbatch.sequence_ids,
-            denominator=share.denominator,
-            weights=self._weights(work, logprobs),
-            **objective.parameters,
-            **own,
+            share.denominator,
+            self._weights(work, logprobs),
+            microbatch.rollout_logprobs if objective.name in USE_ROLLOUT_LOGPROBS else None,
+            centered,
         )
+        # The loss function is looked up here rather than through `policy_loss`, to keep the call stack shorter.
+        result = POLICY_LOSSES[objective.name](inputs, **objective.parameters)
         total = result.loss
         if objective.kl_coef > 0 and objective.kl_in == "loss":
             kl = reference_kl(

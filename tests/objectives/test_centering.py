@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moe_rl.config.objective import LOSS_PARAMETERS
 from moe_rl.objectives.centering import Head, centering
+from moe_rl.objectives.loss_parts import LossInputs
 from moe_rl.objectives.losses import POLICY_LOSSES
 from tests.objectives.test_policy import F64, close
 
@@ -32,11 +33,11 @@ def gradient_of(name, logits, q, token, advantage, head):
     leaf = logits.clone().requires_grad_()
     log_p = leaf.log_softmax(0)
     given = Head(log_p[head][:, None], q[head][:, None]) if head is not None else None
-    result = POLICY_LOSSES[name](
+    inputs = LossInputs(
         log_p[token][None], q[token][None].clone(), torch.tensor([advantage], dtype=F64), torch.tensor([0]),
-        denominator=1, head=given, **PARAMETERS[name],
+        denominator=1, head=given,
     )  # fmt: skip
-    (gradient,) = torch.autograd.grad(result.loss, leaf)
+    (gradient,) = torch.autograd.grad(POLICY_LOSSES[name](inputs, **PARAMETERS[name]).loss, leaf)
     return gradient
 
 
@@ -101,11 +102,9 @@ def test_a_logprob_that_is_not_a_number_makes_the_loss_nan(name, where):
     parts = {"logprobs": torch.full((2, 3), -1.0), "rollout_logprobs": torch.full((2, 3), -1.1)}
     parts[where][1, 2] = math.nan
     old = torch.full((3,), -1.0)
-    result = POLICY_LOSSES[name](
-        old, old, torch.tensor([1.0]), torch.zeros(3, dtype=torch.int64), denominator=1, head=Head(**parts),
-        **LOSS_PARAMETERS[name],
-    )  # fmt: skip
-    assert result.loss.isnan()
+    ids = torch.zeros(3, dtype=torch.int64)
+    inputs = LossInputs(old, old, torch.tensor([1.0]), ids, denominator=1, head=Head(**parts))
+    assert POLICY_LOSSES[name](inputs, **LOSS_PARAMETERS[name]).loss.isnan()
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -119,10 +118,11 @@ def test_centering_is_weighted_and_divided_as_the_loss_is(name):
         leaf = p.clone().requires_grad_()
         taken = token[columns]
         head = Head(leaf[:3, columns], q[:3, columns])
-        POLICY_LOSSES[name](
+        inputs = LossInputs(
             leaf[taken, columns], q[taken, columns], advantages[columns], torch.arange(len(columns)),
-            denominator=denominator, weights=weights, head=head, **PARAMETERS[name],
-        ).loss.backward()  # fmt: skip
+            denominator=denominator, weights=weights, head=head,
+        )  # fmt: skip
+        POLICY_LOSSES[name](inputs, **PARAMETERS[name]).loss.backward()
         return leaf.grad
 
     both = gradient(torch.tensor([0, 1]), 7, weights.double())

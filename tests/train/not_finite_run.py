@@ -61,7 +61,7 @@ def main(out: Path, arguments: list[str]) -> None:
             steps.append({"step": step, "same": held(self.policy) == before})
             (out / "steps.json").write_text(json.dumps(steps))
 
-    def gspo(logprobs, *given, **options):
+    def gspo(inputs, **options):
         if len(steps) + 1 == GRADIENT:
 
             def spoil(gradient):
@@ -69,8 +69,8 @@ def main(out: Path, arguments: list[str]) -> None:
                 gradient[0] = torch.inf
                 return gradient
 
-            logprobs.register_hook(spoil)
-        return sound(logprobs, *given, **options)
+            inputs.logprobs.register_hook(spoil)
+        return sound(inputs, **options)
 
     train_step.TrainStep.run = watched
     losses.POLICY_LOSSES["gspo"] = gspo

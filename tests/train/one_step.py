@@ -74,13 +74,13 @@ class RandomSampler:
 def main(out: Path, door: str, arguments: list[str]) -> None:
     innermost = losses.POLICY_LOSSES["gspo"]
 
-    def gspo(*given, **options):
+    def gspo(inputs, **options):
         frame, stack = sys._getframe(), []
         while frame is not None:
             stack.append([frame.f_code.co_filename, frame.f_code.co_name])
             frame = frame.f_back
         (out / "stack.json").write_text(json.dumps(stack[::-1]))
-        return innermost(*given, **options)
+        return innermost(inputs, **options)
 
     losses.POLICY_LOSSES["gspo"] = gspo
     rollouts.start_sampler = RandomSampler

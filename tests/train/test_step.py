@@ -7,7 +7,7 @@ import torch
 
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, CorrectionConfig, DecoupledConfig, GspoConfig
 from moe_rl.megatron.microbatch import Share, Work
-from moe_rl.objectives.losses import POLICY_LOSSES, reference_kl
+from moe_rl.objectives.losses import policy_loss, reference_kl
 from moe_rl.train.loss import LossSums, UpdateLoss
 
 
@@ -70,15 +70,16 @@ def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name
     sums = LossSums()
     total = UpdateLoss(objective, share, sums)(0, logprobs)
     ids = microbatch.sequence_ids
-    alone = POLICY_LOSSES[name](
+    alone = policy_loss(
+        name,
         logprobs,
         old,
         microbatch.advantages,
         ids,
         denominator=7,
         weights=torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64),
+        rollout_logprobs=microbatch.rollout_logprobs,
         **LOSS_PARAMETERS[name],
-        **({"rollout_logprobs": microbatch.rollout_logprobs} if name in ("minirl", "decoupled") else {}),
     )
     kl = reference_kl(logprobs, work.ref_logprobs, ids, 3, estimator="k1", old_logprobs=old)
     assert float(sums.kl) == pytest.approx(float(kl), rel=1e-6) and float(kl) != 0
@@ -113,9 +114,9 @@ def test_interpolated_old_logprobs_follow_the_current_policy_by_lag():
     work = Work(microbatch, None, rollout, lags=lags)
     for logprobs in (torch.tensor([-1.0, -2.1, -0.8]), torch.tensor([-1.1, -2.3, -0.7])):
         old = torch.tensor([float(logprobs[0]), -2.0, float(0.75 * logprobs[2] + 0.25 * rollout[2])])
-        alone = POLICY_LOSSES["decoupled"](
-            logprobs, old, microbatch.advantages, microbatch.sequence_ids, denominator=3, rollout_logprobs=rollout,
-            **objective.parameters,
+        alone = policy_loss(
+            "decoupled", logprobs, old, microbatch.advantages, microbatch.sequence_ids, denominator=3,
+            rollout_logprobs=rollout, **objective.parameters,
         )  # fmt: skip
         assert float(UpdateLoss(objective, Share([work], 3, 2, 3), LossSums())(0, logprobs)) == pytest.approx(
             float(alone.loss), rel=1e-6
