@@ -37,7 +37,7 @@ class PromptSet:
     Attributes:
         prompts: all prompts of a finite source; the first ones of an endless source.
         make: makes prompt n of an endless source; None for a finite one.
-        column: the column of the prompts.
+        named: the columns of the prompts and of the answers.
         weight: relative share of the set in a run's prompts.
         left_out: columns without a JSON value.
         notes: notes for the user, such as how many rows were left out.
@@ -46,7 +46,7 @@ class PromptSet:
     name: str
     prompts: Sequence[Prompt] = ()
     make: Callable[[int], Prompt] | None = None
-    column: str = ""
+    named: tuple[str | None, ...] = ()
     weight: float = 1.0
     left_out: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
@@ -84,8 +84,7 @@ class TaskPrompts:
     def columns(self) -> dict[str, Columns]:
         """Return the columns of each source; for an endless source those of its first items."""
         return {
-            f"source {one.name} of {key}": Columns.of(one.prompts, one.column, one.left_out)
-            for key, one in self._sets()
+            f"source {one.name} of {key}": Columns.of(one.prompts, one.named, one.left_out) for key, one in self._sets()
         }
 
     @property
@@ -205,7 +204,7 @@ class _PromptMaker:
         if (kept := file.read()) is not None:
             prompts, said = kept
             left_out, notes = frozenset(said["left_out"]), tuple(said["notes"])
-            return PromptSet(source.name, prompts, None, source.prompt, weight, left_out, notes)
+            return PromptSet(source.name, prompts, None, (source.prompt, source.answer), weight, left_out, notes)
         try:
             with closing(PromptWriter(file)) as writer:
                 return self._finite(source, key, weight, writer)
@@ -248,7 +247,8 @@ class _PromptMaker:
             found: Sequence[Prompt] = prompts.finish({"left_out": sorted(left_out), "notes": notes})
         else:
             found = prompts
-        return PromptSet(source.name, found, None, source.prompt, weight, frozenset(left_out), tuple(notes))
+        named = (source.prompt, source.answer)
+        return PromptSet(source.name, found, None, named, weight, frozenset(left_out), tuple(notes))
 
     def _endless(self, source: PromptSourceConfig, key: str, weight: float) -> PromptSet:
         item = open_generator(source, key)
@@ -270,7 +270,7 @@ class _PromptMaker:
                 fault="redraws",
             )
 
-        return PromptSet(source.name, [make(n) for n in range(_TRIED)], make, source.prompt, weight)
+        return PromptSet(source.name, [make(n) for n in range(_TRIED)], make, (source.prompt, source.answer), weight)
 
     def _prompt(
         self, source: PromptSourceConfig, row: dict[str, Any], number: int, left_out: Collection[str] = ()

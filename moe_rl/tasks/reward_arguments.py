@@ -20,10 +20,12 @@ BUILT_IN = ("prompt", "completion", "completion_token_ids", "finish_reason", "st
 
 @dataclass(frozen=True, slots=True)
 class RewardParameters:
-    """Names the parameters of a reward function. The optional ones have a default."""
+    """Names the parameters of a reward function. The optional ones have a default. others: it takes all columns, as
+    `**kwargs`."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    others: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,17 @@ class Columns:
     left_out: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], own: str = "", left_out: frozenset[str] = frozenset()) -> Columns:
-        """Read the columns of prompts. own: the prompts' own column. Under its name a function gets the processed
-        value, such as the rendered text."""
+    def of(
+        cls, prompts: Sequence[Prompt], named: Sequence[str | None] = (), left_out: frozenset[str] = frozenset()
+    ) -> Columns:
+        """Read the columns of prompts. named: those that the config names as prompt and answer. They have no two
+        meanings: a function gets the rendered text as `prompt`, and the answer as `answer`."""
         lacking: dict[str, str | None] = {}
         other, first = set[str](), None
         for prompt in prompts:  # once: a million prompts are decoded one by one
             for name in prompt.columns:
                 lacking.setdefault(name, first)
-                if name in BUILT_IN and name != own and name not in other and _differs(prompt, name):
+                if name in BUILT_IN and name not in named and name not in other and _differs(prompt, name):
                     other.add(name)
             lacking |= {name: prompt.id for name, one in lacking.items() if one is None and name not in prompt.columns}
             first = first or prompt.id

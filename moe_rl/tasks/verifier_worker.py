@@ -3,7 +3,8 @@
 It is started as `python -m moe_rl.tasks.verifier_worker SOCKET_FD PARENT_PID`, in its own session. It reads one
 call at a time and never ahead, so while a function runs, the process holds only the data of that call.
 
-A reward function is a plain or async callable. It gets only the arguments that it names as parameters.
+A reward function is a plain or async callable. It gets only the arguments that it names as parameters, and with
+`**kwargs` all columns.
 """
 
 from __future__ import annotations
@@ -174,18 +175,18 @@ def _load(channel: Channel, functions: dict[str, RewardFunction]) -> tuple[dict[
 
 def _parameters(path: str, function: Callable[..., object]) -> RewardParameters:
     """Return the parameters that can be given by name. Raises ValueError for a positional one without a default."""
-    needed, optional = [], []
+    needed, optional, others = [], [], False
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if parameter.default is not parameter.empty:
+            others |= parameter.kind is parameter.VAR_KEYWORD
+        elif parameter.default is not parameter.empty:
             if parameter.kind is not parameter.POSITIONAL_ONLY:
                 optional.append(parameter.name)
         elif parameter.kind is parameter.POSITIONAL_ONLY:
             raise ValueError(f"{path} has the parameter {parameter.name!r}, which cannot be given by name")
         else:
             needed.append(parameter.name)
-    return RewardParameters(tuple(needed), tuple(optional))
+    return RewardParameters(tuple(needed), tuple(optional), others)
 
 
 def _answer(function: _Function, call: Call, runner: asyncio.Runner) -> Returned | Raised:

@@ -64,7 +64,8 @@ class RewardItem:
             raise ValueError(f"the prompt's row has no column {', '.join(absent)}")
         built_in = {name: getattr(self, name) for name in BUILT_IN}
         found = {**self.columns, **built_in}
-        return {name: found[name] for name in (*parameters.needed, *parameters.optional) if name in found}
+        others = self.columns if parameters.others else ()
+        return {name: found[name] for name in (*parameters.needed, *parameters.optional, *others) if name in found}
 
 
 def _empty(prompt: Prompt) -> RewardItem:

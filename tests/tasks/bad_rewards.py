@@ -6,6 +6,7 @@ A completion "<fault> <path>" makes `misbehave` write the witness file at <path>
 import asyncio
 import ctypes
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -204,6 +205,15 @@ def all_arguments(prompt, completion, answer):
 
 def optional(completion, scale=2.0, *args, **kwargs):
     return scale + len(args) + len(kwargs)
+
+
+def all_columns(completion, **columns):
+    return float(len(json.dumps(columns, sort_keys=True)))
+
+
+def batch_all_columns(completion, **columns):
+    rows = [{name: values[at] for name, values in columns.items()} for at in range(len(completion))]
+    return [all_columns("", **row) for row in rows]
 
 
 def no_arguments():

@@ -100,6 +100,7 @@ LAYOUTS = {
         {"source": "olympiads", "problem": "What is 1+1?", "solution": "2", "messages": CHAT},
         {"prompt": "messages", "answer": "solution", "level": "source"},
     ),
+    "supervised": ({"prompt": CHAT, "completion": "2"}, {"answer": "completion"}),
     "verifiers": ({"prompt": CHAT, "answer": "2", "info": {}, "task": "default"}, {}),
     "a column with a dot in its name": ({"prompt": CHAT, "a.b": "2", "a": {"b": "3"}}, {"answer": "a.b"}),
 }

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -56,7 +57,18 @@ def test_a_task_has_as_many_verifiers_as_it_says_unless_its_rewards_are_only_tri
 def test_functions_get_the_arguments_they_name(make_pool):
     with make_pool("all_arguments", "optional", "no_arguments") as pool:
         [verdict] = pool.score([RewardItem("the prompt", "the completion", {"answer": "the answer"})])
-    assert verdict.parts == {"all_arguments": 1.0, "optional": 2.0, "no_arguments": 0.25}
+    assert verdict.parts == {"all_arguments": 1.0, "optional": 3.0, "no_arguments": 0.25}  # `**kwargs` got the answer
+
+
+def test_a_function_that_takes_everything_gets_all_columns(make_pool):
+    rows = [{"answer": "2", "prompt": "p", "level": {"a": [1]}}, {"completion": "x"}]
+    with make_pool("all_columns", "batch_all_columns", batch={"batch_all_columns": 2}) as pool:
+        verdicts = pool.score([RewardItem("q", "c", row) for row in rows])
+    # Under the name of a built-in argument, its value arrives.
+    expected = [{"answer": "2", "prompt": "q", "level": {"a": [1]}}, {}]
+    for verdict, others in zip(verdicts, expected, strict=True):
+        told = float(len(json.dumps(others, sort_keys=True)))
+        assert verdict.parts == {"all_columns": told, "batch_all_columns": told}
 
 
 def test_a_function_may_ask_how_the_completion_ended(make_pool):
@@ -289,6 +301,15 @@ def test_a_column_with_the_name_of_a_built_in_argument(make_pool, columns, told)
             pool.check_arguments(sources)
 
 
+def test_a_column_that_is_named_as_the_answer_has_one_meaning(make_pool):
+    """Rows of supervised training have the right answer in the column `completion`."""
+    prompts = [Prompt("a", "p", columns={"prompt": "p", "completion": "1", "answer": "1"})]
+    with make_pool("all_arguments") as pool:
+        pool.check_arguments({"train": Columns.of(prompts, ("prompt", "completion"))})
+        with refused(ConfigError, argument="completion", fault="two meanings", got=("train",)):
+            pool.check_arguments({"train": Columns.of(prompts, ("prompt", "answer"))})
+
+
 def test_rewards_that_always_fail_are_told_before_the_start(make_pool):
     prompts = [Prompt(str(i), "p", columns={"solution": ""} if i % 2 else {}) for i in range(4)]
     with make_pool("needs_solution") as pool:
@@ -473,7 +494,7 @@ def test_a_weighted_sum_that_is_too_large_is_no_reward(make_pool):
         [verdict] = pool.score([HEALTHY])
     assert verdict.status == "failed" and verdict.reward is None
     assert (
-        "the weighted sum of the rewards is 1800000000000.0, expected a finite number, at most 1e+12" in verdict.detail
+        "the weighted sum of the rewards is 2400000000000.0, expected a finite number, at most 1e+12" in verdict.detail
     )
 
 
