@@ -7,8 +7,10 @@ import importlib.metadata
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import resolve_name
 from pathlib import Path
 
 _INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib"))
@@ -17,8 +19,9 @@ _INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("pureli
 def code_of(function: str) -> tuple[dict[str, Path], dict[str, str]]:
     """Find the code of a dotted path.
 
-    It is the module, its packages, and everything that these import anywhere in their text. Installed packages and the
-    standard library are not searched. Imports by a computed name, and files read as data, are not found.
+    It is the module, its packages, and everything that these import anywhere in their text, also from the folder of the
+    importing file, which a script may add to sys.path. Installed packages and the standard library are not searched.
+    Imports by a computed name, and files read as data, are not found.
 
     Returns:
         The files by module name, and the versions of the installed packages that they import, by name.
@@ -26,13 +29,14 @@ def code_of(function: str) -> tuple[dict[str, Path], dict[str, str]]:
     files: dict[str, Path] = {}
     packages: dict[str, str] = {}
     root = function.rpartition(".")[0]
-    todo = [root]
+    todo: list[tuple[str, list[str] | None]] = [(root, None)]
     while todo:
-        name = todo.pop()
+        name, beside = todo.pop()
         top = name.partition(".")[0]
         if name in files or top in sys.stdlib_module_names or (top == "moe_rl" and name != root):
             continue
-        if (spec := _find(name)) is None or spec.origin is None or not spec.origin.endswith(".py"):
+        spec = _find(name) or (_find(name, beside) if beside else None)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue
         file = Path(spec.origin).resolve()
         if any(file.is_relative_to(folder) for folder in _INSTALLED):
@@ -41,8 +45,8 @@ def code_of(function: str) -> tuple[dict[str, Path], dict[str, str]]:
         files[name] = file
         package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
         parts = name.split(".")
-        todo += [".".join(parts[:end]) for end in range(1, len(parts))]
-        todo += _imported(file, package)
+        todo += [(".".join(parts[:end]), beside) for end in range(1, len(parts))]
+        todo += [(one, [str(file.parent)]) for one in _imported(file, package)]
     return files, packages
 
 
@@ -52,9 +56,8 @@ def _distributions() -> Mapping[str, list[str]]:
     return importlib.metadata.packages_distributions()
 
 
-def _find(name: str) -> ModuleSpec | None:
-    """Return where a module is, without importing its packages."""
-    path: list[str] | None = None
+def _find(name: str, path: list[str] | None = None) -> ModuleSpec | None:
+    """Return where a module is, without importing its packages. path: the folders to search; None: sys.path."""
     spec: ModuleSpec | None = None
     parts = name.split(".")
     for end, name in enumerate(parts, start=1):
@@ -84,3 +87,7 @@ def _imported(file: Path, package: str) -> Iterator[str]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
             yield module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names = [one.value for one in node.args[:1] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            with suppress(ImportError):  # relative without a package
+                yield from (resolve_name(one, package) for one in names)

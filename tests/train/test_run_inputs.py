@@ -247,6 +247,26 @@ def test_code_that_cannot_be_found_or_read_is_left_to_who_imports_it(tmp_path, m
     assert "moe_rl.tasks.rewards" in code_of("moe_rl.tasks.rewards.exact_match")[0]
 
 
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("rewarding", "import importlib\nhelper = importlib.import_module('helper')"),
+        ("rewarding", "from importlib import import_module\nhelper = import_module('helper', None)"),
+        ("rewarding", "helper = __import__('helper')"),
+        ("own.rewarding", "import importlib\nhelper = importlib.import_module('.helper', __package__)"),
+        ("own.rewarding", "import os, sys\nsys.path.append(os.path.dirname(__file__))\nimport helper"),
+        ("own.rewarding", "import os, sys\nsys.path.append(os.path.dirname(__file__))\nfrom helper.deep import x"),
+    ],
+)
+def test_a_module_that_is_imported_in_another_way_is_found(tmp_path, monkeypatch, module, text):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / f"{module.replace('.', '/')}.py"
+    (file.parent / "helper").mkdir(parents=True)
+    for one in (file, file.parent / "helper/__init__.py", file.parent / "helper/deep.py"):
+        one.write_text(text if one == file else "x = 1")
+    assert file.parent / "helper/__init__.py" in code_of(f"{module}.value")[0].values()
+
+
 def test_a_line_is_written_as_it_is_read(begun):
     lines = (begun.run.path / run_inputs.FILE).read_text().splitlines()
     assert [json.loads(line) for line in lines] == [asdict(one) for one in begun.inputs()]
