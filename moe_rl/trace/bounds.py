@@ -6,6 +6,7 @@ Legend for shapes: L layers, E experts per layer, K top-k experts per token.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,6 +14,7 @@ _STEPS = 200
 _CLOSE = 1e-5
 
 
+@lru_cache(maxsize=64)
 def set_bits(num_experts: int, top_k: int) -> float:
     """Return log2 C(E, K): the bits of one set when all sets are equally likely."""
     return math.log2(math.comb(num_experts, top_k))

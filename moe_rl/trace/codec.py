@@ -23,7 +23,6 @@ Legend for shapes: T tokens, L layers, K top-k, N = T * L sets.
 
 from __future__ import annotations
 
-import threading
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ import zstandard
 
 from moe_rl.errors import TraceError
 from moe_rl.trace import enumerative, ranked
+from moe_rl.trace.primitives import ZSTD
 from moe_rl.trace.ranked import MAX_COLUMNS, count_experts, sort_sets
 
 if TYPE_CHECKING:
@@ -63,23 +63,6 @@ _ZSTD_HEAD_WRITTEN = 6
 _WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _ONES = {k: word.type(int.from_bytes(bytes([1] * k), "little")) for k, word in _WORDS.items()}
 _STEPS = {k: word.type(int.from_bytes(bytes(range(k)), "little")) for k, word in _WORDS.items()}
-
-
-class _Zstd(threading.local):
-    """Holds zstd's contexts per thread: they are costly to create and must not be shared between threads."""
-
-    def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(level=1, write_content_size=False)
-        # These bytes hardly repeat: searching for few matches is faster, and Huffman codes alone are shorter.
-        self.block_compressor = zstandard.ZstdCompressor(
-            compression_params=zstandard.ZstdCompressionParameters.from_level(
-                1, min_match=7, hash_log=6, write_content_size=False
-            )
-        )
-        self.decompressor = zstandard.ZstdDecompressor()
-
-
-_zstd = _Zstd()
 
 
 def encode_chunk(
@@ -298,12 +281,12 @@ def _ascending(ids_NK: np.ndarray) -> bool:
 def _compress(values_NK: np.ndarray) -> bytes:
     if values_NK.itemsize == 2:
         values_NK = np.ascontiguousarray(values_NK.reshape(-1).view(np.uint8).reshape(-1, 2).T)
-    return _zstd.compressor.compress(values_NK.data)[_ZSTD_HEAD_WRITTEN:]
+    return ZSTD.unsized.compress(values_NK.data)[_ZSTD_HEAD_WRITTEN:]
 
 
 def _compress_blocks(parts: list[np.ndarray]) -> bytes:
     """Compress each part in its own zstd block, with its own Huffman code."""
-    stream = _zstd.block_compressor.compressobj()
+    stream = ZSTD.blocks.compressobj()
     written = []
     for part in parts[:-1]:
         written += [stream.compress(part.data), stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
@@ -315,7 +298,7 @@ def _decompress(data: Buffer, size: int, dtype: np.dtype) -> np.ndarray:
     """Decompress to `size` bytes as a flat array of `dtype`. Raises TraceError unless zstd gives exactly that many."""
     head = _ZSTD_HEAD + size.to_bytes(8, "little")
     try:
-        plain = _zstd.decompressor.decompress(b"".join((head, data)), allow_extra_data=False)
+        plain = ZSTD.decompressor.decompress(b"".join((head, data)), allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise TraceError(
             "chunk does not decompress",

@@ -5,7 +5,8 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from moe_rl.types import RouteRef
 _BINS = 40
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Disagreement:
     """Holds sums over the tokens that both stores have.
 
@@ -30,19 +31,19 @@ class Disagreement:
         bin_sets, bin_differ: [B] number of sets, and of sets that differ, for each `bin_rows` positions.
     """
 
-    layers: tuple[int, ...]
-    top_k: int
     sequences: int
     only_here: int
     only_there: int
-    shorter: int
-    rows: int
-    tokens: int
-    sets_L: np.ndarray
-    experts_L: np.ndarray
     bin_rows: int
-    bin_sets: np.ndarray
-    bin_differ: np.ndarray
+    layers: tuple[int, ...] = ()
+    top_k: int = 0
+    shorter: int = 0
+    rows: int = 0
+    tokens: int = 0
+    sets_L: np.ndarray = field(default_factory=partial(np.zeros, (), np.int64))
+    experts_L: np.ndarray = field(default_factory=partial(np.zeros, (), np.int64))
+    bin_sets: np.ndarray = field(default_factory=partial(np.zeros, _BINS, np.int64))
+    bin_differ: np.ndarray = field(default_factory=partial(np.zeros, _BINS, np.int64))
 
 
 def compare(here: Selection, there: Selection) -> Disagreement:
@@ -62,46 +63,32 @@ def compare(here: Selection, there: Selection) -> Disagreement:
             got=f"{len(ours)} and {len(theirs)} keys",
             do="compare recordings of the same requests",
         )
-    bin_rows = -(-longest // _BINS)
-    bin_sets, bin_differ = np.zeros(_BINS, np.int64), np.zeros(_BINS, np.int64)
-    layers, rows, tokens, shorter = None, 0, 0, 0
-    sets_L = experts_L = np.zeros((), np.int64)
+    found = Disagreement(len(common), len(ours) - len(common), len(theirs) - len(common), -(-longest // _BINS))
     for key in common:
         one, other = _read(here, ours[key]), _read(there, theirs[key])
         shared = tuple(layer for layer in one.layers if layer in other.layers)
-        layers = shared if layers is None else layers
-        if one.spec.num_experts != other.spec.num_experts or one.spec.top_k != other.spec.top_k or shared != layers:
+        found.layers = shared if key == common[0] else found.layers
+        models = {(record.spec.num_experts, record.spec.top_k) for record in (one, other)}
+        if len(models) > 1 or shared != found.layers:
             raise TraceError("records with one key have different models or layers", where={"record": key}, got=shared)
-        length = _same_tokens(one, other)
-        shorter += length < min(len(one.routes), len(other.routes))
+        found.top_k, length = one.spec.top_k, _same_tokens(one, other)
+        found.shorter += length < min(len(one.routes), len(other.routes))
         a = np.sort(one.routes[:length, [one.layers.index(layer) for layer in shared]], axis=2)
         b = np.sort(other.routes[:length, [other.layers.index(layer) for layer in shared]], axis=2)
         differ_TL = (a != b).any(axis=2)
         missing_TL = (a[..., None] != b[..., None, :]).all(axis=3).sum(axis=2)
-        sets_L, experts_L = sets_L + differ_TL.sum(axis=0), experts_L + missing_TL.sum(axis=0)
-        rows, tokens = rows + length, tokens + int(differ_TL.any(axis=1).sum())
-        at = np.arange(length) // bin_rows
-        bin_sets += np.bincount(at, minlength=_BINS) * len(shared)
-        bin_differ += np.bincount(at, weights=differ_TL.sum(axis=1), minlength=_BINS).astype(np.int64)
-    if not rows or not layers:
+        found.sets_L = found.sets_L + differ_TL.sum(axis=0)
+        found.experts_L = found.experts_L + missing_TL.sum(axis=0)
+        found.rows += length
+        found.tokens += int(differ_TL.any(axis=1).sum())
+        at = np.arange(length) // found.bin_rows
+        found.bin_sets += np.bincount(at, minlength=_BINS) * len(shared)
+        found.bin_differ += np.bincount(at, weights=differ_TL.sum(axis=1), minlength=_BINS).astype(np.int64)
+    if not found.rows or not found.layers:
         raise TraceError(
             "the stores have no token or no layer in common", where={"folder": here.root, "other": there.root}
         )
-    return Disagreement(
-        layers=layers,
-        top_k=one.spec.top_k,
-        sequences=len(common),
-        only_here=len(ours) - len(common),
-        only_there=len(theirs) - len(common),
-        shorter=shorter,
-        rows=rows,
-        tokens=tokens,
-        sets_L=sets_L,
-        experts_L=experts_L,
-        bin_rows=bin_rows,
-        bin_sets=bin_sets,
-        bin_differ=bin_differ,
-    )
+    return found
 
 
 def _by_key(selection: Selection) -> dict[str, RouteRef]:

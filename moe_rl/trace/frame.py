@@ -11,6 +11,7 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +56,10 @@ class FrameSection:
     start: int
     size: int
     checksum: int
+
+    def of(self, frame: memoryview) -> memoryview:
+        """Return these bytes of a frame."""
+        return frame[self.start : self.start + self.size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +258,7 @@ def _parse_body(shard: ShardHeader, body: bytes, digest: bytes, head_bytes: int)
         shape = tuple(cursor.varint() for _ in range(ndim))
         if not _AUX_NAME.fullmatch(name) or code >= len(_AUX_DTYPES) or ndim > 3:
             raise TraceError("an aux array is impossible")
-        if any(name == other.name for other in aux) or _nbytes(shape, _AUX_DTYPES[code]) > MAX_AUX_BYTES:
+        if any(name == other.name for other in aux) or math.prod(shape) * _AUX_DTYPES[code].itemsize > MAX_AUX_BYTES:
             raise TraceError("an aux array is impossible")
         packed = cursor.varint()
         aux.append(Aux(name, _AUX_DTYPES[code], shape, section(packed >> 1, packed & 1)))
@@ -293,13 +298,6 @@ def _few(cursor: Cursor, body: bytes, most: int) -> int:
     if count > most or 2 * count > len(body):
         raise TraceError("a frame's header lists more than it holds")
     return count
-
-
-def _nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    total = dtype.itemsize
-    for size in shape:
-        total *= size
-    return total
 
 
 def _check_aux(name: str, array: np.ndarray, key: str) -> np.ndarray:

@@ -6,6 +6,7 @@ Legend for shapes: T tokens, L MoE layers, E experts per layer, K top-k experts 
 from __future__ import annotations
 
 import time
+import timeit
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -327,9 +328,4 @@ def measure(selection: Selection, *, max_bytes: int = 64 << 20) -> dict[str, obj
 
 
 def _best(run: Callable[[], None], clock: Callable[[], float]) -> float:
-    seconds = []
-    for _ in range(_REPEATS):
-        start = clock()
-        run()
-        seconds.append(clock() - start)
-    return max(min(seconds), 1e-9)
+    return max(min(timeit.repeat(run, timer=clock, repeat=_REPEATS, number=1)), 1e-9)

@@ -72,18 +72,14 @@ class Library:
         """Lend the current manifest; it is empty if the file does not exist. Raises TraceError."""
         with self._manifest_lock:
             try:
-                file = self.folder.open(MANIFEST)
+                with contextlib.closing(self.folder.open(MANIFEST)) as file:
+                    self._manifest.read(file)
             except FileNotFoundError:
                 self._manifest.read(None)
             except OSError as error:
                 raise TraceError(
                     "manifest cannot be read", where={"folder": self.folder}, got=error.strerror
                 ) from error
-            else:
-                try:
-                    self._manifest.read(file)
-                finally:
-                    file.close()
             yield self._manifest
 
     def index(self, file: File, shard: str) -> ShardIndex:
@@ -234,16 +230,21 @@ class Reading:
                 if frame.size != entry.size:
                     raise TraceError("its sections do not make up the frame")
             except TraceError as error:
-                raise TraceError(
-                    "record is damaged",
-                    where={"shard": shard, "record": part.digest, "bytes": f"{at} to {at + entry.head_bytes}"},
-                    got=str(error),
-                    do="drop the sequence or sample it again, and check the disk; other records stay readable",
-                    fault="damaged record",
-                ) from error
+                raise damaged(shard, part.digest, at, entry.head_bytes, str(error)) from error
             # Copied: a view would keep the whole read buffer alive.
             page = memoryview(bytes(data)) if entry.size <= _PAGE else None
             self._found[part] = Found(index, frame, entry.aborted, at, page)
+
+
+def damaged(shard: str, record: str, at: int, size: int, got: str) -> TraceError:
+    """Return the error for `size` bytes at `at` that are not what the record, by key or digest, says of them."""
+    return TraceError(
+        "record is damaged",
+        where={"shard": shard, "record": record, "bytes": f"{at} to {at + size}"},
+        got=got,
+        do="drop the sequence or sample it again, and check the disk; other records stay readable",
+        fault="damaged record",
+    )
 
 
 def read_index(file: File, shard: str) -> ShardIndex:

@@ -12,10 +12,26 @@ import zstandard
 
 from moe_rl.errors import TraceError
 
-_LEVEL = 3
-_local = threading.local()  # zstandard's objects are not thread-safe
 # Longest varint in bytes: 63 bits.
 _LONGEST = 9
+
+
+class _Zstd(threading.local):
+    """Holds zstd's contexts per thread: they are costly to create and must not be shared between threads."""
+
+    def __init__(self) -> None:
+        self.sized = zstandard.ZstdCompressor(level=3, write_content_size=True)
+        self.unsized = zstandard.ZstdCompressor(level=1, write_content_size=False)
+        # These bytes hardly repeat: searching for few matches is faster, and Huffman codes alone are shorter.
+        self.blocks = zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters.from_level(
+                1, min_match=7, hash_log=6, write_content_size=False
+            )
+        )
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+ZSTD = _Zstd()
 
 
 def varint(value: int) -> bytes:
@@ -69,21 +85,17 @@ class Cursor:
 
 def pack_bytes(raw: bytes) -> tuple[bool, bytes]:
     """Return (whether zstd was used, the smaller form)."""
-    if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
-    packed = _local.compressor.compress(raw)
+    packed = ZSTD.sized.compress(raw)
     return (True, packed) if len(packed) < len(raw) else (False, raw)
 
 
 def unpack_bytes(zstd: bool, data: bytes | memoryview, size: int) -> bytes:
     """Return exactly `size` bytes from pack_bytes' result, or raise TraceError. Never allocates more than `size`."""
     if zstd:
-        if not hasattr(_local, "decompressor"):
-            _local.decompressor = zstandard.ZstdDecompressor()
         try:
             if zstandard.frame_content_size(data) != size:
                 raise TraceError("packed data have another size than their record says")
-            data = _local.decompressor.decompress(data, max_output_size=size, allow_extra_data=False)
+            data = ZSTD.decompressor.decompress(data, max_output_size=size, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise TraceError(f"packed data are malformed ({error})") from error
     if len(data) != size:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from math import comb, log2
+from math import log2
 
 import numpy as np
 
 from moe_rl.errors import TraceError
+from moe_rl.trace.bounds import set_bits
 
 # Wider sets use numpy's row sort; a sorting network would need too many calls.
 MAX_COLUMNS = 32
@@ -65,7 +66,7 @@ def expected_bits(routes: np.ndarray, num_experts: int) -> float:
     pairs = layers * picks * (picks - 1)
     # A layer more even than chance counts as even; a single choice says nothing.
     skew = max(1.0, num_experts * (int(counts @ counts) - layers * picks) / pairs) if pairs else 1.0
-    return 1.04 * _set_bits(num_experts, top_k) + 3 * num_experts / tokens - 0.7 * top_k * log2(skew)
+    return 1.04 * set_bits(num_experts, top_k) + 3 * num_experts / tokens - 0.7 * top_k * log2(skew)
 
 
 def encode(routes: np.ndarray, counts_LE: np.ndarray) -> list[np.ndarray]:
@@ -122,11 +123,6 @@ def _relabel(values_LKT: np.ndarray, table_LE: np.ndarray) -> np.ndarray:
         values.tobytes().translate(table.tobytes()) for values, table in zip(values_LKT, tables, strict=True)
     )
     return np.frombuffer(mapped, np.uint8).reshape(values_LKT.shape).transpose(1, 0, 2).copy()
-
-
-@lru_cache(maxsize=64)
-def _set_bits(num_experts: int, top_k: int) -> float:
-    return log2(comb(num_experts, top_k))
 
 
 def _bad_set(numbers_KN: np.ndarray, tokens: int, num_experts: int) -> TraceError:

@@ -9,20 +9,22 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from moe_rl.errors import About, TraceError
 from moe_rl.trace.codec import decode_chunk
 from moe_rl.trace.frame import FrameSection, checksum
-from moe_rl.trace.library import Found, Reading, RowSegment
+from moe_rl.trace.library import Found, Reading, RowSegment, damaged
 from moe_rl.trace.primitives import unpack_ints
 from moe_rl.trace.record import MAX_ROWS, TraceSpec, check_key
 from moe_rl.trace.spans import cut_spans, merge_spans
 from moe_rl.types import RoutePart, RouteRef, Span
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +173,13 @@ def _same_tokens(reading: Reading, one: JoinedPart, other: JoinedPart, rows: int
             for s in part.segments
         ]
 
-    return cut(one) == cut(other) or np.array_equal(
-        _tokens_of(reading, one, (0, rows)), _tokens_of(reading, other, (0, rows))
-    )
-
-
-def _tokens_of(reading: Reading, part: JoinedPart, rows: tuple[int, int]) -> np.ndarray:
-    """Return token ids int32 [T] of rows [first, last)."""
-    ids = np.empty(rows[1] - rows[0], "<i4")
-    readout = Readout(reading)
-    readout.tokens(part.segments, rows, ids)
+    ids, readout = np.empty((2, rows), "<i4"), Readout(reading)
+    if alike := cut(one) == cut(other):
+        return alike
+    for part, out in zip((one, other), ids, strict=True):
+        readout.tokens(part.segments, (0, rows), out)
     readout.run()
-    return ids
+    return np.array_equal(*ids)
 
 
 def _where(ref: RouteRef, part: RoutePart) -> About:
@@ -262,7 +259,7 @@ class Readout:
                         out=into,
                     )
             except TraceError as error:
-                raise damaged(wanted.found, section, str(error)) from error
+                raise _damaged(wanted.found, section, str(error)) from error
             if into is None:
                 for part, out, to in wanted.copies:
                     out[to] = decoded[part]
@@ -273,7 +270,7 @@ class Readout:
         by_shard = defaultdict(list)
         for (shard, *_), wanted in sorted(self._sections.items(), key=lambda item: item[0]):
             if wanted.found.page is not None:
-                yield wanted, _cut(wanted.found.page, wanted.section)
+                yield wanted, wanted.section.of(wanted.found.page)
             else:
                 by_shard[shard].append(wanted)
         for shard, sections in by_shard.items():
@@ -288,32 +285,23 @@ class Readout:
         return self._sections.setdefault(place, _WantedSection(found, section, shape))
 
 
-def fetch_section(reading: Reading, found: Found, section: FrameSection, what: str) -> memoryview:
+def unpacked(reading: Reading, found: Found, section: FrameSection, what: str, unpack: Callable[[memoryview], T]) -> T:
     """Return one section's stored bytes after checking them. `what` names the section in the message."""
     if found.page is not None:
-        data = _cut(found.page, section)
+        data = section.of(found.page)
     else:
         at = found.at + section.start
         (data,) = reading.fetch(found.shard.header.name, [(at, at + section.size)])
     if checksum(data) != section.checksum:
-        raise damaged(found, section, f"the checksum of its {what} differs")
-    return data
+        raise _damaged(found, section, f"the checksum of its {what} differs")
+    try:
+        return unpack(data)
+    except TraceError as error:
+        raise _damaged(found, section, str(error)) from error
 
 
-def damaged(found: Found, section: FrameSection, fault: str) -> TraceError:
-    """Return the error for a section that differs from what its record says."""
-    at = found.at + section.start
-    return TraceError(
-        "record is damaged",
-        where={
-            "shard": found.shard.header.name,
-            "record": found.frame.key,
-            "bytes": f"{at} to {at + section.size}",
-        },
-        got=fault,
-        do="drop the sequence or sample it again, and check the disk; other records stay readable",
-        fault="damaged record",
-    )
+def _damaged(found: Found, section: FrameSection, fault: str) -> TraceError:
+    return damaged(found.shard.header.name, found.frame.key, found.at + section.start, section.size, fault)
 
 
 def _blocks(segments: Iterable[RowSegment], rows: tuple[int, int]) -> Iterable[tuple[Found, int, int, slice, int]]:
@@ -338,7 +326,3 @@ def _in_place(wanted: _WantedSection, dtype: np.dtype) -> np.ndarray | None:
     (rows, layers), out, (_, columns) = wanted.copies[0]
     whole = rows == slice(0, wanted.shape[0]) and layers == slice(None) and isinstance(columns, slice)
     return out[:, columns] if whole and out.dtype == dtype else None
-
-
-def _cut(page: memoryview, section: FrameSection) -> memoryview:
-    return page[section.start : section.start + section.size]

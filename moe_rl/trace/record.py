@@ -59,9 +59,9 @@ class TraceSpec:
                 expected=f"1 to {MAX_FINGERPRINT} printable ASCII characters",
                 do="pass a digest of the model's config and weights",
             )
-        if not (_is_int(self.num_experts) and 1 <= self.num_experts <= 65536):
+        if not (is_int(self.num_experts) and 1 <= self.num_experts <= 65536):
             raise TraceError("impossible", where={"field": "num_experts"}, got=self.num_experts, expected="1 to 65536")
-        if not (_is_int(self.top_k) and 1 <= self.top_k <= self.num_experts):
+        if not (is_int(self.top_k) and 1 <= self.top_k <= self.num_experts):
             raise TraceError(
                 "impossible", where={"field": "top_k"}, got=self.top_k, expected=f"1 to {self.num_experts}"
             )
@@ -225,7 +225,7 @@ def check_key(key: str, what: str = "record key") -> str:
     return _check(key, what, _KEY, "letters, digits, '.', '_', '-', '/' and ':'", MAX_KEY)
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -136,15 +136,11 @@ def _frame(file: LocalFile, header: ShardHeader, at: int, end: int) -> tuple[Fra
     block = header.token_block
     for number, section in enumerate(frame.tokens):
         rows = min(block, frame.own_rows - number * block)
-        _check(checksum(unpack_ints(section.kind, _cut(data, section), rows)), section)
+        _check(checksum(unpack_ints(section.kind, section.of(data), rows)), section)
     aux = [array.section for array in frame.aux]
     for section in [*frame.chunks, *([frame.counts] if frame.counts else []), *aux]:
-        _check(checksum(_cut(data, section)), section)
+        _check(checksum(section.of(data)), section)
     return frame, bytes(data)
-
-
-def _cut(data: memoryview, section: FrameSection) -> memoryview:
-    return data[section.start : section.start + section.size]
 
 
 def _check(got: int, section: FrameSection) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import xxhash
 
 from moe_rl.errors import TraceError
 from moe_rl.trace.primitives import Cursor, varint, varint_at
-from moe_rl.trace.record import MAX_LAYERS, TraceSpec, check_name
+from moe_rl.trace.record import MAX_LAYERS, TraceSpec, check_name, is_int
 
 FORMAT = "moe_rl.routes/2"
 SUFFIX = ".safetensors"
@@ -69,20 +69,10 @@ class ShardHeader:
             raise TraceError(
                 "not increasing MoE layers of the model", where={"field": "layers"}, got=str(list(layers))[:80]
             )
-        if not (_is_int(self.layer_group) and 1 <= self.layer_group <= MAX_LAYERS):
-            raise TraceError(
-                "out of range",
-                where={"field": "layer_group"},
-                got=repr(self.layer_group),
-                expected=f"1 to {MAX_LAYERS}",
-            )
-        if not (_is_int(self.token_block) and 1 <= self.token_block <= MAX_BLOCK):
-            raise TraceError(
-                "out of range",
-                where={"field": "token_block"},
-                got=repr(self.token_block),
-                expected=f"1 to {MAX_BLOCK}",
-            )
+        for field, most in (("layer_group", MAX_LAYERS), ("token_block", MAX_BLOCK)):
+            size = getattr(self, field)
+            if not (is_int(size) and 1 <= size <= most):
+                raise TraceError("out of range", where={"field": field}, got=repr(size), expected=f"1 to {most}")
         chunk = self.token_block * min(self.layer_group, len(layers)) * self.spec.top_k * self.spec.dtype.itemsize
         if chunk > MAX_CHUNK:
             raise TraceError(
@@ -132,28 +122,13 @@ def header_bytes(header: ShardHeader) -> tuple[bytes, str]:
 
     The size depends only on what is known when a shard is started, so a writer can reserve the space.
     """
-    room = _room(header)
+    longest = replace(header, sealed=True, records=_MAX_BYTES, frame_bytes=_MAX_BYTES, index_bytes=_MAX_BYTES)
+    # With the length field in front, frames begin at a multiple of 64 bytes.
+    room = -(-(len(_header_text(longest, _NO_CHECKSUM)) + 8) // 64) * 64 - 8
     body = _header_text(header, _NO_CHECKSUM).ljust(room)
     digest = xxhash.xxh3_64_hexdigest(body.encode("ascii"))
     body = _header_text(header, digest).ljust(room)
     return room.to_bytes(8, "little") + body.encode("ascii"), digest
-
-
-def _room(header: ShardHeader) -> int:
-    longest = ShardHeader(
-        header.name,
-        header.spec,
-        header.layers,
-        header.layer_group,
-        header.token_block,
-        header.keep_order,
-        True,
-        _MAX_BYTES,
-        _MAX_BYTES,
-        _MAX_BYTES,
-    )
-    # With the length field in front, frames begin at a multiple of 64 bytes.
-    return -(-(len(_header_text(longest, _NO_CHECKSUM)) + 8) // 64) * 64 - 8
 
 
 def _header_text(header: ShardHeader, digest: str) -> str:
@@ -207,7 +182,7 @@ def parse_header(raw: bytes) -> tuple[ShardHeader, str]:
             index_checksum=meta["index_checksum"],
         )
         counts = (header.records, header.frame_bytes, header.index_bytes)
-        if not all(_is_int(count) and 0 <= count <= _MAX_BYTES for count in counts):
+        if not all(is_int(count) and 0 <= count <= _MAX_BYTES for count in counts):
             raise TraceError("its header gives impossible sizes")
         canonical, digest = header_bytes(header)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -267,7 +242,3 @@ def _number(text: str) -> int:
     if not (isinstance(text, str) and len(text) <= 16 and text.isascii() and text.isdigit()):
         raise ValueError(text)
     return int(text)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

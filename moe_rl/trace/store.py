@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from moe_rl.trace.library import Found, Library, Reading, RowSegment, parent_par
 from moe_rl.trace.manifest import MANIFEST, Manifest, locked_manifest
 from moe_rl.trace.primitives import unpack_bytes, unpack_ints
 from moe_rl.trace.ranked import count_experts
-from moe_rl.trace.readout import Joined, Readout, damaged, fetch_section, join
+from moe_rl.trace.readout import Joined, Readout, join, unpacked
 from moe_rl.trace.record import RecordInfo, RouteRecord, check_name
 from moe_rl.trace.shard import SUFFIX
 from moe_rl.trace.spans import cut_spans
@@ -163,12 +165,9 @@ class TraceStore:
                 found = reading.tip(part)
                 for array in found.frame.aux:
                     if array.name == name:
-                        data = fetch_section(reading, found, array.section, f"array {name!r}")
-                        size = int(np.prod(array.shape, dtype=object)) * array.dtype.itemsize
-                        try:
-                            raw = unpack_bytes(bool(array.section.kind), data, size)
-                        except TraceError as error:
-                            raise damaged(found, array.section, str(error)) from error
+                        size = math.prod(array.shape) * array.dtype.itemsize
+                        unpack = partial(unpack_bytes, bool(array.section.kind), size=size)
+                        raw = unpacked(reading, found, array.section, f"array {name!r}", unpack)
                         return np.frombuffer(raw, array.dtype).reshape(array.shape)
             names = [array.name for part in ref.parts for array in reading.tip(part).frame.aux]
         raise TraceError(
@@ -294,11 +293,8 @@ def _count(reading: Reading, segment: RowSegment) -> np.ndarray:
     # record, the completion of a parent. If the segment is shorter than these rows, it is decoded instead.
     if frame.counts is None or segment.rows < frame.own_rows - segment.rows:
         return _decode_and_count(reading, found, 0, segment.rows)
-    data = fetch_section(reading, found, frame.counts, "expert counts")
-    try:
-        counts: np.ndarray = unpack_ints(frame.counts.kind, data, shape[0] * shape[1]).astype(np.int64).reshape(shape)
-    except TraceError as error:
-        raise damaged(found, frame.counts, str(error)) from error
+    unpack = partial(unpack_ints, frame.counts.kind, count=math.prod(shape))
+    counts = unpacked(reading, found, frame.counts, "expert counts", unpack).astype(np.int64).reshape(shape)
     return counts - _decode_and_count(reading, found, segment.rows, frame.own_rows)
 
 

@@ -168,37 +168,19 @@ def _first_bad_set(routes: np.ndarray, num_experts: int) -> int | None:
 
 
 def _same_model(record: RouteRecord, spec: TraceSpec, where: About) -> None:
-    got = record.spec
-    if got.model_fingerprint != spec.model_fingerprint:
-        raise RouteValidationError(
-            "routes were recorded from another model",
-            where=where,
-            got=f"fingerprint {got.model_fingerprint}",
-            expected=spec.model_fingerprint,
-            do="sample with the model that is trained",
-            fault="model",
-        )
-    for field in ("num_experts", "top_k"):
-        if getattr(got, field) != getattr(spec, field):
-            raise RouteValidationError(
-                f"{field} of the routes is not the model's",
-                where=where,
-                got=getattr(got, field),
-                expected=getattr(spec, field),
-                do="sample with the model that is trained",
-                fault=field,
-            )
-    if got.layer_map != spec.layer_map:
-        if got.moe_layers != spec.moe_layers:
-            raise _wrong_layers(got.moe_layers, spec.moe_layers, where)
-        raise RouteValidationError(
-            "routes were recorded from a model with other layers",
-            where=where,
-            got=got.layer_map,
-            expected=spec.layer_map,
-            do="sample with the model that is trained",
-            fault="layer map",
-        )
+    for field, what, fault in (
+        ("model_fingerprint", "routes were recorded from another model", "model"),
+        ("num_experts", "num_experts of the routes is not the model's", "num_experts"),
+        ("top_k", "top_k of the routes is not the model's", "top_k"),
+        ("layer_map", "routes were recorded from a model with other layers", "layer map"),
+    ):
+        got, expected = getattr(record.spec, field), getattr(spec, field)
+        if got == expected:
+            continue
+        if field == "layer_map" and record.spec.moe_layers != spec.moe_layers:
+            raise _wrong_layers(record.spec.moe_layers, spec.moe_layers, where)
+        got, do = f"fingerprint {got}" if fault == "model" else got, "sample with the model that is trained"
+        raise RouteValidationError(what, where=where, got=got, expected=expected, do=do, fault=fault)
 
 
 def _wrong_layers(got: Sequence[int], expected: Sequence[int], where: About) -> RouteValidationError:

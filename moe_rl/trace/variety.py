@@ -56,18 +56,17 @@ def check_variety(
     if rows < _ROWS or top_k == num_experts or not columns or (token_ids == token_ids[0]).all():
         return
     constant = (routes == routes[:1]).all((0, 2))
-    many = columns >= _LAYERS and columns * top_k >= _IDS and len(np.unique(token_ids)) >= _ROWS
-    if constant.all() and many and math.comb(num_experts, top_k) >= _SETS:
-        raise _refusal(
-            "routes are the same for every token, which no router does", where, routes[0, 0].tolist(), 0, "equal tokens"
-        )
+    varied = math.comb(num_experts, top_k) >= _SETS and len(np.unique(token_ids)) >= _ROWS
+    if constant.all() and varied and columns >= _LAYERS and columns * top_k >= _IDS:
+        raise _refusal("routes are the same for every token, which no router does", where, routes[0, 0], "equal tokens")
     if columns >= _LAYERS and (routes == routes[:, :1]).all():
-        raise _refusal(
-            "routes are the same for every layer, which no router does", where, routes[0, 0].tolist(), 0, "equal layers"
-        )
+        raise _refusal("routes are the same for every layer, which no router does", where, routes[0, 0], "equal layers")
     _check_layers(routes, num_experts, layers, where)
-    if constant.any():
-        _check_unwritten(routes, token_ids, np.flatnonzero(constant), num_experts, layers, where)
+    for column in np.flatnonzero(constant).tolist() if varied else ():
+        chosen = np.sort(routes[0, column])
+        if chosen.tolist() in (list(range(top_k)), list(range(num_experts - top_k, num_experts))):
+            what = "a layer has the same routes for every token, those of equal scores"
+            raise _refusal(what, {**where, "layer": layers[column]}, chosen, "equal scores")
 
 
 def _check_layers(routes: np.ndarray, num_experts: int, layers: Sequence[int], where: About) -> None:
@@ -97,23 +96,5 @@ def _check_layers(routes: np.ndarray, num_experts: int, layers: Sequence[int], w
                     )
 
 
-def _check_unwritten(
-    routes: np.ndarray,
-    token_ids: np.ndarray,
-    constant: np.ndarray,
-    num_experts: int,
-    layers: Sequence[int],
-    where: About,
-) -> None:
-    top_k = routes.shape[2]
-    if math.comb(num_experts, top_k) < _SETS or len(np.unique(token_ids)) < _ROWS:
-        return
-    for column in constant.tolist():
-        chosen = np.sort(routes[0, column]).tolist()
-        if chosen in (list(range(top_k)), list(range(num_experts - top_k, num_experts))):
-            what = "a layer has the same routes for every token, those of equal scores"
-            raise _refusal(what, {**where, "layer": layers[column]}, chosen, 0, "equal scores")
-
-
-def _refusal(what: str, where: About, ids: list[int], token: int, fault: str) -> RouteValidationError:
-    return RouteValidationError(what, where=where, got=f"{ids} in token {token}", do=_LOOK, fault=fault)
+def _refusal(what: str, where: About, ids: np.ndarray, fault: str) -> RouteValidationError:
+    return RouteValidationError(what, where=where, got=f"{ids.tolist()} in token 0", do=_LOOK, fault=fault)

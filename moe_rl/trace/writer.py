@@ -210,11 +210,11 @@ class ShardWriter:
             index_checksum=xxhash.xxh3_64_hexdigest(index),
         )
         head, digest = header_bytes(sealed)
-        linked = False
+        size, linked = self._end + len(index), False
         try:
             write_all(fd, index, self._end)
             # An interrupted add() may have left bytes after the last frame.
-            os.ftruncate(fd, self._end + len(index))
+            os.ftruncate(fd, size)
             write_all(fd, head, 0)
             os.fsync(fd)
             with locked_manifest(self._root) as manifest:
@@ -222,13 +222,7 @@ class ShardWriter:
                 # folder.
                 if os.path.lexists(self._final):
                     raise FileExistsError
-                manifest.append(
-                    "published",
-                    [sealed.name],
-                    digest=digest,
-                    bytes=self._end + len(index),
-                    records=sealed.records,
-                )
+                manifest.append("published", [sealed.name], digest=digest, bytes=size, records=sealed.records)
                 try:
                     # Unlike a rename, a link fails if the name is taken, even by a writer that published a moment ago.
                     os.link(self._tmp, self._final)

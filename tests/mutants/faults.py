@@ -367,8 +367,8 @@ MUTANTS: list[Mutant] = [
         (
             "damaged record saved",
             "recovery.py",
-            "_check(checksum(_cut(data, section)), section)",
-            "_cut(data, section)",
+            "_check(checksum(section.of(data)), section)",
+            "section.of(data)",
             "Recovery publishes a record whose chunks are damaged.",
             "tests/trace/test_recovery.py",
         ),

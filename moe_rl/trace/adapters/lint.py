@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -263,11 +264,7 @@ def _agreement(sets: np.ndarray, token_ids: np.ndarray, empty: np.ndarray, shift
 
 def _some(numbers: Sequence[int]) -> str:
     """Format the first few numbers as ranges, with the total count."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    text = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in ranges[:4])
+    runs = groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ranges = [[number for _, number in run] for _, run in runs]
+    text = ", ".join(f"{one[0]} to {one[-1]}" if len(one) > 1 else f"{one[0]}" for one in ranges[:4])
     return text if len(ranges) <= 4 else f"{text}, ...; {len(numbers)} in all"
