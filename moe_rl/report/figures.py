@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
 
 import matplotlib
@@ -122,7 +123,9 @@ def thinned(*series: ArrayLike, most: int) -> np.ndarray:
 
 
 def line(axes: Axes, steps: ArrayLike, values: ArrayLike, color: str, label: str | None, **style) -> None:
-    """Draw a line, thinned if it is long."""
+    """Draw a line, thinned if it is long; nothing without points."""
+    if not np.size(steps):
+        return
     # A single point makes no line: show it as a dot.
     style.setdefault("marker", "o" if np.size(steps) == 1 else None)
     kept = thinned(values, most=MOST_MARKS if style["marker"] else MOST_POINTS)
@@ -158,9 +161,11 @@ def stacked_bars(axes: Axes, steps: ArrayLike, parts: Sequence[tuple[str, str, A
     return len(at)
 
 
-def from_zero(axes: Axes, least: float = 0.0) -> None:
+def from_zero(axes: Axes, least: float = 0.0, *, percent: bool = False) -> None:
     """Start the vertical axis at 0 and end it a little above the highest point, or above `least`."""
-    axes.set_ylim(0, 1.08 * max(least, axes.dataLim.ymax) or 1)
+    axes.set_ylim(0, 1.08 * max(least, axes.dataLim.y1) or 1)
+    if percent:
+        in_percent(axes)
 
 
 def in_percent(axes: Axes) -> None:
@@ -185,6 +190,25 @@ def color_bar(figure: Figure, image: ColorizingArtist, axes: Axes | Sequence[Axe
 def missing(name: str, title: str, direction: str, why: str, wide: bool = False) -> Panel:
     """Return a panel with text instead of a plot."""
     return Panel(name, title, direction, why, None, wide=wide)
+
+
+def panel[**P](name: str, title: str, direction: str, wide: bool = False):
+    """Make a function that draws into one that returns the panel with this name.
+
+    The function returns a reading and its figure, or only a sentence on why there is no plot.
+    """
+
+    def of(draw: Callable[P, str | tuple[str, Figure]]) -> Callable[P, Panel]:
+        @wraps(draw)
+        def drawn(*args: P.args, **kwargs: P.kwargs) -> Panel:
+            found = draw(*args, **kwargs)
+            if isinstance(found, str):
+                return missing(name, title, direction, found, wide)
+            return panel_of(name, title, direction, *found, wide)
+
+        return drawn
+
+    return of
 
 
 def panel_of(name: str, title: str, direction: str, reading: str, figure: Figure, wide: bool = False) -> Panel:

@@ -7,8 +7,9 @@ from statistics import median
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from moe_rl.report.figures import BLUE, GREEN, INK, PHASES, STYLE, Panel, figure_of, in_percent, line, missing, panel_of
+from moe_rl.report.figures import BLUE, GREEN, INK, PHASES, STYLE, Panel, figure_of, in_percent, line, panel
 from moe_rl.report.format import duration, percent
 from moe_rl.report.timeline import WEIGHTS, Interval, Side, Window, idle_share, windows
 
@@ -29,10 +30,10 @@ def panels(intervals: Sequence[Interval]) -> list[Panel]:
         return [_timeline(intervals, steps), _idle(steps)]
 
 
-def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> Panel:
-    name, title, direction = "timeline", "Who worked when", "a gap is a side that waits, fewer are better"
+@panel("timeline", "Who worked when", "a gap is a side that waits, fewer are better", wide=True)
+def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> str | tuple[str, Figure]:
     if not steps:
-        return missing(name, title, direction, "No time line was written.", wide=True)
+        return "No time line was written."
     last = steps[-_SHOWN:]
     begin, end = last[0].begin, last[-1].end
     shown = [one for one in intervals if one.begin < end and one.end > begin]
@@ -59,7 +60,7 @@ def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> Panel:
     reading = f"Over all {len(steps)} steps, {duration(sum(one.end - one.begin for one in steps))}: {waited}."
     if len(last) < len(steps):
         reading += f" The last {len(last)} steps are shown."
-    return panel_of(name, title, direction, reading, figure, wide=True)
+    return reading, figure
 
 
 def _steps(axes: Axes, steps: Sequence[Window], begin: float) -> None:
@@ -69,11 +70,10 @@ def _steps(axes: Axes, steps: Sequence[Window], begin: float) -> None:
         axes.text((one.begin + one.end) / 2 - begin, 2.55, f"{one.step}", ha="center", va="center", fontsize=8.5)
 
 
-def _idle(steps: Sequence[Window]) -> Panel:
-    name, title = "idle", "Idle share of each side"
-    direction = "fraction of a step in which a side did nothing, lower is better"
+@panel("idle", "Idle share of each side", "fraction of a step in which a side did nothing, lower is better")
+def _idle(steps: Sequence[Window]) -> str | tuple[str, Figure]:
     if not steps:
-        return missing(name, title, direction, "No time line was written.")
+        return "No time line was written."
     figure, axes = figure_of()
     colors: dict[Side, str] = {"sampler": BLUE, "trainer": GREEN}
     for side, color in colors.items():
@@ -81,5 +81,4 @@ def _idle(steps: Sequence[Window]) -> Panel:
     axes.set_ylim(0, 1)
     in_percent(axes)
     shares = {_ROWS[side][0]: percent(median(one.idle(side) for one in steps), 0) for side in _WAITING}
-    reading = f"Median over the steps: {', '.join(f'{label} {share}' for label, share in shares.items())}."
-    return panel_of(name, title, direction, reading, figure)
+    return f"Median over the steps: {', '.join(f'{label} {share}' for label, share in shares.items())}.", figure
