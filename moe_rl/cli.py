@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from moe_rl.errors import what_lacks
+from moe_rl.errors import MoeRLError, what_lacks
 
 VERBS = {
     "train": "train a policy with routing replay",
@@ -39,7 +39,7 @@ _READER_GONE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb with the arguments after it. Return its exit status.
+    """Run a verb with the arguments after it. Return its exit status: 2 for an error that explains itself.
 
     `serve` passes arguments after "--" to vLLM; every other verb rejects them. A verb ends quietly, with status 141,
     when nobody reads its output any more, as in `moe-rl show RUN | head`.
@@ -75,6 +75,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         elif rest[cut:]:
             parser.error(f"arguments after -- are for vLLM, and {verb} does not start vLLM: {' '.join(rest[cut:])}")
         return module.run(options)
+    except MoeRLError as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank under torchrun finds the same
+            print(f"moe-rl: {error}", file=sys.stderr, flush=True)
+        return 2
     except (ImportError, SyntaxError) as error:
         if lacks := what_lacks(f"moe-rl {verb}", error, _EXTRAS.get(verb, "train")):
             print(lacks, file=sys.stderr)

@@ -111,9 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check the options, compare, and write the result. Return the exit status."""
     rank = int(os.environ.get("RANK", "0"))
-    if options.bisect or options.engines:
-        return _bisect(options)
     try:
+        if options.bisect or options.engines:
+            return _bisect(options)
         config, folder = _configure(options)
         found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
         if options.config or options.sampler_dtype or options.budget_tokens:
@@ -135,36 +135,32 @@ def run(options: argparse.Namespace) -> int:
 
 def _bisect(options: argparse.Namespace) -> int:
     """Find the causes, print the table and write bisection.json. Return the exit status."""
-    try:
-        if options.bisect is None:
-            raise ConfigError("is for --bisect only", where={"option": "--engines"})
-        beside = options.overrides + options.sampler_dtype
-        beside += [f"--budget-tokens {options.budget_tokens}"] if options.budget_tokens != BUDGET_TOKENS else []
-        if "WORLD_SIZE" in os.environ or beside:
-            raise ConfigError(
-                "compares a run as it was, in one process",
-                where={"option": "--bisect"},
-                got=" ".join(beside) or "torchrun",
-                expected="only --engines, --out and --json beside it",
-            )
-        run = run_folder.existing(options.bisect, "--bisect")
-        config = load_config(run.config)
-        _existing_folder(options.out)
-        refuse(problems(on_one_rank(config), 1) + (installation_problems(config) if options.engines else []))
-        # torch, megatron and transformers are imported only here, so that mistakes in the options show at once.
-        from moe_rl.comparison.bisection import bisect, text
+    if options.bisect is None:
+        raise ConfigError("is for --bisect only", where={"option": "--engines"})
+    beside = options.overrides + options.sampler_dtype
+    beside += [f"--budget-tokens {options.budget_tokens}"] if options.budget_tokens != BUDGET_TOKENS else []
+    if "WORLD_SIZE" in os.environ or beside:
+        raise ConfigError(
+            "compares a run as it was, in one process",
+            where={"option": "--bisect"},
+            got=" ".join(beside) or "torchrun",
+            expected="only --engines, --out and --json beside it",
+        )
+    run = run_folder.existing(options.bisect, "--bisect")
+    config = load_config(run.config)
+    _existing_folder(options.out)
+    refuse(problems(on_one_rank(config), 1) + (installation_problems(config) if options.engines else []))
+    # torch, megatron and transformers are imported only here, so that mistakes in the options show at once.
+    from moe_rl.comparison.bisection import bisect, text
 
-        out = options.out or run.path
-        with _sides(config, run, out if options.engines else None) as (sampler, trainer, untested):
-            found = bisect(sampler, trainer, untested=untested, seed=config.run.seed)
-        print(text(found))
-        content = json.dumps(asdict(found), indent=1) + "\n"
-        for path in filter(None, (out / "bisection.json", options.json)):
-            write_whole(path, content)
-        print(f"written: {out / 'bisection.json'}")
-    except MoeRLError as error:
-        print(f"moe_rl: {error}", file=sys.stderr)
-        return 2
+    out = options.out or run.path
+    with _sides(config, run, out if options.engines else None) as (sampler, trainer, untested):
+        found = bisect(sampler, trainer, untested=untested, seed=config.run.seed)
+    print(text(found))
+    content = json.dumps(asdict(found), indent=1) + "\n"
+    for path in filter(None, (out / "bisection.json", options.json)):
+        write_whole(path, content)
+    print(f"written: {out / 'bisection.json'}")
     return 0 if found.explained else 3
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 
 from moe_rl.commands.diagnosis import Diagnosis, diagnose, fits
 from moe_rl.commands.machine import ALWAYS, PARTS, VLLM, Machine, Requirement, look
 from moe_rl.config.load import load_config
 from moe_rl.disk import write_json
-from moe_rl.errors import MoeRLError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,16 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Examine the machine and print the findings. Return the exit status."""
-    try:
-        config = load_config(options.config, options.overrides) if options.config else None
-        machine = look(PARTS)
-        diagnosis = diagnose(machine, config)
-        print(render(machine, diagnosis))
-        if options.json:
-            write_json(options.json, document(machine, diagnosis))
-    except MoeRLError as error:
-        print(f"moe-rl: {error}", file=sys.stderr)
-        return 2
+    config = load_config(options.config, options.overrides) if options.config else None
+    machine = look(PARTS)
+    diagnosis = diagnose(machine, config)
+    print(render(machine, diagnosis))
+    if options.json:
+        write_json(options.json, document(machine, diagnosis))
     return 2 if diagnosis.missing else 0
 
 

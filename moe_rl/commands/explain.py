@@ -19,7 +19,6 @@ It needs memory for one copy of the model in float32, and for another copy if an
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,10 +30,10 @@ from moe_rl.commands.export import write_weights
 from moe_rl.config.layout import on_one_rank
 from moe_rl.config.load import load_config
 from moe_rl.disk import write_json
-from moe_rl.errors import DataError, MoeRLError
+from moe_rl.errors import DataError
 from moe_rl.models.hf import read_model
 from moe_rl.report import evidence_folder
-from moe_rl.report.evidence_folder import Evidence, KeptWeights
+from moe_rl.report.evidence_folder import Evidence
 from moe_rl.train import run_folder
 
 if TYPE_CHECKING:
@@ -52,22 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Explain. Return the exit status."""
-    try:
-        folder = _folder(run_folder.existing(options.run, "RUN").path, options.evidence)
-        evidence = evidence_folder.read(folder)
-        rows = evidence_folder.read_rows(folder, evidence)
-        print("\n".join(_about(folder, evidence)), flush=True)
-        # torch and transformers are imported only here, so that mistakes in the options show at once.
-        from moe_rl.proof.explanation import explain
+    folder = _folder(run_folder.existing(options.run, "RUN").path, options.evidence)
+    evidence = evidence_folder.read(folder)
+    rows = evidence_folder.read_rows(folder, evidence)
+    print("\n".join(_about(folder, evidence)), flush=True)
+    # torch and transformers are imported only here, so that mistakes in the options show at once.
+    from moe_rl.proof.explanation import explain
 
-        with _published(options.run, folder, evidence) as (weights, trained):
-            found = explain(evidence, rows, weights, trained)
-        print("\n".join(_lines(found)))
-        if options.json:
-            write_json(options.json, {"evidence": str(folder), **asdict(evidence), **asdict(found)})
-    except MoeRLError as error:
-        print(f"moe-rl: {error}", file=sys.stderr)
-        return 2
+    with _published(options.run, folder, evidence) as (weights, trained):
+        found = explain(evidence, rows, weights, trained)
+    print("\n".join(_lines(found)))
+    if options.json:
+        write_json(options.json, {"evidence": str(folder), **asdict(evidence), **asdict(found)})
     return int(found.verdict == "undecided")
 
 
@@ -79,17 +74,11 @@ def _folder(run: Path, name: str | None) -> Path:
             where={"folder": run},
             expected="a run that a check has ended, with guards.evidence_mib above 0",
         )
-    if name is None:
-        return known[-1]
-    for folder in known:
-        if folder.name == name:
-            return folder
-    raise DataError(
-        "the run has no such evidence",
-        where={"option": "--evidence"},
-        got=name,
-        expected=", ".join(folder.name for folder in known),
-    )
+    by_name = {folder.name: folder for folder in known}
+    if name is not None and name not in by_name:
+        expected = ", ".join(by_name)
+        raise DataError("the run has no such evidence", where={"option": "--evidence"}, got=name, expected=expected)
+    return known[-1] if name is None else by_name[name]
 
 
 @contextmanager
@@ -107,19 +96,14 @@ def _published(run: Path, folder: Path, evidence: Evidence) -> Iterator[tuple[di
                 print(f"  weights of version {one.version} are gone: {path}")
                 continue
             if not one.published:
-                path = _converted(run, path, one, Path(spare))
+                config, checkpoint = on_one_rank(load_config(run_folder.RunFolder(run).config)), path
+                path = Path(spare) / f"version{one.version}"
+                write_weights(checkpoint, path, config, read_model(config.model.path), config.train.dtype)
             if one.version == evidence.version and one.updates == evidence.updates:
                 trained = path
             if not one.updates:
                 weights[one.version] = path
         yield weights, trained
-
-
-def _converted(run: Path, path: Path, one: KeptWeights, spare: Path) -> Path:
-    config = on_one_rank(load_config(run_folder.RunFolder(run).config))
-    out = spare / f"version{one.version}"
-    write_weights(path, out, config, read_model(config.model.path), config.train.dtype)
-    return out
 
 
 def _about(folder: Path, evidence: Evidence) -> list[str]:

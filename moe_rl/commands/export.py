@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 from moe_rl import checkpoint_folder as checkpoints
@@ -14,7 +13,7 @@ from moe_rl.config.layout import layout_problems, on_one_rank
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
 from moe_rl.disk import write_json
-from moe_rl.errors import ConfigError, MoeRLError
+from moe_rl.errors import ConfigError
 from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.models.weight_files import notes
 from moe_rl.train import run_folder
@@ -77,38 +76,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check, then export. Return the exit status."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        if options.run_code is not None and options.tokenizer is None:
-            raise ConfigError("--run-code needs --tokenizer")
-        if options.tokenizer is not None:
-            print(f"written: {options.out}, {convert_tokenizer(options.tokenizer, options.out, options.run_code)}")
-            return 0
-        if options.adapter and (options.run is None or options.dtype or options.json):
-            raise ConfigError("--adapter needs --run, and takes neither --dtype nor --json")
-        if options.model is not None and (options.overrides or options.step is not None):
-            raise ConfigError("--step and overrides of parallel.* need --run: a --model has no layout")
-        if options.model is not None:
-            return _from_model(options, options.dtype or "bfloat16")
-        folder, config = run_folder.reopen(options.run, options.overrides, may_change=("parallel.", "model.path"))
-        if ranks == 1 and not any(text.startswith("parallel.") for text in options.overrides):
-            config = on_one_rank(config)
-        facts = read_model(config.model.path)
-        found = list(layout_problems(config.parallel, config.train, facts, ranks))
-        if found:
-            raise ConfigError(found)
-        if options.adapter and config.train.lora is None:
-            raise ConfigError("this run trained no adapters", where={"key": "train.lora"}, do="leave --adapter out")
-        return _from_run(options, folder, config, facts, options.dtype or config.train.dtype)
-    except MoeRLError as error:
-        if rank == 0:
-            print(f"moe_rl: {error}", file=sys.stderr, flush=True)
-        return 2
-
-
-def _from_run(
-    options: argparse.Namespace, folder: run_folder.RunFolder, config: Config, facts: ModelFacts, dtype: str
-) -> int:
+    if options.run_code is not None and options.tokenizer is None:
+        raise ConfigError("--run-code needs --tokenizer")
+    if options.tokenizer is not None:
+        print(f"written: {options.out}, {convert_tokenizer(options.tokenizer, options.out, options.run_code)}")
+        return 0
+    if options.adapter and (options.run is None or options.dtype or options.json):
+        raise ConfigError("--adapter needs --run, and takes neither --dtype nor --json")
+    if options.model is not None and (options.overrides or options.step is not None):
+        raise ConfigError("--step and overrides of parallel.* need --run: a --model has no layout")
+    if options.model is not None:
+        return _from_model(options, options.dtype or "bfloat16")
+    folder, config = run_folder.reopen(options.run, options.overrides, may_change=("parallel.", "model.path"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1 and not any(text.startswith("parallel.") for text in options.overrides):
+        config = on_one_rank(config)
+    facts, dtype = read_model(config.model.path), options.dtype or config.train.dtype
+    if found := list(layout_problems(config.parallel, config.train, facts, ranks)):
+        raise ConfigError(found)
+    if options.adapter and config.train.lora is None:
+        raise ConfigError("this run trained no adapters", where={"key": "train.lora"}, do="leave --adapter out")
     path = checkpoints.find(folder.checkpoints, options.step)
     done, first = write_weights(path, options.out, config, facts, dtype, adapter=options.adapter)
     if first:
@@ -149,10 +136,10 @@ def write_weights(
         if adapter:
             assert train.lora is not None
             write_peft(out, map(unwrap, policy.chunks), facts, train.lora, model)
-            return done, dist.get_rank() == 0
-        dense, experts = world.holds_first_replica()
-        tensors = hf_map.export(map(unwrap, policy.chunks), facts, dense=dense, experts=experts)
-        write_checkpoint(out, tensors, facts, CheckpointReader(model, facts), DTYPES[dtype])
+        else:
+            dense, experts = world.holds_first_replica()
+            tensors = hf_map.export(map(unwrap, policy.chunks), facts, dense=dense, experts=experts)
+            write_checkpoint(out, tensors, facts, CheckpointReader(model, facts), DTYPES[dtype])
         return done, dist.get_rank() == 0
     finally:
         world.stop()
@@ -187,5 +174,4 @@ def _write_result(options: argparse.Namespace, dtype: str, result: dict[str, int
         return
     index = json.loads((options.out / "model.safetensors.index.json").read_text())
     size = {"tensors": len(index["weight_map"]), "bytes": index["metadata"]["total_size"]}
-    found = {"folder": str(options.out), "dtype": dtype} | size | result
-    write_json(options.json, found)
+    write_json(options.json, {"folder": str(options.out), "dtype": dtype} | size | result)

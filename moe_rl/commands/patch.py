@@ -38,16 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the action, then print the state of vLLM. Return the exit status."""
+    patches.inspect(options.vllm)  # raises where there is none
     status = 0
     try:
         options.action(options.vllm)
     except MoeRLError as error:
         print(error, file=sys.stderr)
         status = 2
-    try:
-        state = patches.inspect(options.vllm)
-    except MoeRLError:
-        return 2  # printed above
+    state = patches.inspect(options.vllm)
     ran = state.series and state.series.ran
     print(f"vLLM {state.version} in {state.root}: {state.summary}")
     for name, kind in state.patches.items():
@@ -63,9 +61,5 @@ def run(options: argparse.Namespace) -> int:
             "patches": state.patches,
             "files": state.files,
         }
-        try:
-            write_json(options.json, document)
-        except MoeRLError as error:
-            print(error, file=sys.stderr)
-            return 2
+        write_json(options.json, document)
     return status

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -19,13 +18,14 @@ from typing import Any
 
 from moe_rl.config.prompt_sources import PromptSourceConfig
 from moe_rl.disk import write_json
-from moe_rl.errors import About, ConfigError, DataError, MoeRLError
+from moe_rl.errors import About, ConfigError, DataError
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool
 from moe_rl.tasks.environments.player import GatewayOwner, PlayedRow, play_rows
 from moe_rl.tasks.rows import read_rows
 
 # The end of a traceback says where it happened.
 _SHOWN_LINES = 6
+_SUMMED = ("turns", "undelivered", "tokens", "sampled_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,20 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Play the rows. Returns the exit status: 0 when all have rewards, 1 when some failed, 2 for an explained error."""
-    try:
-        played = asyncio.run(_play(options))
-        found = summary(played)
-        mean = "none" if found["reward"] is None else f"{found['reward']:.4g}"
-        print(
-            f"{found['rows']} rows: {found['scored']} scored, {found['failed']} failed; mean reward {mean}, "
-            f"{found['turns']} turns, {found['tokens']} tokens ({found['sampled_tokens']} sampled)"
-        )
-        if options.json:
-            rows = [asdict(one) | {"reward": one.reward} for one in played]
-            write_json(options.json, {"environment": options.environment, "summary": found, "rows": rows})
-    except MoeRLError as error:
-        print(f"moe-rl: {error}", file=sys.stderr)
-        return 2
+    played = asyncio.run(_play(options))
+    found = summary(played)
+    mean = "none" if found["reward"] is None else f"{found['reward']:.4g}"
+    print(
+        f"{found['rows']} rows: {found['scored']} scored, {found['failed']} failed; mean reward {mean}, "
+        f"{found['turns']} turns, {found['tokens']} tokens ({found['sampled_tokens']} sampled)"
+    )
+    if options.json:
+        rows = [asdict(one) | {"reward": one.reward} for one in played]
+        write_json(options.json, {"environment": options.environment, "summary": found, "rows": rows})
     return 1 if found["failed"] else 0
 
 
@@ -129,10 +125,7 @@ def summary(played: Sequence[PlayedRow]) -> dict[str, Any]:
         "scored": len(rewards),
         "failed": len(played) - len(rewards),
         "reward": sum(rewards) / len(rewards) if rewards else None,
-        "turns": sum(one.turns for one in played),
-        "undelivered": sum(one.undelivered for one in played),
-        "tokens": sum(one.tokens for one in played),
-        "sampled_tokens": sum(one.sampled_tokens for one in played),
+        **{name: sum(getattr(one, name) for one in played) for name in _SUMMED},
     }
 
 

@@ -8,10 +8,9 @@ moe-rl report RUN RUN --out FILE       writes a page with both runs
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from moe_rl.errors import ConfigError, MoeRLError
+from moe_rl.errors import ConfigError
 from moe_rl.report import lines, run_config
 from moe_rl.report.run_page import FILE, write_report
 from moe_rl.report.runs_page import MOST, write_comparison
@@ -31,17 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page and print its path. Return the exit status."""
-    try:
-        _check(options)
-        several = len(options.runs) > 1
-        path = (
-            write_comparison(options.runs, options.out or Path(f"runs_{FILE}"))
-            if several
-            else write_report(options.runs[0], options.share)
-        )
-    except MoeRLError as error:
-        print(f"moe-rl: {error}", file=sys.stderr)
-        return 2
+    _check(options)
+    if len(options.runs) > 1:
+        path = write_comparison(options.runs, options.out or Path(f"runs_{FILE}"))
+    else:
+        path = write_report(options.runs[0], options.share)
     print(f"report: {path}")
     return 0
 
@@ -61,11 +54,9 @@ def _check(options: argparse.Namespace) -> None:
             "too many runs for one page", where={"argument": "RUN"}, got=len(options.runs), expected=f"at most {MOST}"
         )
     if options.share is not None and len(options.runs) > 1:
+        got = f"{len(options.runs)} runs"
         raise ConfigError(
-            "only the page of one run can be shared",
-            where={"option": "--share"},
-            got=f"{len(options.runs)} runs",
-            expected="one run",
+            "only the page of one run can be shared", where={"option": "--share"}, got=got, expected="one run"
         )
     if options.out is not None and len(options.runs) == 1:
         raise ConfigError(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -24,15 +23,14 @@ from moe_rl.config.load import load_config
 from moe_rl.disk import write_json
 from moe_rl.errors import DataError, MoeRLError
 from moe_rl.gateway.finishing import read_session
-from moe_rl.gateway.sessions import Session, Turn
+from moe_rl.gateway.sessions import Session
 from moe_rl.report import evidence_folder
 from moe_rl.report.format import binary
-from moe_rl.report.sample_lines import FILE, SampleLine, read_samples
+from moe_rl.report.sample_lines import FILE, SampleLine, read_samples, versions_text
 from moe_rl.rollout.kept import SESSION_SUFFIX, KeptRollouts, shard_step
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.types import VersionSpan
 
 
 def session_lines(path: Path, name: str | None, model: Path | None) -> Iterator[str]:
@@ -60,7 +58,7 @@ def session_lines(path: Path, name: str | None, model: Path | None) -> Iterator[
     yield from _earned(run, session.name)
     for turn in session.turns:
         behind = "" if turn.parent is None else f", after turn {turn.parent}"
-        ended = f"ended by {turn.finish_reason}, weights of version {_weights(turn)}"
+        ended = f"ended by {turn.finish_reason}, weights of version {versions_text(turn.versions)}"
         lost = "" if turn.received else ", never received, so it is not trained on"
         yield f"turn {turn.number}, {turn.kind}{behind}: {ended}{lost}"
         yield indented("given", codec.decode(turn.input_ids))
@@ -71,13 +69,6 @@ def indented(name: str, value: str) -> str:
     """Return a text after its name, its lines aligned."""
     first, *rest = value.splitlines() or [""]
     return "\n".join([f"  {name:<11}{first}", *(" " * 13 + line for line in rest)])
-
-
-def _weights(turn: Turn) -> str:
-    def told(span: VersionSpan) -> str:
-        return f"{span.weight_version} ({span.tokens} tokens)" if len(turn.versions) > 1 else str(span.weight_version)
-
-    return ", then ".join(map(told, turn.versions))
 
 
 def _tokenizer(run: Path) -> Path:
@@ -135,26 +126,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the samples. Returns the exit status: 2 if there are none."""
-    try:
-        if not options.run.exists():
-            do = "give the run folder that the run printed, or a session file"
-            raise DataError("there is no such folder or file", where={"folder": options.run}, do=do)
-        if options.profile:
-            print("\n".join(_profile_lines(options.run)))
-            return 0
-        if options.session is not None or options.run.suffix == SESSION_SUFFIX:
-            print("\n".join(session_lines(options.run, options.session, options.model)))
-            return 0
-        if kept := evidence_folder.lines(options.run):
-            print("\n".join([*kept, f"moe-rl explain {options.run} says who was right", ""]))
-        samples = read_samples(options.run)
-        chosen = choose(samples, options) if samples or not kept else []  # a check may end the first step
-        print("\n\n".join(text(sample) for sample in chosen))
-        if options.json:
-            write_json(options.json, {"samples": [asdict(sample) for sample in chosen]})
-    except MoeRLError as error:
-        print(f"moe-rl: {error}", file=sys.stderr)
-        return 2
+    if not options.run.exists():
+        do = "give the run folder that the run printed, or a session file"
+        raise DataError("there is no such folder or file", where={"folder": options.run}, do=do)
+    if options.profile:
+        print("\n".join(_profile_lines(options.run)))
+        return 0
+    if options.session is not None or options.run.suffix == SESSION_SUFFIX:
+        print("\n".join(session_lines(options.run, options.session, options.model)))
+        return 0
+    if kept := evidence_folder.lines(options.run):
+        print("\n".join([*kept, f"moe-rl explain {options.run} says who was right", ""]))
+    samples = read_samples(options.run)
+    chosen = choose(samples, options) if samples or not kept else []  # a check may end the first step
+    print("\n\n".join(text(sample) for sample in chosen))
+    if options.json:
+        write_json(options.json, {"samples": [asdict(sample) for sample in chosen]})
     return 0
 
 

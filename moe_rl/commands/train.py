@@ -58,24 +58,7 @@ _FIRST_TELLS_SECONDS = 20.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options and the exit status of a run."""
     parser.description, parser.epilog = "Train a mixture-of-experts policy by RL with routing replay.", _EPILOG
-    _add_source(parser)
-    parser.add_argument(
-        "--step",
-        type=checkpoints.step_argument,
-        metavar="N",
-        help=(
-            "with --resume: continue from the checkpoint after this many steps, or from the best one (best), and move "
-            "newer ones aside; 0: start again"
-        ),
-    )
-    parser.add_argument(
-        "--plan", action="store_true", help="print every derived number and every problem; train nothing"
-    )
-    _add_rest(parser, "with --plan: ")
-    _add_ranks(
-        parser,
-        "start this many ranks on this machine (default: torchrun has started them); with --plan: plan for this many",
-    )
+    _add_options(parser, plan=False)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,13 +68,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "read, and the rewards are tried on some of them in a separate process."
     )
     parser.epilog = "Exit status: 0 if there is no problem, else 2."
-    _add_source(parser)
-    _add_rest(parser, "")
-    _add_ranks(parser, "number of ranks to plan for (default: cluster.gpus, else the smallest number that works)")
+    _add_options(parser, plan=True)
     parser.set_defaults(plan=True, step=None)
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: argparse.ArgumentParser, *, plan: bool) -> None:
+    where = "" if plan else "with --plan: "
+    ranks = "number of ranks to plan for (default: cluster.gpus, else the smallest number that works)"
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path, metavar="FILE", help="config of a new run: a file or a shipped name")
     source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
@@ -101,18 +84,25 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         metavar="RUN_DIR",
         help="begin a new run that trains on the rollouts that this run has kept, without a sampler",
     )
-
-
-def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
+    if not plan:
+        ranks = f"start this many ranks on this machine (default: torchrun has started them); {where}plan for this many"
+        parser.add_argument(
+            "--step",
+            type=checkpoints.step_argument,
+            metavar="N",
+            help="with --resume: continue from the checkpoint after this many steps, or from the best one (best), and "
+            "move newer ones aside; 0: start again",
+        )
+        parser.add_argument(
+            "--plan", action="store_true", help="print every derived number and every problem; train nothing"
+        )
     parser.add_argument(
         "--accept",
         action="append",
         default=[],
         metavar="INPUT",
-        help=(
-            "with --resume or --replay: continue although this input has changed, such as model or train/NAME; "
-            "may be repeated"
-        ),
+        help="with --resume or --replay: continue although this input has changed, such as model or train/NAME; may be "
+        "repeated",
     )
     parser.add_argument(
         "--trace", metavar="STORE", help=f"{where}show the peak row counts that the batches of this trace store need"
@@ -120,25 +110,18 @@ def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
     parser.add_argument(
         "--speeds",
         metavar="SAMPLED,TRAINED|RUN_DIR",
-        help=(
-            f"{where}show how many samplers keep the trainers busy: completion tokens a second of one GPU that samples "
-            "and of one that trains, or a run that has measured them (default with --resume: that run)"
-        ),
+        help=f"{where}show how many samplers keep the trainers busy: completion tokens a second of one GPU that "
+        "samples and of one that trains, or a run that has measured them (default with --resume: that run)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) to this file")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="a.b=c",
-        help=(
-            "replace single values of the config (with --resume: those that docs/howto/steer.md lists; with --replay: "
-            "those that docs/howto/checkpoints.md lists)"
-        ),
+        help="replace single values of the config (with --resume: those that docs/howto/steer.md lists; with --replay: "
+        "those that docs/howto/checkpoints.md lists)",
     )
-
-
-def _add_ranks(parser: argparse.ArgumentParser, meaning: str) -> None:
-    parser.add_argument("--ranks", type=_number_of_ranks, metavar="N", help=meaning)
+    parser.add_argument("--ranks", type=_number_of_ranks, metavar="N", help=ranks)
 
 
 def _number_of_ranks(value: str) -> int:
@@ -213,25 +196,16 @@ def _leave(status: int) -> NoReturn:
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
-    for option, value in (("--trace", options.trace), ("--speeds", options.speeds)):
-        if value and not options.plan:
-            raise ConfigError(
-                "only works with --plan", where={"option": option}, got=value, do="leave it out, or add --plan"
-            )
-    if options.step is not None and not options.resume:
-        raise ConfigError(
-            "is given without --resume",
-            where={"option": "--step"},
-            got=options.step,
-            do="leave it out, or add --resume",
-        )
-    if options.accept and not (options.resume or options.replay):
-        raise ConfigError(
-            "is given without --resume or --replay",
-            where={"option": "--accept"},
-            got=", ".join(options.accept),
-            do="leave it out",
-        )
+    continues = "--resume or --replay", options.resume or options.replay
+    for option, value, (needed, given) in (
+        ("--trace", options.trace, ("--plan", options.plan)),
+        ("--speeds", options.speeds, ("--plan", options.plan)),
+        ("--step", options.step, ("--resume", options.resume)),
+        ("--accept", ", ".join(options.accept) or None, continues),
+    ):
+        if value is not None and not given:
+            do = f"leave it out, or add {needed}"
+            raise ConfigError(f"is given without {needed}", where={"option": option}, got=value, do=do)
     folder = None
     if options.resume:
         folder, config = run_folder.reopen(options.resume, options.overrides)

@@ -56,9 +56,7 @@ class SampleLine:
     @property
     def weights(self) -> str:
         """Describe which versions sampled it, with the tokens of each if there are several."""
-        if len(self.versions) == 1:
-            return str(self.versions[0].weight_version)
-        return ", then ".join(f"{span.weight_version} ({span.tokens} tokens)" for span in self.versions)
+        return versions_text(self.versions)
 
     @property
     def shown_advantages(self) -> str:
@@ -85,6 +83,13 @@ class SampleLine:
         forwarded, and if nothing was measured."""
         row = self.prompt_tokens + token + sum(one.tokens for one in self.inserted if one.after <= token)
         return self.differing_layers[row] if row < len(self.differing_layers) else None
+
+
+def versions_text(versions: tuple[VersionSpan, ...]) -> str:
+    """Describe weight versions, with the tokens of each if there are several."""
+    if len(versions) == 1:
+        return str(versions[0].weight_version)
+    return ", then ".join(f"{span.weight_version} ({span.tokens} tokens)" for span in versions)
 
 
 class SampleFile(StepFile[SampleLine]):
