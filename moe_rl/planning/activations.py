@@ -19,6 +19,7 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import layer_weights
 from moe_rl.models.peft import target_of
 from moe_rl.planning.memory import DTYPE_BYTES
+from moe_rl.planning.parameters import local_shape
 from moe_rl.types import LOGITS_AT_ONCE
 
 FLOAT32 = 4
@@ -225,18 +226,11 @@ def adapter_bytes(facts: ModelFacts, layout: Layout, train: TrainConfig, shape: 
     for weight in layer_weights(facts, layer):
         if (target := target_of(weight)) not in train.lora.targets:
             continue
-        columns, ranks = (
-            len(weight.tensors) * train.lora.rank,
-            layout.expert_tensor if weight.experts else layout.tensor,
-        )
-        outputs, inputs = sum(one[0] for one in weight.tensors.values()), next(iter(weight.tensors.values()))[1]
-        outputs, inputs = (size // (ranks if weight.axis == axis else 1) for axis, size in enumerate((outputs, inputs)))
+        columns, (outputs, inputs) = len(weight.tensors) * train.lora.rank, local_shape(weight, layout)
         rows, matrices = shape.rows, outputs * columns if len(weight.tensors) > 1 else 0
         if weight.experts:
-            rows, matrices = (
-                dispatched_rows(facts, layout, shape),
-                layout.experts_per_rank * columns * (inputs + outputs),
-            )
+            rows = dispatched_rows(facts, layout, shape)
+            matrices = layout.experts_per_rank * columns * (inputs + outputs)
             stacked += matrices
         kept[target] += shape.bytes_each * (rows * columns + matrices)
     return AdapterBytes(kept["attention"], kept["mlp"] + kept["experts"], shape.bytes_each * stacked)

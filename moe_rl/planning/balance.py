@@ -64,17 +64,22 @@ def load_of(counts_SLE: np.ndarray, expert_parallel: int) -> np.ndarray:
         ValueError: the experts do not divide among the ranks.
     """
     counts_SLE = np.asarray(counts_SLE)
-    if counts_SLE.ndim != 3 or expert_parallel < 1 or counts_SLE.shape[2] % expert_parallel:
-        raise ArgumentError(
-            "the number of experts is not a multiple of the number of ranks",
-            got=f"counts of shape {counts_SLE.shape} for {expert_parallel} ranks",
-            expected="[S, L, E], E a multiple of the ranks",
-            do="correct the caller",
-            fault="division",
-        )
+    check_division(counts_SLE, "SLE", expert_parallel)
     sequences, layers, experts = counts_SLE.shape
     grouped = counts_SLE.reshape(sequences, layers, expert_parallel, experts // expert_parallel)
     return grouped.sum(axis=3, dtype=np.int32)
+
+
+def check_division(counts: np.ndarray, axes: str, expert_parallel: int) -> None:
+    """Raise ValueError if counts lack these axes, or if the experts of the last one do not divide among the ranks."""
+    if counts.ndim != len(axes) or expert_parallel < 1 or counts.shape[-1] % expert_parallel:
+        raise ArgumentError(
+            "the number of experts is not a multiple of the number of ranks",
+            got=f"counts of shape {counts.shape} for {expert_parallel} ranks",
+            expected=f"[{', '.join(axes)}], E a multiple of the ranks",
+            do="correct the caller",
+            fault="division",
+        )
 
 
 def round_loads(plan: Plan, loads_SLR: np.ndarray, *, exchange: int) -> np.ndarray:
@@ -87,10 +92,8 @@ def round_loads(plan: Plan, loads_SLR: np.ndarray, *, exchange: int) -> np.ndarr
         for first in range(0, len(plan), exchange)
         for number in range(len(plan[first]))
     ]
-    loads = np.zeros((len(rounds), *loads_SLR.shape[1:]), np.int64)
-    for number, members in enumerate(rounds):
-        loads[number] = loads_SLR[members].sum(axis=0, dtype=np.int64)
-    return loads
+    loads = [loads_SLR[members].sum(axis=0, dtype=np.int64) for members in rounds]
+    return np.array(loads, np.int64).reshape(len(rounds), *loads_SLR.shape[1:])
 
 
 def excess(loads_NLR: np.ndarray) -> tuple[float, np.ndarray]:
@@ -226,9 +229,7 @@ class _Search:
     def run(self, work: int) -> str:
         """Try all pairs of rounds until no pair improves, little is left to gain, or the work is used up. Return what
         happened."""
-        teams = list(
-            range(len(self.members) + len(self.members) % 2)
-        )  # with an odd number of rounds one has no partner
+        teams = list(range(len(self.members) + len(self.members) % 2))  # of an odd number of rounds one has no partner
         turns = (len(teams) - 1) * -(-max(map(len, self.members)) // self.window)
         quiet = attempts = 0
         total, look = self.cost.sum(), work - _STAGE

@@ -180,60 +180,55 @@ def transfer_problems(plan: Plan) -> list[Problem]:
 
 def memory_problems(plan: Plan) -> list[Problem]:
     """Return one message for each thing that does not fit; empty when everything fits or no cluster is given."""
+    return list(_misfits(plan))
+
+
+def _misfits(plan: Plan) -> Iterator[Problem]:
     limit = plan.limit_bytes
     if limit is None:
-        return []
-    found = []
+        return
+    most = f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib"
     worst = max(range(len(plan.stages)), key=lambda stage: plan.stages[stage].total_bytes)
     if plan.stages[worst].total_bytes > limit:
-        found.append(
-            describe(
-                "the model and its activations do not fit on a rank",
-                where={"key": "cluster.gpu_memory_gib", "stage": worst},
-                got=f"{plan.stages[worst].total_bytes / 2**30:.1f} GiB",
-                expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
-                do=_remedy(plan, plan.stages[worst]),
-                fault="trainer",
-            )
+        yield describe(
+            "the model and its activations do not fit on a rank",
+            where={"key": "cluster.gpu_memory_gib", "stage": worst},
+            got=f"{plan.stages[worst].total_bytes / 2**30:.1f} GiB",
+            expected=most,
+            do=_remedy(plan, plan.stages[worst]),
+            fault="trainer",
         )
     if plan.sampler.total_bytes > limit:
-        found.append(
-            describe(
-                "weights, KV cache and arriving weights do not fit on a GPU of a sampler",
-                where={"key": "cluster.gpu_memory_gib"},
-                got=f"{plan.sampler.weight_bytes / 2**30:.1f} + {plan.sampler.kv_cache_bytes / 2**30:.1f} + "
-                f"{plan.sampler.sync_bytes / 2**30:.1f} GiB",
-                expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
-                do="lower rollout.kv_cache_mib"
-                if plan.sampler.weight_bytes < limit
-                else "raise cluster.gpus_per_engine: the weights alone are too large",
-                fault="sampler",
-            )
+        yield describe(
+            "weights, KV cache and arriving weights do not fit on a GPU of a sampler",
+            where={"key": "cluster.gpu_memory_gib"},
+            got=f"{plan.sampler.weight_bytes / 2**30:.1f} + {plan.sampler.kv_cache_bytes / 2**30:.1f} + "
+            f"{plan.sampler.sync_bytes / 2**30:.1f} GiB",
+            expected=most,
+            do="lower rollout.kv_cache_mib"
+            if plan.sampler.weight_bytes < limit
+            else "raise cluster.gpus_per_engine: the weights alone are too large",
+            fault="sampler",
         )
     elif plan.beside and plan.stages[worst].total_bytes <= limit < plan.shared_bytes:
-        found.append(
-            describe(
-                "a rank and an engine do not fit on the GPU that they share",
-                where={"key": "cluster.gpu_memory_gib"},
-                got=f"{plan.shared_bytes / 2**30:.1f} GiB",
-                expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
-                do=("" if plan.sleeps else "set rollout.sleep_level, ")
-                + "lower rollout.kv_cache_mib, use more ranks, keep less of the optimizer on the GPU "
-                "(docs/howto/one_node.md), or name servers in rollout.servers",
-                fault="shared",
-            )
+        yield describe(
+            "a rank and an engine do not fit on the GPU that they share",
+            where={"key": "cluster.gpu_memory_gib"},
+            got=f"{plan.shared_bytes / 2**30:.1f} GiB",
+            expected=most,
+            do=("" if plan.sleeps else "set rollout.sleep_level, ")
+            + "lower rollout.kv_cache_mib, use more ranks, keep less of the optimizer on the GPU "
+            "(docs/howto/one_node.md), or name servers in rollout.servers",
+            fault="shared",
         )
     if plan.sampler.fitting == 0:
-        found.append(
-            describe(
-                "not one sequence of full length fits",
-                where={"key": "rollout.kv_cache_mib"},
-                got=f"{plan.sampler.kv_tokens:,} tokens",
-                expected=f"at least {plan.batch.max_sequence_tokens:,}",
-                do="raise it",
-            )
+        yield describe(
+            "not one sequence of full length fits",
+            where={"key": "rollout.kv_cache_mib"},
+            got=f"{plan.sampler.kv_tokens:,} tokens",
+            expected=f"at least {plan.batch.max_sequence_tokens:,}",
+            do="raise it",
         )
-    return found
 
 
 def _remedy(plan: Plan, stage: Stage) -> str:

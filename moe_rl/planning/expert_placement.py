@@ -151,21 +151,16 @@ def place(
 def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_gain: float, price: float) -> None:
     shaped = counts_NLE.ndim == 3 and counts_NLE.size > 0 and counts_NLE.dtype.kind in "iu"
     if not shaped or counts_NLE.min() < 0 or expert_parallel < 1 or counts_NLE.shape[2] % expert_parallel:
-        raise ArgumentError(
-            "experts cannot be placed",
-            got=f"counts {counts_NLE.dtype} {counts_NLE.shape} for {expert_parallel} ranks",
-            expected="integers [N, L, E], none negative, at least one of each, E a multiple of the ranks",
-            do="correct the caller",
-            fault="arguments",
-        )
-    if not (0 <= max_moved <= 1 and 0 <= min_gain < 1 and price >= 0):
-        raise ArgumentError(
-            "experts cannot be placed",
-            got=f"max_moved {max_moved}, min_gain {min_gain}, price {price}",
-            expected="fractions, and a price >= 0",
-            do="correct the caller",
-            fault="arguments",
-        )
+        got = f"counts {counts_NLE.dtype} {counts_NLE.shape} for {expert_parallel} ranks"
+        expected = "integers [N, L, E], none negative, at least one of each, E a multiple of the ranks"
+    elif not (0 <= max_moved <= 1 and 0 <= min_gain < 1 and price >= 0):
+        got = f"max_moved {max_moved}, min_gain {min_gain}, price {price}"
+        expected = "fractions, and a price >= 0"
+    else:
+        return
+    raise ArgumentError(
+        "experts cannot be placed", got=got, expected=expected, do="correct the caller", fault="arguments"
+    )
 
 
 def _ranks(order_LE: np.ndarray, share: int) -> np.ndarray:
@@ -286,8 +281,7 @@ class _Exchange:
                 chosen = np.sort(np.argpartition(squares, _TRIED - 1)[:_TRIED])
             at, to = np.divmod(chosen, len(theirs))
             cost = self._cost_after(rank, ours[at], theirs[to]) - self.cost
-            first = np.lexsort((squares[chosen], cost))[:1].tolist()
-            for i in first:
+            for i in np.lexsort((squares[chosen], cost))[:1].tolist():
                 value = float(cost[i]), float(squares[chosen[i]])
                 if value < least:
                     best, least = (int(ours[at[i]]), int(theirs[to[i]])), value

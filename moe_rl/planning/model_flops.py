@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import layer_weights
-from moe_rl.models.weight_table import Weight
 
 # Operations per second in bfloat16, without sparsity, by the name that CUDA gives the device. Sources: NVIDIA's data
 # sheets of the A100 (2021), H100 and H200 (2024: "989.5 teraFLOPS" is half the figure with sparsity) and the DGX B200
@@ -44,14 +43,12 @@ def active_matrix_elements(facts: ModelFacts) -> int:
     The embedding is looked up, not multiplied. Norms and biases are left out.
     """
     weights = [weight for layer in range(facts.layers) for weight in layer_weights(facts, layer)]
-    return sum(_active(facts, weight) for weight in weights) + facts.vocab * facts.hidden_size
-
-
-def _active(facts: ModelFacts, weight: Weight) -> int:
-    stacked = weight.experts == "stacked"
-    shapes = [shape[1:] if stacked else shape for shape in weight.tensors.values()]
-    one = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-    return one * (facts.top_k if weight.experts else 1)
+    elements = facts.vocab * facts.hidden_size
+    for weight in weights:
+        shapes = (shape[1:] if weight.experts == "stacked" else shape for shape in weight.tensors.values())
+        one = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        elements += one * (facts.top_k if weight.experts else 1)
+    return elements
 
 
 def forward_flops(facts: ModelFacts, lengths: Iterable[int]) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
-from collections.abc import Sequence as Seq
 
 import numpy as np
 
@@ -34,7 +33,7 @@ def padded_length(tokens: int, ranks: int = 1) -> int:
     return max(multiple, -(-tokens // multiple) * multiple)
 
 
-def padded_lengths(tokens: Seq[int], ranks: int = 1) -> tuple[int, ...]:
+def padded_lengths(tokens: Sequence[int], ranks: int = 1) -> tuple[int, ...]:
     """Return the rows of each sequence, and at the end those of the padding after them, if there is any."""
     chunks = 2 * ranks if ranks > 1 else 1
     lengths = tuple(-(-count // chunks) * chunks for count in tokens)
@@ -53,7 +52,7 @@ def positions_of(length: int, rank: int, ranks: int) -> np.ndarray:
     return np.concatenate([np.arange(first, first + chunk), np.arange(second, second + chunk)])
 
 
-def rows_of(lengths: Seq[int], rank: int, ranks: int) -> np.ndarray:
+def rows_of(lengths: Sequence[int], rank: int, ranks: int) -> np.ndarray:
     """Return int64 [T / ranks]: the rows of a run of sum(lengths) = T rows that a rank holds, in the rank's order."""
     starts = np.cumsum((0, *lengths))
     return np.concatenate([start + positions_of(n, rank, ranks) for start, n in zip(starts, lengths, strict=False)])
@@ -65,9 +64,7 @@ def padding_experts(rows: int, experts: int, top_k: int, expert_parallel: int) -
 
     If all padding went to one expert or one rank, that rank would be the slowest of the step.
     """
-    order = (
-        np.arange(experts).reshape(expert_parallel, -1).T.ravel()
-    )  # expert 0 of each rank, then expert 1 of each rank
+    order = np.arange(experts).reshape(expert_parallel, -1).T.ravel()  # each rank's expert 0, then each rank's expert 1
     return order[np.arange(rows * top_k).reshape(rows, top_k) % experts]
 
 

@@ -86,12 +86,8 @@ def adapter_buffers(facts: ModelFacts, layout: Layout, layers: range, lora: Lora
     def sizes(weight: Weight) -> tuple[int, ...]:
         if target_of(weight) not in lora.targets:
             return ()
-        ranks = layout.expert_tensor if weight.experts else layout.tensor
-        outputs, inputs = (sum(one[0] for one in weight.tensors.values()), next(iter(weight.tensors.values()))[1])
-        return (
-            len(weight.tensors) * lora.rank * inputs // (ranks if weight.axis == 1 else 1),
-            lora.rank * outputs // (ranks if weight.axis == 0 else 1),
-        )
+        outputs, inputs = local_shape(weight, layout)
+        return len(weight.tensors) * lora.rank * inputs, lora.rank * outputs
 
     found = [one for layer in layers for one in _layer_parameters(facts, layout, layer, sizes)]
     dense, expert = ([size for size, of_experts in found if of_experts is which] for which in (False, True))
@@ -106,18 +102,18 @@ def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buff
     """
 
     def sizes(weight: Weight) -> tuple[int, ...]:
-        return (_expert_elements(facts, weight, layout) if weight.experts else _elements(weight, layout),)
+        return (_elements(facts, weight, layout),)
 
     front, back = ends(facts, first=0 in layers, last=facts.layers - 1 in layers)
     # Stages sum the gradients of their copies of a tied embedding, which is therefore a bucket of its own.
     shared = facts.tie_word_embeddings and layout.pipeline > 1
     apart = [weight for weight in (*front, *back) if shared and EMBEDDING in weight.tensors]
-    dense = [_elements(weight, layout) for weight in front if weight not in apart]
+    dense = [_elements(facts, weight, layout) for weight in front if weight not in apart]
     expert: list[int] = []
     for size, of_experts in (one for layer in layers for one in _layer_parameters(facts, layout, layer, sizes)):
         (expert if of_experts else dense).append(size)
-    dense += [_elements(weight, layout) for weight in back if weight not in apart]
-    alone = Buffer(tuple(_elements(weight, layout) for weight in apart), layout.dense_copies, layout.tensor)
+    dense += [_elements(facts, weight, layout) for weight in back if weight not in apart]
+    alone = Buffer(tuple(_elements(facts, weight, layout) for weight in apart), layout.dense_copies, layout.tensor)
     return ([alone] if alone.sizes else []) + _buffers(layout, dense, expert)
 
 
@@ -152,16 +148,18 @@ def _module(weight: Weight) -> str:
     return next(module for module in MODULES if weight.parameter.startswith(f"{module}."))
 
 
-def _elements(weight: Weight, layout: Layout) -> int:
-    """Return the elements of a dense parameter on a rank: all, or the part of a tensor-parallel rank."""
-    total = sum(map(math.prod, weight.tensors.values()))
-    return total if weight.axis is None else -(-total // layout.tensor)
-
-
-def _expert_elements(facts: ModelFacts, weight: Weight, layout: Layout) -> int:
-    """Return the elements of a parameter of one expert on a rank, which holds all or a part of it."""
+def _elements(facts: ModelFacts, weight: Weight, layout: Layout) -> int:
+    """Return the elements of a parameter, or of that of one expert, on a rank, which holds all or a part of it."""
     total = sum(map(math.prod, weight.tensors.values())) // (facts.num_experts if weight.experts == "stacked" else 1)
-    return total if weight.axis is None else -(-total // layout.expert_tensor)
+    ranks = layout.expert_tensor if weight.experts else layout.tensor
+    return total if weight.axis is None else -(-total // ranks)
+
+
+def local_shape(weight: Weight, layout: Layout) -> tuple[int, int]:
+    """Return how many outputs, of all its tensors together, and inputs of a matrix a rank holds."""
+    ranks = layout.expert_tensor if weight.experts else layout.tensor
+    outputs, inputs = sum(one[0] for one in weight.tensors.values()), next(iter(weight.tensors.values()))[1]
+    return outputs // (ranks if weight.axis == 0 else 1), inputs // (ranks if weight.axis == 1 else 1)
 
 
 def _up(value: int, multiple: int) -> int:

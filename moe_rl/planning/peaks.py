@@ -23,13 +23,13 @@ import numpy as np
 from moe_rl.config.layout import make_layout, stage_layers
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
-from moe_rl.errors import ArgumentError, Problem, TraceError, describe
+from moe_rl.errors import Problem, TraceError, describe
 from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.activations import expert_row_bytes
-from moe_rl.planning.balance import Plan, load_of, pack_by_load
+from moe_rl.planning.balance import Plan, check_division, load_of, pack_by_load
 from moe_rl.planning.memory import DTYPE_BYTES
 from moe_rl.planning.packing import pack, padded_lengths, padding_experts, split_groups
-from moe_rl.planning.plan_table import bytes_text
+from moe_rl.planning.plan_table import Row, aligned, bytes_text
 from moe_rl.trace.inspection import references, select
 
 
@@ -84,14 +84,7 @@ def budget(counts_SMLE: np.ndarray, *, expert_parallel: int, top_k: int) -> Budg
         ValueError: the experts do not divide among the ranks.
     """
     counts = np.asarray(counts_SMLE)
-    if counts.ndim != 4 or expert_parallel < 1 or counts.shape[3] % expert_parallel:
-        raise ArgumentError(
-            "the number of experts is not a multiple of the number of ranks",
-            got=f"counts of shape {counts.shape} for {expert_parallel} ranks",
-            expected="[S, M, L, E], E a multiple of the ranks",
-            do="correct the caller",
-            fault="division",
-        )
+    check_division(counts, "SMLE", expert_parallel)
     if not counts.size:
         return Budget()
     local = counts.shape[3] // expert_parallel
@@ -231,10 +224,8 @@ def _packed(config: Config, lengths: list[int], counts: np.ndarray, ranks: int) 
     if config.train.packing == "length":
         return pack(lengths, ranks=ranks, microbatch_tokens=tokens)
     parallel, loads = config.parallel, load_of(counts, config.parallel.expert)
-    dispatching, of_one_share = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
-    exchange = (
-        dispatching // of_one_share if dispatching % of_one_share == 0 else 1
-    )  # the same as world.dispatching_shares
+    shares, rest = divmod(parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context)
+    exchange = 1 if rest else shares  # the same as world.dispatching_shares
     return pack_by_load(lengths, loads, ranks=ranks, microbatch_tokens=tokens, exchange=exchange)[0]
 
 
@@ -259,7 +250,7 @@ def render(found: Peaks, config: Config, experts: int) -> str:
     pads = f"; moe_expert_capacity_factor {rows.expert_capacity_factor(experts):.4f} pads to them" if cut == 1 else ""
     in_layers = (rows.microbatch, rows.even * found.layers, rows.worst * found.layers)
     kept, even, worst = (count * found.row_bytes for count in in_layers)
-    table = [
+    table: list[Row] = [
         ("rows of a rank", rows.rank, f"in a layer of a microbatch{'' if found.exact else ', or fewer'}; {holds}"),
         ("  if they were even", rows.even, ""),
         ("  worst case", rows.worst, "every token to the experts of one rank"),
@@ -274,11 +265,9 @@ def render(found: Peaks, config: Config, experts: int) -> str:
         ("  if they were even", bytes_text(even), ""),
         ("  worst case", bytes_text(worst), ""),
     ]
-    shown = [(label, value if isinstance(value, str) else f"{value:,}", note) for label, value, note in table]
-    widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
     lines = [f"the trace: {found.sequences:,} sequences in {found.batches:,} batches, packed by {config.train.packing}"]
     if config.placement.experts != "natural":
         lines[0] += ", experts in the order of their numbers"  # the run decides the placement
     if config.placement.copies:
         lines[0] += ", without copies of experts"
-    return "\n".join(lines + [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in shown])
+    return "\n".join(lines + aligned(table))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moe_rl.planning.cluster_plan import Plan, Stage
 from moe_rl.planning.sampler_memory import Storage
 from moe_rl.planning.side_balance import SideBalance
 
-Row = tuple[str, str, str]
-"""A row: label, value, note."""
+Row = tuple[str, str | int, str]
+"""A row: label, value, note. A number is written with commas."""
 
 
 def render(plan: Plan, balance: SideBalance | None = None) -> str:
@@ -23,50 +25,47 @@ def render(plan: Plan, balance: SideBalance | None = None) -> str:
     }
     if balance is not None:
         sections["samplers and trainers"] = _balance(balance)
-    rows = [row for section in sections.values() for row in section]
-    labels, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    rows = iter(aligned(row for section in sections.values() for row in section))
     lines = []
     for title, section in sections.items():
-        lines.append(title)
-        lines += [f"  {label:<{labels}}  {value:>{values}}  {note}".rstrip() for label, value, note in section]
+        lines += [title, *(next(rows) for _ in section)]
     if plan.not_planned:
         lines.append(f"not planned: {', '.join(plan.not_planned)}")
     return "\n".join(lines)
 
 
+def aligned(rows: Iterable[Row]) -> list[str]:
+    """Format rows as lines, with labels aligned to the left and values to the right."""
+    texts = [(label, value if isinstance(value, str) else f"{value:,}", note) for label, value, note in rows]
+    labels, values = (max(len(row[column]) for row in texts) for column in (0, 1))
+    return [f"  {label:<{labels}}  {value:>{values}}  {note}".rstrip() for label, value, note in texts]
+
+
 def _ranks(plan: Plan) -> list[Row]:
     layout = plan.layout
     return [
-        ("world size", f"{layout.world_size:,}", ""),
-        ("pipeline stages", f"{layout.pipeline:,}", f"{layout.virtual_pipeline:,} runs of layers each"),
-        ("tensor parallel", f"{layout.tensor:,}", "ranks that share dense matrices and the tokens of a sequence"),
-        ("context parallel", f"{layout.context:,}", "ranks that share only the tokens of a sequence"),
-        ("data parallel", f"{layout.data:,}", "each with its own sequences"),
-        ("expert parallel", f"{layout.expert:,}", "ranks that share the experts"),
-        ("expert tensor parallel", f"{layout.expert_tensor:,}", "ranks that share each expert's matrices"),
-        ("copies of each expert", f"{layout.expert_data:,}", ""),
-        ("experts per rank", f"{layout.experts_per_rank:,}", f"of {plan.model.num_experts:,}, top {plan.model.top_k}"),
+        ("world size", layout.world_size, ""),
+        ("pipeline stages", layout.pipeline, f"{layout.virtual_pipeline:,} runs of layers each"),
+        ("tensor parallel", layout.tensor, "ranks that share dense matrices and the tokens of a sequence"),
+        ("context parallel", layout.context, "ranks that share only the tokens of a sequence"),
+        ("data parallel", layout.data, "each with its own sequences"),
+        ("expert parallel", layout.expert, "ranks that share the experts"),
+        ("expert tensor parallel", layout.expert_tensor, "ranks that share each expert's matrices"),
+        ("copies of each expert", layout.expert_data, ""),
+        ("experts per rank", layout.experts_per_rank, f"of {plan.model.num_experts:,}, top {plan.model.top_k}"),
     ]
 
 
 def _step(plan: Plan) -> list[Row]:
-    batch = plan.batch
+    batch, pairs = plan.batch, f"(token, expert) pairs of a rank and layer, {bytes_text(plan.dispatch_bytes)}"
     return [
-        ("sequences", f"{batch.sequences_per_step:,}", ""),
-        ("tokens", f"{batch.max_tokens_per_step:,}", "at most"),
-        ("longest sequence", f"{batch.max_sequence_tokens:,}", "tokens, prompt and completion"),
-        ("groups per update", f"{batch.groups_per_update:,}", f"{batch.sequences_per_update:,} sequences"),
-        ("microbatches", f"{batch.max_microbatches:,}", "per rank and update, if all are full length"),
-        (
-            "rows per microbatch",
-            f"{batch.microbatch_rows:,}",
-            f"{batch.microbatch_rows // plan.layout.context:,} on a rank",
-        ),
-        (
-            "dispatched rows",
-            f"{plan.fullest.activations.dispatched_rows:,}",
-            f"(token, expert) pairs of a rank and layer, {bytes_text(plan.dispatch_bytes)} each way, if loaded evenly",
-        ),
+        ("sequences", batch.sequences_per_step, ""),
+        ("tokens", batch.max_tokens_per_step, "at most"),
+        ("longest sequence", batch.max_sequence_tokens, "tokens, prompt and completion"),
+        ("groups per update", batch.groups_per_update, f"{batch.sequences_per_update:,} sequences"),
+        ("microbatches", batch.max_microbatches, "per rank and update, if all are full length"),
+        ("rows per microbatch", batch.microbatch_rows, f"{batch.microbatch_rows // plan.layout.context:,} on a rank"),
+        ("dispatched rows", plan.fullest.activations.dispatched_rows, f"{pairs} each way, if loaded evenly"),
     ]
 
 
@@ -74,13 +73,13 @@ def _run(plan: Plan) -> list[Row]:
     batch, rounds = plan.batch, plan.batch.sampling_rounds
     unknown = "none: the prompts are endless" if batch.endless else "unknown: task.train cannot be read"
     epochs = unknown if batch.epochs is None else f"{batch.epochs:.2f}"
-    steps, tokens = batch.steps_per_epoch, batch.max_tokens_per_epoch
+    steps = batch.steps_per_epoch
     return [
-        ("steps", f"{batch.steps:,}", ""),
-        ("optimizer updates", f"{batch.updates:,}", ""),
-        ("prompts per epoch", unknown if batch.prompts_per_epoch is None else f"{batch.prompts_per_epoch:,}", ""),
+        ("steps", batch.steps, ""),
+        ("optimizer updates", batch.updates, ""),
+        ("prompts per epoch", unknown if batch.prompts_per_epoch is None else batch.prompts_per_epoch, ""),
         ("steps per epoch", unknown if steps is None else f"{steps:,.1f}", ""),
-        ("tokens per epoch", unknown if tokens is None else f"{tokens:,}", "at most"),
+        ("tokens per epoch", unknown if batch.max_tokens_per_epoch is None else batch.max_tokens_per_epoch, "at most"),
         ("epochs", epochs, f"up to {rounds} times that" if rounds > 1 else ""),
     ]
 
@@ -89,7 +88,7 @@ def _model(plan: Plan) -> list[Row]:
     model = plan.model
     return [
         ("parameters", _count(model.parameters), f"{_count(model.expert_parameters)} in experts"),
-        ("MoE layers", f"{model.moe_layers:,}", f"of {model.layers:,}"),
+        ("MoE layers", model.moe_layers, f"of {model.layers:,}"),
         ("parameters per rank", _count(plan.fullest.memory.parameters), "of the fullest stage"),
     ]
 
@@ -98,7 +97,8 @@ def _memory(plan: Plan) -> list[Row]:
     stage = plan.fullest
     memory, activations = stage.memory, stage.activations
     sharing = "sharded over its data-parallel group" if plan.distributed_optimizer else "not sharded"
-    kept = f"{activations.in_flight:.4g} microbatches with {bytes_text(activations.kept_bytes)}"
+    kept = f"recompute {plan.recompute}: {activations.in_flight:.4g} microbatches with "
+    kept += bytes_text(activations.kept_bytes)
     rows = [
         ("parameters", bytes_text(memory.parameter_bytes), "frozen" if memory.adapter_bytes else ""),
         *((("adapters", bytes_text(memory.adapter_bytes), ""),) if memory.adapter_bytes else ()),
@@ -106,11 +106,7 @@ def _memory(plan: Plan) -> list[Row]:
         ("optimizer state", bytes_text(memory.optimizer_bytes), sharing),
         *((("  in host memory", bytes_text(memory.host_bytes), "of each rank"),) if memory.host_bytes else ()),
         ("reference model", bytes_text(memory.reference_bytes), "frozen" if memory.reference_bytes else "none"),
-        (
-            "activations",
-            bytes_text(activations.peak_bytes),
-            f"recompute {plan.recompute}: {kept}, then the largest peak on top",
-        ),
+        ("activations", bytes_text(activations.peak_bytes), f"{kept}, then the largest peak on top"),
         *((("  of adapters", bytes_text(activations.adapter_bytes), "of one layer"),) if memory.adapter_bytes else ()),
         ("routes and plans", bytes_text(stage.route_bytes), "of all microbatches of a step"),
         ("logits of these rows", bytes_text(activations.head_bytes), "with the last norm"),
@@ -123,10 +119,7 @@ def _memory(plan: Plan) -> list[Row]:
 
 def _stage(number: int, stage: Stage) -> Row:
     memory = stage.memory
-    parts = ", ".join(
-        f"{name} {bytes_text(count)}"
-        for name, count in (("model", memory.model_bytes), ("activations", stage.activations.peak_bytes))
-    )
+    parts = f"model {bytes_text(memory.model_bytes)}, activations {bytes_text(stage.activations.peak_bytes)}"
     layers = f"{len(memory.layers)} layers from {memory.layers[0]}, {memory.moe_layers} with experts"
     note = f"{layers}; {_count(memory.parameters)} parameters; {parts}"
     return f"stage {number}", bytes_text(stage.total_bytes), note
@@ -140,20 +133,16 @@ def _verdict(plan: Plan, total: int) -> str:
 
 
 def _sampler(plan: Plan) -> list[Row]:
-    sampler = plan.sampler
+    sampler, shared = plan.sampler, plan.shared_bytes
     fits = "fit" if sampler.fits_max_concurrent else "not all fit at full length: the sampler will preempt some"
     return [
-        ("engines", f"{sampler.engines:,}", f"of {sampler.gpus_per_engine:,} GPUs" if plan.limit_bytes else ""),
+        ("engines", sampler.engines, f"of {sampler.gpus_per_engine:,} GPUs" if plan.limit_bytes else ""),
         ("weights", bytes_text(sampler.weight_bytes), "on each GPU" if plan.limit_bytes else ""),
-        ("KV cache", f"{sampler.kv_tokens:,}", f"tokens of {sampler.kv_bytes_per_token:,} B, per engine"),
-        ("sequences at once", f"{sampler.max_concurrent:,}", f"{fits}; {sampler.fitting:,} fit, per engine"),
+        ("KV cache", sampler.kv_tokens, f"tokens of {sampler.kv_bytes_per_token:,} B, per engine"),
+        ("sequences at once", sampler.max_concurrent, f"{fits}; {sampler.fitting:,} fit, per engine"),
         ("new weights", bytes_text(sampler.sync_bytes), "that arrive and wait for the rest of their layer, at most"),
         ("per GPU", bytes_text(sampler.total_bytes), _verdict(plan, sampler.total_bytes)),
-        *(
-            [("with a rank on it", bytes_text(plan.shared_bytes), _verdict(plan, plan.shared_bytes))]
-            if plan.beside
-            else []
-        ),
+        *([("with a rank on it", bytes_text(shared), _verdict(plan, shared))] if plan.beside else []),
         ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "to each engine, at each transfer"),
         ("weights travel by", plan.transfer.way or "no way", plan.transfer.why),
         ("weight bucket", bytes_text(plan.storage.weight_bucket_bytes), "largest amount that a rank holds on the way"),
@@ -189,14 +178,12 @@ def _balance(balance: SideBalance) -> list[Row]:
     speeds, each = balance.speeds, "completion tokens/s of a GPU that"
     of = "of 1 GPU" if balance.gpus_per_engine == 1 else f"of {balance.gpus_per_engine:,} GPUs"
     needed = f"{of}, so that {balance.trainers:,} GPUs that train never wait"
-    idle = [
-        f"if both sides work at once; {in_turns:.0%} if each waits for the other" for in_turns in balance.idle_in_turns
-    ]
+    idle = [f"if both sides work at once; {share:.0%} if each waits for the other" for share in balance.idle_in_turns]
     return [
         ("speed of sampling", f"{speeds.sampled:,.0f}", f"{each} samples, {speeds.source}"),
         ("speed of training", f"{speeds.trained:,.0f}", f"{each} trains"),
         ("samplers for a trainer", f"{balance.ratio:,.2f}", "GPUs that sample for each that trains keep both busy"),
-        ("engines for these trainers", f"{balance.engines:,}", needed),
+        ("engines for these trainers", balance.engines, needed),
         ("planned", f"{balance.samplers:,} : {balance.trainers:,}", "GPUs that sample, and that train"),
         ("samplers idle", f"{balance.idle_overlapped[0]:.0%}", idle[0]),
         ("trainers idle", f"{balance.idle_overlapped[1]:.0%}", idle[1]),
