@@ -25,6 +25,8 @@ from numpy.typing import ArrayLike
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f7fd9", "#dd8427", "#2f9e73", "#8d6fd1"
 RED, GREY, CYAN, YELLOW, OLIVE = "#d4524e", "#8b919b", "#2aa3b8", "#b9a04a", "#6e7f3a"
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, CYAN, YELLOW, GREY)
+"""One for each run, where several runs are in one plot."""
 PHASES = (
     ("sample", BLUE),
     ("reward", PURPLE),
@@ -216,7 +218,7 @@ def panel_of(name: str, title: str, direction: str, reading: str, figure: Figure
     for axes in figure.axes:
         low, high = axes.dataLim.intervalx
         # With a single step the axis would otherwise count hundredths of a step.
-        if axes.get_xlabel() == "step" and high - low < 1:
+        if axes.get_xlabel() == "step" and 0 <= high - low < 1:
             axes.set_xlim(low - 1, high + 1)
         handles, labels = axes.get_legend_handles_labels()
         if labels:

@@ -80,12 +80,12 @@ class RunLog:
         now = time.monotonic()
         self._intervals.append(metrics["time/step"] if self._last_time is None else now - self._last_time)
         self._last_time = now
+        columns = self._columns(step, metrics)
         if self._lines_since_header >= _HEADER_EVERY:
-            self._print("  ".join(title.rjust(width) for title, width in self._columns()))
+            self._print("  ".join(title.rjust(width) for title, width, _ in columns))
             self._lines_since_header = 0
         self._lines_since_header += 1
-        cells = self._cells(step, metrics)
-        self._print("  ".join(cell.rjust(width) for cell, (_, width) in zip(cells, self._columns(), strict=True)))
+        self._print("  ".join(text.rjust(width) for _, width, text in columns))
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -97,17 +97,13 @@ class RunLog:
         text = f"held-out after step {step}: pass {percent(metrics['eval/pass_rate'])}"
         if "eval/pass_rate_greedy" in metrics:
             text += f", greedy {percent(metrics['eval/pass_rate_greedy'])}"
-        levels = [
-            f"{key.removeprefix('eval/level/')} {percent(value, 0)}"
-            for key, value in metrics.items()
-            if key.startswith("eval/level/")
-        ]
-        at = [
-            f"{source} pass@{k} {percent(value)}"
-            for key, value in metrics.items()
-            if key.startswith("eval/pass_at/")
-            for source, k in [key.split("/")[2:]]
-        ]
+        at, levels = [], []
+        for key, value in metrics.items():
+            match key.split("/"):
+                case ["eval", "level", *name]:
+                    levels.append(f"{'/'.join(name)} {percent(value, 0)}")
+                case ["eval", "pass_at", source, k]:
+                    at.append(f"{source} pass@{k} {percent(value)}")
         self._print(", ".join([text, *at]) + (f" ({', '.join(levels)})" if levels else ""))
 
     def evaluation(self, step: int) -> Mapping[str, float | None] | None:
@@ -176,57 +172,38 @@ class RunLog:
 
     def _print(self, text: str) -> None:
         with writing("the output of the run could not be written", "stdout"):
-            self._show(text)
+            # With both streams on one terminal, a line must be printed through the progress bar, or it would break the
+            # bar. A redirected stdout gets plain lines.
+            if self._console is not None and sys.stdout.isatty():
+                self._console.print(Text(text), soft_wrap=True)
+            else:
+                print(text, flush=True)
 
-    def _show(self, text: str) -> None:
-        # With both streams on one terminal, a line must be printed through the progress bar, or it would break the bar.
-        # A redirected stdout gets plain lines.
-        if self._console is not None and sys.stdout.isatty():
-            self._console.print(Text(text), soft_wrap=True)
-        else:
-            print(text, flush=True)
+    def _columns(self, step: int, m: dict[str, float]) -> list[tuple[str, int, str]]:
+        """Return title, width and text of each column. The columns of replay appear only with replay."""
 
-    def _columns(self) -> list[tuple[str, int]]:
-        """Return the titles and widths of the columns. The columns of replay appear only with replay."""
-        width = 2 * len(str(self._total)) + 1
-        routes = [("shadow%" if self._mode == "r3" else "native%", 7)]
-        if self._mode != "off":
-            routes += [("applied", 7), ("routes taken", 15)]
-        return [
-            ("step", max(4, width)),
-            ("reward", 6),
-            ("pass", 6),
-            ("len", 6),
-            ("kl k3", 7),
-            *routes,
-            ("clip%", 6),
-            ("grad", 6),
-            ("sec", 6),
-            ("tok/s", 6),
-            ("eta", 6),
-        ]
-
-    def _cells(self, step: int, m: dict[str, float]) -> list[str]:
         def pct(key: str) -> str:
             return f"{100 * m[key]:.2f}" if key in m else "-"
 
-        routes = [pct("routing/shadow_mismatch" if self._mode == "r3" else "routing/native_mismatch")]
+        routes = [("native%", 7, pct("routing/native_mismatch"))]
+        if self._mode == "r3":
+            routes = [("shadow%", 7, pct("routing/shadow_mismatch"))]
         if self._mode != "off":
             taken = f"{m['routing/consumed']:.0f}/{m['routing/expected']:.0f}"
-            routes += [f"{m['routing/applied_mismatch']:.0f}", taken]
+            routes += [("applied", 7, f"{m['routing/applied_mismatch']:.0f}"), ("routes taken", 15, taken)]
         # Sampling and training together over the whole step: the throughput for the user.
         tokens = m["rollout/sequences"] * m["rollout/completion_tokens_mean"]
         rate = tokens / m["time/step"] if m["time/step"] > 0 else float("nan")
         return [
-            f"{step}/{self._total}",
-            f"{m['reward/mean']:.3f}",
-            percent(m["reward/pass_rate"]),
-            f"{m['rollout/completion_tokens_mean']:.1f}",
-            scientific(m["policy_kl/k3"]),
+            ("step", max(4, 2 * len(str(self._total)) + 1), f"{step}/{self._total}"),
+            ("reward", 6, f"{m['reward/mean']:.3f}"),
+            ("pass", 6, percent(m["reward/pass_rate"])),
+            ("len", 6, f"{m['rollout/completion_tokens_mean']:.1f}"),
+            ("kl k3", 7, scientific(m["policy_kl/k3"])),
             *routes,
-            pct("objective/clip_fraction"),
-            f"{m['optim/grad_norm']:.3f}",
-            f"{m['time/step']:.2f}",
-            f"{rate:.0f}",
-            duration(statistics.fmean(self._intervals) * (self._total - step)),
+            ("clip%", 6, pct("objective/clip_fraction")),
+            ("grad", 6, f"{m['optim/grad_norm']:.3f}"),
+            ("sec", 6, f"{m['time/step']:.2f}"),
+            ("tok/s", 6, f"{rate:.0f}"),
+            ("eta", 6, duration(statistics.fmean(self._intervals) * (self._total - step))),
         ]

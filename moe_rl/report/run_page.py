@@ -120,17 +120,14 @@ def _facts(run: RunLines, summary: dict[str, Any], config: dict[str, Any]) -> li
 
 
 def _warnings(run: RunLines, summary: dict[str, Any], *, finished: bool) -> list[str]:
-    warnings = []
-    if not finished:
-        warnings.append("The run has not written its summary: it is still running, or it was stopped.")
-    if summary.get("collapse"):
-        warnings.append(f"The run was ended before its last step: {summary['collapse']}.")
-    if run.torn:
-        warnings.append("The last line of metrics.jsonl is incomplete and was left out.")
-    if summary["nonfinite_values"]:
-        listed = ", ".join(f"{key} ({times})" for key, times in summary["nonfinite_values"].items())
-        warnings.append(f"Values that are not finite were left out of plots and means: {listed}.")
-    return warnings
+    lost = ", ".join(f"{key} ({times})" for key, times in summary["nonfinite_values"].items())
+    due = {
+        "The run has not written its summary: it is still running, or it was stopped.": not finished,
+        f"The run was ended before its last step: {summary.get('collapse')}.": summary.get("collapse"),
+        "The last line of metrics.jsonl is incomplete and was left out.": run.torn,
+        f"Values that are not finite were left out of plots and means: {lost}.": lost,
+    }
+    return [warning for warning, shown in due.items() if shown]
 
 
 def _tiles(run: RunLines, s: dict[str, Any]) -> list[Tile]:
@@ -179,31 +176,22 @@ def _proof(run: RunLines, s: dict[str, Any]) -> dict[str, Any]:
     if not run.train or run.mode == "off":
         return {"mode": run.mode if run.train else None, "checks": []}
     consumed, expected = s["routes_consumed"], s["routes_expected"]
+    once = f"routes consumed exactly once: {count(consumed)} of {count(expected)}"
     checks = [
-        (
-            consumed is not None and consumed == expected,
-            f"routes consumed exactly once: {count(consumed)} of {count(expected)}",
-        ),
+        (consumed is not None and consumed == expected, once),
         (s["routes_applied_mismatch"] == 0, f"applied mismatch {count(s['routes_applied_mismatch'])}"),
     ]
     good = bool(s["routes_exact_every_step"]) and all(fine for fine, _ in checks)
     fallback, dropped = s["routes_fallback_positions"], s["routes_dropped_sequences"]
-    whole = s["routes_coverage"] == 1 and not fallback and not dropped
-    note = f"coverage {_exact_percent(s['routes_coverage'])}"
+    coverage = s["routes_coverage"]
+    whole = coverage == 1 and not fallback and not dropped
+    # 100% only if exactly 1, so that 0.99999 does not look like 100%
+    note = "coverage " + ("not known" if coverage is None else "100%" if coverage == 1 else f"{100 * coverage:.6g}%")
     if not whole:
-        note += (
-            f" at worst: {count(fallback)} (token, layer) positions routed natively and {count(dropped)} sequences "
-            "dropped, as the config allows"
-        )
+        note += f" at worst: {count(fallback)} (token, layer) positions routed natively and {count(dropped)} sequences "
+        note += "dropped, as the config allows"
     replayed = "Replay (R3) of the sampler's routes" if run.mode == "r3" else "Replay (R2) of the trainer's own routes"
     return {"mode": run.mode, "checks": [*checks, (whole, note)], "good": good, "replayed": replayed}
-
-
-def _exact_percent(value: float | None) -> str:
-    """Format as 100% only if exactly 1, so that 0.99999 does not look like 100%."""
-    if value is None:
-        return "not known"
-    return "100%" if value == 1 else f"{100 * value:.6g}%"
 
 
 def _samples(samples: list[SampleLine]) -> list[tuple[str, list[tuple[SampleLine, list[dict[str, Any]]]]]]:
@@ -245,8 +233,12 @@ def _heldout(run: RunLines) -> dict[str, Any]:
     found = [pass_rates(row) for row in shown]
     rooms = ("pass_rate", "pass_rate_greedy", "source", "pass_at")
     names = {name for rates in found for name in rates if name.partition("/")[0] in rooms}
-    ordered = sorted(names, key=lambda name: (rooms.index(name.partition("/")[0]), name))
-    sets = [(_rate_title(name), [rates.get(name, [None] * 3) for rates in found]) for name in ordered]
+    sets = []
+    for name in sorted(names, key=lambda name: (rooms.index(name.partition("/")[0]), name)):
+        room, _, source = name.partition("/")
+        title = {"pass_rate": "all", "pass_rate_greedy": "all, greedy", "source": source}.get(room)
+        title = title or ", pass@".join(source.rsplit("/", 1))
+        sets.append((title, [rates.get(name, [None] * 3) for rates in found]))
     return {"heldout": sets, "heldout_steps": [row["step"] for row in shown]}
 
 
@@ -255,26 +247,16 @@ def _first_and_last(run: RunLines) -> list[Row]:
     return run.eval[:1] + run.eval[1:][-1:]
 
 
-def _rate_title(name: str) -> str:
-    """Describe which prompts a pass rate covers, and how they were sampled."""
-    room, _, rest = name.partition("/")
-    source, _, k = rest.rpartition("/")
-    said = {"pass_rate": "all", "pass_rate_greedy": "all, greedy", "source": rest, "pass_at": f"{source}, pass@{k}"}
-    return said[room]
-
-
 def _levels(run: RunLines) -> dict[str, Any]:
     """Return the held-out pass rate by level, in the first and the last evaluation."""
     keys = sorted({key for row in run.eval for key in row if key.startswith("eval/level/")})
     shown = _first_and_last(run)
-    levels, changes = [], []
+    levels: list[dict[str, Any]] = []
     for key in keys:
-        name, rates = key.removeprefix("eval/level/"), [row.get(key) for row in shown]
-        known = [rate for rate in rates if rate is not None]
-        change = known[1] - known[0] if len(known) == 2 else None
-        levels.append({"name": name, "rates": rates, "change": change})
-        if change is not None:
-            changes.append((change, name))
+        rates: list[Any] = [row.get(key) for row in shown]
+        change = rates[1] - rates[0] if len(rates) == 2 and None not in rates else None
+        levels.append({"name": key.removeprefix("eval/level/"), "rates": rates, "change": change})
+    changes = [(level["change"], level["name"]) for level in levels if level["change"] is not None]
     reading = "One evaluation so far."
     if changes:
         (least, worst), (most, best) = min(changes), max(changes)
@@ -303,8 +285,6 @@ def _metrics(run: RunLines) -> dict[str, Any]:
 
 
 def _broken(better: str, value: float | None, latest: dict[str, tuple[int, float | None]]) -> bool:
-    if value is None:
-        return True
-    if better == "must equal routing/expected":
-        return value != latest.get("routing/expected", (0, None))[1]
-    return (better == "must be 0" and value != 0) or (better == "must be 1" and value != 1)
+    _, expected = latest.get("routing/expected", (0, None))
+    musts = {"must be 0": 0, "must be 1": 1, "must equal routing/expected": expected}
+    return value is None or value != musts.get(better, value)

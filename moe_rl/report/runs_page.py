@@ -11,30 +11,13 @@ import matplotlib
 
 from moe_rl.disk import write_whole
 from moe_rl.report import summary
-from moe_rl.report.figures import (
-    BLUE,
-    CYAN,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    STYLE,
-    YELLOW,
-    Panel,
-    figure_of,
-    in_percent,
-    line,
-    missing,
-    panel_of,
-)
+from moe_rl.report.figures import COLOURS, STYLE, Panel, figure_of, in_percent, line, missing, panel_of
 from moe_rl.report.format import count, duration, percent, scientific, seconds, short
 from moe_rl.report.lines import RunLines, read_run
 from moe_rl.report.page import Tile, render
 from moe_rl.report.run_config import differing, flat, read_config
 
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, CYAN, YELLOW, GREY)
-MOST = len(_COLOURS)
+MOST = len(COLOURS)
 """Largest number of runs on one page: each has its own colour."""
 
 
@@ -66,16 +49,16 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Trained tokens per second, median", "trained_tokens_per_second_median", short),
 )
 
-# (name, title, direction, key, kind of line, a fraction, log axis)
+# (name, title, direction, key)
 _PLOTS = (
-    ("heldout", "Held-out pass rate", "fraction, higher is better", "eval/pass_rate", "eval", True, False),
-    ("reward", "Reward", "mean per completion, higher is better", "reward/mean", "train", False, False),
-    ("kl", "Policy KL k3", "nats/token, log axis, lower is better", "policy_kl/k3", "train", False, True),
-    ("length", "Completion length", "mean tokens", "rollout/completion_tokens_mean", "train", False, False),
-    ("entropy", "Entropy", "nats per token", "policy/entropy", "train", False, False),
-    ("rate", "Learning rate", "of the last update of a step", "optim/lr", "train", False, False),
-    ("norm", "Gradient norm", "spikes are bad", "optim/grad_norm", "train", False, False),
-    ("time", "Time of a step", "seconds, lower is better", "time/step", "train", False, False),
+    ("heldout", "Held-out pass rate", "fraction, higher is better", "eval/pass_rate"),
+    ("reward", "Reward", "mean per completion, higher is better", "reward/mean"),
+    ("kl", "Policy KL k3", "nats/token, log axis, lower is better", "policy_kl/k3"),
+    ("length", "Completion length", "mean tokens", "rollout/completion_tokens_mean"),
+    ("entropy", "Entropy", "nats per token", "policy/entropy"),
+    ("rate", "Learning rate", "of the last update of a step", "optim/lr"),
+    ("norm", "Gradient norm", "spikes are bad", "optim/grad_norm"),
+    ("time", "Time of a step", "seconds, lower is better", "time/step"),
 )
 
 
@@ -107,8 +90,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
 
 def _read(number: int, folder: Path) -> ReportedRun:
     lines, label = read_run(folder), f"run {number}"
-    config = flat(read_config(folder))
-    return ReportedRun(label, f"{label}: {folder}", lines, summary.measure(lines), config)
+    return ReportedRun(label, f"{label}: {folder}", lines, summary.measure(lines), flat(read_config(folder)))
 
 
 def _tiles(runs: Sequence[ReportedRun]) -> list[Tile]:
@@ -122,25 +104,21 @@ def _tiles(runs: Sequence[ReportedRun]) -> list[Tile]:
     return [Tile("Best last held-out pass rate", percent(best), under if len(rates) > 1 else run.label)]
 
 
-def _panel(
-    runs: Sequence[ReportedRun], name: str, title: str, direction: str, key: str, kind: str, fraction: bool, log: bool
-) -> Panel:
-    series = [(run.label, colour, *run.lines.series(key, kind)) for run, colour in zip(runs, _COLOURS, strict=False)]
+def _panel(runs: Sequence[ReportedRun], name: str, title: str, direction: str, key: str) -> Panel:
+    held = key.startswith("eval/")
+    kind = "eval" if held else "train"
+    series = [(run.label, colour, *run.lines.series(key, kind)) for run, colour in zip(runs, COLOURS, strict=False)]
     drawn = [one for one in series if one[2]]
     if not drawn:
         return missing(name, title, direction, "No run has logged it.")
     figure, axes = figure_of()
     for label, colour, steps, values in drawn:
-        line(axes, steps, values, colour, label, marker="o" if kind == "eval" else None, markersize=4)
-    if log and all(value > 0 for *_, values in drawn for value in values):
+        line(axes, steps, values, colour, label, marker="o" if held else None, markersize=4)
+    if "log axis" in direction and all(value > 0 for *_, values in drawn for value in values):
         axes.set_yscale("log")
-    if fraction:
+    if held:
         axes.set_ylim(0, 1)
         in_percent(axes)
-    written = percent if fraction else short
-    reading = "Last values: " + ", ".join(f"{label} {written(_rounded(values[-1]))}" for label, _, _, values in drawn)
-    return panel_of(name, title, direction, reading + ".", figure)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
+    written = percent if held else short
+    last = ", ".join(f"{label} {written(float(f'{values[-1]:.3g}'))}" for label, _, _, values in drawn)
+    return panel_of(name, title, direction, f"Last values: {last}.", figure)

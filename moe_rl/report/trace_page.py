@@ -30,7 +30,6 @@ from moe_rl.report.figures import (
     color_bar,
     figure_of,
     from_zero,
-    in_percent,
     layers_upward,
     line,
     panel_of,
@@ -69,11 +68,13 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
             do="give one shard, or a store that is not empty",
         )
     spec, counts_LE = expert_counts(selection)
+    layers = spec.moe_layers
+    some = tuple(dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])))
     with matplotlib.rc_context(STYLE):
         panels = [
-            _popularity(counts_LE, spec.moe_layers),
-            _balance(counts_LE, spec.moe_layers),
-            _coactivation(*coactivation(selection, _some_layers(spec.moe_layers)), spec.top_k),
+            _popularity(counts_LE, layers),
+            _balance(counts_LE, layers),
+            _coactivation(*coactivation(selection, some), spec.top_k),
         ]
         if other is not None:
             found = compare(selection, other)
@@ -155,8 +156,7 @@ def _layers_that_differ(found: Disagreement) -> Panel:
     sets_L, experts_L = found.sets_L / found.rows, found.experts_L / found.rows / found.top_k
     axes.bar(found.layers, sets_L, width=0.8, color=BLUE, alpha=0.85, label="sets that differ", linewidth=0)
     line(axes, found.layers, experts_L, ORANGE, "experts that differ", marker="o", markersize=3.2)
-    in_percent(axes)
-    from_zero(axes, least=0.01)
+    from_zero(axes, least=0.01, percent=True)
     worst = int(sets_L.argmax())
     reading = (
         f"{percent(float(sets_L.mean()), 2)} of sets differ over {found.rows:,} tokens of {found.sequences} sequences, "
@@ -173,8 +173,7 @@ def _positions_that_differ(found: Disagreement) -> Panel:
     share = found.bin_differ[seen] / found.bin_sets[seen]
     middle = (np.flatnonzero(seen) + 0.5) * found.bin_rows
     line(axes, middle, share, BLUE, None, marker="o", markersize=3.2)
-    in_percent(axes)
-    from_zero(axes, least=0.01)
+    from_zero(axes, least=0.01, percent=True)
     reading = f"Mean of all layers, in bins of {found.bin_rows} tokens."
     if len(share) > 1:
         half = len(share) // 2
@@ -199,11 +198,6 @@ def _heat(figure: Figure, axes: Axes, ratio: np.ndarray, label: str, *, bar: boo
         scale = color_bar(figure, image, axes, label, pad=0.015, fraction=0.045, extend="both")
         scale.set_ticks(range(-3, 4))
         scale.ax.yaxis.set_major_formatter(FuncFormatter(lambda power, _: f"{2.0**power:.3g}"))
-
-
-def _some_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first, the middle and the last element."""
-    return tuple(dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])))
 
 
 def _load(counts_LE: np.ndarray) -> np.ndarray:
@@ -247,6 +241,7 @@ def _page(selection: Selection, facts: dict, panels: list[Panel], other: Selecti
         f"{count(model['shards'])} shards, {binary(model['bytes'])}; {model['top_k']} of {model['num_experts']} "
         f"experts in {len(model['popularity'])} layers; model {model['fingerprint'][:16]}"
     )
+    tokens = f"{count(model['tokens'])} tokens, {count(model['stored_tokens'])} stored"
     bounds = f"bound {model['bits_per_set_bound']:.1f}; from popularity alone {model['bits_per_set_order0']:.1f}"
     raw = f"all of the file; {model['bytes_per_stored_token']:.0f} a stored token; raw {model['raw_bytes_per_token']}"
     evenness = percent(float(np.mean([row["evenness"] for row in model["popularity"]])))
@@ -257,11 +252,7 @@ def _page(selection: Selection, facts: dict, panels: list[Panel], other: Selecti
         heading=name,
         facts=[said + (f", against {other.root}" if other else "")],
         tiles=[
-            Tile(
-                "Sequences",
-                count(model["sequences"]),
-                f"{count(model['tokens'])} tokens, {count(model['stored_tokens'])} stored",
-            ),
+            Tile("Sequences", count(model["sequences"]), tokens),
             Tile("Bits a set", f"{model['bits_per_set']:.1f}", bounds),
             Tile("Bytes a token", f"{model['bytes_per_token']:.0f}", raw),
             Tile("Evenness", evenness, "entropy of picks; 100% is an even load"),

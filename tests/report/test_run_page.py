@@ -320,3 +320,10 @@ def test_templates_take_only_plots_as_they_are():
         "run.html": ['"/<wbr>" | safe'],
     }
     assert not any("autoescape" in path.read_text() for path in folder.iterdir())
+
+
+def test_a_run_without_any_finite_clip_fraction_has_its_plot(tmp_path, step_metrics):
+    rows = [step_metrics(step) | {"objective/clip_fraction": float("nan")} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(encode(1 + n, "train", row) for n, row in enumerate(rows)))
+    panel = run_plots._update(read_run(tmp_path))
+    assert panel.svg is not None and "of ratios clipped" not in panel.reading
