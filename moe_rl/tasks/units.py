@@ -129,6 +129,9 @@ _PARTS = re.compile(r"(\d+(?:\.\d+)?)[ \x01]*([A-Za-z]+)\.?")
 _JOINED = re.compile(r"[ \x01,]*(?:\band\b)?[ \x01,]*")
 _THOUSANDS = re.compile(r"\{,\}|(?<=\d),(?=\d{3})")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
+_DECIMALS = re.compile(rf"[(\[{{\\]*{_DECIMAL.pattern}(?: *, *{_DECIMAL.pattern})*[ )\]}}\\]*")
+# The unit of an item in a list: 3 cm, 5 cm.
+_OF_ITEM = re.compile(rf"(?<=[\d}}])[ {_MARK}]*{_LETTER}[^,;)\]]*?(?=[ {_MARK}]*(?:[,;)\]]|\\\}}|\b(?:and|or)\b|$))")
 _POWERS = {"square": 2, "sq": 2, "sq.": 2, "squared": 2, "cubic": 3, "cu": 3, "cu.": 3, "cubed": 3}
 # The last symbol of a product. The library would drop it as a unit.
 _SYMBOL = re.compile(r"(?<=\d)([a-z]{0,2})([a-z])$|(?<=[})])( *)([a-z])$|(?<=[a-z\d}] )()([a-z])$")
@@ -152,6 +155,8 @@ def in_one_unit(expected: str, said: str) -> list[tuple[str, str]]:
     An answer without a unit is taken to have the other's. A number may equal a percentage or a hundredth of it; for
     this there are two pairs, one of which must be equal. Texts without units stay as they are.
     """
+    if re.search(r"\u00a3|\\pounds|GBP", expected + said):
+        expected, said = (re.sub(r"(?<!\\)\bpounds?\b", "GBP", one) for one in (expected, said))
     ours, theirs = _quantity(expected), _quantity(said)
     ours = ours or (theirs and _quantity(expected, loose=True))
     theirs = theirs or (ours and _quantity(said, loose=True))
@@ -200,8 +205,8 @@ def _celsius(number: str, unit: Unit) -> str:
 
 def _times(number: str, size: Fraction) -> str:
     plain = _THOUSANDS.sub("", number)
-    if _DECIMAL.fullmatch(plain):
-        return str(Fraction(plain) * size)
+    if _DECIMALS.fullmatch(plain):
+        return _DECIMAL.sub(lambda found: str(Fraction(found[0]) * size), plain)
     return rf"({number})\cdot\frac{{{size.numerator}}}{{{size.denominator}}}"
 
 
@@ -223,6 +228,9 @@ def _quantity(text: str, *, loose: bool = False) -> tuple[str, Unit] | None:
         return (sign + scale).replace(_MARK, "").strip(), _unit(name.rstrip("."))  # type: ignore[return-value]
     if parts := _parts(text):
         return parts
+    units = _OF_ITEM.findall(text)
+    if len(units) > 1 and len(set(units)) == 1:
+        text = re.sub(r"[ ,\x01]*\b(?:and|or)\b", ",", _OF_ITEM.sub("", text)) + units[0]
     for place in _START.finditer(text):
         number, rest = text[: place.start()], text[place.start() :]
         if (unit := _unit(rest)) is None:
@@ -234,7 +242,7 @@ def _quantity(text: str, *, loose: bool = False) -> tuple[str, Unit] | None:
             continue
         if _FUNCTION.search(number):
             return None
-        if re.search(r"\d|\\pi|[\u03c0\u00bc-\u00be]", number) and "," not in _THOUSANDS.sub("", number):
+        if re.search(r"\d|\\pi|[\u03c0\u00bc-\u00be]", number):
             return number.strip(), unit
     return None
 

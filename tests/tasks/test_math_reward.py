@@ -422,6 +422,20 @@ UNITS = [
     (r"5 PM", r"5:00 p.m.", 1),
     (r"5 AM", r"5 PM", 0),
     (r"5^{th}", r"5", 1),
+    (r"3 cm, 5 cm", r"5, 3", 1),
+    (r"3, 5", r"3\text{ cm}, 5\text{ cm}", 1),
+    (r"3\text{ cm and }5\text{ cm}", r"3,5", 1),
+    (r"3 cm or 5 cm", r"0.03 m, 0.05 m", 1),
+    (r"3 cm, 5 cm", r"3 m, 5 m", 0),
+    (r"3 cm, 5 cm", r"3, 6", 0),
+    (r"3 cm, 5 m", r"3, 5", 0),
+    (r"(3\text{ m}, 5\text{ m})", r"(3,5)", 1),
+    (r"(3\text{ m}, 5\text{ m})", r"(5,3)", 0),
+    (r"\{30^\circ, 60^\circ\}", r"\{30,60\}", 1),
+    (r"2x, 3x", r"2, 3", 0),
+    (r"5 pounds", r"\pounds 5", 1),
+    (r"\pounds 5", r"5 lb", 0),
+    (r"5 lb", r"5 pounds", 1),
 ]
 # Floats have 15 digits, and numbers inside tuples are compared to 15 decimals.
 KNOWN_WRONG = [
