@@ -56,13 +56,9 @@ def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
         history, last = read_history(theirs.path), last_step(theirs.path)
     except MoeRLError as error:
         return [describe(str(error), where=where, expected="the folder of a run")]
-    found: list[Problem] = []
-    if (by_hand := edited(theirs, where)) is not None:
-        found.append(by_hand)
+    found = [wrong for wrong in (edited(theirs, where), change_problem(own, config, MAY_DIFFER, where)) if wrong]
     if goes_on(theirs):
         found.append(describe("that run is still going", where=where, do="wait until it ends", fault="goes on"))
-    if (wrong := change_problem(own, config, MAY_DIFFER, where)) is not None:
-        found.append(wrong)
     stretched = own.train.optimizer.schedule != "constant" and own.train.optimizer.decay_steps is None
     steered = sorted(
         {

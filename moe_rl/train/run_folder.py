@@ -26,7 +26,6 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -68,47 +67,20 @@ MAY_CHANGE = (
 _STILL_ENDING = 10.0
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Holds the paths of everything in a run folder."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / run_config.FILE
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def sync(self) -> Path:
-        return self.path / "sync"
-
-    @property
-    def profiles(self) -> Path:
-        return self.path / "profiles"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / checkpoint_folder.FOLDER
-
-    @property
-    def exports(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / summary.FILE
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "run.lock"
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / run_config.FILE
+        self.summary = path / summary.FILE
+        self.checkpoints = path / checkpoint_folder.FOLDER
+        self.exports = path / "export"
+        self.trace = path / "trace"
+        self.rollouts = path / "rollouts"
+        self.sync = path / "sync"
+        self.profiles = path / "profiles"
+        self.lock = path / "run.lock"
 
 
 def create(config: Config) -> RunFolder:
@@ -159,9 +131,7 @@ def reopen(
     folder = existing(path, "--resume, --run")
     config = load_config(folder.config, overrides)
     where: About = {"option": "--resume, --run", "folder": path}
-    if (wrong := edited(folder, where)) is not None:
-        raise ConfigError(wrong)
-    if (wrong := change_problem(load_config(folder.config), config, may_change, where)) is not None:
+    if wrong := edited(folder, where) or change_problem(load_config(folder.config), config, may_change, where):
         raise ConfigError(wrong)
     return folder, config
 
@@ -243,7 +213,8 @@ def change_problem(old: Config, new: Config, may_change: Sequence[str], where: A
     others = {
         key: values
         for key, values in changes(old, new).items()
-        if not (_among(key, may_change) or (key == "task.train" and _only_moved(*values)))
+        if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in may_change)
+        and not (key == "task.train" and _only_moved(*values))
     }
     if not others:
         return None
@@ -261,10 +232,6 @@ def _only_moved(*sources: Sequence[dict[str, Any]]) -> bool:
     """Return whether lists of prompt sources differ only in their paths. `run_inputs` compares the content."""
     before, after = ([{**one, "data": ""} for one in several] for several in sources)
     return before == after
-
-
-def _among(key: str, names: Sequence[str]) -> bool:
-    return any(key.startswith(name) if name.endswith(".") else key == name for name in names)
 
 
 @contextmanager

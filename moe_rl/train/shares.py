@@ -127,16 +127,6 @@ def expert_counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarr
     return counts
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """Carries a placement from rank 0 to the other ranks, with the expected load excess before and after."""
-
-    order: list[list[int]]
-    before: float
-    after: float
-    moved: int
-
-
 class ExpertPlacement:
     """Moves a policy's experts at the start of some steps, as the config says, before anything is computed.
 
@@ -160,20 +150,33 @@ class ExpertPlacement:
         settings = self.config.placement
         if settings.experts == "natural":
             return {}
-        with world.agreed():
-            counted = self._count(sequences)
+        counted = np.zeros((len(self.spec.moe_layers), self.spec.num_experts), np.int64)
+        with world.agreed():  # any rank can read any sequence
+            for sequence in sequences[dist.get_rank() :: dist.get_world_size()]:
+                if sequence.routes is not None:
+                    counted += expert_counts(self.store, sequence.routes, self.spec)
         counts = torch.from_numpy(counted).to(world.device())
         dist.all_reduce(counts)
         self.counts = [*self.counts, counts.cpu().numpy()][-settings.window_steps :]
         if (step - 1) % settings.every_steps:
             return {}
-        planned = world.broadcast(self._plan() if dist.get_rank() == 0 else None, _Planned)
-        if planned.moved:
-            self.policy.place(np.array(planned.order))
+        planned = None
+        if dist.get_rank() == 0:
+            order, report = place(
+                np.stack(self.counts),
+                self.config.parallel.expert,
+                current=self.policy.placement,
+                max_moved=settings.max_moved,
+                min_gain=settings.min_gain,
+            )
+            planned = order.tolist(), report.before, report.after, report.moved
+        slots, before, after, moved = world.broadcast(planned, tuple[list[list[int]], float, float, int])
+        if moved:
+            self.policy.place(np.array(slots))
         return {
-            "placement/excess_before": planned.before,
-            "placement/excess_after": planned.after,
-            "placement/experts_moved": planned.moved,
+            "placement/excess_before": before,
+            "placement/excess_after": after,
+            "placement/experts_moved": moved,
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -187,25 +190,6 @@ class ExpertPlacement:
         if kept:
             self.counts = list(kept["counts"].numpy())
             self.policy.place(kept["placement"].numpy())
-
-    def _count(self, sequences: list[Sequence]) -> np.ndarray:
-        """Return int64 [L, E] of this rank's part of the sequences; any rank can read any sequence."""
-        counts = np.zeros((len(self.spec.moe_layers), self.spec.num_experts), np.int64)
-        for sequence in sequences[dist.get_rank() :: dist.get_world_size()]:
-            if sequence.routes is not None:
-                counts += expert_counts(self.store, sequence.routes, self.spec)
-        return counts
-
-    def _plan(self) -> _Planned:
-        settings = self.config.placement
-        order, report = place(
-            np.stack(self.counts),
-            self.config.parallel.expert,
-            current=self.policy.placement,
-            max_moved=settings.max_moved,
-            min_gain=settings.min_gain,
-        )
-        return _Planned(order.tolist(), report.before, report.after, report.moved)
 
 
 def divisors(objective: str, sequences: list[Sequence], longest: int) -> tuple[int, int, int]:
@@ -335,8 +319,8 @@ class Shares:
             work = []
             for indices in plan[rank]:
                 packed = [ours[i] for i in indices]
-                recorded = self._supports(packed), self._heads(packed)
-                microbatch = pack(ours, indices, world.device(), world.context_parallel(), *recorded)
+                supports, heads = self._distributions(packed)
+                microbatch = pack(ours, indices, world.device(), world.context_parallel(), supports, heads)
                 table = microbatch.read_routes(
                     self.store, packed, self.spec, weight_version=weight_version, layers=self.layers, policy=self.rows
                 )
@@ -348,18 +332,14 @@ class Shares:
             shares.append(Share(work, *divided, all=tuple(ours)))
         return shares
 
-    def _supports(self, packed: list[Sequence]) -> list[SamplingSupport] | None:
-        """Read the sampling supports of the packed sequences, if this rank computes distributions over them."""
-        if not self.config.rollout.keep_sampling_mask or not world.is_last_stage():
-            return None
-        return [read_support(self.store, sequence, self.vocabulary) for sequence in packed]
-
-    def _heads(self, packed: list[Sequence]) -> list[SamplerHead] | None:
-        """Read the sampler heads of the packed sequences, if this rank computes a loss that they center."""
-        size = self.config.objective.score_centering
-        if size is None or not world.is_last_stage():
-            return None
-        return [read_head(self.store, sequence, self.vocabulary, size) for sequence in packed]
+    def _distributions(self, packed: list[Sequence]) -> tuple[list[SamplingSupport] | None, list[SamplerHead] | None]:
+        """Read the sampling supports and the sampler heads of the packed sequences, as far as this rank needs them."""
+        supports, heads, size = None, None, self.config.objective.score_centering
+        if world.is_last_stage() and self.config.rollout.keep_sampling_mask:
+            supports = [read_support(self.store, sequence, self.vocabulary) for sequence in packed]
+        if world.is_last_stage() and size is not None:
+            heads = [read_head(self.store, sequence, self.vocabulary, size) for sequence in packed]
+        return supports, heads
 
     def _loads(
         self, tables: list[MicrobatchRoutes], sequences: list[Sequence], placement: np.ndarray

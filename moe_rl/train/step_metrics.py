@@ -151,15 +151,8 @@ def loss_metrics(objective: ObjectiveConfig, sums: LossSums, updates: int) -> di
 
 def _replay(shown: Shown) -> dict[str, float]:
     """Return the metrics that prove that routes were taken, and that show how they were dispatched."""
-    tallies = shown.tallies
-    consumed, expected, applied, planned, dispatched = world.all_reduce(
-        [
-            sum(t.consumed for t in tallies),
-            sum(t.expected for t in tallies),
-            sum(t.applied_mismatch for t in tallies),
-            sum(t.planned for t in tallies),
-            sum(t.dispatched for t in tallies),
-        ]
+    consumed, expected, applied, planned, dispatched = _sums(
+        shown.tallies, "consumed", "expected", "applied_mismatch", "planned", "dispatched"
     )
     copied = {} if shown.copied_excess is None else {"placement/excess_copied": shown.copied_excess}
     return copied | {
@@ -191,16 +184,8 @@ def _alignment(alignment: Alignment, tallies: list[Tally]) -> dict[str, float]:
 
 def _compared(tallies: list[Tally], name: str, top_k: int) -> dict[str, float]:
     """Return how far the routers' own choice differs from the record, over all (token, layer) positions."""
-    wrong, shared, margin, positions, wrong_tokens, tokens = world.all_reduce(
-        [
-            sum(t.native_mismatch for t in tallies),
-            sum(t.native_shared for t in tallies),
-            sum(t.native_margin for t in tallies),
-            sum(t.native_positions for t in tallies),
-            sum(t.native_token_mismatch for t in tallies),
-            sum(t.native_tokens for t in tallies),
-        ]
-    )
+    counts = ("mismatch", "shared", "margin", "positions", "token_mismatch", "tokens")
+    wrong, shared, margin, positions, wrong_tokens, tokens = _sums(tallies, *(f"native_{one}" for one in counts))
     metrics = {
         f"routing/{name}_mismatch": wrong / max(positions, 1),
         f"routing/{name}_overlap": shared / max(positions * top_k, 1),
@@ -209,6 +194,11 @@ def _compared(tallies: list[Tally], name: str, top_k: int) -> dict[str, float]:
     if name == "native":
         metrics["routing/native_token_mismatch"] = wrong_tokens / max(tokens, 1)
     return metrics
+
+
+def _sums(tallies: list[Tally], *fields: str) -> list[float]:
+    """Return the sums of these fields of the tallies over all ranks."""
+    return world.all_reduce([sum(getattr(tally, field) for tally in tallies) for field in fields])
 
 
 def _by_layer(tallies: list[Tally], layers: Seq[int]) -> dict[int, float]:
