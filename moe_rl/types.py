@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,12 @@ class VersionSpan:
 
     tokens: int
     weight_version: int
+
+
+def merged_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Return the spans in order, with neighbours of one version as one."""
+    of_versions = groupby(spans, key=lambda span: span.weight_version)
+    return tuple(VersionSpan(sum(span.tokens for span in same), version) for version, same in of_versions)
 
 
 def sampled_by(weight_version: int, tokens: int) -> tuple[VersionSpan, ...]:

@@ -133,7 +133,7 @@ def _run_gateway(options: argparse.Namespace) -> None:
             do="give --config FILE, or --resume DIR to continue, and change single values with a.b=c",
         )
     # Imported late: a vLLM server does not need these.
-    from moe_rl.gateway.standalone import SESSIONS, GatewaySettings, run_gateway
+    from moe_rl.gateway.standalone import SESSIONS, run_gateway
     from moe_rl.train import run_folder
 
     if options.resume is None:
@@ -151,8 +151,7 @@ def _run_gateway(options: argparse.Namespace) -> None:
     with run_folder.held(folder, first=True):
         if options.resume is not None:
             run_folder.take_over(folder, config)
-        address = options.host, options.port
-        run_gateway(GatewaySettings(config, folder.path, *address, options.token_file, ready_file=options.json))
+        run_gateway(config, folder.path, options.host, options.port, options.token_file, options.json)
 
 
 def _settings(options: argparse.Namespace) -> ServerSettings:

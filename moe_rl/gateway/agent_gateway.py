@@ -27,7 +27,7 @@ from moe_rl.gateway.dialogues import Dialogues
 from moe_rl.gateway.exchanges import AgentExchange, AgentExchanges, ClientCall
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.rendering import ChatRenderer, ParsedAnswer
-from moe_rl.gateway.session_journal import SessionJournals
+from moe_rl.gateway.session_journal import ReceivedEntry, RepliesEntry, SessionJournals, TurnsEntry
 from moe_rl.gateway.session_keys import OpenedSession, SessionBook, hash_key
 from moe_rl.gateway.sessions import FinishedSession, PendingTurns, Session, SessionLimits, Turn
 from moe_rl.gateway.turn_sampler import TurnSampler
@@ -85,7 +85,6 @@ class AgentGateway:
         self._chat_stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *stop_token_ids)))
         self._dialogues: dict[str, Dialogues] = {}
         self._exchanges = AgentExchanges()
-        self._partings: dict[str, str] = {}
         self._rules: dict[str, SamplingRule] = {}
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
@@ -143,7 +142,7 @@ class AgentGateway:
             self._dialogues[name] = Dialogues()
             self._dialogues[name].restore(journaled.replies)
             for request, turns in journaled.requests:
-                self._exchanges.add(journaled.session, AgentExchange.of(request, turns))
+                self._exchanges.add(journaled.session, AgentExchange(request, turns))
         return problems
 
     def end(self, session: Session) -> FinishedSession:
@@ -167,10 +166,8 @@ class AgentGateway:
         if self._journals is not None:
             self._journals.remove(session.name)
         self.book.close(session)
-        self.turns.forget(session)
         self._dialogues.pop(session.name, None)
         self._exchanges.forget(session)
-        self._partings.pop(session.name, None)
         self._rules.pop(session.name, None)
 
     async def answer(self, session: Session, wish: ChatWish | TextWish, call: ClientCall) -> AgentExchange:
@@ -241,7 +238,7 @@ class AgentGateway:
         news = [] if session.ended else session.tell_received(turns, received)
         if news and self._journals is not None:
             with suppress(DiskError):  # it is written with the next entry
-                self._journals.add_received(session, news, received)
+                self._journals.add(session, ReceivedEntry(news, received))
 
     def _reserve_again(self, session: Session, exchange: AgentExchange) -> None:
         """Reserve again the limits that an exchange's turns use, if nobody has received them."""
@@ -299,7 +296,7 @@ class AgentGateway:
             tokens = self._tokens(completion) if wish.logprobs else ()
             replies.append(AgentReply(turn, len(prompt), answer, use_ids, "", tokens, stop))
         if new and self._journals is not None:
-            self._journals.add_replies(session, new)
+            self._journals.add(session, RepliesEntry(new))
         return replies
 
     async def _complete(self, session: Session, wish: TextWish, exchange: AgentExchange, size: int) -> list[AgentReply]:
@@ -331,18 +328,13 @@ class AgentGateway:
         except ValueError as error:
             raise BadRequest(str(error), wish.named("messages")) from None
 
-    def parting(self, session: Session) -> str | None:
-        """Return where the system prompt changed in the last request that failed to continue a turn only for that
-        reason."""
-        return self._partings.get(session.name)
-
     def _part(self, session: Session, before: tuple[int, ...], prompt: tuple[int, ...]) -> None:
         shorter = min(len(before), len(prompt))
         at = next((n for n in range(shorter) if before[n] != prompt[n]), shorter)
         was, now = (self._codec.decode(ids[at : at + _TOLD]) for ids in (before, prompt))
         self.counts["other_system"] += 1
         session.other_system += 1
-        self._partings[session.name] = (
+        session.parting = (
             f"the system prompt differs from token {at} on, {now!r} after {was!r}, so the turn is a branch from the "
             "root. Keep text that changes with each request out of it"
         )
@@ -382,7 +374,7 @@ class AgentGateway:
         added = [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
         exchange.turns = [turn.number for turn, _ in added]
         if added and self._journals is not None:
-            self._journals.add_turns(session, [turn for turn, _ in added], exchange.request)
+            self._journals.add(session, TurnsEntry([turn for turn, _ in added], exchange.request))
         return [] if any(one.finish_reason == "abort" for one in sampled) else added
 
     def _begin(self, session: Session, prompt: tuple[int, ...], samples: int, most: int) -> PendingTurns:

@@ -17,12 +17,13 @@ from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
 from moe_rl.gateway.fields import (
     ToolName,
     checked,
+    function_tool,
     plain_text,
+    read_sampling,
     refuse_prefill,
     refuse_unread,
     strings,
     text_of,
-    within_bounds,
 )
 from moe_rl.gateway.rendering import read_arguments
 
@@ -99,14 +100,15 @@ class _MessagesBody(_CountedBody, kw_only=True):
 def read_messages(body: bytes) -> ChatWish:
     """Parse a body of /v1/messages. Raises BadRequest."""
     given = checked(body, _MessagesBody, _ONLY)
-    sampling = SamplingWish(
-        temperature=1.0 if given.temperature is None else given.temperature,
-        top_p=1.0 if given.top_p is None else given.top_p,
-        top_k=0 if given.top_k in (None, -1) else given.top_k,
+    sampling = read_sampling(
+        _NAMES,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
         max_tokens=given.max_tokens,
         stop=strings(given.stop_sequences),
     )
-    return replace(_read(given), sampling=within_bounds(sampling, _NAMES), stream=given.stream)
+    return replace(_read(given), sampling=sampling, stream=given.stream)
 
 
 def read_counted(body: bytes) -> ChatWish:
@@ -238,10 +240,7 @@ def _tool(at: int, tool: _Offered) -> Mapping[str, Any]:
         raise BadRequest(f"got {tool.type[:40]!r}, expected custom", f"tools.{at}.type", code="unsupported_value")
     if tool.strict:
         raise BadRequest("arguments are not constrained to the schema: leave it out", f"tools.{at}.strict")
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
+    return function_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _blocks(reply: AgentReply) -> list[dict[str, Any]]:

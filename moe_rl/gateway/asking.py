@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moe_rl.gateway.rendering import Message, ParsedAnswer
 from moe_rl.gateway.sessions import Turn
+from moe_rl.types import Drawing
 
 
 class BadRequest(Exception):
@@ -55,27 +56,16 @@ class SamplingRule:
     """Sets the sampling parameters of all completions of a session, overriding the client's.
 
     Attributes:
-        temperature, top_p, top_k, min_p: as in types.GenerateRequest.
         longest: maximum tokens of a completion. A client may request fewer.
     """
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
+    drawing: Drawing
     longest: int
 
     def applied(self, wish: SamplingWish) -> SamplingWish:
         """Return a client's wish under this rule. Its seed is dropped: it would make all episodes of a group alike."""
-        return replace(
-            wish,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_tokens=self.longest if wish.max_tokens is None else min(self.longest, wish.max_tokens),
-            seed=None,
-        )
+        most = self.longest if wish.max_tokens is None else min(self.longest, wish.max_tokens)
+        return replace(wish, **asdict(self.drawing), max_tokens=most, seed=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

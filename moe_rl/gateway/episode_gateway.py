@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,21 +115,16 @@ class EpisodeGateway:
                     with suppress(MoeRLError):
                         await self._sampler.publish(shard)  # so that the feed can delete it
                 raise
-            lost = await self._published(shard) if shard is not None else set()
+            lost = [] if shard is None else await self._sampler.publish(shard)  # the names that lost servers gave it
+            for name in lost:
+                await asyncio.to_thread(recover_shard, self._trace, name, _DYING_SECONDS)
             kept = await asyncio.gather(*(asyncio.to_thread(self._keep, one, lost) for one in ended))
             for at, one, is_kept in zip(lacking, ended, kept, strict=True):
                 if is_kept:
                     found[at] = self._trajectory(one)
         return [found[at] for at in range(len(asked))]
 
-    async def _published(self, shard: str) -> set[str]:
-        """Publish a shard. Returns the names that lost servers gave it, after recovering what they wrote."""
-        lost = await self._sampler.publish(shard)
-        for name in lost:
-            await asyncio.to_thread(recover_shard, self._trace, name, _DYING_SECONDS)
-        return set(lost)
-
-    def _keep(self, ended: _Ended, lost: Set[str]) -> bool:
+    def _keep(self, ended: _Ended, lost: Sequence[str]) -> bool:
         """Check and keep a session. Returns False if records of it were lost with a server."""
         turns = ended.finished.turns
         if ended.asked.shard is None or not turns:
@@ -192,7 +187,7 @@ class EpisodeGateway:
 
     def _open(self, asked: EpisodeRequest) -> tuple[Session, SessionAccess]:
         environment, longest = self._environment, self._config.rollout.max_completion_tokens
-        rule = SamplingRule(asked.temperature, asked.top_p, asked.top_k, asked.min_p, longest)
+        rule = SamplingRule(asked.drawing, longest)
         limits = SessionLimits(environment.tokens, environment.turns, math.inf)  # the pool ends it in time
         opened = self.gateway.open(asked.prompt.id, limits, name=asked.name, rule=rule)
         opened.session.seed = asked.seed
@@ -257,3 +252,9 @@ def _verdict(episode: Episode, turns: int, *, by_turn: bool) -> Verdict:
 
 def _failed(detail: str) -> Verdict:
     return Verdict("failed", None, detail=detail)
+
+
+if __name__ == "__main__":  # the pool of a run that plays episodes, `python -m moe_rl.gateway.episode_gateway FD PID`
+    from moe_rl.rollout import pool
+
+    pool.main(EpisodeGateway)

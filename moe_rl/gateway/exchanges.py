@@ -66,20 +66,16 @@ class AgentExchange:
         place: the reservation of the session's limits, until a client has the replies or nobody waits for them.
     """
 
-    def __init__(self, request: bytes):
+    def __init__(self, request: bytes, turns: Sequence[int] | None = None):
+        """turns: those of an exchange without its replies."""
         self.request = request
         self.leave = asyncio.Event()
-        self.replies: asyncio.Future[list[AgentReply]] | None = asyncio.get_running_loop().create_future()
-        self.turns: list[int] = []
+        self.replies: asyncio.Future[list[AgentReply]] | None = None
+        if turns is None:
+            self.replies = asyncio.get_running_loop().create_future()
+        self.turns = list(turns or ())
         self.place: PendingTurns | None = None
         self._clients: set[ClientCall] = set()
-
-    @classmethod
-    def of(cls, request: bytes, turns: Sequence[int]) -> AgentExchange:
-        """Return an exchange without its replies."""
-        found = cls(request)
-        found.replies, found.turns = None, list(turns)
-        return found
 
     @property
     def waited_for(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -24,6 +25,8 @@ _OF_THE_PROVIDER = {"cache_control", "prompt_cache_breakpoint"}
 
 # A name of a tool.
 ToolName = Annotated[str, msgspec.Meta(min_length=1)]
+# What a tool takes if its client does not say.
+NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def checked[T: msgspec.Struct](
@@ -102,6 +105,12 @@ def refuse_unread(part: Mapping[str, Any], known: Collection[str], field: str) -
             raise BadRequest(text, f"{field}.{name[:100]}", code="unsupported_parameter")
 
 
+def function_tool(name: str, description: str | None, parameters: dict[str, Any]) -> Mapping[str, Any]:
+    """Return a tool in OpenAI's form."""
+    described = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
 def refuse_prefill(role: str, field: str) -> None:
     """Refuse an assistant's message in last place. Raises BadRequest."""
     if role == "assistant":
@@ -117,11 +126,17 @@ def strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(text for text in ([value] if isinstance(value, str) else value or ()) if text)
 
 
-def within_bounds(wish: SamplingWish, names: Mapping[str, str]) -> SamplingWish:
-    """Return a wish if its counts are in range, else raise BadRequest. The sampler checks the rest.
+def read_sampling(names: Mapping[str, str], **given: Any) -> SamplingWish:
+    """Return the sampling parameters that a client has set, not None, or raise BadRequest for a count out of range.
 
-    names: as in Wish.
+    The sampler checks the rest.
+
+    Args:
+        names: as in Wish.
+        given: the fields of SamplingWish; top_k -1 means 0.
     """
+    wish = SamplingWish(**{field: value for field, value in given.items() if value is not None})
+    wish = replace(wish, top_k=0) if wish.top_k == -1 else wish
     longest_stop = max(map(len, wish.stop), default=0)
     for field, got, most in (
         ("n", wish.samples, _MOST_SAMPLES),

@@ -15,8 +15,17 @@ from typing import Any, Literal
 import msgspec
 
 from moe_rl.gateway.agent_gateway import message_of
-from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingWish, TextWish
-from moe_rl.gateway.fields import ToolName, checked, plain_text, refuse_prefill, strings, within_bounds
+from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, TextWish
+from moe_rl.gateway.fields import (
+    NO_PARAMETERS,
+    ToolName,
+    checked,
+    function_tool,
+    plain_text,
+    read_sampling,
+    refuse_prefill,
+    strings,
+)
 
 # Fields that are accepted only with these values, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -89,7 +98,19 @@ class _Stream(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class _Asked(msgspec.Struct):
+class ForProvider(msgspec.Struct, kw_only=True):
+    """Holds the fields of OpenAI's requests that only concern the provider."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class _Asked(ForProvider, kw_only=True):
     model: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
@@ -102,24 +123,16 @@ class _Asked(msgspec.Struct):
     n: int | None = None
     stream: bool | None = None
     stream_options: _Stream | None = None
-    # These only concern the provider.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
 
-class _ChatBody(_Asked):
+class _ChatBody(_Asked, kw_only=True):
     messages: list[_Message] = []
     max_completion_tokens: int | None = None
     tools: list[_Tool] | None = None
     logprobs: bool | None = None
 
 
-class _TextBody(_Asked):
+class _TextBody(_Asked, kw_only=True):
     prompt: str | list[int | str | list[int]] = ""
     logprobs: int | None = None
     echo: bool | None = None
@@ -260,11 +273,7 @@ def _tool(at: int, tool: _Tool) -> Mapping[str, Any]:
     if tool.function.strict:
         field = f"tools.{at}.function.strict"
         raise BadRequest("arguments are not constrained to the schema: leave it out", field, code="unsupported_value")
-    function: dict[str, Any] = {"name": tool.function.name}
-    if tool.function.description is not None:
-        function["description"] = tool.function.description
-    function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
+    return function_tool(tool.function.name, tool.function.description, tool.function.parameters or NO_PARAMETERS)
 
 
 def _in_both(given: _Asked, counts: Mapping[str, int | None]) -> dict[str, Any]:
@@ -275,27 +284,21 @@ def _in_both(given: _Asked, counts: Mapping[str, int | None]) -> dict[str, Any]:
     return {
         "model": given.model,
         "names": names,
-        "sampling": _sampling(given, longest, names),
-        "stream": bool(given.stream),
-        "usage": given.stream_options is not None and given.stream_options.include_usage,
-    }
-
-
-def _sampling(given: _Asked, longest: int | None, names: Mapping[str, str]) -> SamplingWish:
-    return within_bounds(
-        SamplingWish(
-            temperature=1.0 if given.temperature is None else given.temperature,
-            top_p=1.0 if given.top_p is None else given.top_p,
-            top_k=0 if given.top_k in (None, -1) else given.top_k,
-            min_p=given.min_p or 0.0,
+        "sampling": read_sampling(
+            names,
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            min_p=given.min_p,
             max_tokens=longest,
             seed=given.seed,
             stop=strings(given.stop),
             stop_token_ids=tuple(given.stop_token_ids or ()),
-            samples=1 if given.n is None else given.n,
+            samples=given.n,
         ),
-        names,
-    )
+        "stream": bool(given.stream),
+        "usage": given.stream_options is not None and given.stream_options.include_usage,
+    }
 
 
 def _finish(reply: AgentReply) -> str:

@@ -13,15 +13,12 @@ from moe_rl.config.environment import DialogueKind
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import About, ConfigError
 from moe_rl.gateway.json_values import as_object, carried
-from moe_rl.gateway.template_check import Chat, Difference, difference, differences, kinds_of
+from moe_rl.gateway.template_check import Chat, Difference, Message, difference, differences, kinds_of
 from moe_rl.models.facts import ModelFacts
 from moe_rl.tasks.shown_messages import check_shown
 from moe_rl.tasks.special_tokens import SpecialTokens, Spelling
 from moe_rl.tasks.tokenizer import TextCodec, transformers_tokenizer
 from moe_rl.tasks.turn_end import endless_problem
-
-Message = Mapping[str, Any]
-"""A chat message in OpenAI's form: role, content as text, and perhaps tool_calls, tool_call_id, reasoning_content."""
 
 
 @dataclass(frozen=True, slots=True)

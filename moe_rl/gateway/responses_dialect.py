@@ -13,9 +13,17 @@ from typing import Any
 
 import msgspec
 
-from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
-from moe_rl.gateway.fields import checked, plain_text, refuse_prefill, refuse_unread, within_bounds
-from moe_rl.gateway.openai_dialect import token_logprobs
+from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish
+from moe_rl.gateway.fields import (
+    NO_PARAMETERS,
+    checked,
+    function_tool,
+    plain_text,
+    read_sampling,
+    refuse_prefill,
+    refuse_unread,
+)
+from moe_rl.gateway.openai_dialect import ForProvider, token_logprobs
 
 # Fields that are accepted only with these values, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -43,7 +51,7 @@ _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")
 _ORDER = ("reasoning_content", "content", "tool_calls")
 
 
-class _Body(msgspec.Struct):
+class _Body(ForProvider, kw_only=True):
     input: str | list[dict[str, Any]]
     model: str = ""
     instructions: str | None = None
@@ -54,14 +62,7 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
     include: list[str] | None = None
     # These only concern the provider.
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    user: str | None = None
     stream_options: dict[str, Any] | None = None
 
 
@@ -87,13 +88,8 @@ def read_responses(body: bytes) -> ChatWish:
         places=tuple(places),
         names=_NAMES,
         tools=tuple(_tool(tool, f"tools.{at}") for at, tool in enumerate(given.tools or [])),
-        sampling=within_bounds(
-            SamplingWish(
-                temperature=1.0 if given.temperature is None else given.temperature,
-                top_p=1.0 if given.top_p is None else given.top_p,
-                max_tokens=given.max_output_tokens,
-            ),
-            _NAMES,
+        sampling=read_sampling(
+            _NAMES, temperature=given.temperature, top_p=given.top_p, max_tokens=given.max_output_tokens
         ),
         logprobs=_LOGPROBS in include,
         stream=bool(given.stream),
@@ -212,9 +208,7 @@ def _tool(tool: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     if tool.get("strict"):
         text = "arguments are not constrained to the schema: send false (openai-agents: strict_mode=False)"
         raise BadRequest(text, f"{field}.strict", code="unsupported_value")
-    described = {"description": tool["description"]} if tool.get("description") is not None else {}
-    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+    return function_tool(name, tool.get("description"), tool.get("parameters") or NO_PARAMETERS)
 
 
 def _output(name: str, wish: ChatWish, reply: AgentReply) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,23 +109,11 @@ class SessionJournals:
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             self._digests[session.name] = _digest("", _HEAD)
             self._unsent[session.name] = bytearray(_HEAD + b"\n")
-            self._add(session, entry)
+            self.add(session, entry)
         except BaseException:
             with suppress(DiskError):
                 self.remove(session.name)
             raise
-
-    def add_turns(self, session: Session, turns: Sequence[Turn], request: bytes) -> None:
-        """Record the turns of a request. request: its digest."""
-        self._add(session, TurnsEntry(list(turns), request))
-
-    def add_received(self, session: Session, turns: Sequence[int], received: bool) -> None:
-        """Record whether turns were received."""
-        self._add(session, ReceivedEntry(list(turns), received))
-
-    def add_replies(self, session: Session, turns: Mapping[bytes, int]) -> None:
-        """Record which messages continue which turn."""
-        self._add(session, RepliesEntry(dict(turns)))
 
     def remove(self, name: str) -> None:
         """Delete the journal of a session, so that it is not reopened."""
@@ -181,9 +169,10 @@ class SessionJournals:
             os.truncate(path, journaled.whole)
         self._digests[session.name], self._unsent[session.name] = journaled.digest, bytearray()
         session.reopened += 1
-        self._add(session, ReopenedEntry())
+        self.add(session, ReopenedEntry())
 
-    def _add(self, session: Session, entry: Message) -> None:
+    def add(self, session: Session, entry: _Entry) -> None:
+        """Record an event of a session."""
         payload = base64.b64encode(messages.encode(entry))
         digest = self._digests[session.name] = _digest(self._digests[session.name], payload)
         unsent, path = self._unsent[session.name], self._path(session.name)

@@ -10,19 +10,26 @@ Branches are walked in the order in which they ended, and no turn is taken twice
 turn is in exactly one sequence, after the same tokens as when it was sampled, and each sequence has one record with all
 its rows. A turn whose record does not continue its parent's, because the weights changed in between, begins a new
 sequence. A turn that the agent never received is in none: it did not affect the reward.
+
+`check_trained` checks a step's training sequences against the sessions that they came from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
+from moe_rl.errors import SessionError
+from moe_rl.gateway.finishing import read_session
 from moe_rl.gateway.sessions import FinishedSession, Session, Turn
-from moe_rl.types import Completion, InsertedTokens, RewardedTurn, VersionSpan
+from moe_rl.types import Completion, InsertedTokens, RewardedTurn, Sequence, merged_spans
 
 
-def sequences_of(finished: FinishedSession, rewards: Sequence[float] = ()) -> list[Completion]:
+def sequences_of(finished: FinishedSession, rewards: Seq[float] = ()) -> list[Completion]:
     """Return the sequences of a session, in the order of their branches. Their keys are those of their records.
 
     Args:
@@ -54,7 +61,7 @@ def runs_of(session: Session) -> list[list[Turn]]:
     return found
 
 
-def _joined(session: Session, turns: Sequence[Turn], rewards: Mapping[int, float]) -> Completion:
+def _joined(session: Session, turns: Seq[Turn], rewards: Mapping[int, float]) -> Completion:
     """Return the sequence of a run of turns. Its record is the last turn's, which has all rows."""
     first, last = turns[0], turns[-1]
     inserted, said = [], len(first.token_ids)
@@ -62,22 +69,61 @@ def _joined(session: Session, turns: Sequence[Turn], rewards: Mapping[int, float
         if turn.input_ids:
             inserted.append(InsertedTokens(said, turn.input_ids))
         said += len(turn.token_ids)
-    versions: list[VersionSpan] = []
-    for span in (span for turn in turns for span in turn.versions):
-        if versions and versions[-1].weight_version == span.weight_version:
-            span = VersionSpan(versions.pop().tokens + span.tokens, span.weight_version)
-        versions.append(span)
     return Completion(
         key=last.routes.key if last.routes is not None else f"{session.name}/{last.number}",
         prompt_token_ids=session.prompt(first.number),
         token_ids=sum((turn.token_ids for turn in turns), ()),
         logprobs=np.concatenate([turn.logprobs for turn in turns]),
         finish_reason=last.finish_reason,
-        versions=tuple(versions),
+        versions=merged_spans(span for turn in turns for span in turn.versions),
         routes=last.routes,
         inserted=tuple(inserted),
         turns=tuple(
             RewardedTurn(turn.number, turn.parent, len(turn.token_ids), rewards[turn.number])
             for turn in (turns if rewards else ())
         ),
+    )
+
+
+def check_trained(sequences: Iterable[Sequence], folder: Path, part: tuple[int, int] = (0, 1)) -> None:
+    """Check the digest chain of every session, and that its sequences are complete, in order and unchanged.
+
+    Args:
+        sequences: those of a step's episodes.
+        folder: where the session files are.
+        part: (index, count): check only this part of the sessions.
+
+    Raises:
+        DataError: a session file is missing, cut short or changed.
+        SessionError: a turn changed after its session ended, or a sequence does not belong to its session.
+    """
+    episodes: dict[str, list[Sequence]] = {}
+    for sequence in sequences:
+        episodes.setdefault(sequence.segment_of, []).append(sequence)
+    which, parts = part
+    for name, own in islice(episodes.items(), which, None, parts):
+        kept = sequences_of(read_session(folder / f"{name}.session"))
+        if [one.key for one in own] != (keys := [one.key for one in kept]):
+            raise _not_of(name, "Sequences of a session are missing, or belong to another", [o.key for o in own], keys)
+        for one, other in zip(own, kept, strict=True):
+            differ = [field for field, mine in _fields(one).items() if mine != _fields(other)[field]]
+            if differ:
+                raise _not_of(name, "A sequence differs from its session", f"other {', '.join(differ)}", one.key)
+
+
+def _fields(one: Sequence | Completion) -> dict[str, object]:
+    logprobs = one.rollout_logprobs if isinstance(one, Sequence) else one.logprobs
+    return {
+        "prompt": one.prompt_token_ids,
+        "tokens": one.token_ids,
+        "inserted tokens": one.inserted,
+        "log-probabilities": logprobs.tobytes(),
+        "versions": one.versions,
+        "record": one.routes,
+    }
+
+
+def _not_of(name: str, what: str, got: object, expected: object) -> SessionError:
+    return SessionError(
+        what, where={"session": name}, got=got, expected=expected, do="sample the step again", fault="chain"
     )

@@ -132,6 +132,8 @@ class Session:
             caller may set it.
         shared: the trace shard of all its requests, which the caller sets and publishes; None: each has its own.
         seed: the seeds of its requests derive from it and their numbers. The caller may set it.
+        parting: where the system prompt changed in the last request that `other_system` counts.
+        home: the place that sampled its last request. calls: its requests that were sampled. `TurnSampler` sets both.
 
     Args:
         opened: when the session began, on the caller's clock in seconds.
@@ -142,7 +144,9 @@ class Session:
         self.turns: list[Turn] = []
         self.ended = False
         self.under_way = self.other_system = 0
-        self.reopened = 0
+        self.reopened = self.calls = 0
+        self.parting: str | None = None
+        self.home: int | None = None
         self.shards: str | None = f"session-{name}"
         self.shared: str | None = None
         # Without the part of the name that differs with each start of a gateway.

@@ -13,9 +13,8 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import moe_rl
@@ -50,45 +49,33 @@ _SETTLE_SECONDS = 2.0
 SESSIONS = "sessions"
 
 
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """Describes how to run a gateway.
+def run_gateway(
+    config: Config, folder: Path, host: str | None, port: int, token_file: Path | None, ready_file: Path | None
+) -> None:
+    """Serve agents until SIGTERM or SIGINT. Sessions still open then are finished and kept.
 
-    Attributes:
+    Args:
         folder: this gateway's folder, below run.runs_dir: trace store, sessions, the engine's log. Sessions that a
             killed gateway left open there are reopened.
         host: None listens on this machine only.
         port: 0 for a free one.
         token_file: holds the owner's token, made if missing; None: `token` in the folder.
         ready_file: written when the gateway listens.
-    """
-
-    config: Config
-    folder: Path
-    host: str | None
-    port: int
-    token_file: Path | None
-    ready_file: Path | None
-
-
-def run_gateway(settings: GatewaySettings) -> None:
-    """Serve agents until SIGTERM or SIGINT. Sessions still open then are finished and kept.
 
     Raises:
         SamplerGone: the sampler died.
         MoeRLError: the settings cannot be served.
     """
-    config, folder = settings.config, settings.folder
     sessions = folder / SESSIONS
     with writing("the folder for sessions could not be created", sessions):
         sessions.mkdir(exist_ok=True)
     facts = read_model(config.model.path)
     renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
-    token_file = (settings.token_file or folder / "token").absolute()
+    token_file = (token_file or folder / "token").absolute()
     make_token(token_file)
     token = read_token(token_file)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(bound_socket(settings.host, settings.port))
+        bound = stack.enter_context(bound_socket(host, port))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
         print(f"starting the sampler and the gateway; vLLM's log is in {folder} ...", flush=True)
@@ -96,8 +83,25 @@ def run_gateway(settings: GatewaySettings) -> None:
         journals, store = SessionJournals(sessions), TraceStore(folder / "trace")
         store.collect_garbage()
         gateway = gateway_over(sampler, config, facts, renderer, journals, version=version, reads_text=reads_text)
-        keeper = SessionKeeper(sessions, store)
-        asyncio.run(_serve(settings, gateway, keeper, token, token_file, listener))
+        document: dict[str, str | int] = {
+            "url": url_of(*bound.getsockname()[:2]),
+            "pid": os.getpid(),
+            "token_file": str(token_file),
+            "folder": str(folder.absolute()),
+            "moe_rl": moe_rl.__version__,
+        }
+        lost: list[MoeRLError] = []
+
+        def failed(error: MoeRLError) -> None:
+            if isinstance(error, SamplerGone):
+                lost.append(error)
+                listener.stop()
+
+        keeper, longest = SessionKeeper(sessions, store), config.gateway.max_body_mib << 20
+        listener = GatewayListener(GatewayApp(gateway, keeper, token, longest=longest, failed=failed).asgi, bound)
+        asyncio.run(_serve(listener, gateway, keeper, document, ready_file))
+        if lost:
+            raise lost[0]
 
 
 def gateway_over(
@@ -162,32 +166,25 @@ def _sampler(config: Config, facts: ModelFacts, folder: Path, stack: contextlib.
 
 
 async def _serve(
-    settings: GatewaySettings,
+    listener: GatewayListener,
     gateway: AgentGateway,
     keeper: SessionKeeper,
-    token: str,
-    token_file: Path,
-    bound: socket.socket,
+    document: dict[str, str | int],
+    ready_file: Path | None,
 ) -> None:
-    lost: list[SamplerGone] = []
-
-    def failed(error: MoeRLError) -> None:
-        if isinstance(error, SamplerGone):
-            lost.append(error)
-            listener.stop()
-
     for problem in gateway.reopen(keeper):
         print(f"moe_rl: {problem}", file=sys.stderr, flush=True)
-    app = GatewayApp(gateway, keeper, token, longest=settings.config.gateway.max_body_mib << 20, failed=failed)
-    listener = GatewayListener(app.asgi, bound)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, listener.stop)
-    announcement = asyncio.create_task(_announce(settings, listener, token_file, bound))
+    announcement = asyncio.create_task(_announce(listener, document, ready_file))
     try:
         await listener.serve()
     finally:
         announcement.cancel()
-        await _settled(gateway)
+        with contextlib.suppress(TimeoutError):  # requests that were cancelled at the end need a moment
+            async with asyncio.timeout(_SETTLE_SECONDS):
+                while any(session.busy for session in gateway.book.all()):
+                    await asyncio.sleep(0.01)
         for session in gateway.book.all():
             try:
                 finished = gateway.end(session)
@@ -196,33 +193,14 @@ async def _serve(
                 gateway.forget(session)
             except MoeRLError as error:
                 print(f"moe_rl: session {session.name} is not kept: {error}", file=sys.stderr, flush=True)
-    if lost:
-        raise lost[0]
 
 
-async def _settled(gateway: AgentGateway) -> None:
-    """Wait a moment for the requests that were cancelled at the end."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_SETTLE_SECONDS):
-            while any(session.busy for session in gateway.book.all()):
-                await asyncio.sleep(0.01)
-
-
-async def _announce(
-    settings: GatewaySettings, listener: GatewayListener, token_file: Path, bound: socket.socket
-) -> None:
+async def _announce(listener: GatewayListener, document: dict[str, str | int], ready_file: Path | None) -> None:
     """Wait until the gateway listens, then print a line and write JSON to `ready_file`."""
     while not listener.listens:
         await asyncio.sleep(0.02)
-    document = {
-        "url": url_of(*bound.getsockname()[:2]),
-        "pid": os.getpid(),
-        "token_file": str(token_file),
-        "folder": str(settings.folder.absolute()),
-        "moe_rl": moe_rl.__version__,
-    }
-    if (ready := settings.ready_file) is not None:
-        unfinished = ready.with_name(f".{ready.name}.{os.getpid()}")
+    if ready_file is not None:
+        unfinished = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
         unfinished.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(ready)
+        unfinished.replace(ready_file)
     print("gateway on {url}, owner's token in {token_file}, sessions in {folder}".format_map(document), flush=True)

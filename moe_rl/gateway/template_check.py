@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from moe_rl.config.environment import DialogueKind
 
 Message = Mapping[str, Any]
+"""A chat message in OpenAI's form: role, content as text, and perhaps tool_calls, tool_call_id, reasoning_content."""
+
 Chat = Sequence[Message]
 Ids = tuple[int, ...]
 
@@ -85,20 +87,12 @@ def kinds_of(messages: Chat, tools: Chat) -> set[DialogueKind]:
     return found
 
 
-class ChatWriter(Protocol):
-    """Writes the tokens of messages with tools; with `answers` also the beginning of the next answer.
+ChatWriter = Callable[..., Ids]
+"""Writes the tokens of messages with tools; with `answers`, the default, also the beginning of the next answer. Raises
+ValueError if the messages are refused."""
 
-    Raises:
-        ValueError: the messages are refused.
-    """
-
-    def __call__(self, messages: Chat, tools: Chat, *, answers: bool = True) -> Sequence[int]: ...
-
-
-class ChatExtender(Protocol):
-    """Writes messages after a prompt and its completion, see ChatRenderer.extend."""
-
-    def __call__(self, prompt: Sequence[int], completion: Sequence[int], messages: Chat, tools: Chat) -> Ids | None: ...
+ChatExtender = Callable[[Sequence[int], Sequence[int], Chat, Chat], Ids | None]
+"""Writes messages after a prompt and its completion, see ChatRenderer.extend."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,6 @@ class TurnSampler:
         self._free = asyncio.Condition()
         self._begins = asyncio.Event()
         self._begins.set()
-        self._homes: dict[str, int] = {}
-        self._calls: Counter[str] = Counter()
 
     def hold(self) -> None:
         """Let no turn begin until `updated`. Running turns are not interrupted."""
@@ -101,10 +99,10 @@ class TurnSampler:
             SamplerGone: no place is left.
             RequestRefused: they cannot be sampled, or not recorded.
         """
-        self._calls[session.name] += 1
+        session.calls += 1
         # A request that was running when a gateway was killed may have left a shard.
         start = f"{session.reopened}." if session.reopened else ""
-        number, recorded = f"{start}{self._calls[session.name]}", session.shards is not None
+        number, recorded = f"{start}{session.calls}", session.shards is not None
         call, seed = f"{session.name}/{number}", f"{session.seed}/{number}"
         for again in itertools.count():
             at = await self._enter(session)
@@ -130,11 +128,6 @@ class TurnSampler:
             self.counts["recorded_anew"] += int(recorded and place.parent is not None and parent is None)
             return sampled, parent is not None
         raise AssertionError
-
-    def forget(self, session: Session) -> None:
-        """Forget a session that has ended."""
-        self._homes.pop(session.name, None)
-        self._calls.pop(session.name, None)
 
     def _record(self, session: Session, place: PendingTurns, at: int) -> RouteRef | None:
         """Return the record that the requests continue at a place, if all its rows are from the current weights and
@@ -186,10 +179,10 @@ class TurnSampler:
                 places = self._sampler.places
                 if not places:
                     raise SamplerGone("No server is left to sample on", where={"session": session.name})
-                home = self._homes.get(session.name)
+                home = session.home
                 place = home if home is not None and home in places else min(places, key=lambda one: self._running[one])
                 if self._begins.is_set() and self._running[place] < self.bounds.at_once:
-                    self._homes[session.name] = place
+                    session.home = place
                     self._running[place] += 1
                     return place
                 if self._begins.is_set():

@@ -19,7 +19,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -39,7 +39,7 @@ from moe_rl.gateway.asking import AgentReply, BadRequest
 from moe_rl.gateway.exchanges import ClientCall
 from moe_rl.gateway.fields import checked
 from moe_rl.gateway.finishing import SessionKeeper
-from moe_rl.gateway.sessions import Session, SessionLimits
+from moe_rl.gateway.sessions import Session
 from moe_rl.rollout.sampler import nobody
 from moe_rl.vllm.api_server import url_of
 from moe_rl.vllm.gate import read_body
@@ -58,13 +58,11 @@ class Dialect:
         read: makes the wish from the body.
         body, events: make the reply, whole or as a stream, from the reply's name, the model's name, the wish and the
             replies.
-        error: the body of an error.
     """
 
     read: Callable[[bytes], Any]
     body: Callable[[str, str, Any, Sequence[AgentReply]], dict[str, Any]]
     events: Callable[[str, str, Any, Sequence[AgentReply]], Iterator[bytes]]
-    error: Callable[[BadRequest], dict[str, Any]]
 
 
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -97,14 +95,10 @@ class GatewayApp:
     ):
         self._gateway, self._keeper, self._token, self._longest = gateway, keeper, token.encode(), longest
         self._failed = failed
-        chat = Dialect(openai.read_chat, openai.chat_body, openai.chat_events, openai.error_body)
-        text = Dialect(openai.read_text, openai.text_body, openai.text_events, openai.error_body)
-        response = Dialect(
-            responses.read_responses, responses.responses_body, responses.responses_events, openai.error_body
-        )
-        messages = Dialect(
-            anthropic.read_messages, anthropic.messages_body, anthropic.messages_events, anthropic.error_body
-        )
+        chat = Dialect(openai.read_chat, openai.chat_body, openai.chat_events)
+        text = Dialect(openai.read_text, openai.text_body, openai.text_events)
+        response = Dialect(responses.read_responses, responses.responses_body, responses.responses_events)
+        messages = Dialect(anthropic.read_messages, anthropic.messages_body, anthropic.messages_events)
         routes = [
             Route("/health", _health),
             Route("/sessions", self._owned(self._open), methods=["POST"]),
@@ -120,7 +114,8 @@ class GatewayApp:
                 Route(f"{before}/v1/messages/count_tokens", self._count, methods=["POST"]),
                 Route(f"{before}/v1/models", self._models),
             ]
-        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _unknown, Exception: _broken})
+        handlers = {HTTPException: _unknown, BadRequest: _refused, ClientDisconnect: _left, Exception: _broken}
+        self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     def _serving(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def serve(request: Request) -> Response:
@@ -136,14 +131,9 @@ class GatewayApp:
                 assert exchange.replies is not None  # they are kept while a client waits
                 if not (replies := exchange.replies.result()):
                     raise BadRequest("the sampler aborted the request: send it again", status=503, code="aborted")
-            except BadRequest as error:
-                return JSONResponse(dialect.error(error), error.status, _headers(error.status))
-            except ClientDisconnect:
-                return Response(status_code=_CLIENT_GONE)
             except MoeRLError as error:
                 self._failed(error)
-                failed = BadRequest(str(error), status=503, code="sampler_failed")
-                return JSONResponse(dialect.error(failed), failed.status)
+                raise BadRequest(str(error), status=503, code="sampler_failed") from None
             told = secrets.token_hex(12), self._gateway.model, wish, replies
 
             def reply() -> Response:
@@ -166,26 +156,14 @@ class GatewayApp:
             )
         return session
 
-    def _refuse_stranger(self, request: Request) -> None:
-        if not hmac.compare_digest(_bearer(request).encode("utf-8", "surrogateescape"), self._token):
-            raise BadRequest("this call needs the owner's token", status=401, code="invalid_token")
-
     async def _count(self, request: Request) -> Response:
-        try:
-            session = self._session(request)
-            body = bytes(await _body(request, self._longest))
-            wish = await self._gateway.off_loop(len(body), anthropic.read_counted, body)
-            return JSONResponse({"input_tokens": await self._gateway.count(session, wish, len(body))})
-        except BadRequest as error:
-            return JSONResponse(anthropic.error_body(error), error.status, _headers(error.status))
-        except ClientDisconnect:
-            return Response(status_code=_CLIENT_GONE)
+        session = self._session(request)
+        body = bytes(await _body(request, self._longest))
+        wish = await self._gateway.off_loop(len(body), anthropic.read_counted, body)
+        return JSONResponse({"input_tokens": await self._gateway.count(session, wish, len(body))})
 
     async def _models(self, request: Request) -> Response:
-        try:
-            self._session(request)
-        except BadRequest as error:
-            return JSONResponse(_error_body(request, error), error.status, _headers(error.status))
+        self._session(request)
         model = {"id": self._gateway.model, "object": "model", "created": 0, "owned_by": "moe_rl"}
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -195,31 +173,23 @@ class GatewayApp:
         """Answer a call of the owner."""
 
         async def serve(request: Request) -> Response:
+            if not hmac.compare_digest(_bearer(request).encode("utf-8", "surrogateescape"), self._token):
+                raise BadRequest("this call needs the owner's token", status=401, code="invalid_token")
             try:
-                self._refuse_stranger(request)
                 return Response(msgspec.json.encode(await answer(request)), media_type="application/json")
-            except BadRequest as error:
-                return JSONResponse({"error": error.told, "code": error.code}, error.status, _headers(error.status))
             except SessionError as error:
                 code = "busy" if error.message.fault == "busy" else "session"
                 return JSONResponse({"error": str(error), "code": code}, 409)
             except MoeRLError as error:
                 return JSONResponse({"error": str(error), "code": type(error).__name__}, 500)
-            except ClientDisconnect:
-                return Response(status_code=_CLIENT_GONE)
 
         return serve
 
     async def _open(self, request: Request) -> dict[str, Any]:
         body = bytes(await _body(request, _SMALL_BODY)) or b"{}"
         given = checked(body, _OpenBody, {})
-        usual = self._gateway.book.limits
-        limits = SessionLimits(
-            usual.tokens if given.tokens is None else given.tokens,
-            usual.turns if given.turns is None else given.turns,
-            usual.seconds if given.seconds is None else given.seconds,
-        )
-        opened = self._gateway.open(given.group, limits)
+        asked = {name: most for name in ("tokens", "turns", "seconds") if (most := getattr(given, name)) is not None}
+        opened = self._gateway.open(given.group, replace(self._gateway.book.limits, **asked))
         # The address that this request reached. The Host header is set by the client and not trusted.
         url = f"{url_of(*request.scope['server'])}/s/{opened.key}"
         return {"session": opened.session.name, "key": opened.key, "base_url": f"{url}/v1", "url": url}
@@ -255,12 +225,25 @@ class GatewayApp:
             "kinds": session.kinds,
             "tokens": sum(len(turn.ids) for turn in received),
             "sampled_tokens": sum(len(turn.token_ids) for turn in received),
-            "other_system": self._gateway.parting(session),
+            "other_system": session.parting,
         }
 
 
 async def _health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BadRequest)  # the app registers this handler only for these
+    owned = request.url.path.startswith("/sessions")
+    body = {"error": error.told, "code": error.code} if owned else _error_body(request, error)
+    # Otherwise the unread rest of a body would be taken for the next request.
+    headers = {"Connection": "close"} if error.status in (401, 408, 413, 415) else None
+    return JSONResponse(body, error.status, headers)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
@@ -277,7 +260,7 @@ async def _broken(request: Request, error: Exception) -> Response:
 
 
 def _error_body(request: Request, error: BadRequest) -> dict[str, Any]:
-    """Return the body of an error that no dialect raised, in the form that the client reads."""
+    """Return the body of an error in the form that the client reads."""
     of_anthropic = _ANTHROPIC_PATH.match(request.url.path) or "anthropic-version" in request.headers
     return (anthropic if of_anthropic else openai).error_body(error)
 
@@ -285,11 +268,6 @@ def _error_body(request: Request, error: BadRequest) -> dict[str, Any]:
 def _bearer(request: Request) -> str:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return token if scheme.lower() == "bearer" else ""
-
-
-def _headers(status: int) -> dict[str, str] | None:
-    # Otherwise the unread rest of a body would be taken for the next request.
-    return {"Connection": "close"} if status in (401, 408, 413, 415) else None
 
 
 async def _body(request: Request, longest: int) -> bytearray:

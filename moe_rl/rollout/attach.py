@@ -51,23 +51,19 @@ def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
 
 async def _problems(config: Config, facts: ModelFacts, runs_dir: Path, servers: Sequence[VllmServer]) -> list[Problem]:
     answers = await asyncio.gather(*(server.served() for server in servers), return_exceptions=True)
-    found = [answer.message for answer in answers if isinstance(answer, EngineError)]
-    found += [
-        describe("no answer", where={"url": server.url}, got=repr(answer))
-        for server, answer in zip(servers, answers, strict=True)
-        if _unknown(answer)
-    ]
-    served = {server: answer for server, answer in zip(servers, answers, strict=True) if isinstance(answer, Served)}
-    for server, answer in served.items():
-        found += _differences(config, facts, server.url, answer)
+    found, served = list[Problem](), dict[VllmServer, Served]()
+    for server, answer in zip(servers, answers, strict=True):
+        if isinstance(answer, Served):
+            served[server] = answer
+            found += _differences(config, facts, server.url, answer)
+        elif isinstance(answer, EngineError):
+            found.append(answer.message)
+        else:
+            found.append(describe("no answer", where={"url": server.url}, got=repr(answer)))
     found += _among_each_other({server.url: answer for server, answer in served.items()})
     if not found:
         found += [text for server in servers if (text := await folder_problem(server, runs_dir, ""))]
     return found
-
-
-def _unknown(answer: object) -> bool:
-    return isinstance(answer, Exception) and not isinstance(answer, EngineError)
 
 
 def _differences(config: Config, facts: ModelFacts, url: str, served: Served) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import PipelineError, RewardError
 from moe_rl.objectives.advantages import equal, has_spread, overlong_penalty
@@ -242,6 +243,11 @@ class Batches:
         }
 
 
+def drawing_of(rollout: RolloutConfig) -> Drawing:
+    """Return how a run samples the completions that it trains on."""
+    return Drawing(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+
+
 def check_drawing(pieces: Iterable[Completion], config: Config) -> None:
     """Check that training completions were sampled with the config's parameters, for which the trainer computes
     probabilities.
@@ -249,8 +255,7 @@ def check_drawing(pieces: Iterable[Completion], config: Config) -> None:
     Raises:
         PipelineError: an earlier process of the run sampled a piece with other parameters.
     """
-    rollout = config.rollout
-    wanted = Drawing(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+    wanted = drawing_of(config.rollout)
     for piece in pieces:
         if piece.drawing != wanted:
             raise PipelineError(

@@ -8,16 +8,16 @@ ends or hangs, the run ends with SamplerGone, which names it.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Unpack
 
 import msgspec
 
 from moe_rl.errors import WeightSyncError
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.rollout.sampler import Hears, Sampler, all_of, check_agreement, nobody
+from moe_rl.rollout.sampler import CallOptions, Sampler, all_of, check_agreement
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.wire import EngineSettings
 from moe_rl.weights.update import Broadcast, WeightUpdate
@@ -63,20 +63,12 @@ class ColocatedEngines:
         return range(len(self.engines))
 
     async def sample(
-        self,
-        place: int,
-        requests: Sequence[GenerateRequest],
-        *,
-        shard: str,
-        leave: asyncio.Event | None = None,
-        ended: Hears = nobody,
-        keep_open: bool = False,
+        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, **options: Unpack[CallOptions]
     ) -> list[Completion]:
         self._refuse_different()
-        if keep_open:
+        if options.get("keep_open"):
             self._left_open.setdefault(shard, set()).add(place)
-        name = self.shard_at(place, shard)
-        return await self.engines[place].sample(0, requests, shard=name, leave=leave, ended=ended, keep_open=keep_open)
+        return await self.engines[place].sample(0, requests, shard=self.shard_at(place, shard), **options)
 
     async def publish(self, shard: str) -> list[str]:
         left = sorted(self._left_open.pop(shard, ()))

@@ -19,12 +19,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, Unpack
 
 from moe_rl.errors import EngineError, RequestRefused, WeightSyncError
 from moe_rl.messages import Message
 from moe_rl.rollout.child_process import ChildProcess
-from moe_rl.rollout.sampler import Hears, nobody
+from moe_rl.rollout.sampler import CallOptions, nobody
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm import wire
 from moe_rl.vllm.process import child_environment
@@ -153,21 +153,15 @@ class VllmEngine:
         return (0,)
 
     async def sample(
-        self,
-        place: int,
-        requests: Sequence[GenerateRequest],
-        *,
-        shard: str,
-        leave: asyncio.Event | None = None,
-        ended: Hears = nobody,
-        keep_open: bool = False,
+        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, **options: Unpack[CallOptions]
     ) -> list[Completion]:
         """Sample one completion per request, see Sampler.sample.
 
         Raises:
             EngineError: a request exceeds the model's length, a key is repeated, or the shard exists.
         """
-        loop, errors = asyncio.get_running_loop(), list[Exception]()
+        loop, errors, ended = asyncio.get_running_loop(), list[Exception](), options.get("ended", nobody)
+        leave, keep_open = options.get("leave"), options.get("keep_open", False)
 
         def tell(completions: list[tuple[int, Completion]]) -> None:
             try:

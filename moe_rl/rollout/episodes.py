@@ -9,9 +9,10 @@ from typing import NamedTuple
 from moe_rl.config.prompt_sources import HeldoutSourceConfig
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.schema import Config
+from moe_rl.rollout.batches import drawing_of
 from moe_rl.rollout.kept import episode_name, shard_name
 from moe_rl.rollout.trajectories import EpisodeRequest
-from moe_rl.types import Prompt
+from moe_rl.types import Drawing, Prompt
 
 Heldout = Sequence[tuple[HeldoutSourceConfig, Prompt]]
 
@@ -21,8 +22,7 @@ class Draw(NamedTuple):
 
     place: int
     sample: int
-    temperature: float
-    top_p: float
+    drawing: Drawing
 
 
 def draws_of(heldout: Heldout, rollout: RolloutConfig) -> tuple[list[Draw], list[Draw]]:
@@ -31,9 +31,10 @@ def draws_of(heldout: Heldout, rollout: RolloutConfig) -> tuple[list[Draw], list
     for place, (source, _) in enumerate(heldout):
         temperature = rollout.temperature if source.temperature is None else source.temperature
         top_p = rollout.top_p if source.top_p is None else source.top_p
-        sampled += [Draw(place, sample, temperature, top_p) for sample in range(source.samples if temperature else 0)]
+        drawing = Drawing(temperature, rollout.top_k, top_p, rollout.min_p)
+        sampled += [Draw(place, sample, drawing) for sample in range(source.samples if temperature else 0)]
         if source.greedy or not temperature:
-            greedy.append(Draw(place, 0, 0.0, 1.0))
+            greedy.append(Draw(place, 0, Drawing(0.0)))
     return sampled, greedy
 
 
@@ -67,12 +68,9 @@ class Episodes:
 
     def request(self, name: str, seed: str, prompt: Prompt, shard: str | None) -> EpisodeRequest:
         """Return the request for an episode to train on. shard: as in EpisodeRequest."""
-        rollout = self.config.rollout
-        drawing = rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
-        return EpisodeRequest(name, seed, prompt, *drawing, shard)
+        return EpisodeRequest(name, seed, prompt, drawing_of(self.config.rollout), shard)
 
     def evaluation(self, kind: str, draw: Draw, prompt: Prompt) -> EpisodeRequest:
         """Return the request for an episode of an evaluation, which is not kept."""
-        name = f"eval-{kind}-p{draw.place}" + (f"-c{draw.sample}" if draw.temperature else "")
-        bounds = (self.config.rollout.top_k, self.config.rollout.min_p) if draw.temperature else (0, 0.0)
-        return EpisodeRequest(name, name, prompt, draw.temperature, draw.top_p, *bounds)
+        name = f"eval-{kind}-p{draw.place}" + (f"-c{draw.sample}" if draw.drawing.temperature else "")
+        return EpisodeRequest(name, name, prompt, draw.drawing)

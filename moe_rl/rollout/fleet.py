@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,7 +28,7 @@ import msgspec
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, RequestRefused, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.attach import folder_problem, servers_of
-from moe_rl.rollout.sampler import Hears, ServerLost, check_agreement, nobody
+from moe_rl.rollout.sampler import CallOptions, ServerLost, all_of, check_agreement, nobody
 from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.control import Served
@@ -138,10 +138,7 @@ class ServerFleet:
                 await server.adopt()
             return await server.served()
 
-        async def take_all() -> list[Served]:
-            return await asyncio.gather(*map(take, servers))
-
-        served = asyncio.run(take_all())
+        served = asyncio.run(all_of(map(take, servers)))
         rollout = config.rollout
         fleet = cls(
             servers,
@@ -175,24 +172,18 @@ class ServerFleet:
         return tuple(self.servers)
 
     async def sample(
-        self,
-        place: int,
-        requests: Sequence[GenerateRequest],
-        *,
-        shard: str,
-        leave: asyncio.Event | None = None,
-        ended: Hears = nobody,
-        keep_open: bool = False,
+        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, **options: Unpack[CallOptions]
     ) -> list[Completion]:
         server, held = self.servers.get(place), self.confirmed().get(place)
         if server is None or held is None:
             raise ServerLost(describe("A server is no longer in use", where={"server": place}))
         samples, name = [Growing() for _ in requests], self.shard_at(place, shard)
-        if keep_open:
+        if options.get("keep_open"):
             self._left_open.setdefault(shard, {})[name] = place
         self._calls += 1
         try:
-            if leave is not None:
+            ended, keep_open = options.get("ended", nobody), options.get("keep_open", False)
+            if (leave := options.get("leave")) is not None:
                 return await server.sample_group(
                     requests, name, leave, ended, started=held.start, samples=samples, keep_open=keep_open
                 )
@@ -242,11 +233,8 @@ class ServerFleet:
     async def counts(self) -> dict[str, int]:
         """Return the summed counts of the servers that are not lost, see Sampler.counts; includes work for other
         clients."""
-
-        async def one(number: int) -> Counter[str]:
-            return sum(map(Counter, await self.server(number).counts()), Counter())
-
-        return dict(sum((await self.each(one)).values(), Counter()))
+        counts = await self.each(lambda place: self.server(place).counts())
+        return dict(sum((Counter(worker) for workers in counts.values() for worker in workers), Counter()))
 
     async def pause(self) -> None:
         await self.each(lambda place: self.server(place).pause())

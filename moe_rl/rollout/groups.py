@@ -37,7 +37,7 @@ import numpy as np
 from moe_rl.errors import About, PipelineError
 from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompt_ledger import Ended
-from moe_rl.types import Completion, Verdict, VersionSpan
+from moe_rl.types import Completion, Verdict, merged_spans
 
 Pieces = Sequence[Sequence[Completion]]
 """The completions of a group, each as its pieces in order. A completion not yet begun has none."""
@@ -62,18 +62,13 @@ def joined(pieces: Sequence[Completion]) -> Completion:
     """Return these pieces as one completion, with the routes of the last piece, which continues the others."""
     if len(pieces) == 1:
         return pieces[0]
-    spans: list[VersionSpan] = []
-    for span in (span for piece in pieces for span in piece.versions):
-        if spans and spans[-1].weight_version == span.weight_version:
-            span = replace(span, tokens=spans.pop().tokens + span.tokens)
-        spans.append(span)
     return replace(
         pieces[-1],
         key=pieces[0].key,
         prompt_token_ids=pieces[0].prompt_token_ids,
         token_ids=sum((piece.token_ids for piece in pieces), ()),
         logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-        versions=tuple(spans),
+        versions=merged_spans(span for piece in pieces for span in piece.versions),
         seal="",  # the seal is for the whole
     )
 

@@ -187,6 +187,10 @@ class KeptRollouts:
             return None
         return sealed.load(path, _SAMPLED_HEAD, SampledStep, _SAMPLED_WHAT, "delete it, to sample the step again")
 
+    def load_sampled(self, step: int) -> RolloutBatch | SampledStep:
+        """Return the batch of a step or, where it has none yet, its completions."""
+        return self.sampled(step) or self.load(step)
+
     def load(self, step: int) -> RolloutBatch:
         """Read the batch that `save` wrote.
 
@@ -195,23 +199,14 @@ class KeptRollouts:
         """
         return sealed.load(self._path(step), _HEAD, RolloutBatch, _WHAT, "compare another step of the run")
 
-    def entered(self, step: int, ledger: PromptLedger, source: PromptSource) -> tuple[StepPrompts, RolloutBatch]:
-        """Read the batch of a step, and check that it matches the prompt ledger.
+    def entered[B: (RolloutBatch, RolloutBatch | SampledStep)](
+        self, step: int, ledger: PromptLedger, source: PromptSource, read: Callable[[int], B]
+    ) -> tuple[StepPrompts, B]:
+        """Read the batch of a step with `load`, or what `load_sampled` returns, and check that it matches the ledger.
 
         Raises:
             MoeRLError: Something is missing or damaged, or belongs to other prompts or completions.
         """
-        return self._entered(step, ledger, source, self.load)
-
-    def left_behind(
-        self, step: int, ledger: PromptLedger, source: PromptSource
-    ) -> tuple[StepPrompts, RolloutBatch | SampledStep]:
-        """Read and check as `entered` does. Where a step has no batch yet, return its completions."""
-        return self._entered(step, ledger, source, lambda step: self.sampled(step) or self.load(step))
-
-    def _entered[B: (RolloutBatch, RolloutBatch | SampledStep)](
-        self, step: int, ledger: PromptLedger, source: PromptSource, read: Callable[[int], B]
-    ) -> tuple[StepPrompts, B]:
         entry = ledger.find(step - 1)
         if entry is None:
             raise DataError("its rollouts were not finished", got="no line for the step in the prompt ledger")
@@ -288,7 +283,7 @@ class ReplayedRollouts:
 
     def take(self, step: int, clock: Clock) -> RolloutBatch:
         """Return the other run's batch of this step, and enter its prompts into this run's ledger."""
-        entry, batch = self.kept.entered(step, self.replayed, self.source)
+        entry, batch = self.kept.entered(step, self.replayed, self.source, self.kept.load)
         self.ledger.append(entry)
         return batch
 

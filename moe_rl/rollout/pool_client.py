@@ -90,14 +90,8 @@ class BatchSampled(Message, frozen=True):
     parts: list[tuple[str, float, float]]
 
 
-class BatchTaken(Message, frozen=True):
-    """Reports that the batch of a step is on disk.
-
-    parts: as in BatchSampled, the work done since.
-    """
-
-    step: int
-    parts: list[tuple[str, float, float]]
+class BatchTaken(BatchSampled, frozen=True):
+    """Reports that the batch of a step is on disk. parts: the work done since BatchSampled."""
 
 
 class PolicyEvaluated(Message, frozen=True):
@@ -149,7 +143,7 @@ class PooledRollouts:
         self.unusable: list[str] = []
         self._child = ChildProcess(
             "pool",
-            "moe_rl.rollout.pool" if config.task.environment is None else "moe_rl.gateway.episode_pool",
+            "moe_rl.rollout.pool" if config.task.environment is None else "moe_rl.gateway.episode_gateway",
             log_path=folder / "pool.log",
             environment=child_environment(config.rollout.capture),
             replies=REPLIES,
@@ -248,7 +242,7 @@ class PooledRollouts:
     def _hear(self, expected: type[Message]) -> Message:
         """Receive the next message: the expected one, or news of a batch, which is recorded."""
         reply = self._child.receive()
-        if isinstance(reply, BatchSampled | BatchTaken):
+        if isinstance(reply, BatchSampled):  # or BatchTaken
             self._sampled = max(self._sampled, reply.step)
             if isinstance(reply, BatchTaken):
                 self._taken = reply.step

@@ -309,8 +309,8 @@ class Rollouts:
     def _held_out(self, kind: str, draw: Draw, prompt: Prompt) -> GenerateRequest:
         """Return a request of an evaluation. No step trains on its completion, so its routes are not recorded."""
         key = f"eval/{kind}/p{draw.place}" + (f"/c{draw.sample}" if draw.sample else "")
-        request = self.request(key, prompt.token_ids, draw.temperature)
-        return replace(request, top_p=draw.top_p, record=False)
+        request = self.request(key, prompt.token_ids, draw.drawing.temperature)
+        return replace(request, top_p=draw.drawing.top_p, record=False)
 
     def request(self, key: str, prompt_token_ids: tuple[int, ...], temperature: float) -> GenerateRequest:
         """Return a request of the run, see `generate_request`."""

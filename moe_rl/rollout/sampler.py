@@ -22,7 +22,7 @@ import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypedDict, Unpack
 
 from moe_rl.errors import EngineError, WeightSyncError
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
@@ -34,6 +34,25 @@ Hears = Callable[[int, Completion], None]
 
 def nobody(*news: object) -> None:
     """Do nothing: the default callback."""
+
+
+class CallOptions(TypedDict, total=False):
+    """Holds the options of a call that samples.
+
+    Attributes:
+        leave: set it to abort unfinished requests. They return the tokens so far, perhaps none, with finish_reason
+            "abort"; the rows of these tokens are published. It may be set during a pause too. None, the default: the
+            call is alone at its place, where the prefix cache is emptied first, so that the result depends only on the
+            weights and the requests.
+        ended: called in the event loop with each completion as soon as it ends, while others continue, but not with
+            aborted ones.
+        keep_open: leave the place's shard open, for further calls that may continue its records, until `publish`. Only
+            with `leave`. Otherwise the shard is of this call only.
+    """
+
+    leave: asyncio.Event | None
+    ended: Hears
+    keep_open: bool
 
 
 class ServerLost(EngineError):
@@ -75,14 +94,7 @@ class Sampler(Protocol):
         """Return the address by which these processes reach this host."""
 
     async def sample(
-        self,
-        place: int,
-        requests: Sequence[GenerateRequest],
-        *,
-        shard: str,
-        leave: asyncio.Event | None = None,
-        ended: Hears = nobody,
-        keep_open: bool = False,
+        self, place: int, requests: Sequence[GenerateRequest], *, shard: str, **options: Unpack[CallOptions]
     ) -> list[Completion]:
         """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
@@ -90,14 +102,7 @@ class Sampler(Protocol):
             place: where.
             requests: what to sample.
             shard: name of the new trace shard; that of a place's shard begins with it, see `shard_at`.
-            leave: set it to abort unfinished requests. They return the tokens so far, perhaps none, with finish_reason
-                "abort"; the rows of these tokens are published. It may be set during a pause too. None: the call is
-                alone at its place, where the prefix cache is emptied first, so that the result depends only on the
-                weights and the requests.
-            ended: called in the event loop with each completion as soon as it ends, while others continue, but not with
-                aborted ones.
-            keep_open: leave the place's shard open, for further calls that may continue its records, until `publish`.
-                Only with `leave`. Otherwise the shard is of this call only.
+            options: see CallOptions.
 
         Raises:
             ServerLost: the place is lost, with all that this call sampled.
@@ -181,8 +186,8 @@ async def sample_all(
 
     Args:
         shard: as in Sampler.sample; every place gets its own, whose name begins with this one.
-        leave: as in Sampler.sample. With None, the result depends only on the weights, the requests and the places.
-        ended: as in Sampler.sample. Called again for completions that are sampled again.
+        leave: as in CallOptions. With None, the result depends only on the weights, the requests and the places.
+        ended: as in CallOptions. Called again for completions that are sampled again.
 
     Raises:
         SamplerGone: more servers are lost than allowed.

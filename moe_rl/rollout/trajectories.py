@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moe_rl.types import Completion, Prompt, Verdict
+from moe_rl.types import Completion, Drawing, Prompt, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class EpisodeRequest:
         name: its session's name, unique in a run.
         seed: the seeds of its turns derive from it.
         prompt: its columns are the row that the environment gets.
-        temperature, top_p, top_k, min_p: how all its turns are sampled, as in GenerateRequest.
+        drawing: how all its turns are sampled.
         shard: name of the trace shard for its turns, which all episodes of a call share. None: its routes are not
             recorded, and its session is not kept.
     """
@@ -27,10 +27,7 @@ class EpisodeRequest:
     name: str
     seed: str
     prompt: Prompt
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    drawing: Drawing
     shard: str | None = None
 
 

@@ -93,7 +93,7 @@ def _kept_problems(theirs: RunFolder, own: Config, task: TaskPrompts, last: int,
     found, absent = list[Problem](), list[int]()
     for step in range(1, last + 1):
         try:
-            _, batch = kept.entered(step, ledger, source)
+            _, batch = kept.entered(step, ledger, source, kept.load)
         except DataError as error:
             if error.message.fault == "absent":
                 absent.append(step)

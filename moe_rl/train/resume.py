@@ -220,7 +220,7 @@ def _take_left_behind(
         main.log.note(f"the run has made all its {done} steps; run.steps=N makes it longer")
         return None
     try:
-        entry, found = left_behind(
+        _, found = left_behind(
             step,
             rollouts.ledger,
             rollouts.source,
@@ -267,7 +267,7 @@ def left_behind(
     Raises:
         MoeRLError: Something is missing or damaged, or belongs to other prompts, tokens, weights or another model.
     """
-    entry, batch = kept.left_behind(step, ledger, source)
+    entry, batch = kept.entered(step, ledger, source, kept.load_sampled)
     ledger.check(step)
     # Missing routes are accepted here; the step decides what to do about them when it trains.
     rows = RowPolicy(missing="native", max_staleness=lag)

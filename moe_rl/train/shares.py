@@ -150,11 +150,8 @@ class ExpertPlacement:
         settings = self.config.placement
         if settings.experts == "natural":
             return {}
-        counted = np.zeros((len(self.spec.moe_layers), self.spec.num_experts), np.int64)
-        with world.agreed():  # any rank can read any sequence
-            for sequence in sequences[dist.get_rank() :: dist.get_world_size()]:
-                if sequence.routes is not None:
-                    counted += expert_counts(self.store, sequence.routes, self.spec)
+        with world.agreed():
+            counted = self._count(sequences)
         counts = torch.from_numpy(counted).to(world.device())
         dist.all_reduce(counts)
         self.counts = [*self.counts, counts.cpu().numpy()][-settings.window_steps :]
@@ -190,6 +187,14 @@ class ExpertPlacement:
         if kept:
             self.counts = list(kept["counts"].numpy())
             self.policy.place(kept["placement"].numpy())
+
+    def _count(self, sequences: list[Sequence]) -> np.ndarray:
+        """Return int64 [L, E] of this rank's part of the sequences; any rank can read any sequence."""
+        counts = np.zeros((len(self.spec.moe_layers), self.spec.num_experts), np.int64)
+        for sequence in sequences[dist.get_rank() :: dist.get_world_size()]:
+            if sequence.routes is not None:
+                counts += expert_counts(self.store, sequence.routes, self.spec)
+        return counts
 
 
 def divisors(objective: str, sequences: list[Sequence], longest: int) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from moe_rl import checkpoint_folder
 from moe_rl.clock import Clock
 from moe_rl.config.schema import Config, ProfileConfig
 from moe_rl.errors import CollapseError, ConfigError, Stopped
-from moe_rl.gateway.trained_sessions import check_trained
+from moe_rl.gateway.session_sequences import check_trained
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.adapters import without_adapters
 from moe_rl.megatron.cpu import without_mode

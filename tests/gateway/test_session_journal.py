@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 
 from moe_rl.errors import DataError, DiskError, SessionError
-from moe_rl.gateway.session_journal import SessionJournals
+from moe_rl.gateway.session_journal import ReceivedEntry, RepliesEntry, SessionJournals, TurnsEntry
 from moe_rl.gateway.session_keys import hash_key
 from moe_rl.gateway.sessions import Session, SessionLimits
 from tests.gateway.session_turns import take
@@ -19,8 +19,8 @@ KEY = hash_key("s.secret")
 
 def add(journals, session, *turns) -> None:
     """Write down the turns of a request, and that they were received."""
-    journals.add_turns(session, [replace(turn, received=False) for turn in turns], b"asked")
-    journals.add_received(session, [turn.number for turn in turns], True)
+    journals.add(session, TurnsEntry([replace(turn, received=False) for turn in turns], b"asked"))
+    journals.add(session, ReceivedEntry([turn.number for turn in turns], True))
 
 
 def written(folder) -> tuple[SessionJournals, Session]:
@@ -28,9 +28,9 @@ def written(folder) -> tuple[SessionJournals, Session]:
     journals, session = SessionJournals(folder), Session("s", "g", LIMITS, 0.0)
     journals.open(session, KEY, 1000.0)
     add(journals, session, take(session, [1, 2], [3, 4], key="a"))
-    journals.add_replies(session, {b"hi": 0})
+    journals.add(session, RepliesEntry({b"hi": 0}))
     add(journals, session, take(session, [1, 2, 3, 4, 5], [6], key="b", version=2))
-    journals.add_replies(session, {b"hi": 1, b"more": 1})
+    journals.add(session, RepliesEntry({b"hi": 1, b"more": 1}))
     add(journals, session, take(session, [7], [8], key="c"), take(session, [7], [9], key="d"))
     return journals, session
 
@@ -156,7 +156,7 @@ def test_what_a_full_disk_kept_out_is_written_next_time(tmp_path, monkeypatch):
         add(journals, session, turn)
     assert len(read(tmp_path).session.turns) == 4  # the rest of the line is missing: it is torn
     room[0] = 1 << 20
-    journals.add_replies(session, {b"late": 4})
+    journals.add(session, RepliesEntry({b"late": 4}))
     found = read(tmp_path)
     assert len(found.session.turns) == 5 and found.replies[b"late"] == 4
     room[0] = 0

@@ -9,9 +9,8 @@ import pytest
 
 from moe_rl.errors import DataError, SessionError
 from moe_rl.gateway import finishing
-from moe_rl.gateway.session_sequences import sequences_of
+from moe_rl.gateway.session_sequences import check_trained, sequences_of
 from moe_rl.gateway.sessions import Session
-from moe_rl.gateway.trained_sessions import check_trained
 from moe_rl.rollout import sealed
 from moe_rl.types import InsertedTokens, Sequence
 from tests.gateway.session_turns import WIDE, take

@@ -32,7 +32,7 @@ from moe_rl.rollout.rollouts import OwnRollouts, Rollouts
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.types import Prompt, VersionSpan
+from moe_rl.types import Drawing, Prompt, VersionSpan
 from tests.gateway.scripted import Scripted
 from tests.support.one_rank import alone
 
@@ -206,7 +206,7 @@ def test_an_episode_is_the_same_whenever_it_is_played(opened):
 
 
 def test_a_client_cannot_change_how_a_run_samples():
-    rule = SamplingRule(0.5, 0.9, 7, 0.1, longest=64)
+    rule = SamplingRule(Drawing(0.5, 7, 0.9, 0.1), longest=64)
     wish = rule.applied(SamplingWish(temperature=0.0, top_p=0.1, top_k=1, seed=3, max_tokens=100, stop=("x",)))
     assert wish == SamplingWish(0.5, 0.9, 7, 0.1, max_tokens=64, stop=("x",))
     assert rule.applied(SamplingWish(max_tokens=5)).max_tokens == 5
