@@ -189,32 +189,37 @@ def needs_engine(config: Config) -> Iterator[str]:
 def passed_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each setting that cannot be passed on."""
     for mapping, name, value in given(config):
-        passed, key = _MAPPINGS[mapping], f"{mapping}.{name}"
-        known = fields(passed.classes)
-        if not known:
-            continue  # the library is not installed, which is told elsewhere
-        free = [one for one in known if one not in passed.ours and not _reason(passed, one)]
-        if name not in known:
-            do = did_you_mean(name, free)
-            yield describe("unknown setting of the installed version", where={"key": key}, got=value, do=do)
-        elif name in passed.ours:
-            yield describe("moe_rl sets it", where={"key": key}, got=value, do=f"remove it{_ours(name)}")
-        elif name in _RECOMPUTATION and config.train.recompute != "none":
-            yield describe(
-                "train.recompute sets it",
-                where={"key": key, "given": f"train.recompute is {config.train.recompute}"},
-                got=value,
-                do="remove it, or set train.recompute to none",
-            )
-        elif mapping == "train.megatron" and (told := list(bypasses({name: value}, "key", "train.megatron."))):
-            yield from told
-        elif reason := _reason(passed, name):
-            yield describe(reason, where={"key": key}, got=value, do="remove it")
-        elif not _accepts(known[name], value):
-            expected = ast.unparse(known[name]).replace("torch.dtype", f"one of {', '.join(DTYPES)}")
-            yield describe("wrong value", where={"key": key}, got=repr(value), expected=expected)
+        yield from setting_problems(mapping, name, value, recompute=config.train.recompute)
     yield from _dispatcher_problems(config)
     yield from _optimizer_problems(config)
+
+
+def setting_problems(mapping: str, name: str, value: Any, *, recompute: str) -> Iterator[Problem]:
+    """Yield the problem of one setting, if it cannot be passed on. recompute: that of `train`."""
+    passed, key = _MAPPINGS[mapping], f"{mapping}.{name}"
+    known = fields(passed.classes)
+    if not known:
+        return  # the library is not installed, which is told elsewhere
+    if name not in known:
+        free = [one for one in known if one not in passed.ours and not _reason(passed, one)]
+        do = did_you_mean(name, free)
+        yield describe("unknown setting of the installed version", where={"key": key}, got=value, do=do)
+    elif name in passed.ours:
+        yield describe("moe_rl sets it", where={"key": key}, got=value, do=f"remove it{_ours(name)}")
+    elif name in _RECOMPUTATION and recompute != "none":
+        yield describe(
+            "train.recompute sets it",
+            where={"key": key, "given": f"train.recompute is {recompute}"},
+            got=value,
+            do="remove it, or set train.recompute to none",
+        )
+    elif mapping == "train.megatron" and (told := list(bypasses({name: value}, "key", "train.megatron."))):
+        yield from told
+    elif reason := _reason(passed, name):
+        yield describe(reason, where={"key": key}, got=value, do="remove it")
+    elif not _accepts(known[name], value):
+        expected = ast.unparse(known[name]).replace("torch.dtype", f"one of {', '.join(DTYPES)}")
+        yield describe("wrong value", where={"key": key}, got=repr(value), expected=expected)
 
 
 def _dispatcher_problems(config: Config) -> Iterator[Problem]:

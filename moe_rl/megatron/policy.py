@@ -271,12 +271,14 @@ class Policy:
         if self.trains_adapters:
             return
         own = [chunk.own_gradients.routers for chunk in self.chunks]
+        config, whole = unwrap(self.chunks[0]).config, self.chunks[0].ddp_config.grad_reduce_in_fp32
         router_gradients.check(
             self.facts.moe_layers,
             dict(zip(self.layers, (router.weight for router in self._routers()), strict=True)),
             torch.cat(own),
             self.optimizers,
-            sequence_parallel=unwrap(self.chunks[0]).config.sequence_parallel,
+            sequence_parallel=config.sequence_parallel,
+            summed_in=torch.float32 if whole else config.params_dtype,
         )
 
     def _step(self, norm: float | torch.Tensor) -> None:

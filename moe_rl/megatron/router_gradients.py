@@ -79,8 +79,10 @@ class OwnGradients:
                 )
 
 
-# Rounding of sums over ranks, relative to the gradients' norms. A lost part is as large as its norm.
+# Rounding of float32 sums over ranks, relative to the gradients' norms. A lost part is as large as its norm.
 _ROUNDING = 1e-3
+# The same for sums in less precision, in steps of it. Rounded to the nearest, a sum is off by 0.15 along a direction.
+_STEPS = 2
 
 
 @lru_cache(maxsize=4)
@@ -108,6 +110,7 @@ def check(
     optimizers: Seq[MegatronOptimizer],
     *,
     sequence_parallel: bool,
+    summed_in: torch.dtype,
 ) -> None:
     """Compare the routers' gradients, summed over the ranks, with the ranks' own parts. All ranks call this together.
 
@@ -115,6 +118,7 @@ def check(
         all_layers: Global numbers of all MoE layers of the model.
         routers: Weights of this rank's routers, by the global number of their layer.
         own: What `parts` measured of these before the sum, float64 [L, 3].
+        summed_in: Precision in which the gradients are summed over the ranks.
 
     Raises:
         ReplayError: A router has no gradient on ranks whose experts have one, or the sum lacks a part. Raised on all
@@ -139,7 +143,8 @@ def check(
     if sequence_parallel:
         copies *= parallel_state.get_tensor_model_parallel_world_size()
     finite = np.isfinite(norms) & np.isfinite(summed)  # other values are reported when the update is skipped
-    wrong = np.flatnonzero(finite & ~(np.abs(summed - copies * mine) <= _ROUNDING * copies * norms))
+    rounding = max(_ROUNDING, _STEPS * torch.finfo(summed_in).eps)
+    wrong = np.flatnonzero(finite & ~(np.abs(summed - copies * mine) <= rounding * copies * norms))
     if len(wrong):
         told = [f"layer {all_layers[at]}: {summed[at]:.4g} instead of {copies * mine[at]:.4g}" for at in wrong]
         raise _lost(all_layers[int(wrong[0])], first_of(told), "the sum of what the ranks computed")

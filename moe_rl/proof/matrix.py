@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from moe_rl.config.layout import layout_problems
+from moe_rl.config.passed_on import setting_problems
 from moe_rl.errors import ConfigError, Problem, ReplayError
 from moe_rl.models.hf import read_model
 from moe_rl.parent import torchrun
@@ -187,6 +188,9 @@ def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
         # Check with the dtype that Megatron needs for the schedule; the proof always computes in float32.
         train = case.train_config.model_copy(update={"dtype": "bfloat16"})
         problems += layout_problems(case.parallel_config, train, facts, case.ranks)
+        for mapping, settings in (("megatron", train.megatron), ("megatron_optimizer", train.megatron_optimizer)):
+            for name, value in settings.items():
+                problems += setting_problems(f"train.{mapping}", name, value, recompute=train.recompute)
     if problems:
         raise ConfigError(problems)
     controls = [dataclasses.replace(case, mode="observe") for case in cases if case.mode == "r3"]

@@ -57,6 +57,12 @@ def test_a_layout_that_cannot_be_is_refused_before_it_runs(capsys):
     assert said.out == "" and "a multiple of 4 ranks" in said.err and "key-value heads" in said.err
 
 
+def test_a_setting_that_megatron_does_not_have_is_refused_before_it_runs(capsys):
+    assert run("--ranks", "2", "parallel.expert=2", "train.megatron_optimizer={grad_reduce_in_fp32:false}") == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "Did you mean grad_reduce_in_fp32?" in said.err, "without a space it is another key"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-6), ("bfloat16", 2e-2)])
 def test_a_layout_of_ones_own_is_proven(tmp_path, capsys, dtype, within):

@@ -12,7 +12,7 @@ from moe_rl.planning.packing import pack
 from moe_rl.planning.peaks import budget, dispatching_groups, microbatch_counts, most
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.proof.cases import LAYOUTS, MICROBATCH_TOKENS, RECORDED, Case
-from moe_rl.proof.matrix import merged
+from moe_rl.proof.matrix import Proved, merged
 from tests.distributed.usual import with_seeds
 from tests.support.planted import Planted
 
@@ -27,6 +27,7 @@ BFLOAT16 = [
     Case(2, EP2, {"dtype": "bfloat16", **settings})
     for settings in ({}, OVERLAP, {"recompute": "moe"}, {"distributed_optimizer": False})
 ]
+SMALL_SUMS = {"dtype": "bfloat16", "megatron_optimizer": {"grad_reduce_in_fp32": False}}
 UNPLANNED = [
     Case(2, EP2, plan=False),
     Case(2, TP2_EP2, plan=False),
@@ -69,6 +70,7 @@ USUAL = [
     Case(2, EP2, {"dtype": "bfloat16"}),
     Case(2, EP2, {"dtype": "bfloat16", "recompute": "moe"}),
     Case(2, TP2_EP2, {"dtype": "bfloat16"}),
+    Case(2, EP2, SMALL_SUMS),
     Case(2, EP2, mode="observe"),
     Case(2, TP2_EP2, mode="native"),
     Case(2, TP2_EP2, {"recompute": "uniform"}, mode="r2"),
@@ -388,6 +390,12 @@ def test_in_bfloat16_schedule_recomputation_and_optimizer_change_no_bit(proven, 
         for key in ("logprobs", "grads", "weights"):
             assert all(torch.equal(rank[key][n], without[key][n]) for n in without[key])
         assert rank["grad_norm"] == pytest.approx(without["grad_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", [Case(2, layout, SMALL_SUMS) for layout in (EP2, TP2_EP2, CP2)], ids=name)
+def test_gradients_summed_in_bfloat16_are_exact_up_to_their_rounding(proven, case):
+    outcome, control = proven.outcome(case), proven.outcome(replace(case, mode="observe"))
+    assert Proved(outcome, control).exact and outcome.gradients > 1e-3
 
 
 OTHER_EXPERTS = "tokens were dispatched to other experts than recorded ({}, rank {}): got "

@@ -43,6 +43,7 @@ ACTIONS = {
     "EP2 router": ("router_gradients", "EP2", "float32", 1),
     "EP2 router bfloat16": ("router_gradients", "EP2", "bfloat16", 1),
     "DP3 router": ("router_gradients", "DP3", "float32", 2),
+    "DP3 router bfloat16 sums": ("router_gradients", "DP3", "bfloat16 sums", 2),
     "zeroed": ("zeroed", "EP2", "float32", "two", 1, "exp_avg"),
     "zeroed bfloat16": ("zeroed", SAVER, "bfloat16", "two-bfloat16", 0, "exp_avg_sq"),
     "DP3 zeroed": ("zeroed", "DP3", "float32", "two", 2, "exp_avg_sq"),
@@ -319,7 +320,7 @@ def test_lost_moments_would_be_noticed(seen):
     assert without[1] != pytest.approx(straight[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("case", ["EP2 router", "EP2 router bfloat16", "DP3 router"])
+@pytest.mark.parametrize("case", ["EP2 router", "EP2 router bfloat16", "DP3 router", "DP3 router bfloat16 sums"])
 def test_a_routers_gradient_that_one_rank_loses_is_named(seen, case):
     for before, behind, nowhere in seen(case):
         for told in (before, behind):

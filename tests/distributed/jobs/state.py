@@ -59,8 +59,10 @@ class Case:
     """A policy in one layout, new from the model's folder, and the same data as in every other layout."""
 
     def __init__(self, source, out, parallel, dtype="float32"):
+        dtype, *sums = dtype.split()  # "bfloat16 sums": gradients are summed over the ranks in bfloat16 too
         self.out, self.parallel, self.dtype = out, parallel, DTYPES[dtype]
-        case = cases.Case(dist.get_world_size(), parallel.model_dump(), {"dtype": dtype})
+        settings = {"megatron_optimizer": {"grad_reduce_in_fp32": False}} if sums else {}
+        case = cases.Case(dist.get_world_size(), parallel.model_dump(), {"dtype": dtype, **settings})
         self.build = (read_model(source), case.train_config, parallel, source)
         self.policy = Policy(*self.build, temperature=1.0)
         self.trial = Trial(self.build[0], case, self.policy)
