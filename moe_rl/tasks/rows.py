@@ -245,6 +245,11 @@ def _dataset(source: PromptSourceConfig, key: str) -> Iterator[Any]:
             found = datasets.load_from_disk(source.data)
         else:
             found = datasets.load_dataset(source.data, source.config, split=source.split)
+            one = next(iter(found.values())) if isinstance(found, dict) else found
+            if one.info.builder_name == "csv":  # a cell is text: the library makes 7 of 007, and null of NA
+                texts = datasets.Features(dict.fromkeys(one.column_names, datasets.Value("string")))
+                how = {"features": texts, "keep_default_na": False, "na_values": [""]}
+                found = datasets.load_dataset(source.data, source.config, split=source.split, **how)
     except Exception as error:  # the library passes on errors of other libraries
         do = "correct the name, the configuration or the files"
         if source.may_be_on_the_hub:

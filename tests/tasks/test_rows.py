@@ -1,5 +1,6 @@
 """The same rows are the same from JSONL, Parquet and data sets, and so are their prompts."""
 
+import csv
 import json
 import math
 from datetime import datetime
@@ -118,6 +119,28 @@ PLAIN = [
 @pytest.mark.parametrize("write", [as_jsonl, as_parquet, saved, as_folder])
 def test_the_same_rows_from_every_source(tmp_path, offline, write):
     assert rows_of(write(tmp_path, ROWS)) == PLAIN
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_a_cell_of_csv_is_text(tmp_path, offline, kind):
+    rows = [
+        {
+            "prompt": "a",
+            "answer": "007",
+            "price": "1.10",
+            "formula": "NA",
+            "right": "True",
+            "said": 'one, "two"\nthree',
+        },
+        {"prompt": "b", "answer": "12", "price": "2", "formula": "None", "right": "", "said": "1e5"},
+    ]
+    (tmp_path / "files").mkdir()
+    with (tmp_path / "files" / f"train.{kind}").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], delimiter="\t" if kind == "tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+    del rows[1]["right"]  # an empty cell is absent
+    assert rows_of(tmp_path / "files") == rows
 
 
 @pytest.mark.long
