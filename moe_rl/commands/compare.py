@@ -70,12 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--bisect", type=Path, metavar="RUN_DIR", help="find which cause makes sampler and trainer of this run differ"
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--engines",
         action="store_true",
         help="with --bisect: also start the vLLM engines and the ranks that some causes need",
     )
-    parser.add_argument(
+    add(
         "--sampler-dtype",
         nargs="+",
         type=_precision_or_override,
@@ -85,13 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "engine after the other; fp8 means float8 weights; each adds lines to the table (default "
         "with --config: the precision of the config, which comes first)",
     )
-    parser.add_argument(
+    add(
         "--out",
         type=Path,
         metavar="DIR",
         help="folder for routing_kl.json and .html (default: the run's folder, or a new one)",
     )
-    parser.add_argument(
+    add(
         "--budget-tokens",
         type=_tokens,
         default=BUDGET_TOKENS,
@@ -99,8 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sample more with the same weights until the verdict is decided, or until this many completion tokens are "
         f"compared (default {BUDGET_TOKENS:,}; 0: sample no more)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
-    parser.add_argument(
+    add("--json", type=Path, metavar="FILE", help="also write the result to this file")
+    add(
         "overrides",
         nargs="*",
         metavar="a.b=c",

@@ -45,28 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="a checkpoint whose tokenizer needs its own code"
     )
-    parser.add_argument(
-        "--run-code", metavar="DIGEST", help="run this code of --tokenizer once, to make a tokenizer.json from it"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--run-code", metavar="DIGEST", help="run this code of --tokenizer once, to make a tokenizer.json from it")
+    add(
         "--step",
         type=checkpoints.step_argument,
         metavar="N",
         help="the run's checkpoint after this many steps, or the best one: best (default: the newest)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to create")
-    parser.add_argument(
+    add("--out", type=Path, required=True, metavar="FOLDER", help="the folder to create")
+    add(
         "--adapter",
         action="store_true",
         help="write the adapters of a run with train.lora as a folder of peft, not the weights with them merged in",
     )
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="default: the dtype of the run, or bfloat16 with --model"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write a description of the export (folder, dtype, ...) to this file"
-    )
-    parser.add_argument(
+    add("--dtype", choices=("bfloat16", "float32"), help="default: the dtype of the run, or bfloat16 with --model")
+    add("--json", type=Path, metavar="FILE", help="write a description of the export (folder, dtype, ...) to this file")
+    add(
         "overrides",
         nargs="*",
         metavar="a.b=c",

@@ -31,26 +31,19 @@ _SUMMED = ("turns", "undelivered", "tokens", "sampled_tokens")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moe-rl play`."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--environment", required=True, metavar="DOTTED", help="path of the environment's function")
-    parser.add_argument("--data", required=True, metavar="FILE", help="rows: FILE.jsonl or FILE.parquet")
-    parser.add_argument("--gateway", required=True, metavar="URL", help="address of the gateway")
-    parser.add_argument("--token-file", required=True, type=Path, metavar="FILE", help="file with its owner's token")
-    parser.add_argument("--rows", type=_count, metavar="N", help="play the first N rows (default: all)")
-    parser.add_argument("--concurrent", type=_count, default=8, metavar="N", help="episodes at once (default: 8)")
-    parser.add_argument(
-        "--seconds", type=_seconds, default=300.0, metavar="X", help="time limit of an episode (default: 300)"
-    )
-    parser.add_argument(
-        "--memory-mib", type=_count, default=4096, metavar="N", help="memory of each process (default: 4096)"
-    )
-    parser.add_argument(
-        "--python", type=Path, metavar="FILE", help="interpreter for the environment (default: that of this command)"
-    )
-    parser.add_argument("--turns", type=_count, metavar="N", help="most turns of a session (default: the gateway's)")
-    parser.add_argument("--tokens", type=_count, metavar="N", help="most tokens of a session (default: the gateway's)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write each row's result and the summary to this file"
-    )
+    add = parser.add_argument
+    add("--environment", required=True, metavar="DOTTED", help="path of the environment's function")
+    add("--data", required=True, metavar="FILE", help="rows: FILE.jsonl or FILE.parquet")
+    add("--gateway", required=True, metavar="URL", help="address of the gateway")
+    add("--token-file", required=True, type=Path, metavar="FILE", help="file with its owner's token")
+    add("--rows", type=_count, metavar="N", help="play the first N rows (default: all)")
+    add("--concurrent", type=_count, default=8, metavar="N", help="episodes at once (default: 8)")
+    add("--seconds", type=_seconds, default=300.0, metavar="X", help="time limit of an episode (default: 300)")
+    add("--memory-mib", type=_count, default=4096, metavar="N", help="memory of each process (default: 4096)")
+    add("--python", type=Path, metavar="FILE", help="interpreter for the environment (default: that of this command)")
+    add("--turns", type=_count, metavar="N", help="most turns of a session (default: the gateway's)")
+    add("--tokens", type=_count, metavar="N", help="most tokens of a session (default: the gateway's)")
+    add("--json", type=Path, metavar="FILE", help="write each row's result and the summary to this file")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -48,54 +48,47 @@ _MAY_CHANGE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moe-rl serve`. Arguments after "--" are passed to vLLM and not parsed here."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="config of the run; everything except the address follows from it"
-    )
-    parser.add_argument("--gateway", action="store_true", help="serve agents (needs --config or --resume)")
-    parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="folder of an earlier gateway to continue (with --gateway)"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="config of the run; everything except the address follows from it")
+    add("--gateway", action="store_true", help="serve agents (needs --config or --resume)")
+    add("--resume", type=Path, metavar="DIR", help="folder of an earlier gateway to continue (with --gateway)")
+    add("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
+    add(
         "--model",
         type=Path,
         metavar="DIR",
         help="checkpoint; on a CPU the KV cache is 1 GiB unless you add -- --kv-cache-memory-bytes N",
     )
-    parser.add_argument("--trace-root", type=Path, metavar="DIR", help="trace store, or a folder of stores")
-    parser.add_argument(
+    add("--trace-root", type=Path, metavar="DIR", help="trace store, or a folder of stores")
+    add(
         "--model-fingerprint", metavar="TEXT", help="name of the model in the trace (default: the name that a run uses)"
     )
-    parser.add_argument("--capture", choices=("patch", "worker"), help="how the recorder is attached (default: patch)")
-    parser.add_argument("--support", action="store_true", help="keep sampling masks (rollout.keep_sampling_mask)")
-    parser.add_argument(
+    add("--capture", choices=("patch", "worker"), help="how the recorder is attached (default: patch)")
+    add("--support", action="store_true", help="keep sampling masks (rollout.keep_sampling_mask)")
+    add(
         "--router-logits-fraction",
         type=float,
         default=0.0,
         metavar="X",
         help="fraction of the tokens whose router logits are kept",
     )
-    parser.add_argument(
+    add(
         "--head",
         type=int,
         default=0,
         metavar="N",
         help="number of the likeliest tokens kept per sampled token (objective.score_centering)",
     )
-    parser.add_argument(
-        "--reads-text", action="store_true", help="load the tokenizer, for requests with stop strings (rollout.stop)"
-    )
-    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, help="port (default: a free one)")
-    parser.add_argument(
+    add("--reads-text", action="store_true", help="load the tokenizer, for requests with stop strings (rollout.stop)")
+    add("--host", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=0, help="port (default: a free one)")
+    add(
         "--token-file",
         type=Path,
         metavar="FILE",
         help="token file, created with mode 600 if missing (default: a temporary file)",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="file written when the server listens, with its url, pid, ..."
-    )
+    add("--json", type=Path, metavar="FILE", help="file written when the server listens, with its url, pid, ...")
 
 
 def run(options: argparse.Namespace) -> int:

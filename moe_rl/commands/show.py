@@ -111,17 +111,18 @@ _TOKENS = 5  # tokens that are listed for each sample
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moe-rl show`."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, or a session file")
-    parser.add_argument("--session", metavar="NAME", help="an episode of the run")
-    parser.add_argument("--profile", action="store_true", help="list the recorded profiles of steps")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="tokenizer for a session file without a run")
-    parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last one, or all with an order)")
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run, or a session file")
+    add("--session", metavar="NAME", help="an episode of the run")
+    add("--profile", action="store_true", help="list the recorded profiles of steps")
+    add("--model", type=Path, metavar="FOLDER", help="tokenizer for a session file without a run")
+    add("--step", type=int, metavar="N", help="the step (default: the last one, or all with an order)")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", action="store_true", help="highest reward first")
     order.add_argument("--worst", action="store_true", help="lowest reward first")
     order.add_argument("--mismatch", action="store_true", help="largest difference of the engines first")
-    parser.add_argument("--count", type=int, default=4, metavar="N", help="samples to print (default: 4)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the printed samples to this file")
+    add("--count", type=int, default=4, metavar="N", help="samples to print (default: 4)")
+    add("--json", type=Path, metavar="FILE", help="write the printed samples to this file")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from moe_rl.disk import write_json
 from moe_rl.errors import MoeRLError, TraceError
@@ -37,69 +38,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, does, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(trace_command=does)
-        added.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file")
-        return added
+    def command(name: str, does, text: str, *, store: bool = True, **more):
+        parser = commands.add_parser(name, help=text, description=text, **more)
+        parser.set_defaults(trace_command=does)
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file")
+        if store:
+            parser.add_argument("store", help=_STORE)
+        return parser.add_argument
 
-    added = command(
-        "inspect", _inspect, "show the contents of a store, its size, the entropy bound, and the popular experts"
-    )
-    added.add_argument("store", help=_STORE)
-    added = command("verify", _verify, "check every checksum and invariant; status 1 if one does not hold")
-    added.add_argument("store", help=_STORE)
-    added = command("cat", _cat, "print records as JSON lines")
-    added.add_argument("store", help=_STORE)
-    _add_key(added)
-    added.add_argument(
-        "--limit", type=int, default=10, metavar="N", help="largest number of records; 0: all (default: 10)"
-    )
-    added.add_argument("--layers", type=_numbers, metavar="0-11,13", help="global numbers of MoE layers")
-    added.add_argument("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, LAST not included")
-    added = command("import", _import, "import replies or arrays of other samplers into a new shard")
-    added.formatter_class = argparse.RawDescriptionHelpFormatter
-    added.epilog = importing.__doc__
-    added.add_argument("store", type=Path, help="folder of the store")
-    added.add_argument("file", type=Path, help="replies as JSON lines, or an array")
-    added.add_argument("--format", required=True, choices=[*FORMATS, *ARRAY_FORMATS], help="form of the file")
-    added.add_argument("--shard", default="imported", help="name of the shard to publish (default: imported)")
-    added.add_argument("--check", action="store_true", help="write nothing; print every problem of the file")
-    added.add_argument(
+    key: dict[str, Any] = {"default": "*", "metavar": "PATTERN", "help": "shell pattern that keys match (default: *)"}
+    command("inspect", _inspect, "show the contents of a store, its size, the entropy bound, and the popular experts")
+    command("verify", _verify, "check every checksum and invariant; status 1 if one does not hold")
+    add = command("cat", _cat, "print records as JSON lines")
+    add("--key", **key)
+    add("--limit", type=int, default=10, metavar="N", help="largest number of records; 0: all (default: 10)")
+    add("--layers", type=_numbers, metavar="0-11,13", help="global numbers of MoE layers")
+    add("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, LAST not included")
+    text, raw = "import replies or arrays of other samplers into a new shard", argparse.RawDescriptionHelpFormatter
+    add = command("import", _import, text, store=False, formatter_class=raw, epilog=importing.__doc__)
+    add("store", type=Path, help="folder of the store")
+    add("file", type=Path, help="replies as JSON lines, or an array")
+    add("--format", required=True, choices=[*FORMATS, *ARRAY_FORMATS], help="form of the file")
+    add("--shard", default="imported", help="name of the shard to publish (default: imported)")
+    add("--check", action="store_true", help="write nothing; print every problem of the file")
+    add(
         "--model",
         type=Path,
         metavar="FOLDER",
         help="checkpoint that was served; its config.json gives the values of the next four options, the layer map "
         "only for families that are trained here",
     )
-    added.add_argument("--experts", type=int, help="routed experts per layer")
-    added.add_argument("--top-k", type=int, help="experts per token")
-    added.add_argument(
-        "--layer-map", metavar="d*3,m*58", help="d dense, m MoE, h hash-routed, t/r MTP left out/recorded"
-    )
-    added.add_argument("--fingerprint", help="text that names the model")
-    added.add_argument("--token-ids", type=Path, metavar="NPY", help="npy, megatron: token ids of the forward pass")
-    added.add_argument("--key", help="npy, megatron: key of the record")
-    added.add_argument("--weight-version", type=int, help="npy, megatron: weight version of all rows")
-    added = command("export", _export, "write records to a Parquet file (needs pyarrow)")
-    added.add_argument("store", help=_STORE)
-    added.add_argument("file", type=Path, help="the Parquet file to write")
-    _add_key(added)
-    added.add_argument("--per", choices=["layer", "token"], default="layer", help="meaning of a row (default: layer)")
-    added = command("repair", _repair, "save the records of an unsealed file, left by a dead writer, as a new shard")
-    added.add_argument("file", type=Path, help="a hidden .tmp file of a store")
-    added.add_argument("--name", help="name of the new shard (default: the old name with -recovered)")
-    added = command("bench", _bench, "measure how fast this machine encodes and reads the records of a store")
-    added.add_argument("store", help=_STORE)
-    added.add_argument("--max-bytes", type=int, default=64 << 20, help="amount of raw routes to measure with")
-    added = command(
-        "plot",
-        _plot,
-        "plot popularity and co-activation of experts, and the disagreement of two stores, as PNG and HTML",
-    )
-    added.add_argument("store", help=_STORE)
-    added.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for the plots")
-    added.add_argument("--against", metavar="STORE", help="a second recording of the same sequences")
+    add("--experts", type=int, help="routed experts per layer")
+    add("--top-k", type=int, help="experts per token")
+    add("--layer-map", metavar="d*3,m*58", help="d dense, m MoE, h hash-routed, t/r MTP left out/recorded")
+    add("--fingerprint", help="text that names the model")
+    add("--token-ids", type=Path, metavar="NPY", help="npy, megatron: token ids of the forward pass")
+    add("--key", help="npy, megatron: key of the record")
+    add("--weight-version", type=int, help="npy, megatron: weight version of all rows")
+    add = command("export", _export, "write records to a Parquet file (needs pyarrow)")
+    add("file", type=Path, help="the Parquet file to write")
+    add("--key", **key)
+    add("--per", choices=["layer", "token"], default="layer", help="meaning of a row (default: layer)")
+    text = "save the records of an unsealed file, left by a dead writer, as a new shard"
+    add = command("repair", _repair, text, store=False)
+    add("file", type=Path, help="a hidden .tmp file of a store")
+    add("--name", help="name of the new shard (default: the old name with -recovered)")
+    add = command("bench", _bench, "measure how fast this machine encodes and reads the records of a store")
+    add("--max-bytes", type=int, default=64 << 20, help="amount of raw routes to measure with")
+    text = "plot popularity and co-activation of experts, and the disagreement of two stores, as PNG and HTML"
+    add = command("plot", _plot, text)
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the plots")
+    add("--against", metavar="STORE", help="a second recording of the same sequences")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -125,24 +114,25 @@ def _inspect(options: argparse.Namespace) -> tuple[int, object]:
     for model in facts["models"]:
         print(f"model {model['fingerprint'][:16]}: {model['top_k']} of {model['num_experts']} experts, layers ", end="")
         print(re.sub(r"(.)\1{3,}", lambda run: f"{run[1]}*{len(run[0])} ", model["layer_map"]).strip())
-        for name in ("sequences", "incomplete_sequences", "records", "continued_records", "aborted_records"):
-            print(f"  {name.replace('_', ' '):26} {model[name]:,}")
+        named = ("sequences", "incomplete_sequences", "records", "continued_records", "aborted_records")
         shared = f"{model['stored_tokens']:,} of them stored: a prefix that sequences share is stored once"
-        print(f"  {'tokens of the sequences':26} {model['tokens']:,}, {shared}")
-        print(
-            f"  {'rows by provenance':26} {', '.join(f'{k} {v:,}' for k, v in model['provenance'].items()) or 'none'}"
-        )
-        print(f"  {'weight versions':26} {model['weight_versions'] or 'none'}")
-        print(f"  {'chunks by codec':26} {', '.join(f'{k} {v:,}' for k, v in model['codecs'].items()) or 'none'}")
+        table = {name.replace("_", " "): f"{model[name]:,}" for name in named} | {
+            "tokens of the sequences": f"{model['tokens']:,}, {shared}",
+            "rows by provenance": ", ".join(f"{k} {v:,}" for k, v in model["provenance"].items()) or "none",
+            "weight versions": model["weight_versions"] or "none",
+            "chunks by codec": ", ".join(f"{k} {v:,}" for k, v in model["codecs"].items()) or "none",
+        }
         if model["aux"]:
-            print(f"  {'other arrays':26} {', '.join(model['aux'])}")
+            table["other arrays"] = ", ".join(model["aux"])
+        if model["tokens"]:
+            each = f"{model['bytes_per_token']:.1f}, {model['bytes_per_stored_token']:.1f} per stored one"
+            table["bytes per token"] = f"{each}, raw {model['raw_bytes_per_token']}"
+            stored = f"{model['bits_per_set']:.2f} in chunks, {model['bits_per_set_with_all']:.2f} in all of the file"
+            low = f"bound {model['bits_per_set_bound']:.2f}, from popularity alone {model['bits_per_set_order0']:.2f}"
+            table["bits per set"] = f"{stored}; {low}"
+        print(*(f"  {name:26} {value}" for name, value in table.items()), sep="\n")
         if not model["tokens"]:
             continue
-        stored = f"{model['bytes_per_stored_token']:.1f} per stored one"
-        print(f"  {'bytes per token':26} {model['bytes_per_token']:.1f}, {stored}, raw {model['raw_bytes_per_token']}")
-        stored = f"{model['bits_per_set']:.2f} in chunks, {model['bits_per_set_with_all']:.2f} in all of the file"
-        bounds = f"bound {model['bits_per_set_bound']:.2f}, from popularity alone {model['bits_per_set_order0']:.2f}"
-        print(f"  {'bits per set':26} {stored}; {bounds}")
         print("  layer      sets  busiest     load  never chosen  evenness")
         for row in model["popularity"]:
             print(
@@ -245,10 +235,6 @@ def _plot(options: argparse.Namespace) -> tuple[int, object]:
     paths = write_plots(select(options.store), options.out, against)
     print(*paths, sep="\n")
     return 0, {"files": [str(path) for path in paths]}
-
-
-def _add_key(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--key", default="*", metavar="PATTERN", help="shell pattern that keys match (default: *)")
 
 
 def _spec(options: argparse.Namespace) -> TraceSpec:
