@@ -104,8 +104,12 @@ class Machine:
 
 def look(parts: tuple[Requirement, ...]) -> Machine:
     """Return the versions of `parts` on this machine, its GPUs, and the state of vLLM."""
-    state, patched = _vllm()
-    return Machine({part.name: found_version(part) for part in parts}, apex_kind(), gpus(), state, patched)
+    try:
+        state = patches.inspect()
+        vllm = state.summary, state.patches
+    except PatchError:
+        vllm = "absent", {}
+    return Machine({part.name: found_version(part) for part in parts}, apex_kind(), gpus(), *vllm)
 
 
 def found_version(part: Requirement) -> str:
@@ -180,14 +184,6 @@ def gpus() -> tuple[Gpu, ...]:
         return ()
     rows = (line.rpartition(",") for line in answer.splitlines() if line.strip())
     return tuple(Gpu(name.strip(), int(mib) << 20) for name, _, mib in rows)
-
-
-def _vllm() -> tuple[str, dict[str, str]]:
-    try:
-        state = patches.inspect()
-    except PatchError:
-        return "absent", {}
-    return state.summary, state.patches
 
 
 _HEAD = """\

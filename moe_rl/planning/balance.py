@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_rl.errors import ArgumentError
-from moe_rl.planning.packing import pack
+from moe_rl.planning.packing import pack, wrong_call
 
 Plan = list[list[list[int]]]
 
@@ -73,13 +72,9 @@ def load_of(counts_SLE: np.ndarray, expert_parallel: int) -> np.ndarray:
 def check_division(counts: np.ndarray, axes: str, expert_parallel: int) -> None:
     """Raise ValueError if counts lack these axes, or if the experts of the last one do not divide among the ranks."""
     if counts.ndim != len(axes) or expert_parallel < 1 or counts.shape[-1] % expert_parallel:
-        raise ArgumentError(
-            "the number of experts is not a multiple of the number of ranks",
-            got=f"counts of shape {counts.shape} for {expert_parallel} ranks",
-            expected=f"[{', '.join(axes)}], E a multiple of the ranks",
-            do="correct the caller",
-            fault="division",
-        )
+        what = "the number of experts is not a multiple of the number of ranks"
+        got = f"counts of shape {counts.shape} for {expert_parallel} ranks"
+        raise wrong_call(what, got, f"[{', '.join(axes)}], E a multiple of the ranks", "division")
 
 
 def round_loads(plan: Plan, loads_SLR: np.ndarray, *, exchange: int) -> np.ndarray:
@@ -152,13 +147,8 @@ def pack_by_load(
     elif exchange < 1 or ranks % exchange or slack < 0:
         problem = f"ranks={ranks}, exchange={exchange}, slack={slack}"
     if problem:
-        raise ArgumentError(
-            "cannot pack by load",
-            got=problem,
-            expected="integers [S, L, R] of 0 or more; an exchange that divides ranks; slack 0 or more",
-            do="correct the caller",
-            fault="arguments",
-        )
+        expected = "integers [S, L, R] of 0 or more; an exchange that divides ranks; slack 0 or more"
+        raise wrong_call("cannot pack by load", problem, expected)
     start = pack(lengths, ranks=ranks, microbatch_tokens=microbatch_tokens)
     before, _ = excess(round_loads(start, loads_SLR, exchange=exchange))
     floor, _ = excess(loads_SLR.sum(axis=0, keepdims=True, dtype=np.int64))
@@ -168,9 +158,8 @@ def pack_by_load(
 
     rounds = (ranks // exchange) * len(start[0])
     if rounds < 2:
-        return keep(
-            "one round holds everything, so there is nothing to exchange" if rounds else "there are no sequences"
-        )
+        alone = "one round holds everything, so there is nothing to exchange"
+        return keep(alone if rounds else "there are no sequences")
     if 0 < before - floor < _WORTH:
         return keep("packing by length is near the floor")
     search = _Search(lengths, loads_SLR, start, exchange, microbatch_tokens, slack)

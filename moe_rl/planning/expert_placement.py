@@ -18,6 +18,7 @@ import numpy as np
 
 from moe_rl.errors import ArgumentError
 from moe_rl.planning.balance import excess
+from moe_rl.planning.packing import wrong_call
 
 # Smallest gain per batch that justifies moving one expert, as a fraction of a mean rank's load in a layer. It is small,
 # because an expert moves once and its load comes with every batch. It excludes gains below the noise of the counts.
@@ -70,13 +71,8 @@ def check_order(order_LE: np.ndarray, layers: int, experts: int) -> None:
     """
     order_LE = np.asarray(order_LE)
     if order_LE.shape != (layers, experts) or order_LE.dtype.kind not in "iu":
-        raise ArgumentError(
-            "the placement has the wrong shape for the model",
-            got=f"{order_LE.dtype} {order_LE.shape}",
-            expected=f"integers {(layers, experts)}",
-            do="correct the caller",
-            fault="placement",
-        )
+        got, expected = f"{order_LE.dtype} {order_LE.shape}", f"integers {(layers, experts)}"
+        raise wrong_call("the placement has the wrong shape for the model", got, expected, "placement")
     wrong = (np.sort(order_LE, axis=1) != np.arange(experts)).any(axis=1)
     if wrong.any():
         layer = int(wrong.argmax())
@@ -158,9 +154,7 @@ def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_g
         expected = "fractions, and a price >= 0"
     else:
         return
-    raise ArgumentError(
-        "experts cannot be placed", got=got, expected=expected, do="correct the caller", fault="arguments"
-    )
+    raise wrong_call("experts cannot be placed", got, expected)
 
 
 def _ranks(order_LE: np.ndarray, share: int) -> np.ndarray:

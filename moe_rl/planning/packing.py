@@ -19,10 +19,18 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from moe_rl.errors import ArgumentError, ConfigError
+from moe_rl.errors import About, ArgumentError, ConfigError
 
 # Rows of a rank are rounded up to a multiple of this, so that kernels see few sizes. Every parallel.tensor divides it.
 PAD_MULTIPLE = 8
+
+
+def wrong_call(
+    what: str, got: object, expected: str, fault: str = "arguments", where: About | None = None
+) -> ArgumentError:
+    """Return the error for arguments that only a wrong caller gives."""
+    do = "correct the caller"
+    return ArgumentError(what, where=where or {}, got=got, expected=expected, do=do, fault=fault)
 
 
 def padded_length(tokens: int, ranks: int = 1) -> int:
@@ -98,23 +106,12 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
         ValueError: a length is negative or a count is below 1.
     """
     if ranks < 1 or microbatch_tokens < 1:
-        raise ArgumentError(
-            "cannot pack",
-            got=f"ranks={ranks}, microbatch_tokens={microbatch_tokens}",
-            expected="both at least 1",
-            do="correct the caller",
-            fault="arguments",
-        )
+        raise wrong_call("cannot pack", f"ranks={ranks}, microbatch_tokens={microbatch_tokens}", "both at least 1")
     if not lengths:
         return [[] for _ in range(ranks)]
     if min(lengths) < 0:
-        raise ArgumentError(
-            "a sequence has a negative length",
-            where={"sequence": lengths.index(min(lengths))},
-            got=min(lengths),
-            expected="0 or more",
-            do="correct the caller",
-        )
+        where: About = {"sequence": lengths.index(min(lengths))}
+        raise wrong_call("a sequence has a negative length", min(lengths), "0 or more", "", where)
     longest = max(lengths)
     if longest > microbatch_tokens:
         count = sum(length > microbatch_tokens for length in lengths)

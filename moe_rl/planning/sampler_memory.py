@@ -86,6 +86,7 @@ def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch
     routes, weights = routes_bytes_per_token(facts), weight_sync_bytes(facts, config.rollout.dtype)
     of_step = batch.sampling_rounds * batch.sequences_per_step * (batch.max_sequence_tokens - 1) * routes
     cluster, lora = config.cluster, config.train.lora
+    links = cluster.links_gb_per_second if cluster else {}
     if lora is not None and lora.sync == "adapter":
         weights = adapter_elements(facts, lora) * DTYPE_BYTES[config.train.dtype]
     # Sequences of further sampling rounds are not trained on, so their routes are not read.
@@ -97,13 +98,11 @@ def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch
         max_routes_bytes_per_node=round(read * share),
         checkpoint_bytes=checkpoint_bytes(facts, config.train),
         checkpoints=config.checkpoint.keep + 1 + (config.eval.best is not None),
-        disk_gb_per_second=cluster.links_gb_per_second.get("disk") if cluster else None,
+        disk_gb_per_second=links.get("disk"),
         grace_seconds=config.checkpoint.grace_seconds,
         weight_sync_bytes=weights,
         weight_bucket_bytes=weight_bucket_bytes(facts, config.rollout.dtype, config.rollout.weight_bucket_mib),
-        sync_seconds={
-            name: weights / (speed * 1e9) for name, speed in (cluster.links_gb_per_second if cluster else {}).items()
-        },
+        sync_seconds={name: weights / (speed * 1e9) for name, speed in links.items()},
     )
 
 
@@ -252,6 +251,8 @@ def make_sampler(config: Config, facts: ModelFacts, batch: Batch, largest_bucket
         engines, gpus = config.cluster.engines, config.cluster.gpus_per_engine
     per_token = kv_bytes_per_token(facts, rollout.dtype, gpus)
     tokens = (rollout.kv_cache_mib << 20) // per_token
+    bucket, exporting = int(rollout.weight_bucket_mib * 2**20), config.parallel.expert
+    arriving = sync_bytes(facts, rollout.dtype, gpus, exporting=exporting, bucket=bucket, largest=largest_bucket)
     return SamplerMemory(
         engines=engines,
         gpus_per_engine=gpus,
@@ -261,12 +262,5 @@ def make_sampler(config: Config, facts: ModelFacts, batch: Batch, largest_bucket
         kv_tokens=tokens,
         max_concurrent=min(rollout.max_concurrent, -(-batch.sequences_per_step // engines)),
         fitting=tokens // batch.max_sequence_tokens,
-        sync_bytes=sync_bytes(
-            facts,
-            rollout.dtype,
-            gpus,
-            exporting=config.parallel.expert,
-            bucket=int(rollout.weight_bucket_mib * 2**20),
-            largest=largest_bucket,
-        ),
+        sync_bytes=arriving,
     )

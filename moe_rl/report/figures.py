@@ -52,20 +52,15 @@ STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "axes.linewidth": 0.7,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": INK,
     "grid.alpha": 0.13,
     "grid.linewidth": 0.7,
-    "legend.frameon": False,
     "legend.fontsize": 9,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
@@ -240,11 +235,9 @@ def _svg(figure: Figure, name: str, description: str) -> str:
     """Return the figure as an inline SVG without header and metadata, with unique ids, and text and axes in
     `currentColor`.
     """
-    buffer = io.StringIO()
+    buffer, unsaid = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        FigureCanvasSVG(figure).print_svg(
-            buffer, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=unsaid)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -255,6 +248,5 @@ def _svg(figure: Figure, name: str, description: str) -> str:
     text = text.replace(INK, "currentColor")
     view = text[text.index('viewBox="') :].split('"')[1]
     label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return re.sub(
-        r"<svg[^>]*>", lambda _: f'<svg viewBox="{view}" role="img" aria-label="{label}">', text, count=1
-    ).strip()
+    head = f'<svg viewBox="{view}" role="img" aria-label="{label}">'
+    return re.sub(r"<svg[^>]*>", lambda _: head, text, count=1).strip()

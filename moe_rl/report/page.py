@@ -24,12 +24,8 @@ _TEMPLATES = Environment(
 )
 
 
-def _plain(value: object) -> str:
-    """Return text unchanged, and anything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-_TEMPLATES.filters |= {name: getattr(numbers, name) for name in FILTERS} | {"plain": _plain}
+_TEMPLATES.filters |= {name: getattr(numbers, name) for name in FILTERS}
+_TEMPLATES.filters["plain"] = lambda value: value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from moe_rl.report.run_config import flat, read_config
 from moe_rl.report.run_plots import FEWEST_PAIRS, panels
 from moe_rl.report.sample_lines import SampleLine, read_samples
 from moe_rl.report.timeline import read_timeline
-from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state
+from moe_rl.report.tracker_worker import FOLDER, TrackerState, read_state
 
 FILE = "report.html"
 _SAMPLES = 4  # per kind on the page

@@ -60,11 +60,8 @@ def measure(run: RunLines) -> dict[str, Any]:
         native_steps, native_k3 = run.series("policy_kl/k3")
     _, native_routes = run.series("routing/native_mismatch")
     _, _, shadow_paired = run.paired("routing/native_mismatch", "routing/shadow_mismatch")
-    sampled = [
-        row["rollout/sequences"] * row["rollout/completion_tokens_mean"]
-        for row in run.train
-        if row.get("rollout/completion_tokens_mean") is not None
-    ]
+    _, counts, lengths = run.paired("rollout/sequences", "rollout/completion_tokens_mean")
+    sampled = [count * length for count, length in zip(counts, lengths, strict=True)]
     return {
         "steps": len(run.train),
         "heldout_pass_rate_first": first.get("eval/pass_rate"),
@@ -143,10 +140,7 @@ def _exact(run: RunLines) -> bool | None:
 
 def _bytes_per_token(run: RunLines) -> float | None:
     """Return bytes of all steps / tokens of all steps, which is not the mean of the steps' ratios."""
-    pairs = [
-        (total, each)
-        for _, total, each in zip(*run.paired("trace/bytes", "trace/bytes_per_token"), strict=True)
-        if each
-    ]
+    _, totals, ratios = run.paired("trace/bytes", "trace/bytes_per_token")
+    pairs = [(total, each) for total, each in zip(totals, ratios, strict=True) if each]
     tokens = sum(total / each for total, each in pairs)
     return sum(total for total, _ in pairs) / tokens if tokens else None

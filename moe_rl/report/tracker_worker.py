@@ -28,17 +28,69 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from moe_rl.config.schema import TrackerName
+from moe_rl.disk import write_whole
 from moe_rl.report import lines, run_config, sample_lines, summary
 from moe_rl.report.run_config import read_config
 from moe_rl.report.sample_lines import SampleLine
-from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state, write_state
+
+FOLDER = "trackers"
+"""Folder of a run with the state of each tracker, in <name>.json."""
+
+
+@dataclass(slots=True)
+class TrackerState:
+    """Describes a tracker's progress and failures.
+
+    Attributes:
+        id: the tracker's own name for the run, which a resumed run reuses. "" before it has one.
+        place: where to look at the run: an address or a folder.
+        metrics, samples: number of lines of metrics.jsonl and samples.jsonl that the tracker has received.
+        reported: whether it has received the report of the finished run.
+        failures: how often it failed.
+        error: the last failure, "" if there was none.
+    """
+
+    id: str = ""
+    place: str = ""
+    metrics: int = 0
+    samples: int = 0
+    reported: bool = False
+    failures: int = 0
+    error: str = ""
+
+
+def state_file(run_dir: Path, name: str) -> Path:
+    return Path(run_dir) / FOLDER / f"{name}.json"
+
+
+def read_state(run_dir: Path, name: str) -> TrackerState:
+    """Read the state of a tracker. Without a file it has received nothing.
+
+    A damaged file counts as a failure, and everything is sent again.
+    """
+    path = state_file(run_dir, name)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TrackerState) if path.exists() else TrackerState()
+    except msgspec.MsgspecError as error:
+        return TrackerState(failures=1, error=f"{path.name} was damaged: {error}")
+
+
+def write_state(run_dir: Path, name: str, state: TrackerState) -> None:
+    """Replace the state of a tracker. Raises DiskError if it cannot be written."""
+    write_whole(state_file(run_dir, name), json.dumps(asdict(state), indent=1) + "\n")
+
+
+def complete_lines(path: Path) -> int:
+    """Count the lines of a file that end in a newline. A missing file has none."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
 
 _SHOWN = ("key", "prompt", "completion", "reward", "advantages", "finish_reason", "mismatch")
 # The most parameters that MLflow accepts at once.

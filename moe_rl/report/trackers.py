@@ -17,8 +17,7 @@ from pathlib import Path
 from moe_rl.config.schema import TrackerName
 from moe_rl.errors import MoeRLError
 from moe_rl.report import lines, sample_lines
-from moe_rl.report.tracker_state import FOLDER, TrackerState, complete_lines, read_state, write_state
-from moe_rl.report.tracker_worker import FAILED, TOO_LONG
+from moe_rl.report.tracker_worker import FAILED, FOLDER, TOO_LONG, TrackerState, complete_lines, read_state, write_state
 
 _LONGEST_PAUSE = 64  # multiple of the time limit
 

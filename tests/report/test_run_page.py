@@ -17,7 +17,7 @@ from moe_rl.report.run_plots import panels
 from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
 from moe_rl.report.timeline import read_timeline
-from moe_rl.report.tracker_state import TrackerState, write_state
+from moe_rl.report.tracker_worker import TrackerState, write_state
 from tests.report.conftest import FACTS, write_run
 from tests.report.test_sample_lines import LINE
 

@@ -18,7 +18,7 @@ from moe_rl.report.lines import encode, read_rows, write_rows
 from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import SampleFile, SampleLine
 from moe_rl.report.summary import summarize
-from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state, state_file
+from moe_rl.report.tracker_worker import FOLDER, TrackerState, read_state, state_file
 from moe_rl.report.trackers import Trackers
 from moe_rl.types import sampled_by
 
