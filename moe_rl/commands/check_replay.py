@@ -59,32 +59,23 @@ def check_dump(path: Path, experts: int, layer_map: str | None) -> BatchReport:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
-        raise DataError(
-            "not a .npz file of arrays",
-            where={"file": path},
-            got=str(error)[:120],
-            expected="a file that numpy.savez wrote",
-        ) from error
+        got, expected = str(error)[:120], "a file that numpy.savez wrote"
+        raise DataError("not a .npz file of arrays", where={"file": path}, got=got, expected=expected) from error
+
+    def wrong(name: str, what: str, got: object, expected: str | None = None) -> DataError:
+        return DataError(what, where={"file": path, "array": name}, got=got, expected=expected)
+
     for name in ("token_ids", "lengths", "routes"):
         if name not in arrays:
-            raise DataError(
-                "an array is missing",
-                where={"file": path, "array": name},
-                got=", ".join(sorted(arrays)),
-                expected="token_ids, lengths and routes",
-            )
+            raise wrong(name, "an array is missing", ", ".join(sorted(arrays)), "token_ids, lengths and routes")
     lengths = np.asarray(arrays["lengths"])
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not len(lengths) or int(lengths.min()) < 0:
-        raise DataError("lengths are no numbers of tokens", where={"file": path, "array": "lengths"}, got=lengths.dtype)
+        raise wrong("lengths", "lengths are no numbers of tokens", lengths.dtype)
     ends = np.cumsum(lengths.astype(np.int64))
     for name in ("token_ids", *_BY_TOKEN[2:]):
         if name in arrays and len(arrays[name]) != ends[-1]:
-            raise DataError(
-                "an array has other rows than the sequences",
-                where={"file": path, "array": name},
-                got=len(arrays[name]),
-                expected=f"{ends[-1]}, the sum of lengths",
-            )
+            expected = f"{ends[-1]}, the sum of lengths"
+            raise wrong(name, "an array has other rows than the sequences", len(arrays[name]), expected)
 
     def by_sequence(name: str) -> list[np.ndarray] | None:
         return np.split(arrays[name], ends[:-1]) if name in arrays else None

@@ -69,11 +69,8 @@ def run(options: argparse.Namespace) -> int:
 def _folder(run: Path, name: str | None) -> Path:
     known = evidence_folder.folders(run)
     if not known:
-        raise DataError(
-            "the run has no evidence",
-            where={"folder": run},
-            expected="a run that a check has ended, with guards.evidence_mib above 0",
-        )
+        expected = "a run that a check has ended, with guards.evidence_mib above 0"
+        raise DataError("the run has no evidence", where={"folder": run}, expected=expected)
     by_name = {folder.name: folder for folder in known}
     if name is not None and name not in by_name:
         expected = ", ".join(by_name)

@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
             work = Path(folder) / "work"
             work.mkdir()
             rows = prove(Proof(make_checkpoint(Path(folder) / "model"), work), cases)
-        print(table := _markdown(rows), end="")
+        table = "\n".join((*_HEADER, *map(_row, rows))) + "\n"
+        print(table, end="")
         if options.write:
             _write_into(options.write, table)
         if options.json:
@@ -82,12 +83,8 @@ def _cases(overrides: list[str], ranks: list[int]) -> list[Case]:
         return [parse(overrides, ranks[0])]
     cases = [case for case in LAYOUTS + RECORDED if not ranks or case.ranks in ranks]
     if not cases:
-        raise ConfigError(
-            "no case has this many ranks",
-            where={"option": "--ranks"},
-            got=ranks,
-            expected=f"of {sorted({c.ranks for c in LAYOUTS})}",
-        )
+        expected = f"of {sorted({case.ranks for case in LAYOUTS})}"
+        raise ConfigError("no case has this many ranks", where={"option": "--ranks"}, got=ranks, expected=expected)
     return cases
 
 
@@ -95,11 +92,6 @@ def _as_dict(row: Proved) -> dict[str, object]:
     """Return every number of a row, for JSON."""
     control = None if row.control is None else dataclasses.asdict(row.control)
     return {"name": row.outcome.case.name, "exact": row.exact, **dataclasses.asdict(row.outcome), "control": control}
-
-
-def _markdown(rows: list[Proved]) -> str:
-    """Format the table, one row per case."""
-    return "\n".join((*_HEADER, *map(_row, rows))) + "\n"
 
 
 def _row(row: Proved) -> str:

@@ -59,9 +59,5 @@ def _check(options: argparse.Namespace) -> None:
             "only the page of one run can be shared", where={"option": "--share"}, got=got, expected="one run"
         )
     if options.out is not None and len(options.runs) == 1:
-        raise ConfigError(
-            "one run has its report in its own folder",
-            where={"option": "--out"},
-            got=options.out,
-            do="leave it out, name several runs, or give --share",
-        )
+        do = "leave it out, name several runs, or give --share"
+        raise ConfigError("one run has its report in its own folder", where={"option": "--out"}, got=options.out, do=do)

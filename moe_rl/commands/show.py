@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moe_rl.config.load import load_config
 from moe_rl.disk import write_json
-from moe_rl.errors import DataError, MoeRLError
+from moe_rl.errors import About, DataError, MoeRLError
 from moe_rl.gateway.finishing import read_session
 from moe_rl.gateway.sessions import Session
 from moe_rl.report import evidence_folder
@@ -159,11 +159,8 @@ def _profile_lines(run: Path) -> list[str]:
 def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[SampleLine]:
     """Return the samples that the options ask for, in their order. Raises DataError when there are none."""
     if not samples:
-        raise DataError(
-            "the run has no samples",
-            where={"file": options.run / FILE},
-            expected="the folder of a run with report.samples_per_step above 0 that has ended a step",
-        )
+        expected = "the folder of a run with report.samples_per_step above 0 that has ended a step"
+        raise DataError("the run has no samples", where={"file": options.run / FILE}, expected=expected)
     steps = sorted({sample.step for sample in samples})
     step = options.step
     if step is None and not (options.best or options.worst or options.mismatch):
@@ -171,12 +168,9 @@ def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[Sampl
     if step is not None:
         samples = [sample for sample in samples if sample.step == step]
         if not samples:
-            raise DataError(
-                "the run has no samples of this step",
-                where={"file": options.run / FILE},
-                got=f"--step {step}",
-                expected=f"{steps[0]} to {steps[-1]}",
-            )
+            got, expected = f"--step {step}", f"{steps[0]} to {steps[-1]}"
+            where: About = {"file": options.run / FILE}
+            raise DataError("the run has no samples of this step", where=where, got=got, expected=expected)
     if options.best or options.worst:
         samples = sorted(samples, key=lambda one: one.reward, reverse=options.best)
     elif options.mismatch:
@@ -218,15 +212,9 @@ def _largest(sample: SampleLine) -> Iterable[str]:
     sizes = [math.inf if math.isnan(value) else abs(value) for value in differences]
     for at in sorted(sorted(range(len(sizes)), key=lambda at: -sizes[at])[:_TOKENS]):
         layers = sample.layers_at(at)
-        cells = [
-            f"{at:<9}",
-            f"{sample.pieces[at]!r:<15}",
-            f"{_number(sample.sampler_logprobs[at]):>8}",
-            f"{_number(sample.trainer_logprobs[at]):>8}",
-            f"{differences[at]:>+11.4f}",
-            "-" if layers is None else str(layers),
-        ]
-        yield "  " + " ".join(cells)
+        both = f"{_number(sample.sampler_logprobs[at]):>8} {_number(sample.trainer_logprobs[at]):>8}"
+        apart = f"{differences[at]:>+11.4f} {'-' if layers is None else layers}"
+        yield f"  {at:<9} {sample.pieces[at]!r:<15} {both} {apart}"
 
 
 def _number(value: float | None) -> str:

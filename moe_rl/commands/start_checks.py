@@ -14,7 +14,7 @@ from moe_rl.config.check_cluster import node_problems, start_problems
 from moe_rl.config.check_files import absent_problems, prompt_problems, vocabulary_problems
 from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, DataError, MoeRLError, Problem, RewardError, describe
+from moe_rl.errors import About, ConfigError, DataError, MoeRLError, Problem, RewardError, describe
 from moe_rl.gateway.renderer_trial import renderer_problems
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model, read_published
@@ -169,13 +169,8 @@ def checkpoint_problems(config: Config, folder: RunFolder | None, step: int | Li
     except MoeRLError as error:
         return [error.message]
     if done > config.run.steps:
-        return [
-            describe(
-                "the run has made more steps",
-                where={"key": "run.steps"},
-                got=config.run.steps,
-                expected=f"at least {done}, the steps of the checkpoint",
-                do="raise it, or choose an earlier checkpoint with --step",
-            )
-        ]
+        expected = f"at least {done}, the steps of the checkpoint"
+        do = "raise it, or choose an earlier checkpoint with --step"
+        where: About = {"key": "run.steps"}
+        return [describe("the run has made more steps", where=where, got=config.run.steps, expected=expected, do=do)]
     return []

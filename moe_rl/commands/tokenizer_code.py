@@ -48,12 +48,8 @@ def convert_tokenizer(source: Path, out: Path, digest: str | None) -> str:
     if not settings.get("auto_map"):
         raise ConfigError("this tokenizer has no code", where=where, do="use the folder as it is")
     if "--" in named:
-        raise ConfigError(
-            "the code of this tokenizer is in another repository",
-            where=where,
-            got=named,
-            do="copy its files into the folder, and name them in auto_map of tokenizer_config.json",
-        )
+        do = "copy its files into the folder, and name them in auto_map of tokenizer_config.json"
+        raise ConfigError("the code of this tokenizer is in another repository", where=where, got=named, do=do)
     if out.exists():
         raise ConfigError("the tokenizer must be written into a new folder", where={"folder": out})
     with tempfile.TemporaryDirectory() as temporary:
@@ -114,12 +110,8 @@ def _both(folder: Path, where: About) -> tuple[Any, Any]:
     ).converted()
     wrong = {name: number for name, number in special.items() if tokenizer.token_to_id(name) != number}
     if wrong:
-        raise DataError(
-            "the special tokens do not follow the others, which tokenizer.json needs",
-            where=where,
-            got=dict(list(wrong.items())[:3]),
-            fault="tokenizer code",
-        )
+        what = "the special tokens do not follow the others, which tokenizer.json needs"
+        raise DataError(what, where=where, got=dict(list(wrong.items())[:3]), fault="tokenizer code")
     return original, tokenizer
 
 

@@ -46,6 +46,8 @@ MOST_MARKS = 250
 """Largest number of marks on a line: more would overlap in the width of a plot."""
 _BAR_POINTS = 8  # points that outline one bar
 
+_LEGEND = {"borderaxespad": 0.3, "borderpad": 0.1, "handlelength": 1.4, "columnspacing": 1.4}
+
 INK = "#010203"  # placeholder that `_svg` replaces with `currentColor`
 
 STYLE = {
@@ -217,17 +219,8 @@ def panel_of(name: str, title: str, direction: str, reading: str, figure: Figure
             axes.set_xlim(low - 1, high + 1)
         handles, labels = axes.get_legend_handles_labels()
         if labels:
-            axes.legend(
-                handles,
-                labels,
-                loc="lower left",
-                bbox_to_anchor=(0, 1.0),
-                ncols=len(labels) if wide else min(3, len(labels)),
-                borderaxespad=0.3,
-                borderpad=0.1,
-                handlelength=1.4,
-                columnspacing=1.4,
-            )
+            ncols = len(labels) if wide else min(3, len(labels))
+            axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=ncols, **_LEGEND)
     return Panel(name, title, direction, reading, _svg(figure, name, f"{title}. {reading}"), figure, wide)
 
 

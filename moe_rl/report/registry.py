@@ -69,11 +69,8 @@ def check_eval(keys: Iterable[str]) -> None:
 
 
 def _unknown(keys: set[str]) -> list[str]:
-    return [
-        ", ".join(filter(None, [f"{key} is not a known metric", did_you_mean(key, METRICS)]))
-        for key in sorted(keys)
-        if find(key) is None
-    ]
+    unknown = {key: did_you_mean(key, METRICS) for key in sorted(keys) if find(key) is None}
+    return [f"{key} is not a known metric" + (f", {meant}" if meant else "") for key, meant in unknown.items()]
 
 
 def _refuse(problems: list[str], kind: str) -> None:

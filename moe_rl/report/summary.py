@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.disk import write_whole
-from moe_rl.errors import ArgumentError
+from moe_rl.errors import About, ArgumentError
 from moe_rl.report.lines import RunLines, pass_rates, read_run
 
 FILE = "summary.json"
@@ -26,12 +26,9 @@ def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
     measured = measure(run)
     clash = sorted(measured.keys() & facts.keys())
     if clash:
-        raise ArgumentError(
-            "a fact would overwrite a measured value",
-            where={"folder": run_dir / FILE},
-            got=", ".join(clash),
-            do="leave these keys out of the facts",
-        )
+        where: About = {"folder": run_dir / FILE}
+        do = "leave these keys out of the facts"
+        raise ArgumentError("a fact would overwrite a measured value", where=where, got=", ".join(clash), do=do)
     if run.train and facts.get("replay_mode", run.mode) != run.mode:
         raise ArgumentError(
             "replay_mode contradicts the metrics",

@@ -41,11 +41,9 @@ def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> str | t
     for what, color in _COLORS:
         label: str | None = "weights" if what == WEIGHTS else what
         for side, (_, row) in _ROWS.items():
-            spans = [
-                (max(one.begin, begin) - begin, min(one.end, end) - max(one.begin, begin))
-                for one in shown
-                if (one.what, one.side) == (what, side)
-            ]
+            found = [one for one in shown if (one.what, one.side) == (what, side)]
+            starts = [max(one.begin, begin) for one in found]
+            spans = [(start - begin, min(one.end, end) - start) for one, start in zip(found, starts, strict=True)]
             if spans:
                 axes.broken_barh(spans, (row - 0.36, 0.72), color=color, linewidth=0, label=label)
                 label = None

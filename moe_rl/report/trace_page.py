@@ -61,12 +61,9 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
     """
     facts: dict[str, Any] = inspect(selection)
     if len(facts["models"]) != 1 or not facts["models"][0]["sequences"]:
-        raise TraceError(
-            "plots are of one model",
-            where={"folder": selection.root},
-            got=f"{len(facts['models'])} models in {facts['shards']} shards",
-            do="give one shard, or a store that is not empty",
-        )
+        got = f"{len(facts['models'])} models in {facts['shards']} shards"
+        do = "give one shard, or a store that is not empty"
+        raise TraceError("plots are of one model", where={"folder": selection.root}, got=got, do=do)
     spec, counts_LE = expert_counts(selection)
     layers = spec.moe_layers
     some = tuple(dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])))
