@@ -28,7 +28,7 @@ import msgspec
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, RequestRefused, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.attach import folder_problem, servers_of
-from moe_rl.rollout.sampler import CallOptions, ServerLost, all_of, check_agreement, nobody
+from moe_rl.rollout.sampler import CallOptions, ServerLost, all_of, check_agreement
 from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.control import Served
@@ -182,13 +182,9 @@ class ServerFleet:
             self._left_open.setdefault(shard, {})[name] = place
         self._calls += 1
         try:
-            ended, keep_open = options.get("ended", nobody), options.get("keep_open", False)
-            if (leave := options.get("leave")) is not None:
-                return await server.sample_group(
-                    requests, name, leave, ended, started=held.start, samples=samples, keep_open=keep_open
-                )
-            await self._check(place, held)
-            return await server.sample(requests, name, ended)
+            if options.get("leave") is None:
+                await self._check(place, held)
+            return await server.sample(requests, name, started=held.start, samples=samples, **options)
         except RequestRefused:
             raise
         except EngineError as error:

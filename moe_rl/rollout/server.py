@@ -15,15 +15,16 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import httpx
 import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError
-from moe_rl.rollout.sampler import Hears, nobody
+from moe_rl.rollout.sampler import CallOptions, Hears, nobody
 from moe_rl.rollout.transport import Transport, collect
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm import sampling
@@ -106,129 +107,107 @@ class VllmServer:
     # Asynchronous versions of these calls and others, for callers that use several servers at once.
 
     async def served(self) -> Served:
-        return await self._transport.once("GET", "/moe_rl/recording", None, _SERVED)
+        return await self._transport.call(None, "GET", "/moe_rl/recording", None, _SERVED)
 
     async def update(self, update: WeightUpdate, seconds: float | None = None) -> Holding:
         """Send a part of an update. `seconds` limits the loading; default: timeout_seconds."""
-        return await self._transport.once("POST", "/moe_rl/update", update, _HOLDING, seconds)
+        return await self._transport.call(None, "POST", "/moe_rl/update", update, _HOLDING, seconds)
 
     async def adopt(self) -> Holding:
         """Take the server for a run: it holds version 0 and samples nothing until the run's weights have arrived.
 
         With `alone`, the server then refuses every call from a run that took it earlier.
         """
-        return await self._transport.once("POST", "/moe_rl/adopt", None, _HOLDING)
+        return await self._transport.call(None, "POST", "/moe_rl/adopt", None, _HOLDING)
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> ScoredTokens:
         """Score token sequences, see Sampler.score."""
         asked = Scoring(list(map(list, runs)), shard, self._folder)
-        scores = await self._transport.once("POST", "/moe_rl/score", asked, _SCORES)
+        scores = await self._transport.call(None, "POST", "/moe_rl/score", asked, _SCORES)
         return ScoredTokens([np.asarray(run, np.float32) for run in scores.logprobs], scores.routes, self.url)
 
     async def counts(self) -> list[dict[str, int]]:
-        return await self._transport.once("GET", "/moe_rl/stats", None, _STATS)
+        return await self._transport.call(None, "GET", "/moe_rl/stats", None, _STATS)
 
     async def challenge(self, folder: str, name: str) -> str:
         """Return the text that the server reads from a file below its trace root. It writes the same text next to the
         file."""
-        return await self._transport.once("POST", "/moe_rl/challenge", Challenge(folder, name), _TEXT)
+        return await self._transport.call(None, "POST", "/moe_rl/challenge", Challenge(folder, name), _TEXT)
 
-    async def sample(self, requests: Sequence[GenerateRequest], shard: str, ended: Hears = nobody) -> list[Completion]:
-        """Sample completions, see `generate`, and Sampler.sample for `ended`."""
-        async with self._transport.client(2 + self._at_once(requests)) as client:
-
-            async def sampled(served: Served) -> list[Growing]:
-                samples = await self._sample(client, requests, shard, ended)
-                now = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
-                if (now.start, now.updates) != (served.start, served.updates):
-                    raise self._shared("Another client changed the vLLM server's weights during sampling", shard)
-                if any(sample.aborted for sample in samples):
-                    raise self._shared("Another client made the vLLM server abort requests", shard)
-                return samples
-
-            return await self._recorded(client, requests, shard, sampled)
-
-    async def sample_group(
+    async def sample(
         self,
         requests: Sequence[GenerateRequest],
         shard: str,
-        leave: asyncio.Event,
-        ended: Hears,
         *,
-        started: str,
-        samples: list[Growing],
-        keep_open: bool = False,
+        started: str = "",
+        samples: list[Growing] | None = None,
+        **options: Unpack[CallOptions],
     ) -> list[Completion]:
-        """Sample completions while other calls do, see Sampler.sample.
+        """Sample completions, see `generate` and Sampler.sample. With `leave` other calls may sample meanwhile.
+
+        Opens the shard, samples and publishes; if anything fails, abandons the shard. With `keep_open` earlier calls
+        may have opened it, and later ones use it.
 
         Args:
-            started: id of the server start that got the weights; any other start is refused.
+            started: id of the server start that got the weights; any other start is refused. "": any.
             samples: one per request, empty. They are filled with the results, even if the call fails.
-            keep_open: as in Sampler.sample.
         """
-        async with self._transport.client(3 + len(requests)) as client:
-
-            async def sampled(served: Served) -> list[Growing]:
-                if served.start != started:
-                    raise self._shared("The vLLM server was started again", shard)
-                await self._stream(client, requests, shard, leave, ended, samples)
-                if not leave.is_set() and any(sample.aborted for sample in samples):
+        leave, ended = options.get("leave"), options.get("ended", nobody)
+        keep_open = options.get("keep_open", False)
+        samples = [Growing() for _ in requests] if samples is None else samples
+        async with self._transport.client(3 + self._at_once(requests, leave)) as client:
+            served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
+            sampling.check(
+                requests, max_model_len=served.max_model_len, vocabulary=served.vocab_size, reads_text=served.reads_text
+            )
+            if not served.weights_whole:
+                got = "an update that failed" if served.updates else "no update since it started without weights"
+                raise EngineError("The vLLM server's weights are incomplete", where={"url": self.url}, got=got)
+            if started not in ("", served.start):
+                raise self._shared("The vLLM server was started again", shard)
+            records = any(request.record for request in requests)
+            if records:
+                await self._open(shard, keep_open)
+            try:
+                await self._run(client, requests, shard, leave, ended, samples)
+                if leave is None:
+                    now = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
+                    if (now.start, now.updates) != (served.start, served.updates):
+                        raise self._shared("Another client changed the vLLM server's weights during sampling", shard)
+                if any(sample.aborted for sample in samples) and (leave is None or not leave.is_set()):
                     raise self._shared("Another client made the vLLM server abort requests", shard)
-                return samples
-
-            return await self._recorded(client, requests, shard, sampled, keep_open=keep_open)
+                refs: dict[str, RouteRef] = {}
+                if records:  # of the completions, and of aborted requests with at least one token
+                    asks = [RecordingRequest.of(request, shard) for request in requests]
+                    message = Publish(shard, *sampling.forwarded(requests, asks, samples), keep_open)
+                    refs = await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
+            except BaseException:
+                if records and not keep_open:
+                    await self._tidy(client, "/moe_rl/abandon", Sink(shard))
+                raise
+        return [sample.completion(request, refs) for request, sample in zip(requests, samples, strict=True)]
 
     async def publish(self, shard: str) -> None:
         """Publish a shard that calls left open."""
         self._shards.pop(shard, None)
-        await self._transport.once("POST", "/moe_rl/publish", Publish(shard, {}), _REFERENCES)
+        await self._transport.call(None, "POST", "/moe_rl/publish", Publish(shard, {}), _REFERENCES)
 
     async def pause(self) -> None:
         """Stop the server's forward passes; requests keep their KV cache."""
-        await self._transport.once("POST", "/moe_rl/pause", None, _NOTHING)
+        await self._transport.call(None, "POST", "/moe_rl/pause", None, _NOTHING)
         self.paused = True
 
     async def resume(self) -> None:
         """End a pause. The server refuses while its weights are incomplete."""
-        await self._transport.once("POST", "/moe_rl/resume", None, _NOTHING)
+        await self._transport.call(None, "POST", "/moe_rl/resume", None, _NOTHING)
         self.paused = False
-
-    async def _recorded(
-        self,
-        client: httpx.AsyncClient,
-        requests: Sequence[GenerateRequest],
-        shard: str,
-        sampled: Callable[[Served], Awaitable[list[Growing]]],
-        *,
-        keep_open: bool = False,
-    ) -> list[Completion]:
-        """Open the shard, let `sampled` sample the requests, and publish; if anything fails, abandon the shard. With
-        `keep_open` earlier calls may have opened it, and later ones use it."""
-        served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
-        sampling.check(
-            requests, max_model_len=served.max_model_len, vocabulary=served.vocab_size, reads_text=served.reads_text
-        )
-        if not served.weights_whole:
-            got = "an update that failed" if served.updates else "no update since it started without weights"
-            raise EngineError("The vLLM server's weights are incomplete", where={"url": self.url}, got=got)
-        records = any(request.record for request in requests)
-        if records:
-            await self._open(shard, keep_open)
-        try:
-            samples = await sampled(served)
-            refs = await self._publish(client, requests, samples, shard, keep_open) if records else {}
-        except BaseException:
-            if records and not keep_open:
-                await self._tidy(client, "/moe_rl/abandon", Sink(shard))
-            raise
-        return [sample.completion(request, refs) for request, sample in zip(requests, samples, strict=True)]
 
     async def _open(self, shard: str, keep_open: bool) -> None:
         """Begin a shard. The first of the calls that leave it open begins it."""
         opening = self._shards.get(shard) if keep_open else None
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
             message = Open(shard, self._folder)
-            opening = asyncio.ensure_future(self._transport.once("POST", "/moe_rl/open", message, _NOTHING))
+            opening = asyncio.ensure_future(self._transport.call(None, "POST", "/moe_rl/open", message, _NOTHING))
             if keep_open:
                 self._shards[shard] = opening
         await asyncio.shield(opening)
@@ -236,12 +215,21 @@ class VllmServer:
     def _shared(self, what: str, shard: str) -> EngineError:
         return EngineError(what, where={"url": self.url, "shard": shard}, do="give every run servers of its own")
 
-    async def _sample(
-        self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], shard: str, ended: Hears
-    ) -> list[Growing]:
-        """Return the results so far of all requests; at most `connections` run at a time, or all at once when alone."""
-        samples = [Growing() for _ in requests]
-        turn = asyncio.Semaphore(self._at_once(requests))
+    async def _run(
+        self,
+        client: httpx.AsyncClient,
+        requests: Sequence[GenerateRequest],
+        shard: str,
+        leave: asyncio.Event | None,
+        ended: Hears,
+        samples: list[Growing],
+    ) -> None:
+        """Fill `samples` with the results of all requests, or with the results so far once `leave` is set.
+
+        Without `leave` at most `connections` run at a time, or all at once when alone, and nothing is streamed.
+        """
+        names, alone = [secrets.token_hex(8) for _ in requests], leave is None and self._alone
+        turn = asyncio.Semaphore(self._at_once(requests, leave))
 
         async def one(at: int) -> None:
             async with turn:
@@ -251,76 +239,51 @@ class VllmServer:
                     requests[at],
                     samples[at],
                     shard,
-                    stream=False,
-                    priority=at if self._alone else 0,
-                    forever=self._alone,
+                    stream=leave is not None,
+                    priority=at if alone else 0,
+                    name=None if leave is None else names[at],
+                    forever=leave is not None or alone,
                 )
-            _refuse_unfinished(requests[at], samples[at])
+
+        async def end(at: int) -> None:
+            await asyncio.wait([calls[at]])
+            if calls[at].cancelled():
+                samples[at] = Growing(finish_reason="abort")
+                return
+            calls[at].result()
+            if not samples[at].finish_reason:
+                raise EngineError("The vLLM server ended an answer early", where={"request": requests[at].key})
             if not samples[at].aborted:
                 ended(at, samples[at].completion(requests[at], {}))
 
-        if self._alone:
-            await self._transport.call(client, "POST", "/moe_rl/hold", None, _NOTHING)
-        tasks = [asyncio.create_task(one(at)) for at in range(len(requests))]
-        watches = [self._together(client, len(requests)), self._watch(client)] if self._alone else []
-        try:
-            await _finished(tasks, watches)
-        finally:
-            # The server aborts a request whose connection is closed.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return samples
-
-    async def _stream(
-        self,
-        client: httpx.AsyncClient,
-        requests: Sequence[GenerateRequest],
-        shard: str,
-        leave: asyncio.Event,
-        ended: Hears,
-        samples: list[Growing],
-    ) -> None:
-        """Fill `samples` with the results of all requests, or with the results so far once `leave` is set."""
-        names = [secrets.token_hex(8) for _ in requests]
-        streams = [
-            asyncio.create_task(
-                collect(self._transport, client, request, sample, shard, stream=True, name=name, forever=True)
-            )
-            for request, name, sample in zip(requests, names, samples, strict=True)
-        ]
-
-        async def end(at: int) -> None:
-            await asyncio.wait([streams[at]])
-            if streams[at].cancelled():
-                samples[at] = Growing(finish_reason="abort")
-            else:
-                streams[at].result()
-                _refuse_unfinished(requests[at], samples[at])
-                if not samples[at].aborted:
-                    ended(at, samples[at].completion(requests[at], {}))
-
-        async def abort() -> None:
+        async def abort(leave: asyncio.Event) -> None:
             await leave.wait()
             while True:
                 left = [at for at, sample in enumerate(samples) if not sample.finish_reason]
                 for at in left:
                     if not samples[at].token_ids:  # it may not have reached vLLM yet; the server drops it
-                        streams[at].cancel()
+                        calls[at].cancel()
                 named = LeaveRequests([names[at] for at in left if samples[at].token_ids])
                 await self._transport.call(client, "POST", "/moe_rl/leave", named, _NOTHING)
                 await asyncio.sleep(_LEAVE_AGAIN_SECONDS)
 
+        if alone:
+            await self._transport.call(client, "POST", "/moe_rl/hold", None, _NOTHING)
+        calls = [asyncio.create_task(one(at)) for at in range(len(requests))]
         ends = [asyncio.create_task(end(at)) for at in range(len(requests))]
+        watches = [self._together(client, len(requests)), self._watch(client)] if alone else []
+        if leave is not None:
+            watches = [self._watch(client), abort(leave)]
         try:
-            await _finished(ends, [self._watch(client), abort()])
+            await _finished(ends, watches)
         finally:
-            for task in (*streams, *ends):
+            # The server aborts a request whose connection is closed.
+            for task in (*calls, *ends):
                 task.cancel()
-            await asyncio.gather(*streams, *ends, return_exceptions=True)
+            await asyncio.gather(*calls, *ends, return_exceptions=True)
 
-    def _at_once(self, requests: Sequence[GenerateRequest]) -> int:
-        return len(requests) if self._alone else self._connections
+    def _at_once(self, requests: Sequence[GenerateRequest], leave: asyncio.Event | None) -> int:
+        return self._connections if leave is None and not self._alone else len(requests)
 
     async def _together(self, client: httpx.AsyncClient, requests: int) -> None:
         """Make the server start the requests once all have arrived. If that fails, the server is released anyway."""
@@ -348,24 +311,6 @@ class VllmServer:
             elif time.monotonic() - since > self._transport.timeout:
                 got = f"requests, and no token of them forwarded for {self._transport.timeout:g} s"
                 raise EngineError("The vLLM server hangs", where={"url": self.url}, got=got, do="read its log")
-
-    async def _publish(
-        self,
-        client: httpx.AsyncClient,
-        requests: Sequence[GenerateRequest],
-        samples: Sequence[Growing],
-        shard: str,
-        keep_open: bool,
-    ) -> dict[str, RouteRef]:
-        """Publish the routes of the completions, and of aborted requests with at least one token."""
-        asks = [RecordingRequest.of(request, shard) for request in requests]
-        message = Publish(shard, *sampling.forwarded(requests, asks, samples), keep_open)
-        return await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
-
-
-def _refuse_unfinished(request: GenerateRequest, sample: Growing) -> None:
-    if not sample.finish_reason:
-        raise EngineError("The vLLM server ended an answer early", where={"request": request.key})
 
 
 async def _finished(tasks: Sequence[asyncio.Task], watches: Sequence[Awaitable[None]]) -> None:

@@ -125,29 +125,24 @@ class Transport:
             trust_env=False,
         )
 
-    async def once(
-        self,
-        method: str,
-        path: str,
-        message: msgspec.Struct | None,
-        answer: msgspec.json.Decoder,
-        seconds: float | None = None,
-    ):
-        """Make one `call` over a new connection."""
-        async with self.client(1) as client:
-            return await self.call(client, method, path, message, answer, seconds)
-
     async def call(
         self,
-        client: httpx.AsyncClient,
+        client: httpx.AsyncClient | None,
         method: str,
         path: str,
         message: msgspec.Struct | None,
         answer: msgspec.json.Decoder,
         seconds: float | None = None,
     ):
-        """Make one control call and decode the answer. `seconds` of silence count as a hang; default:
-        timeout_seconds."""
+        """Make one control call and decode the answer.
+
+        Args:
+            client: None makes the call over a new connection.
+            seconds: silence that counts as a hang; default: timeout_seconds.
+        """
+        if client is None:
+            async with self.client(1) as client:
+                return await self.call(client, method, path, message, answer, seconds)
         body = b"" if message is None else msgspec.json.encode(message)
         async with self.ask(client, method, path, body, seconds or self.timeout) as response:
             return self.decode(await response.aread(), answer)

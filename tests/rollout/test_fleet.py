@@ -81,7 +81,10 @@ class Server:
         self._may_fail("served")
         return self.served_
 
-    async def sample(self, requests, shard, ended=nobody):
+    async def sample(self, requests, shard, *, started, samples, ended=nobody, leave=None, keep_open=False):
+        if leave is not None:
+            assert started == self.served_.start and not leave.is_set()
+            samples[0].token_ids += [7, 7, 7]
         try:
             await asyncio.sleep(30 if self.slow else 0)
             if self.refuses:
@@ -115,11 +118,6 @@ class Server:
             self.served_, updates=self.served_.updates + 1, version=update.version, digest=digest
         )
         return Holding(update.version, digest, True)
-
-    async def sample_group(self, requests, shard, leave, ended, *, started, samples, keep_open=False):
-        assert started == self.served_.start and not leave.is_set()
-        samples[0].token_ids += [7, 7, 7]
-        return await self.sample(requests, shard)
 
     async def pause(self):
         self._may_fail("pause")

@@ -64,7 +64,7 @@ def streamed(client: VllmServer, requests, shard: str, *, leave=None, ended=nobo
 
     async def run():
         left = asyncio.Event() if leave is None else leave
-        return await client.sample_group(requests, shard, left, ended, started=started, samples=samples)
+        return await client.sample(requests, shard, leave=left, ended=ended, started=started, samples=samples)
 
     return asyncio.run(run())
 
@@ -245,7 +245,7 @@ def test_calls_that_leave_a_shard_open_share_it_and_continue_its_records(server,
         async def turn(request, leave=None, shard="turns"):
             left, samples = leave or asyncio.Event(), [Growing()]
             how = {"started": started, "samples": samples, "keep_open": True}
-            return (await client.sample_group([request], shard, left, nobody, **how))[0]
+            return (await client.sample([request], shard, leave=left, **how))[0]
 
         aborted = asyncio.create_task(turn(later, gone))
         a, b = await asyncio.gather(turn(first), turn(second))
