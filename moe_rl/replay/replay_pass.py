@@ -29,17 +29,8 @@ from typing import Literal
 import torch
 
 from moe_rl.errors import About, ReplayError, after_lr, first_of
+from moe_rl.replay import evidence
 from moe_rl.replay.alignment import Alignment, AlignmentTest
-from moe_rl.replay.evidence import (
-    misapplied,
-    refuse_blind_witness,
-    refuse_misaligned,
-    refuse_misapplied,
-    refuse_misplanned,
-    refuse_other_sums,
-    refuse_strangers,
-    refuse_uncompared,
-)
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.tables import Compared, MicrobatchRoutes, Tally, totals
 
@@ -397,30 +388,30 @@ class ReplayPass:
     def _check(self, dispatched: list[int], read: list[int]) -> None:
         """Make the checks and counts that need no other rank."""
         tables, where, seen = self.microbatches, self.place, self.seen
-        refuse_strangers(self._strangers, where)
+        evidence.refuse_strangers(self._strangers, where)
         if self.mode != "observe":
             seen.tally.consumed, seen.tally.expected = self._check_ledger(self._taken, where)
         if self.mode == "record":
             seen.recorded = self._recorded()
         if self.mode == "replay":
             self._check_ledger(self._dispatched, where)
-            wrong = misapplied(self._applied, tables)
+            wrong = evidence.misapplied(self._applied, tables)
             seen.tally.applied_mismatch = len(wrong)
-            refuse_misapplied(wrong, seen.tally.applied_checked, self._faded, where)
-            refuse_misplanned(self._misplanned, where)
-            refuse_other_sums(tables, dispatched, read, where)
+            evidence.refuse_misapplied(wrong, seen.tally.applied_checked, self._faded, where)
+            evidence.refuse_misplanned(self._misplanned, where)
+            evidence.refuse_other_sums(tables, dispatched, read, where)
         if self.watch.native and tables:
             numbers = range(len(tables))
-            refuse_uncompared(self._native, numbers, self.layers, where)
+            evidence.refuse_uncompared(self._native, numbers, self.layers, where)
             seen.compared = [Compared.over_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
             seen.tally = replace(seen.tally, **totals(seen.compared, [table.lags for table in tables], self.layers))
             if (align := self.watch.align) is not None:
-                refuse_blind_witness(seen.compared, tables, seen.tally.native_margin, self.layers, where)
+                evidence.refuse_blind_witness(seen.compared, tables, seen.tally.native_margin, self.layers, where)
                 for number, table in enumerate(tables, self.watch.align_from):
                     align.compared(number, table.names)
                 seen.alignment = align.verdict(where)
                 if seen.alignment is not None:
-                    refuse_misaligned(seen.alignment, {**where, **self._conditions(seen.alignment)})
+                    evidence.refuse_misaligned(seen.alignment, {**where, **self._conditions(seen.alignment)})
 
     def _conditions(self, alignment: Alignment) -> About:
         """Return the conditions, besides the routes, that a verdict on them depends on."""

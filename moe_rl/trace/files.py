@@ -12,7 +12,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moe_rl.errors import TraceError
 
@@ -27,18 +27,6 @@ _REMOTE = 64 << 20
 TMP = ".tmp"
 
 Range = tuple[int, int]
-
-
-class File(Protocol):
-    """Holds an open file. `identity` differs after the file is replaced or changed; `size` is in bytes."""
-
-    identity: tuple
-    size: int
-
-    def fetch(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
-        """Yield the bytes of each [start, end); ranges are sorted by start. Raises TraceError."""
-
-    def close(self) -> None: ...
 
 
 class LocalFolder:
@@ -154,6 +142,11 @@ class RemoteFile:
                 raise TraceError("file ends too early", got=f"{len(data)} bytes at {start}", expected=end - start)
             for first, last in run:
                 yield memoryview(data)[first - start : last - start]
+
+
+File = LocalFile | RemoteFile
+"""An open file. `identity` differs after the file is replaced or changed; `size` is in bytes. `fetch` yields the bytes
+of each [start, end), sorted by start, and raises TraceError."""
 
 
 def _runs(ranges: Iterable[Range]) -> Iterator[list[Range]]:

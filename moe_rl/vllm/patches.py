@@ -118,15 +118,8 @@ def problems(path: Path | None = None, *, capture: str = "patch") -> list[Proble
     except PatchError as error:
         return error.problems
     if state.series is not None and state.series.ran is None:
-        return [
-            describe(
-                "The patches for this vLLM were never run",
-                where={"folder": state.root},
-                got=state.version,
-                expected=f"one of {_versions(series for series in read_all(PATCHES) if series.ran is not None)}",
-                do="install the pinned requirements: make venv",
-            )
-        ]
+        ran = [series for series in read_all(PATCHES) if series.ran is not None]
+        return [_other_version(state, "The patches for this vLLM were never run", ran)]
     if capture != "patch" and state.summary == "pristine":
         return []
     return _problems(state)
@@ -135,15 +128,7 @@ def problems(path: Path | None = None, *, capture: str = "patch") -> list[Proble
 def _problems(state: State) -> list[Problem]:
     """Return what is wrong with the files, one message each; [] if the package is fully patched."""
     if state.series is None:
-        return [
-            describe(
-                "vLLM has a version without patches",
-                where={"folder": state.root},
-                got=state.version,
-                expected=f"one of {_versions(read_all(PATCHES))}",
-                do="install the pinned requirements: make venv",
-            )
-        ]
+        return [_other_version(state, "vLLM has a version without patches", read_all(PATCHES))]
     command = _command(state.root)
     if state.summary == "pristine":
         return [describe("vLLM is not patched", where={"folder": state.root}, do=f"run {command} --apply")]
@@ -170,6 +155,16 @@ def _problems(state: State) -> list[Problem]:
                 )
             )
     return messages
+
+
+def _other_version(state: State, what: str, fitting: list[Series]) -> Problem:
+    return describe(
+        what,
+        where={"folder": state.root},
+        got=state.version,
+        expected=f"one of {_versions(fitting)}",
+        do="install the pinned requirements: make venv",
+    )
 
 
 def _identify(root: Path) -> tuple[str, Series | None]:

@@ -17,21 +17,7 @@ import moe_rl
 from moe_rl.errors import describe
 from moe_rl.trace.record import check_name
 from moe_rl.types import GenerateRequest
-from moe_rl.vllm import sampling
-from moe_rl.vllm.control import (
-    GENERATE,
-    Challenge,
-    Generation,
-    LeaveRequests,
-    Open,
-    Publish,
-    Release,
-    SaltedGeneration,
-    Scores,
-    Scoring,
-    Served,
-    Sink,
-)
+from moe_rl.vllm import control, sampling
 from moe_rl.vllm.recording import RecordingRequest, parse
 from moe_rl.vllm.route_source import join_parts
 from moe_rl.weights.update import Broadcast, Files, Holding, Received, WeightUpdate, agreement, encode
@@ -88,21 +74,21 @@ class Control:
         self._goes_on = asyncio.Event()  # cleared during a pause
         self._goes_on.set()
         self.routes = {
-            "/moe_rl/open": ControlRoute("POST", Open, _SMALL_BODY, self._open),
-            "/moe_rl/publish": ControlRoute("POST", Publish, _PUBLISH_BODY, self._publish),
-            "/moe_rl/abandon": ControlRoute("POST", Sink, _SMALL_BODY, self._abandon),
+            "/moe_rl/open": ControlRoute("POST", control.Open, _SMALL_BODY, self._open),
+            "/moe_rl/publish": ControlRoute("POST", control.Publish, _PUBLISH_BODY, self._publish),
+            "/moe_rl/abandon": ControlRoute("POST", control.Sink, _SMALL_BODY, self._abandon),
             "/moe_rl/hold": ControlRoute("POST", None, 0, self._hold),
-            "/moe_rl/release": ControlRoute("POST", Release, _SMALL_BODY, self._release),
+            "/moe_rl/release": ControlRoute("POST", control.Release, _SMALL_BODY, self._release),
             "/moe_rl/pause": ControlRoute("POST", None, 0, self._pause),
             "/moe_rl/resume": ControlRoute("POST", None, 0, self._resume),
-            "/moe_rl/leave": ControlRoute("POST", LeaveRequests, _TOKENS_BODY, self._leave),
+            "/moe_rl/leave": ControlRoute("POST", control.LeaveRequests, _TOKENS_BODY, self._leave),
             "/moe_rl/adopt": ControlRoute("POST", None, 0, self._adopt),
             "/moe_rl/update": ControlRoute("POST", WeightUpdate, _PUBLISH_BODY, self._update),
-            "/moe_rl/score": ControlRoute("POST", Scoring, _TOKENS_BODY, self._score),
-            "/moe_rl/challenge": ControlRoute("POST", Challenge, _SMALL_BODY, self._challenge),
+            "/moe_rl/score": ControlRoute("POST", control.Scoring, _TOKENS_BODY, self._score),
+            "/moe_rl/challenge": ControlRoute("POST", control.Challenge, _SMALL_BODY, self._challenge),
             "/moe_rl/stats": ControlRoute("GET", None, 0, self._stats),
             "/moe_rl/recording": ControlRoute("GET", None, 0, self._recording),
-            GENERATE: ControlRoute("POST", Generation, _TOKENS_BODY, self._generate),
+            control.GENERATE: ControlRoute("POST", control.Generation, _TOKENS_BODY, self._generate),
         }
 
     def refuse_former_run(self, method: str, path: str, run: str | None) -> None:
@@ -113,7 +99,7 @@ class Control:
         elif method == "POST" and path != "/moe_rl/challenge" and None not in (run, self._run) and run != self._run:
             raise RefusedCall(409, "another run has taken this server since: give every run servers of its own")
 
-    async def _open(self, engine, message: Open) -> None:
+    async def _open(self, engine, message: control.Open) -> None:
         folder = _inside(_trace_root(engine), message.folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +107,7 @@ class Control:
             raise RefusedCall(409, f"{folder}: {error.strerror}") from None
         await _call(engine, "moe_rl_open", message.sink, message.folder)
 
-    async def _publish(self, engine, message: Publish) -> dict:
+    async def _publish(self, engine, message: control.Publish) -> dict:
         if unknown := set(message.aborted) - message.sequences.keys():
             raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences")
         await _settle(engine, message.sink, message.sequences if message.keep_open else None)
@@ -132,7 +118,7 @@ class Control:
             await asyncio.sleep(_SETTLE_POLL_SECONDS)
         return join_parts(await _call(engine, "moe_rl_claims", call))
 
-    async def _abandon(self, engine, message: Sink) -> None:
+    async def _abandon(self, engine, message: control.Sink) -> None:
         await _settle(engine, message.sink)
         await _call(engine, "moe_rl_abandon", message.sink)
 
@@ -141,7 +127,7 @@ class Control:
         self._refuse_pause()
         await _stop(engine)
 
-    async def _release(self, engine, message: Release) -> None:
+    async def _release(self, engine, message: control.Release) -> None:
         """Start the waiting requests once all have arrived, so that batches do not depend on arrival times."""
         self._refuse_pause()
         there, deadline = -1, 0.0
@@ -166,7 +152,7 @@ class Control:
         await engine.resume_generation()
         self._goes_on.set()
 
-    async def _leave(self, engine, message: LeaveRequests) -> None:
+    async def _leave(self, engine, message: control.LeaveRequests) -> None:
         await engine.abort([f"{_VLLM_PREFIX}{name}" for name in message.names])
 
     async def _adopt(self, engine, _) -> Holding:
@@ -228,7 +214,7 @@ class Control:
         if not self._goes_on.is_set():
             raise RefusedCall(409, "the server is paused: resume it first")
 
-    async def _generate(self, engine, message: Generation) -> SaltedGeneration:
+    async def _generate(self, engine, message: control.Generation) -> control.SaltedGeneration:
         # In a pause vLLM would give it cached prefixes from the weights before the update.
         await self._goes_on.wait()
         self._refuse_torn_weights(engine)
@@ -248,16 +234,10 @@ class Control:
             stop=tuple(given.stop),
         )
         sampling.check([request], **_limits(engine), reads_text=_reads_text(engine))
-        return SaltedGeneration(
-            message.token_ids,
-            message.sampling_params,
-            message.stream,
-            message.priority,
-            str(self._holding.version),
-            message.name,
-        )
+        salt = str(self._holding.version)
+        return control.SaltedGeneration(message.token_ids, given, message.stream, message.priority, salt, message.name)
 
-    async def _score(self, engine, message: Scoring) -> Scores:
+    async def _score(self, engine, message: control.Scoring) -> control.Scores:
         self._refuse_torn_weights(engine)
         self._refuse_pause()
         for run in message.runs:
@@ -265,18 +245,18 @@ class Control:
         requests = sampling.scoring(message.runs, record=message.sink is not None)
         asks = [RecordingRequest.of(request, check_name(message.sink or "none")) for request in requests]
         if message.sink is None:
-            return Scores(await _scored(engine, requests, asks), [])
-        await self._open(engine, Open(message.sink, message.folder))
+            return control.Scores(await _scored(engine, requests, asks), [])
+        await self._open(engine, control.Open(message.sink, message.folder))
         try:
             logprobs = await _scored(engine, requests, asks)
             wanted = {request.key: run[:-1] for request, run in zip(requests, message.runs, strict=True)}
-            refs = await self._publish(engine, Publish(message.sink, wanted))
+            refs = await self._publish(engine, control.Publish(message.sink, wanted))
         except BaseException:
             await _call(engine, "moe_rl_abandon", message.sink)
             raise
-        return Scores(logprobs, [refs[request.key] for request in requests])
+        return control.Scores(logprobs, [refs[request.key] for request in requests])
 
-    async def _challenge(self, engine, message: Challenge) -> str:
+    async def _challenge(self, engine, message: control.Challenge) -> str:
         path = _inside(_trace_root(engine), message.folder) / message.name
         try:
             with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
@@ -289,13 +269,13 @@ class Control:
     async def _stats(self, engine, _) -> list[dict[str, int]]:
         return await _call(engine, "moe_rl_stats")
 
-    async def _recording(self, engine, _) -> Served:
+    async def _recording(self, engine, _) -> control.Served:
         import vllm
 
         spec = (await _call(engine, "moe_rl_spec"))[0]
         config = engine.vllm_config
         recording = config.additional_config["moe_rl"]
-        return Served(
+        return control.Served(
             moe_rl=moe_rl.__version__,
             vllm=vllm.__version__,
             trace_root=recording["trace_root"],

@@ -102,12 +102,7 @@ class Rows:
 
     def then(self, later: Rows) -> Rows:
         """Return these rows followed by the later ones."""
-        return Rows(
-            np.concatenate([self.routes, later.routes]),
-            np.concatenate([self.token_ids, later.token_ids]),
-            np.concatenate([self.weight_versions, later.weight_versions]),
-            np.concatenate([self.sums, later.sums]),
-        )
+        return Rows(*map(np.concatenate, zip(self.columns, later.columns, strict=True)))
 
 
 @dataclass(slots=True)

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
-from typing import Protocol
 
 import msgspec
 import torch
@@ -33,16 +32,6 @@ _TIMEOUT = timedelta(minutes=10)
 _REACHED = timedelta(minutes=1)
 _POLL_SECONDS = 0.01
 _RANK = "moe_rl/rank"
-
-
-class Communicator(Protocol):
-    """Joins a sender, which is rank 0, and all workers."""
-
-    def start(self, octets: Tensor) -> Callable[[], object]:
-        """Begin to broadcast rank 0's bytes into all others'. The returned function waits until this is done."""
-
-    def destroy(self) -> None:
-        """Leave the group, even in the middle of a broadcast. The others get an error, or wait forever (NCCL)."""
 
 
 class Sender:
@@ -286,12 +275,14 @@ class GlooGroup:
         self._group: dist.ProcessGroupGloo | None = gloo(dist.PrefixStore("moe_rl/gloo", store), rank, size, options)
 
     def start(self, octets: Tensor) -> Callable[[], object]:
+        """Begin to broadcast rank 0's bytes into all others'. The returned function waits until this is done."""
         assert self._group is not None, "this rank has left the group"
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return self._group.broadcast([octets], options).wait
 
     def destroy(self) -> None:
+        """Leave the group, even in the middle of a broadcast. The others get an error."""
         if self._group is not None:
             self._group.abort()  # otherwise the group would wait for a broadcast that is under way
         self._group = None  # its connections close now, even while an error's traceback refers to this object
@@ -321,7 +312,12 @@ class NcclGroup:
         return lambda: torch.cuda.current_stream().wait_event(done)
 
     def destroy(self) -> None:
+        """Leave the group as GlooGroup does; the others wait forever."""
         self._group.destroy()
+
+
+Communicator = GlooGroup | NcclGroup
+"""Joins a sender, which is rank 0, and all workers."""
 
 
 def packed(infos: Sequence[TensorInfo], tensors: Iterable[Tensor], device: torch.device, *, after: int = 0) -> Tensor:

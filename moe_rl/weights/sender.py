@@ -168,11 +168,7 @@ class WeightSender:
         known = digests.read()
         tensors = [msgspec.structs.replace(info, digest=known[info.name]) for info in whole]
         self._conservation.settle(self._ranks.device())
-        adapters = [
-            TensorInfo(name, dtype_name(dtype), shape)
-            for run in self._rounds(host=False)
-            for name, dtype, shape in run.whole
-        ]
+        adapters = [info for run in self._rounds(host=False) for info in run.infos]
         everyone = [self._ranks.gather(one, list[TensorInfo]) for one in (adapters, tensors)]
         sent, made = ([info for rank in one for info in rank] for one in everyone)
         return Merge(train.lora.alpha / train.lora.rank, train.dtype, sent, made)

@@ -36,6 +36,11 @@ class Round:
     whole: list[tuple[str, torch.dtype, tuple[int, ...]]]
     tensors: Iterator[tuple[str, Tensor]]
 
+    @property
+    def infos(self) -> list[TensorInfo]:
+        """Return the announcement of the whole tensors, without digests."""
+        return [TensorInfo(name, dtype_name(dtype), shape) for name, dtype, shape in self.whole]
+
 
 class Ranks(Protocol):
     """Lists the operations on the trainer's ranks that an update uses: `megatron.world`."""
@@ -97,7 +102,7 @@ class WeightStream:
             senders: how many ranks send, at most.
         """
         self.device = ranks.device()
-        announced = Announced([[_info(*one) for one in run.whole] for run in rounds], ranks.stage())
+        announced = Announced([run.infos for run in rounds], ranks.stage())
         everyone = ranks.gather(announced, Announced)
         self.rank = dist.get_rank() if len(everyone) > 1 else 0
         exporting = [rank for rank, one in enumerate(everyone) if rank == 0 or any(one.rounds)]
@@ -329,7 +334,3 @@ def _noted(tensors: Iterator[tuple[str, Tensor]], digests: TensorDigests) -> Ite
     for name, tensor in tensors:
         digests.add(name, tensor)
         yield tensor
-
-
-def _info(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:
-    return TensorInfo(name, dtype_name(dtype), shape)
