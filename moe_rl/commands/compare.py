@@ -22,7 +22,7 @@ from moe_rl.config.layout import on_one_rank
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import write_whole
-from moe_rl.errors import ConfigError, MoeRLError, ReplayError
+from moe_rl.errors import About, ConfigError, MoeRLError, ReplayError
 from moe_rl.models.hf import read_model
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
@@ -141,12 +141,9 @@ def _bisect(options: argparse.Namespace) -> int:
     beside = options.overrides + options.sampler_dtype
     beside += [f"--budget-tokens {options.budget_tokens}"] if options.budget_tokens != BUDGET_TOKENS else []
     if "WORLD_SIZE" in os.environ or beside:
-        raise ConfigError(
-            "compares a run as it was, in one process",
-            where={"option": "--bisect"},
-            got=" ".join(beside) or "torchrun",
-            expected="only --engines, --out and --json beside it",
-        )
+        got, expected = " ".join(beside) or "torchrun", "only --engines, --out and --json beside it"
+        what = "compares a run as it was, in one process"
+        raise ConfigError(what, where={"option": "--bisect"}, got=got, expected=expected)
     run = run_folder.existing(options.bisect, "--bisect")
     config = load_config(run.config)
     _existing_folder(options.out)
@@ -225,13 +222,10 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
     else:
         others = [text for text in options.overrides if not text.startswith(OVERRIDES)]
         if others:
-            raise ConfigError(
-                "compares a run as it was",
-                where={"option": "--run"},
-                got=" ".join(others),
-                expected=f"only overrides of {', '.join(OVERRIDES)}",
-                do="give --config to compare another setting",
-            )
+            got, expected = " ".join(others), f"only overrides of {', '.join(OVERRIDES)}"
+            do = "give --config to compare another setting"
+            where: About = {"option": "--run"}
+            raise ConfigError("compares a run as it was", where=where, got=got, expected=expected, do=do)
         run = run_folder.existing(options.run, "--run")
         config = load_config(run.config, options.overrides)
     if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):

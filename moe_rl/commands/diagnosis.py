@@ -145,13 +145,8 @@ def _server_problems(config: Config) -> list[Problem]:
 
 def _unfit(part: Requirement, found: str, where: About | None = None, do: str = "") -> Problem:
     usual = "run make venv" if part in ALWAYS and part is not PYTHON else "install it"
-    return describe(
-        "this version was never tested" if found else "not installed",
-        where=where or {"part": part.name},
-        got=found or None,
-        expected=part.required,
-        do=do or usual,
-    )
+    what, where = "this version was never tested" if found else "not installed", where or {"part": part.name}
+    return describe(what, where=where, got=found or None, expected=part.required, do=do or usual)
 
 
 def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[Problem]:
@@ -160,12 +155,9 @@ def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[Problem]:
             if not fits(part, machine.found[part.name]):
                 yield _unfit(part, machine.found[part.name])
     elif config is not None and config.rollout.capture == "native":
-        yield describe(
-            "vLLM's own capture of routes needs a GPU",
-            where={"key": "rollout.capture"},
-            got="native, but no GPU",
-            expected="patch or worker",
-        )
+        where: About = {"key": "rollout.capture"}
+        what, got = "vLLM's own capture of routes needs a GPU", "native, but no GPU"
+        yield describe(what, where=where, got=got, expected="patch or worker")
     if config is not None and config.cluster is not None:
         yield from _node_problems(machine, config.cluster)
 
@@ -173,12 +165,9 @@ def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[Problem]:
 def _node_problems(machine: Machine, cluster: ClusterConfig) -> Iterator[Problem]:
     """Yield why this machine does not match the cluster that the run is planned for."""
     if len(machine.gpus) < cluster.gpus_per_node:
-        yield describe(
-            "this machine has fewer GPUs",
-            where={"key": "cluster.gpus_per_node"},
-            got=len(machine.gpus),
-            expected=cluster.gpus_per_node,
-        )
+        where: About = {"key": "cluster.gpus_per_node"}
+        got, expected = len(machine.gpus), cluster.gpus_per_node
+        yield describe("this machine has fewer GPUs", where=where, got=got, expected=expected)
     smallest = min((gpu.memory_bytes for gpu in machine.gpus), default=None)
     if smallest is not None and smallest < cluster.gpu_memory_gib * 2**30:
         yield describe(

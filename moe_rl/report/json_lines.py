@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from moe_rl.disk import write_all, write_whole, writing
-from moe_rl.errors import MoeRLError
+from moe_rl.errors import About, MoeRLError
 
 
 def encode(values: Iterable[Any]) -> bytes:
@@ -57,11 +57,7 @@ def read_lines[T](path: Path, kind: type[T]) -> list[T]:
         try:
             found.append(msgspec.json.decode(line, type=kind))
         except msgspec.MsgspecError as error:
-            raise MoeRLError(
-                "a line of the run is damaged",
-                where={"file": path, "line": number},
-                got=error,
-                expected=f"one {kind.__name__} as a JSON object",
-                do="delete that line",
-            ) from error
+            where: About = {"file": path, "line": number}
+            what, expected = "a line of the run is damaged", f"one {kind.__name__} as a JSON object"
+            raise MoeRLError(what, where=where, got=error, expected=expected, do="delete that line") from error
     return found

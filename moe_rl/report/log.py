@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from moe_rl.disk import write_all, writing
-from moe_rl.errors import ArgumentError
+from moe_rl.errors import About, ArgumentError
 from moe_rl.report.format import duration, percent, scientific
 from moe_rl.report.lines import FILE, encode, read_rows, write_rows
 from moe_rl.report.metrics import Mode
@@ -67,14 +67,10 @@ class RunLog:
         """
         check_step(metrics, mode=self._mode)
         if not self._last_step < step <= self._total:
-            raise ArgumentError(
-                "a step is logged out of order",
-                where={"file": self._path},
-                got=step,
-                expected=f"{self._last_step + 1} to {self._total}",
-                do="rewind the log before a resume",
-                fault="order",
-            )
+            where: About = {"file": self._path}
+            expected = f"{self._last_step + 1} to {self._total}"
+            what, do = "a step is logged out of order", "rewind the log before a resume"
+            raise ArgumentError(what, where=where, got=step, expected=expected, do=do, fault="order")
         self._write(encode(step, "train", metrics))
         self._last_step = step
         now = time.monotonic()

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from moe_rl.errors import ConfigError
+from moe_rl.errors import About, ConfigError
 from moe_rl.planning.side_balance import Speeds, sampling_gpus
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import Row, read_run
@@ -29,12 +29,9 @@ def read_speeds(given: str) -> Speeds:
         sampled, trained = numbers
         return Speeds(sampled, trained, "as given")
     if (found := measured_speeds(Path(given))) is None:
-        raise ConfigError(
-            "nothing says how fast the sides are",
-            where={"option": "--speeds"},
-            got=given,
-            expected="SAMPLED,TRAINED: two numbers above 0; or the folder of a run that has made a step",
-        )
+        expected = "SAMPLED,TRAINED: two numbers above 0; or the folder of a run that has made a step"
+        where: About = {"option": "--speeds"}
+        raise ConfigError("nothing says how fast the sides are", where=where, got=given, expected=expected)
     return found
 
 
