@@ -260,7 +260,7 @@ def _dataset(source: PromptSourceConfig, key: str) -> Iterator[Any]:
         raise DataError(
             "the data set cannot be loaded",
             where=where,
-            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            got=" ".join(f"{type(error).__name__}: {error} {error.__cause__ or ''}".split())[:400],
             do=do,
             fault="data set",
         ) from error

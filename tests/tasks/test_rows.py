@@ -143,6 +143,14 @@ def test_a_cell_of_csv_is_text(tmp_path, offline, kind):
     assert rows_of(tmp_path / "files") == rows
 
 
+def test_files_that_do_not_fit_together_are_told_with_their_columns(tmp_path, offline):
+    (tmp_path / "files").mkdir()
+    for number, columns in enumerate(("prompt,answer", "prompt,solution")):
+        (tmp_path / "files" / f"train-{number}.csv").write_text(f"{columns}\na,b\n")
+    with refused(DataError, "solution", fault="data set", key="task.train.0"):
+        rows_of(tmp_path / "files")
+
+
 @pytest.mark.long
 def test_a_prompt_shows_no_key_that_the_row_does_not_have(tmp_path):
     rows = rows_of(as_parquet(tmp_path, ROWS))
