@@ -8,6 +8,7 @@ Legend for shapes: R rows of a microbatch, T tokens of a sequence, C layers as r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -226,15 +227,11 @@ class Audited:
         if self.strangers:
             fed = tuple((number, self.layers[0]) for number in self.strangers)
             yield Fault("other tokens", False, fed, "the audit's rows, or the batch, are not the trainer's")
-        runs: dict[bool, dict[tuple[int, int], int]] = {False: {}, True: {}}
-        for one in self.calls:
-            if not one.mtp:
-                count = runs[one.recomputation]
-                count[one.microbatch, one.layer] = count.get((one.microbatch, one.layer), 0) + 1
+        runs = Counter((one.recomputation, one.microbatch, one.layer) for one in self.calls if not one.mtp)
         places = [(number, layer) for number in range(len(self.expected)) for layer in self.layers]
         wrong: list[tuple[int, int]]
         for recomputation, needed in ((False, True), (True, self.recomputed)):
-            count = runs[recomputation]
+            count = {place[1:]: times for place, times in runs.items() if place[0] == recomputation}
             layers = {layer for _, layer in count}  # recomputed in one microbatch, so in all
             lacking = [at for at in places if at not in count and (needed or needed is None and at[1] in layers)]
             twice = [at for at, times in count.items() if times > 1]

@@ -212,7 +212,7 @@ class VllmEngine:
         return (await self._call(wire.AskCounts(), wire.Counted)).counts
 
     async def pause(self) -> None:
-        await self._call(wire.Pause(), wire.Paused)
+        await self._call(wire.Pause(), wire.Done)
 
     async def take_weights(self, update: WeightUpdate) -> None:
         await self.load(update)
@@ -222,14 +222,14 @@ class VllmEngine:
         return (await self._call(wire.Update(update), wire.Updated)).holding
 
     async def resume(self) -> None:
-        await self._call(wire.Resume(), wire.Resumed)
+        await self._call(wire.Resume(), wire.Done)
 
     async def sleep(self, level: int) -> bool:
         """Release memory, see Sampler.sleep. The engine must have been started with `sleeps`."""
         return (await self._call(wire.Sleep(level), wire.Slept)).gives_back
 
     async def wake(self, part: str) -> None:
-        await self._call(wire.Wake(part), wire.Awake)
+        await self._call(wire.Wake(part), wire.Done)
 
     def alive(self) -> bool:
         """Return whether the process runs and no call has failed for good."""

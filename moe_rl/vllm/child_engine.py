@@ -212,17 +212,17 @@ class ChildEngine:
                 return wire.Counted(dict(self._source.stats()) if self._source is not None else {})
             case wire.Pause():
                 self._pause()
-                return wire.Paused()
+                return wire.Done()
             case wire.Resume():
                 self._refuse_torn_weights()
                 self._core.resume_scheduler()
                 self._paused = False
-                return wire.Resumed()
+                return wire.Done()
             case wire.Sleep(level):
                 return wire.Slept(self._sleep(level))
             case wire.Wake(part):
                 self._wake(part)
-                return wire.Awake()
+                return wire.Done()
             case wire.Update():
                 self._update(call)
                 return wire.Updated(self._holding)

@@ -404,11 +404,8 @@ class Recorder:
 
     def _name_of_step(self, scheduled) -> str:
         """Return the seed for choosing witnessed rows: the first request of the step and its position."""
-        for request_id in scheduled.num_scheduled_tokens:
-            request = self._requests[request_id]
-            if request.ask is not None:
-                return f"{request.ask.key} {request.forwarded}"
-        return ""
+        requests = (self._requests[request_id] for request_id in scheduled.num_scheduled_tokens)
+        return next((f"{one.ask.key} {one.forwarded}" for one in requests if one.ask is not None), "")
 
     def _see(self, witness: RouterWitness, version: int, in_step: Sequence[tuple[Recorded, int]]) -> None:
         whose = witness.whose(in_step)

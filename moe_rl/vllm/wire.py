@@ -165,22 +165,14 @@ class Updated(Message, frozen=True):
     holding: Holding
 
 
-class Paused(Message, frozen=True):
-    pass
-
-
-class Resumed(Message, frozen=True):
-    pass
+class Done(Message, frozen=True):
+    """Answers Pause, Resume and Wake."""
 
 
 class Slept(Message, frozen=True):
     """Answers Sleep. `gives_back`: whether memory was released."""
 
     gives_back: bool
-
-
-class Awake(Message, frozen=True):
-    pass
 
 
 class Failed(Message, frozen=True):
@@ -191,7 +183,7 @@ class Failed(Message, frozen=True):
 
 
 Call = Generate | Score | AskCounts | Update | Pause | Resume | Sleep | Wake
-Reply = Generated | Scored | Counted | Updated | Paused | Resumed | Slept | Awake
+Reply = Generated | Scored | Counted | Updated | Slept | Done
 
 
 class Numbered(Message, frozen=True):

@@ -59,9 +59,7 @@ class TensorDigests:
 
 def tensor_digest(name: str, tensor: Tensor) -> str:
     """Return the digest of one tensor, see `TensorDigests.read`."""
-    digests = TensorDigests()
-    digests.add(name, tensor)
-    return digests.read()[name]
+    return tensor_digests([(name, tensor)])[name]
 
 
 def info_of(name: str, tensor: Tensor) -> TensorInfo:

@@ -214,7 +214,9 @@ def _split(line: _Line, form: str, where: About) -> list[_Item]:
 def _record(item: _Item, spec: TraceSpec, form: str) -> RouteRecord:
     line = item.line
     if form == "lists":
-        _need(item, "token_ids", "routed_experts")
+        for name in ("token_ids", "routed_experts"):
+            if item.reply[name] is None:
+                raise TraceError(f"line has no {name}", where={"request": item.key})
         array = decode_lists(item.reply["routed_experts"])
         return from_array(
             array, spec, key=item.key, token_ids=item.reply["token_ids"], weight_version=_given_version(item)
@@ -237,19 +239,15 @@ def _record(item: _Item, spec: TraceSpec, form: str) -> RouteRecord:
 def _lint(item: _Item, spec: TraceSpec, form: str) -> list[Finding]:
     """Lint the array as it was sent, against the tokens if they are known."""
     reply = item.reply
+    if form == "lists":
+        return lint(decode_lists(reply["routed_experts"] or []), spec, reply["token_ids"])
     if form == "sglang":
         meta = reply.get("meta_info")
         payload = meta.get("routed_experts") if isinstance(meta, Mapping) else None
         array = decode_sglang(payload, layers=decoder_layers(spec), top_k=spec.top_k)
-        sampled = reply.get("output_ids")
-    elif form == "nemo":
-        array = decode_nemo(reply.get("routed_experts"))
-        sampled = reply.get("generation_token_ids")
-    elif form == "vllm":
-        array = decode_vllm(reply.get("routed_experts"))
-        sampled = reply.get("token_ids")
     else:
-        return lint(decode_lists(reply["routed_experts"] or []), spec, reply["token_ids"])
+        array = (decode_nemo if form == "nemo" else decode_vllm)(reply.get("routed_experts"))
+    sampled = reply.get({"sglang": "output_ids", "nemo": "generation_token_ids", "vllm": "token_ids"}[form])
     prompt = reply.get("prompt_token_ids") if form == "nemo" else item.prompt
     if not isinstance(prompt, list) or not isinstance(sampled, list):
         return lint(array, spec)
@@ -294,12 +292,6 @@ def _given_version(item: _Item) -> int:
             "the weight version is missing", where={"request": item.key}, do="add weight_version to the line"
         )
     return item.line.weight_version
-
-
-def _need(item: _Item, *names: str) -> None:
-    missing = [name for name in names if item.reply[name] is None]
-    if missing:
-        raise TraceError(f"line has no {missing[0]}", where={"request": item.key})
 
 
 def _read(path: Path) -> bytes:
