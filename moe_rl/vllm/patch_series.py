@@ -116,7 +116,9 @@ def _read(folder: Path, version: str) -> Series:
         )
     changes: dict[str, list[Change]] = {name: [] for name in names}
     for line in _lines(folder / "BASE"):
-        name, path, before, after = _four(line, folder)
+        if len(words := line.split()) != 4:
+            raise _damaged_base(folder, repr(line))
+        name, path, before, after = words
         if name not in changes:
             raise _damaged_base(folder, f"{name}, which SERIES does not list")
         changes[name].append(Change(path, before, after))
@@ -137,13 +139,6 @@ def _check_chains(series: Series, folder: Path) -> None:
             if left.get(change.path, change.before) != change.before:
                 raise _damaged_base(folder, f"{patch.name} on another {change.path} than the patch before it leaves")
             left[change.path] = change.after
-
-
-def _four(line: str, folder: Path) -> list[str]:
-    words = line.split()
-    if len(words) != 4:
-        raise _damaged_base(folder, repr(line))
-    return words
 
 
 def _lines(file: Path) -> list[str]:

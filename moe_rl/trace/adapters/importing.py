@@ -29,16 +29,8 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import About, TraceError
+from moe_rl.trace.adapters import envelopes
 from moe_rl.trace.adapters.bounded_lines import decoded_lines
-from moe_rl.trace.adapters.envelopes import (
-    MAX_BYTES,
-    decode_lists,
-    decode_nemo,
-    decode_npy,
-    decode_sglang,
-    decode_vllm,
-    decoder_layers,
-)
 from moe_rl.trace.adapters.lint import Finding, lint
 from moe_rl.trace.adapters.megatron_trace import decode_megatron
 from moe_rl.trace.adapters.replies import first_row, from_array, from_nemo, from_sglang, from_vllm
@@ -156,7 +148,7 @@ def lint_array(
     checked."""
     findings: list[Finding] = []
     try:
-        ids = None if tokens is None else decode_npy(_read(tokens), where={"file": tokens})
+        ids = None if tokens is None else envelopes.decode_npy(_read(tokens), where={"file": tokens})
         findings = lint(_decode_array(path, spec, form), spec, ids)
         if tokens is not None:
             _array_record(path, tokens, spec, form, key or "checked", weight_version or 0)
@@ -171,13 +163,13 @@ def _unless_known(error: TraceError, findings: list[Finding]) -> list[Finding]:
 
 
 def _array_record(path: Path, tokens: Path, spec: TraceSpec, form: str, key: str, weight_version: int) -> RouteRecord:
-    array, ids = _decode_array(path, spec, form), decode_npy(_read(tokens), where={"file": tokens})
+    array, ids = _decode_array(path, spec, form), envelopes.decode_npy(_read(tokens), where={"file": tokens})
     return from_array(array, spec, key=key, token_ids=ids, weight_version=weight_version)
 
 
 def _decode_array(path: Path, spec: TraceSpec, form: str) -> np.ndarray:
     """Return the routes of a file, [T, layers, K]."""
-    return decode_npy(_read(path), where={"file": path}) if form == "npy" else decode_megatron(path, spec)
+    return envelopes.decode_npy(_read(path), where={"file": path}) if form == "npy" else decode_megatron(path, spec)
 
 
 def _items(path: Path, form: str) -> Iterator[tuple[About, _Item]]:
@@ -217,7 +209,7 @@ def _record(item: _Item, spec: TraceSpec, form: str) -> RouteRecord:
         for name in ("token_ids", "routed_experts"):
             if item.reply[name] is None:
                 raise TraceError(f"line has no {name}", where={"request": item.key})
-        array = decode_lists(item.reply["routed_experts"])
+        array = envelopes.decode_lists(item.reply["routed_experts"])
         return from_array(
             array, spec, key=item.key, token_ids=item.reply["token_ids"], weight_version=_given_version(item)
         )
@@ -240,13 +232,13 @@ def _lint(item: _Item, spec: TraceSpec, form: str) -> list[Finding]:
     """Lint the array as it was sent, against the tokens if they are known."""
     reply = item.reply
     if form == "lists":
-        return lint(decode_lists(reply["routed_experts"] or []), spec, reply["token_ids"])
+        return lint(envelopes.decode_lists(reply["routed_experts"] or []), spec, reply["token_ids"])
     if form == "sglang":
         meta = reply.get("meta_info")
         payload = meta.get("routed_experts") if isinstance(meta, Mapping) else None
-        array = decode_sglang(payload, layers=decoder_layers(spec), top_k=spec.top_k)
+        array = envelopes.decode_sglang(payload, layers=envelopes.decoder_layers(spec), top_k=spec.top_k)
     else:
-        array = (decode_nemo if form == "nemo" else decode_vllm)(reply.get("routed_experts"))
+        array = (envelopes.decode_nemo if form == "nemo" else envelopes.decode_vllm)(reply.get("routed_experts"))
     sampled = reply.get({"sglang": "output_ids", "nemo": "generation_token_ids", "vllm": "token_ids"}[form])
     prompt = reply.get("prompt_token_ids") if form == "nemo" else item.prompt
     if not isinstance(prompt, list) or not isinstance(sampled, list):
@@ -297,9 +289,9 @@ def _given_version(item: _Item) -> int:
 def _read(path: Path) -> bytes:
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(envelopes.MAX_BYTES + 1)
     except OSError as error:
         raise TraceError("file cannot be read", where={"file": path}, got=error.strerror) from error
-    if len(data) > MAX_BYTES:
-        raise TraceError("file is too large", where={"file": path}, expected=f"at most {MAX_BYTES} bytes")
+    if len(data) > envelopes.MAX_BYTES:
+        raise TraceError("file is too large", where={"file": path}, expected=f"at most {envelopes.MAX_BYTES} bytes")
     return data
