@@ -184,6 +184,9 @@ def _config(work: Path, runs: Path) -> Path:
             "rollout.sleep_level=0", f"rollout.token_file={runs / 'token'}", f"train.microbatch_tokens={2 * LONGEST}",
             "train.updates_per_step=1", "checkpoint.every_steps=1", "eval.prompts=1", "eval.every_steps=1000",
             "replay.native_every=0", "replay.keep_shards=1000",
+            # Far from its task the policy says half characters, which end a branch: with those an episode fits no
+            # microbatch. It says none at this temperature.
+            "rollout.temperature=0.5",
         ],
     )  # fmt: skip
     path = runs / "given.yaml"

@@ -271,13 +271,24 @@ class ServerFleet:
         return False
 
     async def wake(self, part: str) -> None:
-        """Ask lost servers whether they can take an update again: servers do not sleep. See Sampler.wake."""
+        """Ask lost servers whether they can take an update again: servers do not sleep. See Sampler.wake.
+
+        A server that was started again while nothing was asked of it counts as lost until then.
+        """
         if part == "weights":
+            if self._held is not None:
+                await self.each(self._notice_restart)
             await asyncio.gather(*(self._ask(number) for number in self._all.keys() - self.servers.keys()))
 
     def close(self) -> None:
         """Stop sampling. The servers keep running."""
         self._held = None
+
+    async def _notice_restart(self, number: int) -> None:
+        """Raise EngineError if a server is not the one that confirmed its weights."""
+        started = (await self.server(number).served()).start
+        if started != self.confirmed()[number].start:
+            raise EngineError("A server was started again", where={"server": number, "url": self.server(number).url})
 
     async def _ask(self, number: int) -> None:
         """Let a lost server return if it answers and serves the same as the others."""

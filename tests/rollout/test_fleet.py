@@ -428,6 +428,25 @@ def test_a_server_that_was_started_again_gets_the_next_update_and_is_used(fleet,
     assert list(made.sampler.places) == [0, 1]
 
 
+def test_a_server_that_was_started_again_unnoticed_gets_the_next_update(fleet, tmp_path, capsys):
+    made, servers = fleet(3, max_lost=1)
+    made.update_weights(update(tmp_path, 2))
+    servers[1].served_ = msgspec.structs.replace(SERVED, start="second")  # while it had nothing to do
+    wake(made)
+    made.update_weights(update(tmp_path, 3))
+    assert list(made.sampler.places) == [0, 1, 2] and not made.sampler.lost and servers[1].adopted
+    told = capsys.readouterr().err
+    assert "server 1 is no longer used: A server was started again" in told and "server 1 is used again" in told
+
+
+def test_a_restart_ends_a_run_that_may_lose_no_server(fleet, tmp_path):
+    made, servers = fleet(2, max_lost=0)
+    made.update_weights(update(tmp_path, 2))
+    servers[1].served_ = msgspec.structs.replace(SERVED, start="second")
+    with refused(SamplerGone, server=1, got="1 lost"):
+        wake(made)
+
+
 def test_a_server_that_returns_in_a_pause_is_paused_too(fleet, tmp_path):
     made, servers = fleet(2, max_lost=1)
     sampler = made.sampler
