@@ -21,8 +21,8 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def make_checkpoint(path: Path, *, layers: int = 4, seed: int = 0) -> Path:
-    """Write a Hugging Face checkpoint of a random Qwen3-MoE with 16 experts, 4 of them per token."""
+def make_checkpoint(path: Path, *, layers: int = 4, experts: int = 16, seed: int = 0) -> Path:
+    """Write a Hugging Face checkpoint of a random Qwen3-MoE with 4 experts per token."""
     quiet()
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -35,7 +35,7 @@ def make_checkpoint(path: Path, *, layers: int = 4, seed: int = 0) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        num_experts=16,
+        num_experts=experts,
         num_experts_per_tok=4,
         moe_intermediate_size=48,
         norm_topk_prob=True,
