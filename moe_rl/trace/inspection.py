@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import TraceError
+from moe_rl.errors import About, TraceError
 from moe_rl.trace.bounds import order0_bits, set_bits
 from moe_rl.trace.codec import Codec, decode_chunk, encode_chunk
 from moe_rl.trace.files import TMP
@@ -83,7 +83,7 @@ class _Model:
 
     spec: TraceSpec
     counts_LE: np.ndarray
-    shards: set[str] = field(default_factory=set)
+    shards: list[str] = field(default_factory=list)
     layers_of: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     tokens: int = 0
     stored_tokens: int = 0
@@ -106,25 +106,11 @@ def inspect(selection: Selection) -> dict[str, Any]:
     `bytes_per_token` divides by `tokens`, as a run's metric does. Chunks are decoded only for records too short to have
     stored expert counts, and for records that continue others. Raises TraceError on damage.
     """
-    models: dict[TraceSpec, _Model] = {}
-    library = Library(selection.root)
-    file_bytes = 0
-    for shard in selection.shards:
-        with Reading(library) as reading:
-            index, found = reading.records(shard)
-        header, spec = index.header, index.header.spec
-        model = models.setdefault(spec, _Model(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64)))
-        model.shards.add(shard)
-        model.bytes += index.bytes
-        file_bytes += index.bytes
-        for _, tip in found:
-            _add(model, tip)
-        columns = [spec.moe_layers.index(layer) for layer in header.layers]
-        model.counts_LE[columns] += _counts(selection.store, header, found)
-    facts: dict[str, Any] = {"store": selection.root, "shards": len(selection.shards), "bytes": file_bytes}
+    models, shards = _models(selection), len(selection.shards)
+    facts: dict[str, Any] = {"store": selection.root, "shards": shards, "bytes": sum(model.bytes for model in models)}
     if selection.whole:
         facts["unsealed"] = unsealed(selection.root)
-    facts["models"] = [_facts(model) for model in models.values()]
+    facts["models"] = [_facts(model) for model in models]
     return facts
 
 
@@ -133,19 +119,13 @@ def expert_counts(selection: Selection) -> tuple[TraceSpec, np.ndarray]:
 
     Raises TraceError if the records are of several models or there are none.
     """
-    library = Library(selection.root)
-    counted: dict[TraceSpec, np.ndarray] = {}
-    for shard in selection.shards:
-        with Reading(library) as reading:
-            index, found = reading.records(shard)
-        header, spec = index.header, index.header.spec
-        counts_LE = counted.setdefault(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64))
-        if len(counted) > 1:
-            raise TraceError("shards are of different models", where={"folder": selection.root, "shard": shard})
-        counts_LE[[spec.moe_layers.index(layer) for layer in header.layers]] += _counts(selection.store, header, found)
-    if not counted:
+    models = _models(selection)
+    if len(models) > 1:
+        where: About = {"folder": selection.root, "shard": models[1].shards[0]}
+        raise TraceError("shards are of different models", where=where)
+    if not models:
         raise TraceError("there is no shard", where={"folder": selection.root})
-    return spec, counts_LE
+    return models[0].spec, models[0].counts_LE
 
 
 def coactivation(selection: Selection, layers: Sequence[int]) -> tuple[tuple[int, ...], np.ndarray]:
@@ -169,6 +149,24 @@ def coactivation(selection: Selection, layers: Sequence[int]) -> tuple[tuple[int
             rows[layer] += len(chosen)
     found = tuple(sorted(counts))
     return found, np.stack([counts[layer] for layer in found])
+
+
+def _models(selection: Selection) -> list[_Model]:
+    """Return the sums over the selected shards, for each model."""
+    models: dict[TraceSpec, _Model] = {}
+    library = Library(selection.root)
+    for shard in selection.shards:
+        with Reading(library) as reading:
+            index, found = reading.records(shard)
+        header, spec = index.header, index.header.spec
+        model = models.setdefault(spec, _Model(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64)))
+        model.shards.append(shard)
+        model.bytes += index.bytes
+        for _, tip in found:
+            _add(model, tip)
+        columns = [spec.moe_layers.index(layer) for layer in header.layers]
+        model.counts_LE[columns] += _counts(selection.store, header, found)
+    return list(models.values())
 
 
 def _add(model: _Model, tip: Found) -> None:
