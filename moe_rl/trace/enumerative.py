@@ -91,14 +91,42 @@ def _binomials(num_experts: int, top_k: int) -> np.ndarray:
 
 def _pack(values: np.ndarray, width: int) -> bytes:
     """Write values [N] uint64, each below 2**width, as a bit stream of `width` bits each."""
-    bits = np.unpackbits(values.view(np.uint8).reshape(-1, 8), axis=1, count=width, bitorder="little")
-    return np.packbits(bits, bitorder="little").tobytes()
+    bits = len(values) * width
+    if not bits:
+        return b""
+    first, used = _words(bits, width)
+    most = 64 // width + 2
+    padded = np.concatenate([values, np.zeros(most, _WORD)])
+    words = padded[first] >> used
+    for ahead in range(1, most):
+        # A shift by 64 or more gives 0 in numpy.
+        words |= padded[first + ahead] << (np.uint64(ahead * width) - used)
+    return words.tobytes()[: -(-bits // 8)]
+
+
+@lru_cache(maxsize=64)
+def _words(bits: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for each 64-bit word of a stream, the index of the value that holds the word's first bit, and how many
+    bits of that value the previous word holds."""
+    start = np.arange(-(-bits // 64), dtype=np.int64) * 64
+    first = start // width
+    used = (start - first * width).astype(_WORD)
+    first.flags.writeable = used.flags.writeable = False
+    return first, used
 
 
 def _unpack(data: np.ndarray, count: int, width: int) -> tuple[np.ndarray, int]:
     """Return values [count] uint64 and the unused bits of the last byte; the inverse of _pack."""
-    bits = np.zeros((count, 64), np.uint8)
-    bits[:, :width] = np.unpackbits(data, count=count * width, bitorder="little").reshape(count, width)
-    values = np.packbits(bits, axis=1, bitorder="little").view(_WORD).reshape(count)
-    used = count * width % 8
-    return values, int(data[-1]) >> used if used else 0
+    bits = count * width
+    if not bits:
+        return np.zeros(count, _WORD), 0
+    # One extra word, which the last value may reach into.
+    stream = np.zeros((-(-bits // 64) + 1) * 8, np.uint8)
+    stream[: len(data)] = data
+    words = stream.view(_WORD)
+    start = np.arange(count, dtype=np.int64) * width
+    first, used = start >> 6, (start & 63).astype(_WORD)
+    values = words[first] >> used
+    values |= words[first + 1] << (np.uint64(64) - used)
+    values &= np.uint64(2**width - 1)
+    return values, int(data[-1]) >> (bits % 8) if bits % 8 else 0
