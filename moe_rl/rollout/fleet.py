@@ -104,6 +104,7 @@ class ServerFleet:
         self._workers = dict(enumerate(workers))
         self._all = dict(self.servers)
         self._returning: set[int] = set()  # get the next update, and are lost until then
+        self._from_nothing = frozenset[int]()  # the servers that the update under way has taken back
         self._root = root.resolve()
         self._max_lost = max_lost
         self._load_seconds = load_seconds
@@ -252,11 +253,14 @@ class ServerFleet:
         # A broadcast waits for all of its workers: if one were missing, the others would receive nothing.
         spares = not isinstance(update.source, Broadcast)
         if update.number == 0:
+            self._from_nothing = frozenset(self._returning)
             await self._take_back(paused=not running, spares=spares)
         sources = self._sources(update.source)
 
         async def one(number: int) -> HeldWeights:
-            server, sent = self.server(number), msgspec.structs.replace(update, source=sources[number])
+            server = self.server(number)
+            replaces = 0 if number in self._from_nothing else update.replaces  # it was adopted: it holds version 0
+            sent = msgspec.structs.replace(update, source=sources[number], replaces=replaces)
             holding = await server.update(sent, seconds=self._load_seconds)
             if holding.refused:
                 raise _UpdateRefused(f"{server.url}: {refusal(holding)}")

@@ -76,6 +76,7 @@ class Server:
 
     async def adopt(self):
         self.adopted, self.paused = True, False
+        self.served_ = msgspec.structs.replace(self.served_, weight_version=0)
 
     async def served(self) -> Served:
         self._may_fail("served")
@@ -111,6 +112,8 @@ class Server:
             await asyncio.sleep(3600)
         if "refuse" in self.fails:
             return Holding(self.served_.weight_version, "", True, "torn")
+        if update.replaces != self.served_.weight_version:
+            return Holding(self.served_.weight_version, "", True, "does not hold this version")
         if "drop" in self.fails:  # it says yes, and keeps what it had
             return Holding(update.version, f"digest{update.version}", True)
         digest = self.digest or f"digest{update.version}"
@@ -157,7 +160,7 @@ def fleet(tmp_path):
 
 
 def update(root, version: int) -> WeightUpdate:
-    return WeightUpdate(version, 0, 0, True, True, [], Files([str(root / "run/sync/part0")]))
+    return WeightUpdate(version, version - 1, 0, True, True, [], Files([str(root / "run/sync/part0")]))
 
 
 REQUESTS = [asked(prompt, member) for prompt in range(4) for member in range(3)]
@@ -345,6 +348,7 @@ def test_weights_go_in_when_all_servers_pause_and_all_go_on_when_all_have_them(f
             await groups.resume()
         assert all(server.paused for server in servers), "none goes on before all have the weights"
         servers[1].fails.clear()
+        servers[1].served_ = servers[0].served_  # otherwise it refuses the next update
         await groups.take_weights(update(tmp_path, 3))
         await groups.resume()
         assert not any(server.paused for server in servers)
