@@ -369,7 +369,7 @@ def test_a_server_that_loads_no_weights_samples_those_of_a_run(checkpoint, refer
         assert server.http("POST", "/start_profile").status_code == 401
         assert server.http("POST", "/start_profile", token=server.token).status_code == 200
         agree(server.store, reference, client.generate(requests, shard="sent"), version=1)
-        assert server.http("POST", "/stop_profile", token=server.token).status_code == 200
+        assert server.http("POST", "/stop_profile", token=server.token, timeout=300).status_code == 200
         assert list(profiles.glob("*.json.gz"))
 
 
