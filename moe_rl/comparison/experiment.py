@@ -2,7 +2,7 @@
 
 All ranks run it together.
 
-Decides whether replay lowers the policy KL, from the paired difference of k3, native less replayed.
+Also decides whether replay lowers the policy KL, from the paired difference of k3, native less replayed.
 
 The difference is tested in a few looks, each with about twice as many tokens. Repeated looks raise the chance of a
 false decision, so their number is planned before the first one, and each interval has confidence 1 - 5% / looks

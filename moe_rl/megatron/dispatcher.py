@@ -8,7 +8,7 @@ the sums over them the same with and without a plan, so the results are equal bi
 Without plans (`replay.plan: false`), Megatron's fused permutation and its flexible dispatcher (DeepEP, HybridEP) can be
 used. Both compute as Megatron does.
 
-Copies each row of a microbatch for its experts, and sums the experts' outputs, in an order that does not change.
+Also copies each row of a microbatch for its experts, and sums the experts' outputs, in an order that does not change.
 
 Megatron sums with atomic operations, whose order a GPU does not keep. In bfloat16 the same weights then give other
 log-probabilities in every pass. Here each sum is that of one row's terms in the order of sending, in float32 at least.

@@ -3,7 +3,7 @@
 Legend: T rows of this context-parallel rank, with padding; N completion tokens, n of them predicted on this rank; B
 units of the loss: sequences, or turns if these have their own rewards.
 
-Defines this rank's part of an optimizer update: microbatches with their routes and plans, and what passes compute
+Also defines this rank's part of an optimizer update: microbatches with their routes and plans, and what passes compute
 for them.
 """
 

@@ -13,7 +13,7 @@ Megatron's own formats do one of two things: they gather all data-parallel slice
 names are used here), or they can be loaded only by the layout that wrote them, apart from its data-parallel size
 (`dp_reshardable`).
 
-Gives, counts and sets the state of Adam that Megatron keeps in host memory (`optimizer_cpu_offload`).
+Also gives, counts and sets the state of Adam that Megatron keeps in host memory (`optimizer_cpu_offload`).
 
 Its HybridDeviceOptimizer holds the state of all parameters, and one Adam for each memory updates it in place.
 """

@@ -7,7 +7,7 @@ Plan, files and metadata are Megatron's own (its AsyncRequest). Megatron has two
 background, and neither is used: one forks a process, in which locks held by other threads, such as gloo's, are never
 released; the other needs CUDA. A thread has neither problem, and writing files mostly waits outside the interpreter.
 
-Writes the weights of a run as Hugging Face checkpoints, in the background.
+Also writes the weights of a run as Hugging Face checkpoints, in the background.
 
 During the step, the ranks that share a tensor gather it, one weight at a time, and the first of them copies it to host
 memory. The threads of `behind.py` then write the copies.

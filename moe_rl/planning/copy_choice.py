@@ -12,7 +12,7 @@ ranks get the same result from the same counts.
 Legend: B microbatches and layers, G ranks in a grid of P expert-parallel ranks x T, N nodes, E experts, n = E / P slots
 of a rank for its own experts, c slots of a rank for copies. `...` are any axes of layers and microbatches.
 
-Divides the rows of experts among their owners and copies on other ranks (`copy_choice` chooses the copies).
+Also divides the rows of experts among their owners and copies on other ranks (`copy_choice` chooses the copies).
 
 Legend, as in `dispatch`: G ranks in a grid of P expert-parallel ranks x T, N nodes, E experts, n = E / P slots of a
 rank for its own experts, c slots of a rank for copies, R rows, K top-k. `...` are any axes of layers and microbatches.

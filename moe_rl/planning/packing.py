@@ -3,7 +3,7 @@
 Under expert parallelism all ranks exchange tokens in every layer of every microbatch. All ranks therefore run the same
 number of microbatches, and a microbatch takes as long as its fullest rank.
 
-Computes the positions of packed sequences, and which of them a context-parallel rank holds.
+Also computes the positions of packed sequences, and which of them a context-parallel rank holds.
 
 A packed run is a row of sequences. Each sequence is padded at its end where context-parallel ranks share it. The
 padding after the last sequence counts as a separate sequence. Each sequence is divided into 2 C equal chunks; rank c of

@@ -2,7 +2,7 @@
 
 Batches are packed as the run would pack them.
 
-Computes from known routes how many rows each rank's experts get, so that buffers can have a fixed, exact size.
+Also computes from known routes how many rows each rank's experts get, so that buffers can have a fixed, exact size.
 
 Without known routes there are three choices: a buffer of dispatched rows for the worst case (every token goes to the
 experts of one rank), a smaller buffer that drops rows, or a step that is run again. Known routes give the smallest size

@@ -1,6 +1,6 @@
 """Starts the pool for rank 0 and talks to it.
 
-Defines the messages between rank 0 and the pool's process, in frames of `messages.Channel`.
+Also defines the messages between rank 0 and the pool's process, in frames of `messages.Channel`.
 
 The pool answers calls one by one in order of arrival; only StepsRetained may come earlier, and BatchTaken later,
 between the answers to other calls. While it works it sends signs of life. Rank 0 sends the pool the same messages that

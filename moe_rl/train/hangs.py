@@ -5,9 +5,8 @@ signs of life. Rank 0 hears what each rank is at. When none has moved for too lo
 stacks of its threads and torch's record of its last collectives, and tells how many collectives of each group it has
 begun. The rank that has begun fewer than the others of its group is late.
 
-Tells why a rank ends: on its standard error, and in the file that torchrun gives to each rank.
-
-torchrun prints the content of this file in its table of failures. `moe-rl train --ranks` reads the exit status there.
+`tell` says why a rank ends: on its standard error, and in the file that torchrun gives to each rank. torchrun prints
+that file in its table of failures, and `moe-rl train --ranks` reads the exit status there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Keeps what a run leaves on disk after a step: checkpoints and exported weights. Remembers its evaluations, which say
-which checkpoint is the best.
+"""Keeps what a run leaves on disk after a step: checkpoints and exported weights.
 
-Remembers the evaluations of a run, and decides from them which policy is the best and whether the run continues.
+Also remembers the evaluations of a run, and decides from them which policy is the best and whether the run continues.
 
 Every rank remembers the same numbers, so that all ranks decide alike. They are part of a checkpoint: a resumed run
 decides as it would have without the interruption.

@@ -1,8 +1,8 @@
 """Divides a training step among the ranks: each rank's microbatches, with their routes read and checked before any
 pass.
 
-Plans from recorded routes which sequences share a microbatch and a rank, and where each expert is placed. All ranks
-make the same decisions.
+Also plans from recorded routes which sequences share a microbatch and a rank, and where each expert is placed. All
+ranks make the same decisions.
 """
 
 from __future__ import annotations

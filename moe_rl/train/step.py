@@ -2,7 +2,7 @@
 
 Every rank holds the tokens of the whole batch, but reads the routes of its own sequences only.
 
-Checks that an update learns from each of its sequences exactly once, and from what was sampled and judged.
+Also checks that an update learns from each of its sequences exactly once, and from what was sampled and judged.
 
     sampler --seal--> completion --verdict--> batch --> credit --> microbatches --> loss --> optimizer
                |                    |                     |                          |
@@ -13,7 +13,7 @@ A completion is sealed when it is made, and a verdict's digest is made when its 
 tensors that the loss used, after the gradient is computed and before the optimizer moves a weight. All digests are made
 on the host.
 
-Checks what only the first update of a run can show: sampler, trainer and reference have the same weights.
+Also checks what only the first update of a run can show: sampler, trainer and reference have the same weights.
 
 Both checks compare values from the run's own passes, so a correct setting that has no effect is noticed too.
 """

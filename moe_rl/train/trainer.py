@@ -3,7 +3,7 @@
 All ranks hold the policy. Rank 0 also has the log, and the sampler, the reward verifiers and the prompts, or the pool
 that owns these.
 
-Profiles chosen steps of a run with torch.profiler, on chosen ranks: `report.profile`.
+Also profiles chosen steps of a run with torch.profiler, on chosen ranks: `report.profile`.
 
 A rank writes profiles/step000003-rank00000.json.gz, which Perfetto and Chrome's tracing page open, and on a GPU also
 profiles/step000003-rank00000.pickle, a snapshot of the allocator for PyTorch's memory viewer (never run).

@@ -12,7 +12,7 @@ still hold its own rows, even if vLLM has reassigned the blocks in the next step
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 
-Keeps reads and writes of the slots in the order in which vLLM decided them, while copies are in flight.
+Also keeps reads and writes of the slots in the order in which vLLM decided them, while copies are in flight.
 
 On an accelerator a step's experts reach the host after vLLM's next decisions. Each read or write of slots is queued,
 and done once all earlier ones are done and its own copy has arrived.

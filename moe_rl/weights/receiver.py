@@ -3,7 +3,7 @@
 Sampler.update_weights --> take() in each worker: vLLM's start_weight_update, update_weights, finish_weight_update
                             --> WeightReceiver: admit, read, confirm, load --> Holding; all workers must agree on it
 
-Collects the tensors of a layer's experts while new weights come to vLLM.
+Also collects the tensors of a layer's experts while new weights come to vLLM.
 
 vLLM reloads a layer when its last tensor has come. To know which is the last, it passes each tensor through its loader
 once more, on the meta device, in a mode that counts copied elements. A layer has hundreds of experts' tensors, and the
