@@ -1,15 +1,17 @@
 """Sums up the rounds of a benchmark, prints its result, and writes it to a file on request.
 
 Importing this module begins to measure the load of the machine: how busy processes that do not belong to the benchmark
-keep the processors that it may use, until its result is written. Above a twentieth its figures do not hold.
+keep the processors that it may use, until its result is written. Above a twentieth its figures do not hold. Import it
+before anything is started: from then on processes whose parent was killed become children of this one, and count.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +20,8 @@ import psutil
 
 # Share of the processors. Two runs of a benchmark on an idle machine differ by as much.
 _OTHERS = 0.05
-_killed = 0.0
+_PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _busy() -> float:
@@ -29,27 +32,12 @@ def _busy() -> float:
 
 
 def _own() -> float:
-    """Return the processor time of this process and of all that it started, in seconds."""
-    return _killed + _spent([psutil.Process(), *psutil.Process().children(recursive=True)])
-
-
-def _spent(processes: Iterable[psutil.Process]) -> float:
-    """Return the processor time of processes and of their children that have ended."""
+    """Return the processor time of this process and of all that it started, even if ended, in seconds."""
     seconds = 0.0
-    for one in processes:
+    for one in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with suppress(psutil.Error):
             seconds += sum(one.cpu_times()[:4])
     return seconds
-
-
-def count_killed(pids: Iterable[int]) -> None:
-    """Count the processor time of processes that are about to be killed with their parents, as nobody waits for them.
-
-    pids: without those that this process waits for.
-    """
-    global _killed
-    with suppress(psutil.NoSuchProcess):
-        _killed += _spent(list(map(psutil.Process, pids)))
 
 
 _BEGAN = time.monotonic(), _busy(), _own()

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from output import count_killed, quartiles
+from output import quartiles
 
 from moe_rl.config.load import load_config
 from moe_rl.report.timeline import Window, idle_share, read_timeline, windows
@@ -142,6 +142,5 @@ def _windows(folder: Path, settings: Sequence[str], steps: int) -> list[Window]:
     try:
         launch.until(lambda: re.search(rf"\n\s*{steps}/", launch.text()), timeout=900)
     finally:
-        count_killed([pid for pid in launch.processes() if pid != launch.process.pid])
         launch.kill()
     return windows(read_timeline(launch.folder))[:steps]
