@@ -107,30 +107,44 @@ def test_a_cause_that_only_an_engine_shows_is_named(bisected, monkeypatch, cause
     assert status == 0 and "not tested: engine's parallel degree" in said
 
 
-# Runs behind vLLM's sampler, and makes the logits of a request depend on whether it is alone.
+# Makes the logits of vLLM engines depend on how they run.
 PLANT = """
 import importlib.machinery, sys
-class Planted:
+config = None
+def keep_config(module):
+    begin = module.EngineCore.__init__
+    def begun(self, vllm_config, *a, **k):
+        global config
+        config = vllm_config
+        begin(self, vllm_config, *a, **k)
+    module.EngineCore.__init__ = begun
+def plant(module):
+    forward = module.Sampler.forward
+    def planted(self, logits, *a, **k):
+        return forward(self, logits * (1.05 if {condition} else 1), *a, **k)
+    module.Sampler.forward = planted
+changed = {{"vllm.v1.engine.core": keep_config, "vllm.v1.sample.sampler": plant}}
+class Finder:
     def find_spec(name, path, target=None):
-        if name == "vllm.v1.sample.sampler":
+        if change := changed.get(name):
             spec = importlib.machinery.PathFinder.find_spec(name, path)
             run = spec.loader.exec_module
-            def exec_module(module):
-                run(module)
-                forward = module.Sampler.forward
-                def in_batches(self, logits, *a, **k):
-                    return forward(self, logits * (1.05 if len(logits) > 1 else 1), *a, **k)
-                module.Sampler.forward = in_batches
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = lambda module: (run(module), change(module))
             return spec
-sys.meta_path.insert(0, Planted)
+sys.meta_path.insert(0, Finder)
 """
+WHEN = {
+    "batch composition": "len(logits) > 1",
+    "prefix cache": "config.cache_config.enable_prefix_caching",
+    "engine patch": "'moe_rl' in config.additional_config",
+}
 
 
 @pytest.mark.nightly
-def test_a_batch_composition_that_changes_real_engines_is_named(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("cause", WHEN)
+def test_a_cause_in_real_engines_is_named(tmp_path, monkeypatch, capsys, cause):
     """The run and the bisection start vLLM engines that have the fault."""
-    (tmp_path / "sitecustomize.py").write_text(PLANT)
+    (tmp_path / "sitecustomize.py").write_text(PLANT.format(condition=WHEN[cause]))
     sizes = ["run.steps=1", "train.optimizer.warmup_steps=0", "rollout.prompts_per_step=16", "eval.prompts=64"]
     arguments = ["--config", "configs/tiny_moe_cpu.yaml", *sizes, f"run.runs_dir={tmp_path}"]
     launch = Launch(tmp_path, *arguments, environment=python_path(tmp_path))
@@ -143,7 +157,7 @@ def test_a_batch_composition_that_changes_real_engines_is_named(tmp_path, monkey
     status = main(["compare", "--bisect", str(run), "--engines"])
     said, found = capsys.readouterr().out, json.loads((run / "bisection.json").read_text())
     (atom,) = found["causes"][0]["swap"]
-    assert (atom["side"], atom["cause"], atom["kind"]) == ("sampler", "batch composition", "changed"), said
+    assert (atom["side"], atom["cause"], atom["kind"]) == ("sampler", cause, "changed"), said
     assert status == 0
 
 
