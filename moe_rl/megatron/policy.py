@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.training import ParallelConfig, TrainConfig
@@ -205,6 +204,7 @@ class Policy:
         seen = PassSeen() if replay is None else replay.seen
         return ScoredWork(work, [one[0] for one in values], [one[1] for one in values] if entropies else [], seen)
 
+    @without_mode()
     def update(
         self,
         work: Seq[Work],
@@ -248,10 +248,8 @@ class Policy:
         self._check_router_gradients()
         self.updates += 1
         lr = self.schedule.get_lr({})
-        with without_mode():
-            self.optimizer.prepare_grads()
-        norm = self.optimizer.get_grad_norm()
-        grad_norm = float(norm)
+        self.optimizer.prepare_grads()
+        grad_norm = self._gradient_norm()
         # Megatron's step would scale by a non-finite norm and so write it into every weight.
         nonfinite = self._nonfinite(finite_losses, grad_norm)
         if nonfinite:
@@ -260,7 +258,7 @@ class Policy:
             rng.set_state(generators)
             self.updates -= 1
         else:
-            self._step(norm)
+            self._step(grad_norm)
             self.moves += grad_norm > 0
         result = UpdateResult(grad_norm, lr, nonfinite, aux_loss=self._finish_aux_loss())
         return result, PassSeen() if replay is None else replay.seen
@@ -281,18 +279,34 @@ class Policy:
             summed_in=torch.float32 if whole else config.params_dtype,
         )
 
-    def _step(self, norm: float | torch.Tensor) -> None:
-        """Clip the gradients, whose norm Megatron has given, and move the weights.
+    @torch.no_grad()
+    def _gradient_norm(self) -> float:
+        """Return the norm of the whole model's gradient. Megatron measures one tensor after the other."""
+        by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            own = by_group.setdefault(optimizer.get_grad_stats_parallel_group(), [])
+            own += optimizer.get_grads_for_grad_norm()
+        squares = []
+        for group, gradients in by_group.items():
+            norms = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else [torch.zeros([])]
+            squares.append(torch.stack(norms).to(world.device()).norm().square())
+            dist.all_reduce(squares[-1], group=group)
+        return math.sqrt(sum(squares))
+
+    @torch.no_grad()
+    def _step(self, norm: float) -> None:
+        """Clip the gradients, which have this norm, and move the weights.
 
         Megatron's step would prepare all gradients and measure their norm a second time.
         """
         for optimizer in self.optimizers:
-            parameters, settings = optimizer.get_parameters(), optimizer.config
-            if parameters and settings.clip_grad > 0:
-                apart = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(parameters, settings.clip_grad, norm, use_decoupled_grad=apart)
-        with without_mode():
-            self.optimizer.step_with_ready_grads()
+            settings = optimizer.config
+            name = "decoupled_grad" if settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+            found = (getattr(parameter, name, None) for parameter in optimizer.get_parameters())
+            gradients, scale = [one for one in found if one is not None], settings.clip_grad / (norm + 1e-6)
+            if gradients and 0 < scale < 1:
+                torch._foreach_mul_(gradients, scale)
+        self.optimizer.step_with_ready_grads()
 
     def _nonfinite(self, finite_losses: list[torch.Tensor], grad_norm: float) -> str:
         """Return what is not finite and on which ranks, in the same words on all ranks; "" if everything is finite.

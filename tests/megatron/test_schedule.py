@@ -121,8 +121,15 @@ def assert_the_next_step_is_exact(run, recompute):
 
 
 def test_an_update_clips_and_steps_as_megatron_would(one_rank):
+    from moe_rl.megatron.cpu import mode_left_behind
+
     run = Run()
-    run.policy._step = lambda norm: run.policy.optimizer.step()
+
+    def step(norm):
+        with mode_left_behind():  # Megatron's own step names devices
+            run.policy.optimizer.step()
+
+    run.policy._step = step
     (updated, _), _, ours = undisturbed("none")
     assert run.update()[0] == updated and updated.grad_norm > 2.0  # the limit is 1
     assert float(run.policy.optimizer.get_grad_norm()) == pytest.approx(1.0, rel=1e-4)
@@ -142,9 +149,11 @@ def test_a_model_that_was_built_twice(one_rank):
     assert orphan.update() == (result, tally)
 
 
-def test_no_mode_sees_the_calls_of_a_pass(one_rank):
-    """Neither forward nor backward; behind the pass, whether it ends or fails, "cuda" is the host again."""
+def test_no_mode_sees_the_calls_of_an_update(one_rank):
+    """Neither forward, nor backward, nor the step; behind the update, whether it ends or fails, "cuda" is the host
+    again."""
     run, seen = Run(), []
+    step = run.policy._step
 
     def loss(number, values):
         seen.append(len(_get_current_function_mode_stack()))
@@ -153,8 +162,13 @@ def test_no_mode_sees_the_calls_of_a_pass(one_rank):
             raise Planted
         return run.loss(number, values)
 
+    def watched(norm):
+        seen.append(len(_get_current_function_mode_stack()))
+        step(norm)
+
+    run.policy._step = watched
     run.update(loss)
-    assert seen == [0] * 2 * len(LENGTHS)
+    assert seen == [0] * (2 * len(LENGTHS) + 1)
     assert torch.zeros(1, device="cuda").device.type == "cpu"
     with pytest.raises(Planted):
         run.update(loss)

@@ -74,7 +74,6 @@ def measure(device: Device, folder: Path, checkpoint: Path, overrides: list[str]
 
 def levels() -> dict[Any, str]:
     """Return {function: how often it runs}, for the innermost of these in the stack of a wait."""
-    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -94,7 +93,7 @@ def levels() -> dict[Any, str]:
         schedule.logprobs: "pass",
         ReplayPass._close: "pass",
         Policy.update: "update",
-        get_grad_norm_fp32: "norm",
+        Policy._gradient_norm: "norm",
         plans._entries: "thread",
     }
 
