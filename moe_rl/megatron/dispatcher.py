@@ -15,7 +15,7 @@ log-probabilities in every pass. Here each sum is that of one row's terms in the
 Either function is the other's backward.
 
 Legend: R rows of a microbatch, K experts of a row, H hidden size. `order` int64 [R * K] says which row each sent row is
-a copy of.
+a copy of, `places` int64 [R, K] where the copies of each row are.
 """
 
 from __future__ import annotations
@@ -30,46 +30,48 @@ from moe_rl.megatron import world
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
 
 
-def spread(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def places_of(order: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the places of the copies of each of R rows in this sending order, ascending."""
+    return order.argsort(stable=True).view(rows, len(order) // max(rows, 1))
+
+
+def spread(rows: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the rows [R, H] in sending order, [R * K, H]."""
-    return _Spread.apply(rows, order)
+    return _Spread.apply(rows, order, places)
 
 
-def summed(sent: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
+def summed(sent: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return [R, H], for each row the sum of its K of the sent rows [R * K, H]."""
-    return _Sum.apply(sent, order, rows)
+    return _Sum.apply(sent, order, places)
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        ctx.rows = len(rows)
+    def forward(ctx, rows: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
         return rows.index_select(0, order)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        (order,) = ctx.saved_tensors
-        return _sums(gradient, order, ctx.rows), None
+        return _sums(gradient, *ctx.saved_tensors), None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sent: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
+    def forward(ctx, sent: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(order)
-        return _sums(sent, order, rows)
+        return _sums(sent, places)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        (order,) = ctx.saved_tensors
-        return gradient.index_select(0, order), None, None
+        return gradient.index_select(0, *ctx.saved_tensors), None, None
 
 
-def _sums(sent: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
-    if not rows:
+def _sums(sent: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    if not len(places):
         return sent[:0]
     # One kernel gathers and sums. Sums over [R, K, H] take six times as long on a CPU, atomic ones 1.3 times.
-    return F.embedding_bag(order.argsort(stable=True).view(rows, -1), sent.contiguous(), mode="sum")
+    return F.embedding_bag(places, sent.contiguous(), mode="sum")
 
 
 class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
@@ -85,6 +87,7 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
 
     num_local_experts: int
     reversed_local_input_permutation_mapping: torch.Tensor
+    _places: torch.Tensor
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -131,8 +134,9 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
             permuted, weights = super().dispatch_preprocess(hidden_states, routing_map, probs)
             if self.config.moe_permute_fusion:
                 return permuted, weights
-            rows = hidden_states.view(-1, hidden_states.shape[-1])
-            return spread(rows, self.reversed_local_input_permutation_mapping), weights
+            rows, order = hidden_states.view(-1, hidden_states.shape[-1]), self.reversed_local_input_permutation_mapping
+            self._places = places_of(order, len(rows))
+            return spread(rows, order, self._places), weights
         self.hidden_shape, rows = hidden_states.shape, hidden_states.view(-1, hidden_states.shape[-1])
         self.hidden_shape_before_permute = rows.shape
         (whole,) = self.plan.chunks
@@ -140,15 +144,16 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self.reversed_local_input_permutation_mapping = order = self.send_order(self.plan)
-        return spread(rows, order), probs.reshape(-1).index_select(0, self.plan.entries)
+        self._places = places_of(order, len(rows))
+        return spread(rows, order, self._places), probs.reshape(-1).index_select(0, self.plan.entries)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Return [S, B, H], the sums of the rows that came back in sending order [S * B * K, H], with or without a
         plan."""
         if self.config.moe_permute_fusion:
             return super().combine_postprocess(permutated_local_input_tokens)
-        order, rows = self.reversed_local_input_permutation_mapping, self.hidden_shape_before_permute[0]
-        output = summed(permutated_local_input_tokens, order, rows).view(self.hidden_shape)
+        order = self.reversed_local_input_permutation_mapping
+        output = summed(permutated_local_input_tokens, order, self._places).view(self.hidden_shape)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
     def send_order(self, plan: LayerPlan) -> torch.Tensor:

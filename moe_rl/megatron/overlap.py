@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from moe_rl.errors import ConfigError
-from moe_rl.megatron.dispatcher import spread, summed
+from moe_rl.megatron.dispatcher import places_of, spread, summed
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
 from moe_rl.replay.replay_pass import MicrobatchHandle
 
@@ -91,9 +91,10 @@ class _Chunk:
     def __init__(self, moe: MoELayer, plan: ChunkPlan, rows: torch.Tensor, order: torch.Tensor):
         """Args: `order`, int64 [R * K], gives the rows in sending order."""
         self.moe, self.plan, self.rows, self.order = moe, plan, rows, order
+        self.places = places_of(order, len(rows))
 
     def send(self) -> None:
-        self.arriving = self._exchange(spread(self.rows, self.order))
+        self.arriving = self._exchange(spread(self.rows, self.order, self.places))
 
     def send_weights(self, weights: torch.Tensor) -> None:
         """Send the expert weights [R * K], in the order in which rows are sent."""
@@ -110,7 +111,7 @@ class _Chunk:
         """Return [R, H], for every row the sum of its experts' outputs."""
         rows = _end(self.returning)
         del self.returning
-        return summed(rows, self.order, len(self.rows))
+        return summed(rows, self.order, self.places)
 
     def _exchange(self, rows: torch.Tensor, *, back: bool = False) -> tuple[torch.Tensor, Exchange]:
         sent, got = (self.plan.got, self.plan.sent) if back else (self.plan.sent, self.plan.got)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_rl.megatron.dispatcher import spread, summed
+from moe_rl.megatron.dispatcher import places_of, spread, summed
 from tests.support.operations import Operations
 
 
@@ -19,7 +19,7 @@ def test_sums_are_those_of_each_row_in_the_order_of_sending(rows, top_k, dtype):
     """In bfloat16 they are rounded once: a sum in bfloat16 would be off by many units of its rounding."""
     order = sent_rows(rows, top_k)
     sent = torch.randn(rows * top_k, 24).to(dtype).requires_grad_()
-    output = summed(sent, order, rows)
+    output = summed(sent, order, places_of(order, rows))
     exact, sizes = torch.zeros(2, rows, 24, dtype=torch.float64)
     for row, one in zip(order.tolist(), sent.detach().double(), strict=True):
         exact[row] += one
@@ -35,10 +35,11 @@ def test_sums_are_those_of_each_row_in_the_order_of_sending(rows, top_k, dtype):
 
 def test_one_is_the_backward_of_the_other():
     order = sent_rows(7, 4)
+    places = places_of(order, 7)
     rows, sent = (torch.randn(count, 3, dtype=torch.float64, requires_grad=True) for count in (7, 28))
-    torch.autograd.gradcheck(lambda rows: spread(rows, order), (rows,))
-    torch.autograd.gradcheck(lambda sent: summed(sent, order, 7), (sent,))
-    assert torch.equal(spread(rows, order), rows[order])
+    torch.autograd.gradcheck(lambda rows: spread(rows, order, places), (rows,))
+    torch.autograd.gradcheck(lambda sent: summed(sent, order, places), (sent,))
+    assert torch.equal(spread(rows, order, places), rows[order])
 
 
 class Atomics(Operations):
@@ -52,9 +53,10 @@ class Atomics(Operations):
 
 def test_no_order_is_left_to_chance():
     order = sent_rows(37, 3)
+    places = places_of(order, 37)
     rows = torch.randn(37, 24, dtype=torch.bfloat16, requires_grad=True)
     with Atomics() as atomics:
-        (summed(spread(rows, order), order, 37) * torch.randn(37, 24)).sum().backward()
+        (summed(spread(rows, order, places), order, places) * torch.randn(37, 24)).sum().backward()
         assert atomics.count == 0
         torch.zeros(37, 24).index_add_(0, order, torch.ones(111, 24))
     assert atomics.count == 1
