@@ -1,0 +1,58 @@
+"""Compares layers that have their own backward pass with the operations that they stand for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+@pytest.mark.parametrize("size", [8, 4], ids=["whole", "partial"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_and_their_gradients_are_rotated_as_by_megatron(size, dtype):
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    from moe_rl.megatron.layers import _Rotation
+
+    angles = (torch.rand(37, 1, 1, size // 2) * 100).repeat(1, 1, 1, 2)
+    cos, sin = ((of(angles) * 1.1).to(dtype) for of in (torch.cos, torch.sin))
+    rows, weight = torch.randn(2, 37, 1, 3, 8).to(dtype)
+    seen = []
+    for rotate in (
+        lambda rows: _Rotation.apply(rows, cos, sin),
+        lambda rows: _apply_rotary_pos_emb_bshd(rows, angles, mscale=1.1),
+    ):
+        given = rows.clone().requires_grad_()
+        rotated = rotate(given)
+        (gradient,) = torch.autograd.grad(rotated, given, weight)
+        seen.append((rotated, gradient))
+    ours, theirs = seen
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert not torch.equal(ours[0], rows)
+
+
+@pytest.mark.parametrize("shape", [(37, 1, 16), (37, 1, 3, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_normed_as_by_torch(shape, dtype):
+    """So are their gradients, up to rounding."""
+    from moe_rl.megatron.layers import _Norm
+
+    x, out = torch.randn(2, *shape).to(dtype)
+    weight, seen = torch.rand(shape[-1]).to(dtype), []
+    for norm in (
+        lambda x, weight: _Norm.apply(x, weight, 1e-6),
+        lambda x, weight: F.rms_norm(x, shape[-1:], weight, 1e-6),
+    ):
+        given = [one.clone().requires_grad_() for one in (x, weight)]
+        normed = norm(*given)
+        seen.append((normed, *torch.autograd.grad(normed, given, out)))
+    (ours, of_x, of_weight), (theirs, its_x, its_weight) = seen
+    assert torch.equal(ours, theirs) and of_x.dtype == of_weight.dtype == dtype
+    torch.testing.assert_close(of_x, its_x)
+    torch.testing.assert_close(of_weight, its_weight)
+
+
+def test_the_gradients_of_a_norm_are_exact():
+    from moe_rl.megatron.layers import _Norm
+
+    x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 2, 8), (8,)))
+    torch.autograd.gradcheck(lambda x, weight: _Norm.apply(x, weight, 1e-6), (x, weight))
+    torch.autograd.gradcheck(lambda x: _Norm.apply(x, weight.detach(), 1e-6), (x,))
