@@ -381,6 +381,7 @@ class Sequence(_Dialogue):
         reward: the verifiers' reward plus the configured length terms; a KL penalty is subtracted later.
         segment_of: key of the completion or episode that these tokens are a segment of; "" for a whole completion. The
             segments have its reward. A token sampled in one segment is part of the prompt of segments that continue it.
+        alone: whether this segment is a unit of the loss by itself.
         seal: as in Completion.
         verdict: a digest of seal, rewards and group, made where the verdict was joined to the completion, see
             `verdict_of`.
@@ -398,13 +399,14 @@ class Sequence(_Dialogue):
     turns: tuple[RewardedTurn, ...] = ()
     seal: str = ""
     verdict: str = ""
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if not self.seal:
             object.__setattr__(self, "seal", seal_of(self.key, self.token_ids, self.rollout_logprobs))
 
     @classmethod
-    def of(cls, completion: Completion, reward: float, segment_of: str = "") -> Sequence:
+    def of(cls, completion: Completion, reward: float, segment_of: str = "", *, alone: bool = False) -> Sequence:
         """Make a Sequence from a completion, or a segment of one, and its reward. It is in no group yet."""
         return cls(
             key=completion.key,
@@ -418,6 +420,7 @@ class Sequence(_Dialogue):
             inserted=completion.inserted,
             turns=completion.turns,
             seal=completion.seal,
+            alone=alone,
         )
 
     def judged(self, group: int) -> Sequence:
@@ -436,6 +439,12 @@ class Sequence(_Dialogue):
         return self.segment_of or self.key
 
     @property
+    def together(self) -> str:
+        """Return a key that is equal for sequences that a microbatch must hold together: parts of a unit of the loss.
+        A turn with its own reward is in one sequence."""
+        return self.key if self.alone or self.turns else self.completion
+
+    @property
     def oldest_version(self) -> int:
         """Return the version that sampled the first token."""
         return self.versions[0].weight_version
@@ -448,14 +457,24 @@ class Sequence(_Dialogue):
 
 def by_completion(sequences: Iterable[Sequence]) -> list[list[int]]:
     """Return the indices of each completion's sequences. Completions are in the order of their first sequence."""
-    found: dict[str, list[int]] = {}
-    for place, sequence in enumerate(sequences):
-        found.setdefault(sequence.completion, []).append(place)
-    return list(found.values())
+    return _places(sequence.completion for sequence in sequences)
+
+
+def held_together(sequences: Iterable[Sequence]) -> list[list[int]]:
+    """Return the indices of the sequences that a microbatch must hold together, in the order of their first ones."""
+    return _places(sequence.together for sequence in sequences)
 
 
 def unit_lengths(sequences: list[Sequence]) -> list[int]:
     """Return the number of sampled tokens of each unit of the loss. A unit is a turn if turns have their own rewards,
-    otherwise a completion."""
+    otherwise a completion, or a segment that is a unit by itself."""
     turns = [turn.tokens for sequence in sequences for turn in sequence.turns]
-    return turns or [sum(len(sequences[i].token_ids) for i in places) for places in by_completion(sequences)]
+    return turns or [sum(len(sequences[i].token_ids) for i in places) for places in held_together(sequences)]
+
+
+def _places(keys: Iterable[str]) -> list[list[int]]:
+    """Return the places of each key, in the order of their first places."""
+    found: dict[str, list[int]] = {}
+    for place, key in enumerate(keys):
+        found.setdefault(key, []).append(place)
+    return list(found.values())

@@ -67,10 +67,12 @@ class EnvironmentConfig(Section):
     dialogue has at most rollout.max_prompt_tokens + rollout.max_completion_tokens tokens in all."""
     tokens: Count = 32768
     """Largest number of tokens of an episode: the tokens of its prompts that are new to it, and of its completions."""
-    credit: Literal["trajectory", "turn"] = "trajectory"
-    """Unit that gets an advantage. trajectory: all tokens sampled in an episode have the advantage of the episode. If
-    the environment returns a reward for each turn, the reward of the episode is their sum. turn: each turn has its own
-    advantage, from its reward and those of the turns that continue it, and counts in the loss as a completion does. The
-    environment must return a reward for each turn."""
+    credit: Literal["trajectory", "branch", "turn"] = "trajectory"
+    """Unit that counts in the loss as a completion does. trajectory: the episode. All its sampled tokens have its
+    advantage, and all its sequences must fit into train.microbatch_tokens together. If the environment returns a reward
+    for each turn, the reward of the episode is their sum. branch: each sequence, with the advantage of the episode, and
+    only a sequence must fit. An episode of many branches weighs more, except in losses that divide by tokens. turn:
+    each turn, with its own advantage, from its reward and those of the turns that continue it; only a sequence must
+    fit. The environment must return a reward for each turn."""
     pass_threshold: Reward = 1.0
     """Smallest reward with which an episode passes, for the pass rates."""

@@ -210,7 +210,8 @@ class EpisodeGateway:
     def _trajectory(self, ended: _Ended) -> Trajectory:
         asked, session, finished, episode = ended.asked, ended.session, ended.finished, ended.episode
         turns = len(session.received)
-        by_turn = self._environment.credit == "turn"
+        credit = self._environment.credit
+        by_turn = credit == "turn"
         verdict = _verdict(episode, turns, by_turn=by_turn)
         rewards = episode.rewards if by_turn and verdict.scored and isinstance(episode.rewards, tuple) else ()
         sequences = sequences_of(finished, rewards)
@@ -219,9 +220,10 @@ class EpisodeGateway:
             asked.name, sequences, verdict, turns, undelivered, branches, finished.digest, session.other_system
         )
         most = self._config.train.microbatch_tokens
-        if verdict.scored and asked.shard is not None and played.forwarded > most:
-            told = f"{played.forwarded} tokens in {len(sequences)} sequences"
-            failed = _failed(f"does not fit into train.microbatch_tokens = {most}: it has {told}")
+        # The config is refused where a sequence alone may not fit.
+        if credit == "trajectory" and verdict.scored and asked.shard is not None and played.forwarded > most:
+            told = f"{played.forwarded} tokens in {len(sequences)} sequences, which credit: branch trains on apart"
+            failed = _failed(f"does not fit into train.microbatch_tokens = {most} (task.environment.credit): {told}")
             played = replace(played, verdict=failed)
         if not played.verdict.scored:
             self._tell(asked, played.verdict, episode)

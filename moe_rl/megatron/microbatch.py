@@ -58,8 +58,8 @@ class Share:
 
     Attributes:
         denominator, sequences, tokens: Divisors of the policy loss, the KL penalty and the entropy bonus, for the whole
-            update on all ranks. The segments of a completion count as one sequence, and each turn with its own reward
-            as one.
+            update on all ranks. The segments of a completion count as one sequence unless each is alone, and each turn
+            with its own reward as one.
         all: All sequences of the update on all ranks. The microbatches' indices refer to these.
         credit: Advantages of the units of each sequence, by its key, once they are known.
     """
@@ -310,7 +310,7 @@ def pack(
             sizes = [turn.tokens for turn in sequence.turns]
             sequence_ids[completion] = np.repeat(np.arange(sum(units), sum(units) + len(sizes)), sizes)
         else:
-            sequence_ids[completion] = begins.setdefault(sequence.completion, sum(units))
+            sequence_ids[completion] = begins.setdefault(sequence.together, sum(units))
         units.append(len(sequence.turns) or 1)
         predicts[completion] = start + sequence.positions - 1
         done = completion.stop

@@ -166,10 +166,11 @@ class Batches:
             if reward is not None
             for piece in (group.pieces[index] if exact or group.trajectories else [group.completions[index]])
         ]
-        sequences = []
+        sequences, played = [], self.config.task.environment
+        alone = played is not None and played.credit == "branch"
         for group, index, piece, reward in trained:
             whole = group.completions[index]
-            one = Sequence.of(piece, reward, "" if piece is whole else whole.key)
+            one = Sequence.of(piece, reward, "" if piece is whole else whole.key, alone=alone)
             sequences.append(one.judged(group.number))
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])

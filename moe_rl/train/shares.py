@@ -29,7 +29,7 @@ from moe_rl.replay.routes import RowPolicy, missing_rows
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.sampling_support import read_head, read_support
-from moe_rl.types import RouteRef, SamplerHead, SamplingSupport, Sequence, by_completion, unit_lengths
+from moe_rl.types import RouteRef, SamplerHead, SamplingSupport, Sequence, held_together, unit_lengths
 
 
 def assign(
@@ -37,7 +37,7 @@ def assign(
 ) -> list[tuple[Plan, bool]]:
     """Plan the microbatches of all ranks for each update, by length or by known expert load as the config says.
 
-    All segments of a completion are in one microbatch, because the loss needs the whole completion.
+    All segments of a completion are in one microbatch where the loss needs the whole completion.
 
     To find the load, each rank counts the experts of its part of the sequences: reading routes takes most of the time,
     so it runs in parallel. Different ranks plan different updates at the same time. Each planning rank sends its plan,
@@ -99,14 +99,15 @@ def assign(
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Holds, for each completion, the places of its sequences in the update and its number of forwarded tokens."""
+    """Holds, for each completion, or part of one that may be apart from the others, the places of its sequences in the
+    update and its number of forwarded tokens."""
 
     completions: list[list[int]]
     lengths: list[int]
 
     @classmethod
     def of(cls, sequences: list[Sequence]) -> _Sizes:
-        completions = by_completion(sequences)
+        completions = held_together(sequences)
         return cls(completions, [sum(sequences[i].forwarded for i in places) for places in completions])
 
 

@@ -177,8 +177,24 @@ def test_an_episode_that_fails_has_no_reward_and_is_told_with_its_traceback(open
 
 def test_an_episode_that_fits_into_no_microbatch_fails(opened, tmp_path):
     rollouts = opened("train.microbatch_tokens=1024", "task.max_failed_fraction=1.0")
-    with pytest.raises(RewardError, match="does not fit into train.microbatch_tokens"):
+    with pytest.raises(RewardError, match="does not fit into train.microbatch_tokens.*in 2 sequences, which credit"):
         rollouts.take(1, Clock())
+
+
+@pytest.mark.timeout(300)
+def test_an_episode_that_fits_into_no_microbatch_is_trained_on_by_its_branches(opened, tmp_path):
+    rollouts = opened(
+        "task.environment.credit=branch", "train.microbatch_tokens=1024", run="played_environments.branches_at_random"
+    )
+    batch = rollouts.take(1, Clock())
+    assert batch.metrics["episode/failed"] == 0 and [one.alone for one in batch.sequences] == [True] * 4
+    assert sum(one.forwarded for one in batch.sequences[:2]) > 1024
+    ended = alone("tests/gateway/train_once.py", tmp_path)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["microbatches"] > 1 and seen["metrics"]["optim/skipped"] == 0
+    assert seen["metrics"]["routing/coverage"] == 1
+    assert seen["metrics"]["routing/consumed"] == seen["metrics"]["routing/expected"] > 0
 
 
 def test_held_out_rows_are_played_and_not_recorded(opened, tmp_path):

@@ -2,8 +2,8 @@
 
     python train_once.py FOLDER
 
-FOLDER has config.yaml, trace, and rollouts with the batch of step 1. FOLDER/seen.json gets the step's metrics and the
-trainer's log-probabilities and the advantages of each sequence.
+FOLDER has config.yaml, trace, and rollouts with the batch of step 1. FOLDER/seen.json gets the step's metrics, its
+number of microbatches, and the trainer's log-probabilities and the advantages of each sequence.
 """
 
 import json
@@ -39,7 +39,8 @@ def main(folder: Path) -> None:
     )
     logprobs = {key: next(view.logprobs for view in views if view.logprobs) for key, views in step.views.items()}
     advantages = {key: next(view.advantages for view in views if view.advantages) for key, views in step.views.items()}
-    (folder / "seen.json").write_text(json.dumps({"metrics": metrics, "logprobs": logprobs, "advantages": advantages}))
+    seen = {"metrics": metrics, "logprobs": logprobs, "advantages": advantages, "microbatches": len(step.work)}
+    (folder / "seen.json").write_text(json.dumps(seen))
     world.stop()
 
 

@@ -109,6 +109,8 @@ def test_the_tokens_of_segments_are_of_their_completion():
     assert packed.sequence_ids.tolist() == [0, 1, 1, 1] and packed.counts == (1, 2, 1)
     packed = pack([other, first, later], [2, 0], torch.device("cpu"))  # what has no earlier segment here is the first
     assert packed.sequence_ids.tolist() == [0, 1] and packed.counts == (1, 1)
+    apart = [dataclasses.replace(one, alone=True) for one in (first, later)]
+    assert pack([other, *apart], None, torch.device("cpu")).sequence_ids.tolist() == [0, 1, 1, 2]
 
 
 def test_a_rank_without_sequences_still_has_a_microbatch_to_run():

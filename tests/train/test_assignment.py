@@ -1,6 +1,7 @@
 """Tests what a placement of experts is planned from, and what a checkpoint keeps of it."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +10,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moe_rl.config.load import load_config
-from moe_rl.errors import ReplayError, TraceError
+from moe_rl.errors import ConfigError, ReplayError, TraceError
 from moe_rl.megatron import world
 from moe_rl.planning.expert_placement import natural_order
 from moe_rl.train import shares
 from moe_rl.train.shares import ExpertPlacement, assign
-from moe_rl.types import Sequence, sampled_by
+from moe_rl.types import RewardedTurn, Sequence, sampled_by
+from tests.support.refusals import refused
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
 
@@ -144,3 +146,20 @@ def test_all_segments_of_a_completion_are_in_one_microbatch(ranks, monkeypatch, 
         assert any(together <= set(one) for one in microbatches)
     assert all(sum(sequences[i].forwarded for i in one) <= 36 for one in microbatches)
     assert sorted(counted) == ([] if packing == "length" else sorted(one.key for one in sequences))
+
+
+@pytest.mark.parametrize("packing", ["length", "load"])
+def test_branches_and_turns_that_count_by_themselves_need_no_common_microbatch(ranks, monkeypatch, packing):
+    monkeypatch.setattr(shares, "expert_counts", lambda *_: np.ones((2, 4), int))
+    episode = [sequence(f"e{at}", 4 + at, 24, "e") for at in range(5)]
+    branches = [replace(one, alone=True) for one in episode]
+    turns = [replace(one, turns=(RewardedTurn(at, None, 24, 0.0),)) for at, one in enumerate(episode)]
+    config = load_config(CONFIG, [f"train.packing={packing}", "train.microbatch_tokens=36"])
+    given = config, None, SimpleNamespace(moe_layers=(0, 1)), natural_order(2, 4)
+    for sequences in (branches, turns):
+        ((plan, _),) = assign([sequences], *given)
+        assert sorted(one for rank in plan for one in rank if one) == [[at] for at in range(5)]
+    with refused(ConfigError, got="145 tokens, 1 too long in all"):
+        assign([episode], *given)
+    with refused(ConfigError, got="37 tokens, 1 too long in all"):
+        assign([[*branches, replace(sequence("e5", 14, 24, "e"), alone=True)]], *given)

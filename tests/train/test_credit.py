@@ -66,9 +66,9 @@ TWO_RANKS = [
 ]
 
 
-def both(monkeypatch, objective, layouts=TWO_RANKS, speaks=(True, True), **options):
+def both(monkeypatch, objective, layouts=TWO_RANKS, speaks=(True, True), whole=None, **options):
     """Return {key: advantage} over both ranks, and each rank's metrics. The ranks exchange sums as `world` would."""
-    whole, ranks, sent, metrics = sequences(), [], [], []
+    whole, ranks, sent, metrics = whole or sequences(), [], [], []
     monkeypatch.setattr(credit.world, "all_reduce", lambda values: sent.append(values) or values)
     for layout, speaking in zip(layouts, speaks, strict=True):
         monkeypatch.setattr(world, "speaks_for_its_sequences", lambda speaking=speaking: speaking)
@@ -108,6 +108,21 @@ def test_the_kl_of_the_whole_completion_is_taken_off_first(monkeypatch, estimato
     assert metrics[0]["reward/kl_penalty"] == pytest.approx(-0.3 * sum(sums) / 5, rel=1e-5)
     per_token = [total / length for total, length in zip(sums, LENGTHS, strict=True)]
     assert metrics[0]["objective/kl_ref"] == pytest.approx(sum(per_token) / 5, rel=1e-5)
+
+
+def test_branches_on_two_ranks_have_the_advantage_of_their_episode(monkeypatch):
+    """Its reward is compared once, less the KL of all its tokens."""
+    whole = [
+        replace(one, segment_of="e" * (at > 2), reward=3.0 if at > 2 else one.reward, alone=at > 2)
+        for at, one in enumerate(sequences())
+    ]
+    got, *_ = both(monkeypatch, GspoConfig(advantage="group_mean"), whole=whole)
+    assert got["s3"] == got["s4"] == -got["s2"] == 1.25
+    objective = GspoConfig(advantage="group_mean", kl_in="reward", kl_coef=0.3, kl_estimator="k1")
+    got, _, rank = both(monkeypatch, objective, whole=whole)
+    kl = [float(old.sum() - ref.sum()) for old, ref in zip(rank.old, rank.ref, strict=True)]
+    expected = (3.0 - 0.3 * (kl[3] + kl[4]) - 0.5 + 0.3 * kl[2]) / 2
+    assert got["s3"] == got["s4"] == -got["s2"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_ranks_that_share_a_sequence_speak_once(monkeypatch):

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, AnyObjective
 from moe_rl.megatron.microbatch import Share, Work, pack
 from moe_rl.objectives import corrections, second_moment
+from moe_rl.objectives.losses import TOKEN_MEANS
 from moe_rl.train.loss import LossSums, UpdateLoss
 from moe_rl.train.shares import divisors
 from moe_rl.types import InsertedTokens, RewardedTurn, Sequence, sampled_by
@@ -165,3 +166,38 @@ def test_a_turn_counts_in_the_loss_as_a_completion_does(name):
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
     assert (found[1][1] != 0).any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_branch_counts_in_the_loss_as_a_completion_does(name):
+    """An episode of two branches has the gradient of two completions with its advantage, also over two microbatches. A
+    loss that divides by tokens has that of the episode as one unit."""
+    rng = np.random.default_rng(7)
+    rollout = rng.normal(-2, 0.3, 7).astype(np.float32)
+    bounds, advantages = ((0, 2), (2, 5), (5, 7)), [1.0, -0.5, -0.5]
+    whole = [sequence(f"s{at}", (3,) * (b - a), rollout[a:b], 0.0) for at, (a, b) in enumerate(bounds)]
+    episode = [whole[0], *(replace(one, segment_of="e") for one in whole[1:])]
+    branches = [whole[0], *(replace(one, alone=True) for one in episode[1:])]
+    section = {"name": name, **LOSS_PARAMETERS[name], "entropy_coef": 0.1}
+    near = [torch.from_numpy(rollout + rng.normal(0, 0.15, 7).astype(np.float32)) for _ in range(3)]
+
+    def gradient(sequences, microbatches, **more):
+        objective = TypeAdapter(AnyObjective).validate_python(section | more)
+        logprobs, divided, sums = near[0].clone().requires_grad_(), divisors(name, sequences, 20), LossSums()
+        work, tokens = [], [torch.arange(7).split([b - a for a, b in bounds])]
+        for chosen in microbatches:
+            packed, own = pack(sequences, chosen, torch.device("cpu")), torch.cat([tokens[0][at] for at in chosen])
+            packed.give_advantages([[value] for value in advantages])
+            work.append((Work(packed, None, near[1][own], near[2][own]), own))
+        loss = UpdateLoss(objective, Share([one for one, _ in work], *divided), sums)
+        for number, (_, own) in enumerate(work):
+            loss(number, logprobs[own], torch.linspace(0, 1, 7)[own]).backward()
+        return logprobs.grad
+
+    more = {"kl_coef": 0.3, "off_policy_delta": 0.2}
+    expected = gradient(whole, [[0, 1, 2]], **more)
+    assert (expected != 0).all()
+    for microbatches in ([[0, 1, 2]], [[0, 1], [2]], [[2], [0], [1]]):
+        torch.testing.assert_close(gradient(branches, microbatches, **more), expected, rtol=1e-6, atol=0)
+    same = torch.allclose(gradient(branches, [[0, 1], [2]]), gradient(episode, [[0, 1, 2]]), rtol=1e-6, atol=0)
+    assert same == (name in TOKEN_MEANS)

@@ -1,5 +1,6 @@
 """Which sequences a step is trained on when some have no routes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,3 +51,10 @@ def test_the_segments_of_a_completion_are_divided_by_as_one():
     cut = [sequence(0), sequence(1, segment_of="k1"), sequence(2, segment_of="k1", tokens=(6,)), sequence(3, tokens=())]
     for name, expected in {"gspo": 2, "grpo": 2, "minirl": 3, "dr_grpo": 27, "dapo": 7}.items():
         assert divisors(name, cut, 9) == (expected, 2, 7), name
+
+
+def test_each_branch_of_an_episode_is_divided_by_as_one():
+    cut = [sequence(0), sequence(1, segment_of="e"), sequence(2, segment_of="e", tokens=(6,)), sequence(3, tokens=())]
+    apart = [replace(one, alone=bool(one.segment_of)) for one in cut]
+    for name, expected in {"gspo": 3, "grpo": 3, "minirl": 4, "dr_grpo": 36, "dapo": 7}.items():
+        assert divisors(name, apart, 9) == (expected, 3, 7), name
