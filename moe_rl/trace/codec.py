@@ -86,7 +86,8 @@ def encode_chunk(
     layers, top_k = routes.shape[1:]
     if not routes.size:
         return Codec.RAW, b""
-    given_NK = np.ascontiguousarray(routes).reshape(-1, top_k)
+    routes = np.ascontiguousarray(routes)
+    given_NK = routes.reshape(-1, top_k)
     ids_NK = sort_sets(given_NK)
     skips_NK = _skips(ids_NK)
     # An expert chosen twice leaves a skip of -1, the largest value of the dtype.
@@ -111,7 +112,8 @@ def encode_chunk(
             best, size = Codec.ENUM, enum_size
     if not short and ranked.applies(num_experts, top_k):
         limit = size * (1 - _GAIN)
-        if ranked.expected_bits(routes, num_experts) * len(ids_NK) / 8 < limit:
+        seen = count_experts(routes[:: ranked.SAMPLE], num_experts) if counted is None else counted
+        if ranked.expected_bits(seen, len(routes), top_k) * len(ids_NK) / 8 < limit:
             counted = count_experts(routes, num_experts) if counted is None else counted
             blocks = _compress_blocks(ranked.encode(routes, counted))
             if len(blocks) < limit:

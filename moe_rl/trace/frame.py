@@ -153,7 +153,7 @@ def build_frame(
         counts = np.zeros((len(shard.layers), experts), np.int64)
     for first, last in shard.groups:
         for at in range(0, rows, block):
-            chunk = np.ascontiguousarray(routes[at : at + block, first:last])
+            chunk = routes[at : at + block, first:last]
             counted = None if counts is None else counts[first:last]
             kind, data = encode_chunk(chunk, experts, keep_order=shard.keep_order, counts=counted)
             body += varint(kind) + varint(len(data)) + _checksum(data)

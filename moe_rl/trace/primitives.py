@@ -112,9 +112,8 @@ def pack_ints(values: np.ndarray) -> tuple[int, bytes]:
     top = int(values.max(initial=0))
     width = max(1, (top.bit_length() + 7) // 8)
     split = np.ascontiguousarray(values, "<u4").view(np.uint8).reshape(-1, 4)[:, :width]
-    plain = split.tobytes()
     zstd, planes = pack_bytes(split.T.tobytes())
-    return (width - 1 | 4, planes) if zstd else (width - 1, plain)
+    return (width - 1 | 4, planes) if zstd else (width - 1, split.tobytes())
 
 
 def unpack_ints(kind: int, data: bytes | memoryview, count: int) -> np.ndarray:

@@ -29,8 +29,8 @@ MAX_COLUMNS = 32
 # Two levels per octave of popularity: finer levels cost as much as they save.
 _LEVELS_PER_OCTAVE = 2
 _MAX_LEVEL = 15
-# `expected_bits` looks at every 13th token; a prime, because text may alternate with a short period.
-_SAMPLE = 13
+# Where all choices need not be counted, those of every 13th token are: a prime, as text may have a short period.
+SAMPLE = 13
 # Tokens counted at a time, so that their ids as 64-bit numbers stay in the cache.
 _COUNTED = 512
 
@@ -43,26 +43,27 @@ def applies(num_experts: int, top_k: int) -> bool:
 
 def count_experts(routes: np.ndarray, num_experts: int) -> np.ndarray:
     """Count how often each expert was chosen: int64 [L, E] from routes [T, L, K]."""
-    layers = routes.shape[1]
-    first = np.arange(0, layers * num_experts, num_experts)[:, None]
-    counts = np.zeros(layers * num_experts, np.int64)
+    _, layers, top_k = routes.shape
+    size = layers * num_experts
+    # The first number of each layer's experts, in the smallest type: long rows of narrow integers are added fast.
+    first = np.repeat(np.arange(0, size, num_experts, dtype=np.min_scalar_type(size)), top_k)
+    counts = np.zeros(size, np.int64)
     for at in range(0, len(routes), _COUNTED):
-        counts += np.bincount((routes[at : at + _COUNTED] + first).reshape(-1), minlength=len(counts))
+        tokens = routes[at : at + _COUNTED]
+        counts += np.bincount((tokens.reshape(len(tokens), -1) + first).reshape(-1), minlength=size)
     return counts.reshape(layers, num_experts)
 
 
-def expected_bits(routes: np.ndarray, num_experts: int) -> float:
-    """Estimate the bits of a set of routes [T, L, K], levels included, from every 13th token.
+def expected_bits(counts_LE: np.ndarray, tokens: int, top_k: int) -> float:
+    """Estimate the bits of a set in a chunk of `tokens` tokens, levels included. counts_LE may be those of a sample.
 
     The rate at which two choices in a layer are the same expert gives the collision entropy of its popularity.
     Measured: for each of a set's K choices, ranked chunks save half of the gap between log2 E and that entropy on Zipf
     popularity, and 0.7 of it on log-normal. On even routes, skips and Huffman codes cost 4%; levels and zstd's tables
     cost about 3 bits an expert.
     """
-    tokens, layers, top_k = routes.shape
-    sample = routes[::_SAMPLE]
-    counts = count_experts(sample, num_experts).reshape(-1)
-    picks = len(sample) * top_k
+    layers, num_experts = counts_LE.shape
+    counts, picks = counts_LE.reshape(-1), int(counts_LE[0].sum())
     pairs = layers * picks * (picks - 1)
     # A layer more even than chance counts as even; a single choice says nothing.
     skew = max(1.0, num_experts * (int(counts @ counts) - layers * picks) / pairs) if pairs else 1.0

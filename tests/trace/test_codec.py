@@ -242,6 +242,19 @@ def test_ranked_routes_of_great_skew_take_a_fifth_less():
     assert len(data) < 0.81 * gap
 
 
+@pytest.mark.parametrize("layers, num_experts", [(1, 255), (2, 128), (3, 128), (256, 256), (257, 256), (2, 65536)])
+def test_each_layer_has_its_own_counts(layers, num_experts):
+    """The numbers that are counted, one for each expert of each layer, just fit their type or just do not."""
+    routes = np.full((600, layers, 2), num_experts - 1, id_dtype(num_experts))
+    routes[:, :, 0] = np.arange(layers) % 100
+    routes[550:, 0] = [7, 3]
+    expected = np.zeros((layers, num_experts), int)
+    for layer, ids in enumerate(routes.swapaxes(0, 1)):
+        np.add.at(expected[layer], ids, 1)
+    np.testing.assert_array_equal(ranked.count_experts(routes, num_experts), expected)
+    np.testing.assert_array_equal(ranked.count_experts(routes[:0], num_experts), 0 * expected)
+
+
 def test_repeated_sets_are_not_ranked_however_skewed():
     """The planes hide repetitions of whole sets, which GAP finds."""
     few = skewed_routes(6, 1, 8, 128, 1.5)
