@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -48,8 +49,10 @@ def test_no_process_outlives_the_one_that_took_it_along(number):
 def test_shared_memory_of_a_killed_child_is_removed():
     process = subprocess.Popen([sys.executable, "-c", SHARES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     memory = Path("/dev/shm", process.stdout.readline().strip())
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert memory.is_file() and any("resource_tracker" in " ".join(one.cmdline()) for one in started)
+    started, until = list[psutil.Process](), time.monotonic() + 60
+    while not any("resource_tracker" in " ".join(one.cmdline()) for one in started):  # it may not have begun yet
+        assert memory.is_file() and time.monotonic() < until
+        started = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     psutil.wait_procs(started, timeout=60)
