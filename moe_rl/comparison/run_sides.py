@@ -63,7 +63,7 @@ def sides_of_run(
     weights = {f"version {version}": path for version, path in versions.folders.items()}
     block = int(str(rollout.vllm.get("block_size", BLOCK_SIZE)))
     third = ThirdEngine(
-        [(*one.prompt_token_ids, *one.token_ids) for one in sequences],
+        [one.ids for one in sequences],
         [len(one.prompt_token_ids) for one in sequences],
         [scores.source.store.read(one.routes).routes for one in sequences if one.routes is not None],
         weights=weights,
@@ -75,7 +75,13 @@ def sides_of_run(
     of_sampler |= {"weights": f"version {versions.sampler}", "weight format": rollout.weights}
     of_trainer = declared | dict.fromkeys(PARTS, config.train.dtype) | {"router": "float32"}  # Megatron's always is
     of_trainer |= {"weights": f"version {versions.trainer}", "routes": "recorded" if replays else "own"}
-    sampler, trainer = Added(third), Added(third)
+
+    def sampled_only(settings: Settings) -> list[np.ndarray]:
+        """Return the log-probabilities of sampled tokens. An episode also has tokens that the model was given."""
+        found = zip(sequences, third(settings), strict=True)
+        return [logprobs[one.positions - len(one.prompt_token_ids)] for one, logprobs in found]
+
+    sampler, trainer = Added(sampled_only), Added(sampled_only)
     untested = {"gate weights as recorded": "a run records which experts were taken, not their weights"}
     if len(weights) == 1:
         untested["weights"] = "the run kept one version only (checkpoint.keep, checkpoint.every_steps)"

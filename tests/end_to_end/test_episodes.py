@@ -66,7 +66,7 @@ def proven(folder: Path) -> None:
         assert row["routing/consumed"] == row["routing/expected"] > 0
 
 
-def test_the_calculator_trains(launch, tmp_path, capsys):
+def test_the_calculator_trains(launch, monkeypatch, capsys):
     run = launch("calculator", run=CALCULATOR)
     assert run.wait() == 0, run.text()[-4000:]
     proven(run.folder)
@@ -75,6 +75,10 @@ def test_the_calculator_trains(launch, tmp_path, capsys):
     assert main(["show", str(run.folder), "--session", session]) == 0
     told = capsys.readouterr().out
     assert f"session {session}" in told and "turn 0, first" in told and "mismatch 0.0000" in told
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["compare", "--bisect", str(run.folder)]) in (0, 3)
+    found = json.loads((run.folder / "bisection.json").read_text())
+    assert found["fit"]["trainer"] < 1e-10, "another engine finds the same tokens and routes in the episodes"
 
 
 @pytest.mark.nightly
