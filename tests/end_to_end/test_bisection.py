@@ -38,7 +38,6 @@ def trained(tmp_path_factory):
 def bisected(trained, tmp_path, monkeypatch, capsys):
     """What is found on a copy of a run whose config declares these settings."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(trainer_scores, "_SEQUENCES", 128)
 
     def bisected(*declared, options=(), alter=lambda run: None):
         run = tmp_path / "run"
@@ -53,8 +52,9 @@ def bisected(trained, tmp_path, monkeypatch, capsys):
     return bisected
 
 
-def test_a_temperature_that_the_sampler_did_not_have_is_found(bisected):
+def test_a_temperature_that_the_sampler_did_not_have_is_found(bisected, monkeypatch):
     """The run sampled at 1; its config, and so the trainer, says 0.9."""
+    monkeypatch.setattr(trainer_scores, "_SEQUENCES", 128)
     status, found, said = bisected("rollout.temperature=0.9")
     (cause,) = found["causes"]
     (atom,) = cause["swap"]
@@ -72,9 +72,8 @@ def of_precision(found):
     return any(verdict in ("carries", "either", "size only") and causes & set(PARTS) for verdict, causes in rows)
 
 
-def test_a_trainer_that_does_not_replay_is_found_beside_the_sampler_precision(bisected, monkeypatch):
+def test_a_trainer_that_does_not_replay_is_found_beside_the_sampler_precision(bisected):
     """Few tokens take another expert. On some processors so few that the verdict needs more sequences."""
-    monkeypatch.setattr(trainer_scores, "_SEQUENCES", 256)
     status, found, said = bisected("replay.mode=off")
     carried = {atom["cause"] for one in found["causes"] for atom in one["swap"]}
     assert carried <= {"routes", *PARTS} and of_precision(found), said
@@ -141,7 +140,7 @@ def keep_config(module):
 def plant(module):
     forward = module.Sampler.forward
     def planted(self, logits, *a, **k):
-        return forward(self, logits * (1.05 if {condition} else 1), *a, **k)
+        return forward(self, logits * (1.2 if {condition} else 1), *a, **k)
     module.Sampler.forward = planted
 changed = {{"vllm.v1.engine.core": keep_config, "vllm.v1.sample.sampler": plant}}
 class Finder:
