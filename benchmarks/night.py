@@ -181,12 +181,11 @@ def _config(work: Path, runs: Path) -> Path:
             "task.environment.seconds=3600", f"task.environment.turns={TURNS}", f"task.environment.tokens={LONGEST}",
             "rollout.prompts_per_step=2", "rollout.group_size=2", f"rollout.max_prompt_tokens={LONGEST - 8}",
             "rollout.max_completion_tokens=8", "rollout.kv_cache_mib=128", "rollout.max_lost_servers=1",
-            "rollout.sleep_level=0", f"rollout.token_file={runs / 'token'}", f"train.microbatch_tokens={2 * LONGEST}",
+            "rollout.sleep_level=0", f"rollout.token_file={runs / 'token'}", f"train.microbatch_tokens={LONGEST}",
             "train.updates_per_step=1", "checkpoint.every_steps=1", "eval.prompts=1", "eval.every_steps=1000",
             "replay.native_every=0", "replay.keep_shards=1000",
-            # Far from its task the policy says half characters, which end a branch: with those an episode fits no
-            # microbatch. It says none at this temperature.
-            "rollout.temperature=0.5",
+            # Far from its task the policy says half characters, which end a branch; at this temperature it says few.
+            "rollout.temperature=0.5", "task.environment.credit=branch",
         ],
     )  # fmt: skip
     path = runs / "given.yaml"
