@@ -56,9 +56,10 @@ def test_a_temperature_that_the_sampler_did_not_have_is_found(bisected, monkeypa
     """The run sampled at 1; its config, and so the trainer, says 0.9."""
     monkeypatch.setattr(trainer_scores, "_SEQUENCES", 128)
     status, found, said = bisected("rollout.temperature=0.9")
-    (cause,) = found["causes"]
+    cause, *further = found["causes"]
     (atom,) = cause["swap"]
     assert cause["verdict"] == "carries" and status == 0, said
+    assert {one["cause"] for other in further for one in other["swap"]} <= set(PARTS)  # the sampler's bfloat16
     assert (atom["side"], atom["cause"], atom["value"]) == ("sampler", "temperature", 1.0)
     assert found["remaining"]["value"] < found["kl"]["value"] / 4
     assert found["fit"]["trainer"] < 1e-10  # transformers computes what Megatron does
