@@ -151,7 +151,7 @@ class LoraConfig(Section):
     """Sets the adapters of low rank that are trained in place of the model's weights (LoRA, arXiv 2106.09685).
 
     A matrix W of the checkpoint stays as it is and acts as W + alpha / rank * B A, with A [rank, inputs] and B
-    [outputs, rank]. Each expert has adapters of its own. Routers, embeddings and norms have none.
+    [outputs, rank]. Routers, embeddings and norms have none.
     """
 
     rank: Annotated[int, Field(ge=1, le=1024)]
@@ -161,6 +161,10 @@ class LoraConfig(Section):
     targets: tuple[Literal["attention", "mlp", "experts"], ...] = ("attention", "experts")
     """Which matrices get an adapter. attention: all projections of the attention. mlp: those of dense layers and of
     shared experts. experts: those of routed experts."""
+    shared_outer: bool = False
+    """Whether all experts of a layer share the matrix that faces the layer's hidden states: A of gate and up, B of
+    down. Its gradient is the sum over all experts; nothing is divided by their number or by top-k. false: each expert
+    has its own."""
     start: Location | None = None
     """Folder of adapters that the run begins with, as peft or `moe-rl export --adapter` writes it. null: A is random
     and B is 0, so that the first weights are those of the model."""
@@ -171,6 +175,14 @@ class LoraConfig(Section):
     def problems(self) -> Iterator[Problem]:
         if not self.targets or len(set(self.targets)) < len(self.targets):
             yield describe("names no target, or one twice", where={"key": "train.lora.targets"}, got=list(self.targets))
+        if self.shared_outer and "experts" not in self.targets:
+            yield describe(
+                "has no effect without adapters of experts",
+                where={"key": "train.lora.shared_outer"},
+                got=True,
+                expected="false",
+                do="remove it, or add experts to train.lora.targets",
+            )
 
 
 class TrainConfig(Section):

@@ -27,7 +27,7 @@ class Adapter(torch.nn.Module):
     """Adds alpha / rank * B A x to what a linear layer returns for x.
 
     Ranks that share the matrix share the adapter. If they share its rows, each holds those rows of B, and all of A. If
-    they share its columns, each holds those columns of A, and all of B.
+    they share its columns, each holds those columns of A, and all of B. The experts of a layer may share A or B.
 
     Attributes:
         a: [tensors, rank, inputs], one A for each Hugging Face tensor in the matrix.
@@ -68,7 +68,27 @@ class Adapter(torch.nn.Module):
             if cut:
                 dim = 2 if one is self.a else int(halves)
                 set_tensor_model_parallel_attributes(one, is_parallel=True, dim=dim, stride=1)
+        self._outer = ""
         matrix.adapter = self
+
+    @property
+    def outer(self) -> torch.nn.Parameter | None:
+        """Return the one of A and B that all experts of the layer share; None if they share neither."""
+        return getattr(self, self._outer) if self._outer else None
+
+    def share(self, first: Adapter, sequence_parallel: bool) -> None:
+        """Share the matrix that faces the layer's hidden states with the other experts of the layer.
+
+        Each rank computes a part of its gradient: for the tokens of its own experts, and for its share of their
+        matrices. The gradient is the sum over all ranks of the layer, which Megatron makes for dense parameters.
+
+        Args:
+            first: The adapter of this rank's first expert, which may be this one.
+        """
+        self._outer = "a" if self.axis == 0 else "b"
+        setattr(self, self._outer, getattr(first, self._outer))
+        outer = getattr(self, self._outer)
+        outer.allreduce, outer.sequence_parallel = True, sequence_parallel
 
     def of_tokens(self, sequence_parallel: bool) -> None:
         """Mark what is whole on every rank for the sum over tensor-parallel ranks, each of which has other tokens."""
@@ -113,14 +133,16 @@ def of_experts(adapters: Seq[Adapter]) -> tuple[float, Seq[Tensor], Seq[Tensor]]
     * rank] of each.
 
     Ranks that share an expert's matrices compute with the same tokens. What is whole on them gets the sum of their
-    gradients.
+    gradients here; what all experts share gets it with the sum over all ranks.
     """
-    first = adapters[0]
-    downs, ups = torch.stack([one.a for one in adapters]), torch.stack([one.rows for one in adapters])
-    if first.group.size() > 1 and first.axis == 0:
-        downs = copy_to_tensor_model_parallel_region(downs, group=first.group)
-    elif first.group.size() > 1:
-        ups = copy_to_tensor_model_parallel_region(ups, group=first.group)
+    first, count = adapters[0], len(adapters)
+    downs = first.a.expand(count, -1, -1, -1) if first.outer is first.a else torch.stack([one.a for one in adapters])
+    ups = first.b.expand(count, -1, -1) if first.outer is first.b else torch.stack([one.rows for one in adapters])
+    if first.outer is None:
+        if first.group.size() > 1 and first.axis == 0:
+            downs = copy_to_tensor_model_parallel_region(downs, group=first.group)
+        elif first.group.size() > 1:
+            ups = copy_to_tensor_model_parallel_region(ups, group=first.group)
     return first.scale, downs.flatten(1, 2).unbind(), wide(ups, first.which).unbind()
 
 

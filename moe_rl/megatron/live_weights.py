@@ -75,6 +75,7 @@ _MLP = re.compile(r"(mlp|mlp\.shared_experts)\.linear_fc([12])\.weight")
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)|linear_fc([12])\.(weight|bias)(\d+))"
 )
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 _OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -86,12 +87,14 @@ class _Owned:
         parts: Names of the parts.
         cut: Returns the elements of each part, in the order of `parts`.
         counts: Whether its elements count: not those of the last pipeline stage's copy of a tied embedding.
+        shared: Whether it belongs to the adapters of all experts of a layer, on all ranks of the layer.
     """
 
     tensor: Tensor
     parts: tuple[str, ...]
     cut: Cut
     counts: bool = True
+    shared: bool = False
 
 
 class LiveWeights:
@@ -136,9 +139,13 @@ class LiveWeights:
         table = sums.content().table
         dense, expert, copied, counted, tied = self._kinds.to(device)
         # An adapter's whole part multiplies other rows or columns on each rank, so its copies do not show in the sums.
-        whole = _whole_parts(adapters, self._parts, device)
+        whole = _whole_parts((one for one in adapters if not one.shared), self._parts, device)
         differs = _differs(whole * dense, parallel_state.get_tensor_model_parallel_group())
         differs |= _differs(whole * expert, parallel_state.get_expert_tensor_parallel_group())
+        if shared := [one for one in adapters if one.shared]:
+            whole = _whole_parts(shared, self._parts, device)
+            differs |= _differs(whole, parallel_state.get_tensor_model_parallel_group())
+            differs |= _differs(whole, parallel_state.get_data_parallel_group(with_context_parallel=True))
         copies = (
             (dense, parallel_state.get_data_parallel_group(with_context_parallel=True)),
             (expert, parallel_state.get_expert_data_parallel_group()),
@@ -204,10 +211,19 @@ def _held(model: torch.nn.Module, facts: ModelFacts, parts: Mapping[str, int]) -
 
 
 def _adapters(held: Iterable[_Owned]) -> Iterator[_Owned]:
-    """Yield the parameters of adapters, with the parts that they change."""
+    """Yield the parameters of adapters, with the parts that they change; one that a layer's experts share only once,
+    with the parts of the layer's first expert."""
+    shared: set[int] = set()
     for one in held:
-        if (adapter := getattr(one.tensor, "adapter", None)) is not None:
-            yield from (_Owned(parameter, one.parts, one.cut) for parameter in (adapter.a, adapter.b))
+        if (adapter := getattr(one.tensor, "adapter", None)) is None:
+            continue
+        for parameter in (adapter.a, adapter.b):
+            if parameter is not adapter.outer:
+                yield _Owned(parameter, one.parts, one.cut)
+            elif id(parameter) not in shared:
+                shared.add(id(parameter))
+                parts = tuple(_OF_EXPERT.sub(".experts.0.", part) for part in one.parts)
+                yield _Owned(parameter, parts, one.cut, shared=True)
 
 
 def _whole_parts(adapters: Iterable[_Owned], parts: Mapping[str, int], device: torch.device) -> Tensor:

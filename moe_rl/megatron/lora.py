@@ -28,7 +28,7 @@ from moe_rl.errors import ConfigError, ReplayError, first_of
 from moe_rl.megatron import hf_map, world
 from moe_rl.megatron.adapters import Adapter, add_to_output, is_replicated
 from moe_rl.models.facts import ModelFacts
-from moe_rl.models.peft import CONFIG, PREFIX, WEIGHTS, target_of
+from moe_rl.models.peft import CONFIG, PREFIX, WEIGHTS, of_first_expert, target_of
 from moe_rl.weights.stream import Round
 
 
@@ -74,9 +74,14 @@ def attach(models: Iterable[torch.nn.Module], facts: ModelFacts, lora: LoraConfi
     for model in models:
         model.requires_grad_(False)
         layers = {id(layer.weight): layer for layer in model.modules() if hasattr(layer, "weight")}
+        first: dict[str, Adapter] = {}
         for entry in list(hf_map.entries(model, facts)):
-            if target_of(entry.weight) in lora.targets:
-                _attach(layers[id(entry.parameters[0])], entry, facts, lora, model.config.sequence_parallel)
+            if target_of(entry.weight) not in lora.targets:
+                continue
+            adapter = _attach(layers[id(entry.parameters[0])], entry, facts, lora, model.config.sequence_parallel)
+            if entry.weight.experts and lora.shared_outer:
+                common = first.setdefault(of_first_expert(entry.names[0]), adapter)
+                adapter.share(common, model.config.sequence_parallel)
         if model.pre_process:
             model.embedding.register_forward_hook(_begin_gradients)
         for one in adapted(model, facts):
@@ -85,7 +90,7 @@ def attach(models: Iterable[torch.nn.Module], facts: ModelFacts, lora: LoraConfi
 
 def _attach(
     layer: torch.nn.Module, entry: hf_map.Entry, facts: ModelFacts, lora: LoraConfig, sequence_parallel: bool
-) -> None:
+) -> Adapter:
     (matrix,), weight = entry.parameters, entry.weight
     shares, groups = _shares(entry), _kv_groups(entry, facts)
     rows = torch.arange(len(matrix), device=matrix.device)[:, None]
@@ -98,6 +103,7 @@ def _attach(
     if not weight.experts:
         adapter.of_tokens(sequence_parallel)
         layer.register_forward_hook(add_to_output)
+    return adapter
 
 
 def _begin_gradients(layer: torch.nn.Module, given: object, output: Tensor) -> None:
@@ -122,31 +128,50 @@ def adapted(model: torch.nn.Module, facts: ModelFacts) -> Iterator[Adapted]:
             yield Adapted(entry, adapter)
 
 
-def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the first values of a whole tensor. They do not depend on the layout."""
+def _initial(name: str, shape: tuple[int, ...], shared: bool) -> Tensor:
+    """Return the first values of a whole tensor, `shared` by the layer's experts or not. They do not depend on the
+    layout."""
     if name.endswith(".lora_B.weight"):
         return torch.zeros(shape)
+    name = of_first_expert(name) if shared else name
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
     return torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(math.sqrt(shape[1]))
 
 
-def _stored(file: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a whole tensor of a folder that `peft.folder_problems` has found to be right."""
+def _stored(file: Path, name: str, shape: tuple[int, ...], shared: bool) -> Tensor:
+    """Return a whole tensor of a folder that `peft.folder_problems` has found to be right.
+
+    Raises:
+        ConfigError: The layer's experts are to share the tensor, and have different ones.
+    """
     with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name)
+        found = tensors.get_tensor(name)
+        if shared and not torch.equal(found, tensors.get_tensor(of_first_expert(name))):
+            raise ConfigError(
+                "the experts of a layer have different outer matrices",
+                where={"key": "train.lora.start", "given": "train.lora.shared_outer is on", "file": file, "name": name},
+                expected="the same matrix in all experts",
+                do="set train.lora.shared_outer to false",
+            )
+        return found
 
 
 @torch.no_grad()
-def _fill(one: Adapted, facts: ModelFacts, whole: Callable[[str, tuple[int, ...]], Tensor]) -> None:
-    """Set an adapter from whole tensors: A [rank, inputs] and B [outputs, rank] of each Hugging Face tensor."""
+def _fill(one: Adapted, facts: ModelFacts, whole: Callable[[str, tuple[int, ...], bool], Tensor]) -> None:
+    """Set an adapter from whole tensors: A [rank, inputs] and B [outputs, rank] of each Hugging Face tensor.
+
+    Args:
+        whole: Returns the tensor of a name and a shape, which the layer's experts share or not.
+    """
     entry, adapter = one.entry, one.adapter
     tensors, rank, inputs = adapter.a.shape
     part, parts = (0, 1) if entry.axis is None else (entry.group.rank(), entry.group.size())
     rows = []
     for number, (name, outputs) in enumerate(zip(one.names, _shares(entry), strict=True)):
-        a = whole(f"{name}.lora_A.weight", (rank, inputs * (parts if entry.axis == 1 else 1)))
+        a_shape = rank, inputs * (parts if entry.axis == 1 else 1)
+        a = whole(f"{name}.lora_A.weight", a_shape, adapter.outer is adapter.a)
         adapter.a[number].copy_(a.chunk(parts, 1)[part] if entry.axis == 1 else a)
-        b = whole(f"{name}.lora_B.weight", (outputs, rank))
+        b = whole(f"{name}.lora_B.weight", (outputs, rank), adapter.outer is adapter.b)
         rows.append(b.chunk(parts)[part] if entry.axis == 0 else b)
     adapter.rows.copy_(hf_map.join(rows, entry.weight.layout, _kv_groups(entry, facts)))
 
@@ -176,8 +201,9 @@ def whole_tensors(
             a = torch.cat(hf_map.gather(a, entry.group), 1) if entry.axis == 1 else a
             b = torch.cat(hf_map.gather(b, entry.group)) if entry.axis == 0 else b
             if entry.group.rank() == 0:
-                yield f"{name}.lora_A.weight", a
-                yield f"{name}.lora_B.weight", b
+                # Each expert's own: safetensors refuses tensors that share memory.
+                yield f"{name}.lora_A.weight", a.clone() if adapter.outer is adapter.a else a
+                yield f"{name}.lora_B.weight", b.clone() if adapter.outer is adapter.b else b
 
 
 def export_rounds(
@@ -217,17 +243,19 @@ def sharded(model: torch.nn.Module, facts: ModelFacts) -> dict[str, ShardedTenso
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
     for one in adapted(model, facts):
-        group = one.entry.group
-        data_parallel = (
-            parallel_state.get_expert_data_parallel_group()
-            if one.entry.weight.experts
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
         for kind, parameter in (("a", one.adapter.a), ("b", one.adapter.b)):
+            name, group, of_expert = one.names[0], one.entry.group, bool(one.entry.weight.experts)
+            if parameter is one.adapter.outer:
+                name, group, of_expert = of_first_expert(name), parallel_state.get_tensor_model_parallel_group(), False
+            data_parallel = (
+                parallel_state.get_expert_data_parallel_group()
+                if of_expert
+                else parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
             cut = getattr(parameter, "tensor_model_parallel", False)
             copy = group.rank() if is_replicated(parameter, group) else 0
             found[names[id(parameter)]] = ShardedTensor.from_rank_offsets(
-                f"lora.{one.names[0]}.{kind}",
+                f"lora.{name}.{kind}",
                 parameter,
                 *([(parameter.partition_dim, group.rank(), group.size())] if cut else ()),
                 replica_id=(0, copy, data_parallel.rank()),

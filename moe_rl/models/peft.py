@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 # Settings of peft under which an adapter is more than alpha / rank * B A, or another one in some modules.
 _OTHER_KINDS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+
+
+def of_first_expert(name: str) -> str:
+    """Return the name of the same tensor or module of the layer's first expert, under which all experts' is stored."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.0.", name)
 
 
 def target_of(weight: Weight) -> str:

@@ -217,7 +217,8 @@ def adapter_bytes(facts: ModelFacts, layout: Layout, train: TrainConfig, shape: 
     """Return the bytes that a layer keeps of its adapters: for each row b x columns, which are rank x the tensors in a
     matrix, and copies of the matrices.
 
-    The experts' A and B are stacked for their products. The B of several tensors is widened with zeros to all columns.
+    The experts' A and B are stacked for their products, but not the one that all experts share. The B of several
+    tensors is widened with zeros to all columns.
     """
     if train.lora is None:
         return AdapterBytes(0, 0, 0)
@@ -232,6 +233,8 @@ def adapter_bytes(facts: ModelFacts, layout: Layout, train: TrainConfig, shape: 
             rows = dispatched_rows(facts, layout, shape)
             matrices = layout.experts_per_rank * columns * (inputs + outputs)
             stacked += matrices
+            if train.lora.shared_outer:
+                matrices -= layout.experts_per_rank * columns * (inputs if weight.axis == 0 else outputs)
         kept[target] += shape.bytes_each * (rows * columns + matrices)
     return AdapterBytes(kept["attention"], kept["mlp"] + kept["experts"], shape.bytes_each * stacked)
 

@@ -76,18 +76,20 @@ class Buffer:
         return owned
 
 
-Sizes = Callable[[Weight], tuple[int, ...]]
-"""Returns how many elements of a weight, or of one expert's, a rank trains: in the weight itself, or in its adapter."""
+Sizes = Callable[[Weight], tuple[tuple[int, bool], ...]]
+"""Returns how many elements of a weight, or of one expert's, a rank trains, in the weight itself or in its adapter;
+with each number, whether all experts of the layer share the elements."""
 
 
 def adapter_buffers(facts: ModelFacts, layout: Layout, layers: range, lora: LoraConfig) -> list[Buffer]:
     """Return the buffers of the adapters of a rank for a run of adjacent layers."""
 
-    def sizes(weight: Weight) -> tuple[int, ...]:
+    def sizes(weight: Weight) -> tuple[tuple[int, bool], ...]:
         if target_of(weight) not in lora.targets:
             return ()
-        outputs, inputs = local_shape(weight, layout)
-        return len(weight.tensors) * lora.rank * inputs, lora.rank * outputs
+        (outputs, inputs), shares = local_shape(weight, layout), bool(weight.experts) and lora.shared_outer
+        a, b = len(weight.tensors) * lora.rank * inputs, lora.rank * outputs
+        return (a, shares and weight.axis == 0), (b, shares and weight.axis == 1)
 
     found = [one for layer in layers for one in _layer_parameters(facts, layout, layer, sizes)]
     dense, expert = ([size for size, of_experts in found if of_experts is which] for which in (False, True))
@@ -101,8 +103,8 @@ def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buff
     A bucket that Megatron pads by itself is a buffer here.
     """
 
-    def sizes(weight: Weight) -> tuple[int, ...]:
-        return (_elements(facts, weight, layout),)
+    def sizes(weight: Weight) -> tuple[tuple[int, bool], ...]:
+        return ((_elements(facts, weight, layout), False),)
 
     front, back = ends(facts, first=0 in layers, last=facts.layers - 1 in layers)
     # Stages sum the gradients of their copies of a tied embedding, which is therefore a bucket of its own.
@@ -135,12 +137,13 @@ def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int, trained: Si
         if weight.parameter.endswith("expert_bias"):
             continue
         if not weight.experts:
-            yield from ((size, False) for size in trained(weight))
+            yield from ((size, False) for size, _ in trained(weight))
         elif not done:
             # Experts follow one by one. Where they are cut as the dense parameters are, Megatron keeps them together.
             sizes = [size for one in experts for size in trained(one)]
             apart = layout.expert > 1 or layout.expert_tensor != layout.tensor
-            yield from ((size, apart) for _ in range(layout.experts_per_rank) for size in sizes)
+            for number in range(layout.experts_per_rank):
+                yield from ((size, apart and not shared) for size, shared in sizes if not (shared and number))
             done = True
 
 

@@ -66,6 +66,12 @@ def test_a_sampler_that_merges_does_not_round(found):
     assert found("train.lora.sync=adapter") == found("rollout.weights=fp8_e4m3") == []
 
 
+def test_sharing_between_experts_needs_adapters_of_experts(found):
+    (message,) = found("train.lora.shared_outer=true", "train.lora.targets=[attention]")
+    tells(message, "experts", key="train.lora.shared_outer")
+    assert found("train.lora.shared_outer=true") == []
+
+
 @pytest.mark.parametrize("override", ["rank=0", "targets=[]", "targets=[experts, experts]"])
 def test_a_wrong_value_is_refused(found, override):
     (message,) = found(f"train.lora.{override}")

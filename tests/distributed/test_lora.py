@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from tests.support.families import write_checkpoint
 ALL = ("attention", "mlp", "experts")
 OVERLAP = {"overlap_expert_parallel_comm": True}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
-# {case: (ranks, model, targets, parallel, train)}
+# {case: (ranks, model, targets, parallel, train)}; in those that are named "shared" experts share their outer matrices
 CASES = {
     "one": (1, "qwen", ALL[::2], {}, {}),
     "DP2": (2, "qwen", ALL[::2], {}, {}),
@@ -54,13 +55,37 @@ CASES = {
     "TP2 EP2 ETP2": (4, "qwen", ALL[::2], {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
     "EP2 VPP2 overlap": (4, "qwen", ALL[::2], {"expert": 2, **INTERLEAVED}, OVERLAP),
     "TP2 CP2 EP2": (4, "qwen", ALL[::2], {"tensor": 2, "context": 2, "expert": 2}, {}),
+    "shared": (1, "qwen", ALL[::2], {}, {}),
+    "shared DP2": (2, "qwen", ALL[::2], {}, {}),
+    "shared EP2 moe": (2, "qwen", ALL[::2], {"expert": 2}, {"recompute": "moe"}),
+    "shared TP2 EP2": (2, "qwen", ALL[::2], {"tensor": 2, "expert": 2}, {"recompute": "uniform"}),
+    "shared TP2 ETP2": (2, "qwen", ALL[::2], {"tensor": 2, "expert_tensor": 2}, {}),
+    "shared ETP2": (2, "qwen", ("experts",), {"expert_tensor": 2}, {}),
+    "shared EP2 whole overlap": (2, "qwen", ALL[::2], {"expert": 2}, {**OVERLAP, "distributed_optimizer": False}),
+    "shared moonlight TP2": (2, "moonlight", ALL, {"tensor": 2}, {}),
+    "shared TP2 EP2 ETP2": (4, "qwen", ALL[::2], {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
+    "shared TP2 EP2 PP2": (4, "qwen", ALL[::2], {"tensor": 2, "expert": 2, "pipeline": 2}, {}),
 }
-USUAL = ["one", "TP2", "TP2 EP2 uniform", "glm TP2 EP2", "TP2 ETP2"]
+USUAL = ["one", "TP2", "TP2 EP2 uniform", "glm TP2 EP2", "TP2 ETP2", "shared EP2 moe", "shared TP2 EP2"]
+
+
+def is_shared(case):
+    return case.startswith("shared")
+
+
+def outer(name):
+    """Whether the experts of a layer may share this tensor of an adapter."""
+    return bool(re.search(r"\.experts\.\d+\.(?:(?:gate|up)_proj\.lora_A|down_proj\.lora_B)", name))
+
+
+def of_first(name):
+    return re.sub(r"\.experts\.\d+\.", ".experts.0.", name) if outer(name) else name
 
 
 @pytest.fixture(scope="session")
 def given(tmp_path_factory):
-    """given(model, targets) -> the checkpoint, a folder of random adapters, and what `transformers` makes of both."""
+    """given(model, targets, shared) -> the checkpoint, a folder of random adapters, and what `transformers` makes of
+    both. The gradient of a shared matrix is the sum over the experts."""
 
     @functools.cache
     def checkpoint(model):
@@ -68,11 +93,19 @@ def given(tmp_path_factory):
         return make_checkpoint(folder) if model == "qwen" else write_checkpoint(model, folder)
 
     @functools.cache
-    def made(model, targets):
+    def made(model, targets, shared=False):
         adapters = random_adapters(checkpoint(model), targets)
+        if shared:
+            adapters = {name: adapters[of_first(name)].clone() for name in adapters}
         folder = write_adapters(tmp_path_factory.mktemp("adapters") / "peft", adapters)
         _, routes = batch(read_model(checkpoint(model)))
-        return checkpoint(model), folder, adapters, AdaptedModel(checkpoint(model), adapters).run(routes)
+        logprobs, gradients = AdaptedModel(checkpoint(model), adapters).run(routes)
+        if shared:
+            sums = {}
+            for name, gradient in gradients.items():
+                sums[of_first(name)] = sums.get(of_first(name), 0) + gradient
+            gradients = {name: sums[of_first(name)] for name in gradients}
+        return checkpoint(model), folder, adapters, (logprobs, gradients)
 
     return made
 
@@ -95,8 +128,8 @@ def seen(given, on_ranks, tmp_path_factory):
     @functools.cache
     def run(name):
         ranks, model, targets, parallel, train = CASES[name]
-        checkpoint, start, _, _ = given(model, targets)
-        case = {"checkpoint": str(checkpoint), "start": str(start), "targets": targets}
+        checkpoint, start, _, _ = given(model, targets, is_shared(name))
+        case = {"checkpoint": str(checkpoint), "start": str(start), "targets": targets, "shared": is_shared(name)}
         case["sync"] = str(tmp_path_factory.mktemp("sync"))
         return on_ranks(ranks, lora.run, case | {"parallel": parallel, "train": train})
 
@@ -106,14 +139,15 @@ def seen(given, on_ranks, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_equal_peft(given, seen, case):
     _, model, targets, *_ = CASES[case]
-    _, _, adapters, (logprobs, gradients) = given(model, targets)
+    _, _, adapters, (logprobs, gradients) = given(model, targets, is_shared(case))
     ours = seen(case)
     begun = merged(ours, "begun")
     assert begun.keys() == adapters.keys() and all(torch.equal(begun[name], adapters[name]) for name in adapters)
     assert largest(merged(ours, "logprobs"), logprobs) < 2e-6
     assert largest(merged(ours, "grads"), gradients) < 1e-6
     assert min(gradient.abs().max() for gradient in gradients.values()) > 1e-5
-    norm = math.sqrt(sum(gradient.double().square().sum() for gradient in gradients.values()))
+    trained = {of_first(name) if is_shared(case) else name for name in gradients}
+    norm = math.sqrt(sum(gradients[name].double().square().sum() for name in trained))
     assert [one["grad_norm"] for one in ours] == pytest.approx([norm] * len(ours), rel=1e-5)
 
 
@@ -127,7 +161,7 @@ def test_the_reference_is_the_model_without_adapters(given, seen, base, case):
 @pytest.mark.parametrize("case", CASES)
 def test_exported_weights_are_base_plus_delta_bit_for_bit(given, seen, case):
     _, model, targets, *_ = CASES[case]
-    checkpoint, _, adapters, _ = given(model, targets)
+    checkpoint, _, adapters, _ = given(model, targets, is_shared(case))
     base = load_file(checkpoint / "model.safetensors")
     for when, held in (("merged", adapters), ("updated_merged", merged(seen(case), "updated"))):
         found = merged(seen(case), when)
@@ -165,7 +199,7 @@ def test_only_adapters_are_trained(seen, case):
 def test_the_plan_knows_the_buffers_of_adapters(given, seen, case):
     ranks, model, targets, parallel, train = CASES[case]
     facts = read_model(given(model, targets)[0])
-    settings = LoraConfig(rank=RANK, alpha=ALPHA, targets=targets)
+    settings = LoraConfig(rank=RANK, alpha=ALPHA, targets=targets, shared_outer=is_shared(case))
     layout = make_layout(ParallelConfig(**parallel), facts, ranks)
     for one in seen(case):
         planned = [adapter_buffers(facts, layout, range(run[0], run[-1] + 1), settings) for run in one["runs"]]
@@ -183,11 +217,11 @@ ELSEWHERE = {
 }
 
 
-@pytest.fixture(scope="session")
-def saved(given, on_ranks, tmp_path_factory):
+@pytest.fixture(scope="session", params=[False, with_seeds(True, usual=False)], ids=["own", "shared"])
+def saved(request, given, on_ranks, tmp_path_factory):
     """A case with the folder of its checkpoint and of its adapters for peft, and what its ranks saw."""
-    checkpoint, start, _, _ = given("qwen", ALL[::2])
-    case = {"checkpoint": str(checkpoint), "start": str(start), "targets": ALL[::2]}
+    checkpoint, start, _, _ = given("qwen", ALL[::2], request.param)
+    case = {"checkpoint": str(checkpoint), "start": str(start), "targets": ALL[::2], "shared": request.param}
     folder = tmp_path_factory.mktemp("saved")
     case |= {
         "save": str(folder / "checkpoints"),
@@ -231,8 +265,8 @@ def test_peft_loads_the_adapters(given, saved):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    checkpoint, _, adapters, _ = given("qwen", ALL[::2])
     case, seen = saved
+    checkpoint, _, adapters, _ = given("qwen", ALL[::2], case["shared"])
     written = load_file(Path(case["peft"]) / "adapter_model.safetensors")
     assert written.keys() == adapters.keys() and all(torch.equal(written[name], adapters[name]) for name in written)
     facts = read_model(checkpoint)

@@ -74,6 +74,7 @@ def cases() -> list[Case]:
             **uniform,
         ),
         case("adapters, glm, moe", glm, recompute="moe", lora={"rank": 8, "alpha": 16, "targets": EVERY}),
+        case("adapters of experts that share", lora={"rank": 8, "alpha": 16, "shared_outer": True}),
         case("gpt-oss", gpt_oss),
         case("gpt-oss, uniform", gpt_oss, **uniform),
     ]

@@ -27,6 +27,7 @@ WAYS = ("shared_memory", "disk", "broadcast")
 
 def policy_of(case, folder):
     settings = {"rank": RANK, "alpha": ALPHA, "targets": case["targets"], "start": case.get("start")}
+    settings["shared_outer"] = case.get("shared", False)
     train = case.get("train", {}) | {"lora": settings}
     shared = cases.Case(dist.get_world_size(), case["parallel"], train)
     facts = read_model(folder)
