@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from moe_rl.tasks.shown_messages import check_shown
 from moe_rl.tasks.special_tokens import SpecialTokens, Spelling
 from moe_rl.tasks.tokenizer import TextCodec, transformers_tokenizer
 from moe_rl.tasks.turn_end import endless_problem
+
+# Texts that a renderer's tokenizer remembers, and the characters of the longest: 50 MB at most.
+_TEXTS, _SHORT = 2048, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,25 @@ class ParsedAnswer:
     reasoning: str
     uses: tuple[ToolUse, ...]
     unreadable: int
+
+
+class _EncodesOnce:
+    """Is a renderer's tokenizer that remembers short texts: a chat that is rendered from its beginning consists of
+    texts of earlier turns. It gives no character offsets, with which the renderer would encode each text twice."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._remembered = lru_cache(_TEXTS)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        if len(text) > _SHORT or options != {"add_special_tokens": False}:
+            return list(self._tokenizer.encode(text, **options))
+        return list(self._remembered(text))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__call__":
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
 
 
 class ChatRenderer:
@@ -75,7 +97,7 @@ class ChatRenderer:
                 raise ValueError("a name of the package `renderers` is needed, such as default or qwen3")
             config = type(kind).model_validate(dict(settings))
             self._load = lambda: transformers_tokenizer(model_path)
-            self._make = lambda tokenizer: create_renderer(tokenizer, config)
+            self._make = lambda tokenizer: create_renderer(_EncodesOnce(tokenizer), config)
             self._tokenizer = self._load()
             self._renderer = self._make(self._tokenizer)
             self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
@@ -205,7 +227,8 @@ class ChatRenderer:
         """Return a renderer that knows the stand-ins of special tokens. The main renderer must not know them, because
         it reads completions."""
         tokenizer = self._load()
-        return self._make(tokenizer), self._special.teach(tokenizer.backend_tokenizer)
+        spelling = self._special.teach(tokenizer.backend_tokenizer)
+        return self._make(tokenizer), spelling
 
     def parse(
         self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Mapping[str, Any]]

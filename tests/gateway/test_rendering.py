@@ -73,6 +73,22 @@ def test_a_renderer_must_write_what_the_models_template_writes(folder, tmp_path,
     assert codec.decode(same.render(HI, ())) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_chat_that_is_rendered_again_encodes_its_new_texts_only(folder, monkeypatch):
+    renderer = ChatRenderer(folder, {"name": "qwen3"})
+    said = {"role": "assistant", "content": "yes"}
+    chat = [message for number in range(40) for message in ({"role": "user", "content": f"{number}"}, said)]
+    plain = ChatRenderer(folder, {"name": "qwen3"})
+    monkeypatch.setattr(plain._renderer, "_tokenizer", plain._tokenizer)
+    before = renderer.render(chat[:-1], ())
+    encode, texts = type(renderer._tokenizer).encode, []
+    monkeypatch.setattr(
+        type(renderer._tokenizer), "encode", lambda self, text, **kw: texts.append(text) or encode(self, text, **kw)
+    )
+    again, after = renderer.render(chat[:-1], (), said=79), renderer.render([*chat, *HI], (), said=79)
+    assert again == before and len(texts) < 20
+    assert (before, after) == (plain.render(chat[:-1], ()), plain.render([*chat, *HI], ()))
+
+
 def test_a_trial_in_another_process_tells_what_is_wrong_with_its_parts():
     (problem,) = renderer_problems(load_config("tool_use_cpu", ["gateway.differs_in=[]"]))
     tells(problem, "differs_in: [reasoning]", key="gateway.renderer", fault="renderer")
