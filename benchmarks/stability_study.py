@@ -63,6 +63,11 @@ class Cell(NamedTuple):
     def name(self) -> str:
         return f"{self.objective}-{self.mode}-{self.updates}-seed{self.seed}"
 
+    @property
+    def overrides(self) -> list[str]:
+        of_cell = [f"replay.mode={self.mode}", f"train.updates_per_step={self.updates}", f"run.seed={self.seed}"]
+        return [*OBJECTIVES[self.objective], *of_cell]
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -87,8 +92,12 @@ def main() -> int:
     return 0
 
 
-def result_of(cell: Cell, work: Path) -> dict[str, object]:
-    """Return the result of one run of the main job, from DIR if it is there; else make the run."""
+def result_of(cell, work: Path) -> dict[str, object]:
+    """Return the result of one run of the main job, from DIR if it is there; else make the run.
+
+    Args:
+        cell: has the run's `name`, and `overrides` of the shared settings.
+    """
     kept = work / f"{cell.name}.json"
     if not kept.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -101,15 +110,9 @@ def result_of(cell: Cell, work: Path) -> dict[str, object]:
     return json.loads(kept.read_text())
 
 
-def run_once(cell: Cell, folder: Path, log: Path) -> None:
-    overrides = [
-        *OBJECTIVES[cell.objective],
-        f"replay.mode={cell.mode}",
-        f"train.updates_per_step={cell.updates}",
-        f"run.seed={cell.seed}",
-        f"run.runs_dir={folder}",
-    ]
-    command = [*torchrun(1), "tools/train_moe_rl.py", "--config", str(CONFIG), *overrides]
+def run_once(cell, folder: Path, log: Path) -> None:
+    given = ["--config", str(CONFIG), *cell.overrides, f"run.runs_dir={folder}"]
+    command = [*torchrun(1), "tools/train_moe_rl.py", *given]
     with log.open("w") as out:
         status = subprocess.run(
             command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -154,24 +157,32 @@ def markdown(runs: dict[Cell, dict]) -> str:
 
 
 def spread(values: list[float]):
-    """Return a function that formats the mean of `values` with their range in a given number format."""
+    """Return a function that formats the mean of `values`, with their range if there are several, in a given number
+    format."""
+    if len(values) == 1:
+        return lambda form: f"{values[0]:{form}}"
     return lambda form: f"{statistics.fmean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
 
 
 def write(runs: dict[Cell, dict], table: str, docs: Path) -> None:
-    page, (begin, end) = docs / "stability_study.md", MARKERS
-    text = page.read_text(encoding="utf-8")
-    head, _, rest = text.partition(begin)
-    _, found, tail = rest.partition(end)
-    if not found:
-        raise SystemExit(f"{page} lacks the markers {begin} and {end}")
-    page.write_text(f"{head}{begin}\n\n{table}\n\n{end}{tail}", encoding="utf-8")
+    write_table(table, docs / "stability_study.md")
     for name, label, scale in (
         ("kl", "policy KL k3, nats/token", "log"),
         ("f2", "F(2), mean so far", "linear"),
         ("reward", "mean reward", "linear"),
     ):
         draw(runs, name, label, scale, docs / f"stability_{name}.svg")
+
+
+def write_table(table: str, page: Path) -> None:
+    """Put a table between the markers of a page."""
+    begin, end = MARKERS
+    text = page.read_text(encoding="utf-8")
+    head, _, rest = text.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{page} lacks the markers {begin} and {end}")
+    page.write_text(f"{head}{begin}\n\n{table}\n\n{end}{tail}", encoding="utf-8")
 
 
 def draw(runs: dict[Cell, dict], name: str, label: str, scale: str, file: Path) -> None:

@@ -6,7 +6,8 @@
     demo      trains the demo; docs/report.png shows its report, and README.md and docs/quickstart.md quote what it
               printed, which docs/generated/demo.txt keeps. Needs a Chromium on PATH.
     overlap   docs/measurements/overlap.png, from benchmarks/overlap.py
-    study     table and plots of docs/generated/stability_study.md, from 54 runs; an interrupted call continues
+    study     table and plots of docs/generated/stability_study.md, from 54 runs, and the table of adapter_study.md,
+              from 20; an interrupted call continues
 
 tests/tools/test_figures.py compares the quoted figures with these files.
 """
@@ -84,9 +85,10 @@ def overlap() -> None:
 
 
 def study() -> None:
-    """Make the 54 runs of the stability study, its table and its plots."""
-    written = ["benchmarks/stability_study.py", "--work", "runs/study", "--write", "docs/generated"]
-    subprocess.run([sys.executable, *written], cwd=ROOT, check=True)
+    """Make the 54 runs of the stability study, its table and its plots, and the 20 runs of the study of adapters."""
+    for script, work in (("stability_study", "study"), ("adapter_study", "adapter_study")):
+        written = [f"benchmarks/{script}.py", "--work", f"runs/{work}", "--write", "docs/generated"]
+        subprocess.run([sys.executable, *written], cwd=ROOT, check=True)
 
 
 PARTS = {"demo": demo, "overlap": overlap, "study": study}
