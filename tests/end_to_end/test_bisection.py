@@ -9,6 +9,7 @@ import pytest
 
 from moe_rl.cli import main
 from moe_rl.comparison import engine_runs, run_sides, trainer_scores
+from moe_rl.comparison.bisection import Computation
 from moe_rl.comparison.third_engine import PARTS
 from moe_rl.comparison.trainer_scores import TrainerScores
 from moe_rl.config.layout import on_one_rank
@@ -54,7 +55,7 @@ def bisected(trained, tmp_path, monkeypatch, capsys):
 
 def test_a_temperature_that_the_sampler_did_not_have_is_found(bisected, monkeypatch):
     """The run sampled at 1; its config, and so the trainer, says 0.9."""
-    monkeypatch.setattr(trainer_scores, "_SEQUENCES", 128)
+    monkeypatch.setattr(trainer_scores, "_SEQUENCES", 96)
     status, found, said = bisected("rollout.temperature=0.9")
     cause, *further = found["causes"]
     (atom,) = cause["swap"]
@@ -66,25 +67,28 @@ def test_a_temperature_that_the_sampler_did_not_have_is_found(bisected, monkeypa
     assert found["untested"]["prefix cache"] == "needs --engines"
 
 
+def test_a_trainer_that_does_not_replay_is_found(bisected, monkeypatch):
+    """The sampler is taken to have computed in float32 what the third engine does: in bfloat16 each kind of processor
+    rounds otherwise."""
+
+    def exact(settings, run, measured, *rest):
+        return Computation(settings, run, None if settings["routes"] == "recorded" else measured, *rest)
+
+    monkeypatch.setattr(run_sides, "Computation", exact)
+    monkeypatch.setattr(trainer_scores, "_SEQUENCES", 64)
+    status, found, said = bisected("replay.mode=off", "rollout.dtype=float32")
+    (cause,) = found["causes"]
+    (atom,) = cause["swap"]
+    assert (atom["cause"], atom["kind"], atom["value"]) == ("routes", "matched", "recorded"), said
+    assert cause["verdict"] == "carries" and status == 0, said
+    assert found["remaining"]["value"] < 1e-9 < found["kl"]["value"] / 1000
+
+
 def of_precision(found):
     """Whether the sampler's bfloat16 carries KL, or is named as what remains: some processors round as the third engine
     does, token by token, and some do not."""
     rows = [(one["verdict"], {atom["cause"] for atom in one["swap"]}) for one in [*found["causes"], *found["others"]]]
     return any(verdict in ("carries", "either", "size only") and causes & set(PARTS) for verdict, causes in rows)
-
-
-def test_a_trainer_that_does_not_replay_is_found_beside_the_sampler_precision(bisected):
-    """Few tokens take another expert. On some processors so few that the verdict needs more sequences."""
-    status, found, said = bisected("replay.mode=off")
-    carried = {atom["cause"] for one in found["causes"] for atom in one["swap"]}
-    assert carried <= {"routes", *PARTS} and of_precision(found), said
-    (routes,) = (
-        one
-        for one in [*found["causes"], *found["others"]]
-        if [(atom["cause"], atom["kind"]) for atom in one["swap"]] == [("routes", "matched")]
-    )
-    assert routes["alone"]["low"] > 0 and routes["verdict"] in ("carries", "either", "undecided"), said
-    assert status == (0 if found["remaining"]["value"] < found["kl"]["value"] / 2 else 3)
 
 
 def test_engines_and_ranks_that_start_again_carry_nothing(bisected):
