@@ -9,10 +9,11 @@ run(declared). So an error that the function makes under both settings cancels. 
     suspected   a side is taken to have had a setting other than the declared one, and gets the declared one
 
 A cause is found if its swap lowers the policy KL k3 = mean(exp(d) - 1 - d), d = trainer less sampler, and the interval
-of the paired fall lies above 0. For a suspected setting, the function must also come closer to what that side gave.
-Swaps are added one by one, the best first, and dropped again where the others do without them. Swaps that lower the KL
-equally well, and of which one is enough, are reported together: this batch cannot tell them apart. The intervals are
-bootstrap intervals over sequences; those that decide are divided by the number of swaps (Bonferroni).
+of the paired fall lies above 0, or nothing of the KL is left. For a suspected setting, the function must also come
+closer to what that side gave. Swaps are added one by one, the best first, and dropped again where the others do without
+them. Swaps that lower the KL equally well, and of which one is enough, are reported together: this batch cannot tell
+them apart. The intervals are bootstrap intervals over sequences; those that decide are divided by the number of swaps
+(Bonferroni).
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class _CauseSearch:
         rivals: dict[Atom, list[Swap]] = {}
         whole = float(np.nanmean(self.kl(found)))
         for _ in range(_MOST_CAUSES):
-            if np.nanmean(self.kl(found)) < _AGREE_NATS:
+            if self._agree(found):
                 break
             taken = {(atom.side, atom.cause) for atom in found}
             now = self.kl(found)
@@ -256,7 +257,7 @@ class _CauseSearch:
                 if not any((atom.side, atom.cause) in taken for atom in swap)
                 and self._fits(found, swap)
                 and (fall := float(np.nanmean(now - self.kl(found | swap)))) > _LEAST_SHARE * whole
-                and self.fall(found, found | swap, strict=True).low > 0
+                and (self._agree(found | swap) or self.fall(found, found | swap, strict=True).low > 0)
             }
             if not better:
                 break
@@ -265,6 +266,10 @@ class _CauseSearch:
             found = self._needed(found | best, whole)
             rivals |= dict.fromkeys(best & found, alike)
         return found, {atom: alike for atom, alike in rivals.items() if atom in found}
+
+    def _agree(self, found: Swap) -> bool:
+        """Return whether nothing is left of the KL. No chance makes all tokens of a batch agree."""
+        return bool(np.nanmean(self.kl(found)) < _AGREE_NATS)
 
     def _fits(self, found: Swap, swap: Swap) -> bool:
         """Return whether each suspected side's own log-probabilities come closer to what the side gave."""

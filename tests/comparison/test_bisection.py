@@ -95,6 +95,17 @@ def test_declared_differences_are_measured():
     assert "not tested: d: x" in text(bisection)
 
 
+def test_a_cause_that_shows_in_one_token_alone_is_found():
+    """No interval over sequences lies above 0, but nothing of the KL is left."""
+    sides = Sides()
+    sides.effects["a"] = [np.zeros(n) for n in LENGTHS]
+    sides.effects["a"][3][2] = 0.3
+    bisection = sides.bisected(a=1.0)
+    (cause,) = bisection.causes
+    assert [atom.cause for atom in cause.swap] == ["a"] and cause.verdict == "carries"
+    assert bisection.remaining.value == 0 and bisection.explained
+
+
 def test_causes_with_the_same_effect_are_not_told_apart():
     sides = Sides()
     sides.effects["b"] = sides.effects["a"]
