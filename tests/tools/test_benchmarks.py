@@ -2,9 +2,7 @@
 
 import ast
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -159,18 +157,27 @@ def test_a_figure_says_whether_it_holds_beside_others(benchmark, monkeypatch, tm
     assert ("DO NOT HOLD" in capsys.readouterr().out) is not hold
 
 
-def test_a_process_of_somebody_else_is_load(benchmark):
-    """One whose parent has ended."""
-    output = benchmark("output")
-    command = f"[sys.executable, '-c', {SPINS!r}], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
-    code = f"import subprocess, sys; print(subprocess.Popen({command}).pid)"
-    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+# A benchmark that prints the seconds of others while the process with this number uses one second.
+LOOKS = """
+import sys, time
+import psutil
+import output
+other, busy, own = psutil.Process(int(sys.argv[1])), output._busy(), output._own()
+end = sum(other.cpu_times()[:2]) + 1.0
+while sum(other.cpu_times()[:2]) < end:
+    time.sleep(0.05)
+print((output._busy() - busy) - (output._own() - own))
+"""
+
+
+def test_a_process_of_somebody_else_is_load():
+    other = begun([sys.executable, "-c", SPINS])
     try:
-        other, busy, own = psutil.Process(pid), output._busy(), output._own()
-        grown(lambda: sum(other.cpu_times()[:2]), by=1.0, since=0.0)
-        assert (output._busy() - busy) - (output._own() - own) > 0.5
+        command, folder = [sys.executable, "-c", LOOKS, str(other.pid)], Path(__file__).parents[2] / "benchmarks"
+        assert float(subprocess.run(command, cwd=folder, capture_output=True, check=True, text=True).stdout) > 0.5
     finally:
-        os.kill(pid, signal.SIGKILL)
+        other.kill()
+        other.wait()
 
 
 ALONE = {"simulate_cluster.py", "pairs.py", "stability_study.py", "adapter_study.py", "staleness.py", "one_node.py"}
