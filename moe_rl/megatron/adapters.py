@@ -136,8 +136,8 @@ def of_experts(adapters: Seq[Adapter]) -> tuple[float, Seq[Tensor], Seq[Tensor]]
     gradients here; what all experts share gets it with the sum over all ranks.
     """
     first, count = adapters[0], len(adapters)
-    downs = first.a.expand(count, -1, -1, -1) if first.outer is first.a else torch.stack([one.a for one in adapters])
-    ups = first.b.expand(count, -1, -1) if first.outer is first.b else torch.stack([one.rows for one in adapters])
+    downs = first.a.expand(count, -1, -1, -1) if first._outer == "a" else torch.stack([one.a for one in adapters])
+    ups = first.b.expand(count, -1, -1) if first._outer == "b" else torch.stack([one.rows for one in adapters])
     if first.outer is None:
         if first.group.size() > 1 and first.axis == 0:
             downs = copy_to_tensor_model_parallel_region(downs, group=first.group)

@@ -149,7 +149,12 @@ def _stored(file: Path, name: str, shape: tuple[int, ...], shared: bool) -> Tens
         if shared and not torch.equal(found, tensors.get_tensor(of_first_expert(name))):
             raise ConfigError(
                 "the experts of a layer have different outer matrices",
-                where={"key": "train.lora.start", "given": "train.lora.shared_outer is on", "file": file, "name": name},
+                where={
+                    "key": "train.lora.start",
+                    "given": "train.lora.shared_outer is on",
+                    "file": file,
+                    "tensor": name,
+                },
                 expected="the same matrix in all experts",
                 do="set train.lora.shared_outer to false",
             )

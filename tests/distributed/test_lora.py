@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.layout import make_layout
 from moe_rl.config.training import LoraConfig, ParallelConfig
+from moe_rl.errors import ConfigError
 from moe_rl.models.hf import read_model
 from moe_rl.models.peft import folder_problems
 from moe_rl.planning.parameters import adapter_buffers
@@ -22,6 +23,7 @@ from tests.distributed.jobs import lora
 from tests.distributed.usual import with_seeds
 from tests.support.adapted import ALPHA, RANK, AdaptedModel, random_adapters, write_adapters
 from tests.support.families import write_checkpoint
+from tests.support.refusals import refused
 
 ALL = ("attention", "mlp", "experts")
 OVERLAP = {"overlap_expert_parallel_comm": True}
@@ -245,6 +247,17 @@ def test_a_resumed_run_has_the_same_adapters_and_optimizer(saved, on_ranks, layo
     # Adam divides by the gradient's size, so an element whose gradient is rounding may move either way.
     apart = torch.cat([(here[name] - there[name]).abs().flatten() for name in there])
     assert apart.quantile(0.99) < 1e-5 < max((there[name] - updated[name]).abs().max() for name in there)
+
+
+def test_experts_that_differ_cannot_share(given):
+    from moe_rl.megatron.lora import _stored
+
+    _, start, adapters, _ = given("qwen", ALL[::2])
+    file = start / "adapter_model.safetensors"
+    name = next(name for name in adapters if outer(name) and ".experts.1." in name)
+    assert torch.equal(_stored(file, name, adapters[name].shape, shared=False), adapters[name])
+    with refused(ConfigError, "train.lora.shared_outer", key="train.lora.start", tensor=name):
+        _stored(file, name, adapters[name].shape, shared=True)
 
 
 def test_a_checkpoint_has_adapters_only(saved):

@@ -1791,6 +1791,14 @@ MUTANTS: list[Mutant] = [
             "Ranks that share an expert learn different copies of an adapter.",
             "tests/distributed/test_lora.py",
         ),
+        (
+            "one rank's gradient of what experts share",
+            "adapters.py",
+            "outer.allreduce, outer.sequence_parallel = True, sequence_parallel",
+            "outer.allreduce, outer.sequence_parallel = False, sequence_parallel",
+            "Ranks learn a shared matrix from the tokens of their own experts alone.",
+            "tests/distributed/test_lora.py",
+        ),
     ),
     *_room(
         "train",
