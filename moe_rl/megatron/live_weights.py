@@ -27,6 +27,7 @@ from moe_rl.errors import WeightSyncError, first_of
 from moe_rl.megatron import world
 from moe_rl.megatron.adapters import merged
 from moe_rl.models.hf import ModelFacts
+from moe_rl.models.peft import of_first_expert
 from moe_rl.models.weight_table import EMBEDDING, HEAD
 from moe_rl.weights.conservation import Content, PartSums, place
 from moe_rl.weights.digest import stored_dtype
@@ -75,7 +76,6 @@ _MLP = re.compile(r"(mlp|mlp\.shared_experts)\.linear_fc([12])\.weight")
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)|linear_fc([12])\.(weight|bias)(\d+))"
 )
-_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 _OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -222,7 +222,7 @@ def _adapters(held: Iterable[_Owned]) -> Iterator[_Owned]:
                 yield _Owned(parameter, one.parts, one.cut)
             elif id(parameter) not in shared:
                 shared.add(id(parameter))
-                parts = tuple(_OF_EXPERT.sub(".experts.0.", part) for part in one.parts)
+                parts = tuple(map(of_first_expert, one.parts))
                 yield _Owned(parameter, parts, one.cut, shared=True)
 
 

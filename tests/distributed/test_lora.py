@@ -319,15 +319,27 @@ def test_a_product_that_is_counted_once_per_rank_is_named(given, on_ranks):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "where", "told"),
+    ("dtype", "where", "told", "shared"),
     [
         # each rank merges A into other rows, so their sums cannot show that the copies of A differ
-        ("float32", "self_attention.linear_qkv.lora.a", ("different copies", "layer 1", "q_proj")),
-        ("bfloat16", "mlp.experts.local_experts.2.linear_fc1.lora.b", ("optimizer wrote", "expert 10", "gate_proj")),
+        ("float32", "self_attention.linear_qkv.lora.a", ("different copies", "layer 1", "q_proj"), False),
+        (
+            "bfloat16",
+            "mlp.experts.local_experts.2.linear_fc1.lora.b",
+            ("optimizer wrote", "expert 10", "gate_proj"),
+            False,
+        ),
+        (
+            "float32",
+            "mlp.experts.local_experts.2.linear_fc2.lora.b",
+            ("different copies", "expert 0", "down_proj"),
+            True,
+        ),
     ],
 )
-def test_damaged_adapters_are_named(given, on_ranks, dtype, where, told):
-    checkpoint, start, *_ = given("qwen", ALL[::2])
+def test_damaged_adapters_are_named(given, on_ranks, dtype, where, told, shared):
+    checkpoint, start, *_ = given("qwen", ALL[::2], shared)
     case = {"checkpoint": str(checkpoint), "start": str(start), "targets": ALL[::2], "train": {"dtype": dtype}}
+    case["shared"] = shared
     for said in on_ranks(2, lora.damaged, case | {"where": where, "parallel": {"tensor": 2, "expert": 2}}):
         assert all(part in said for part in told), said
