@@ -183,7 +183,9 @@ class PackedSelfAttention(SelfAttention):
         context, lengths = self.pg_collection.cp, packed_seq_params.lengths
         positions = _positions(lengths, context.rank(), context.size(), rotary_pos_emb.device)
         self._angles = rotary_pos_emb.index_select(0, positions)
-        return super().forward(*args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
+        result = super().forward(*args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
+        self._angles = None  # else every layer that is recomputed would keep them
+        return result
 
     def get_query_key_value_tensors(self, *args, **kwargs):
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)

@@ -38,7 +38,7 @@ class Shape:
         predicted: rows whose logits are used.
         dtype: the value of train.dtype.
         copies: other ranks' experts that the rank computes in each layer.
-        frozen: whether the weights of norms and of the output matrix have no gradients.
+        frozen: whether the output matrix has no gradient.
     """
 
     rows: int
@@ -52,11 +52,6 @@ class Shape:
     @property
     def bytes_each(self) -> int:
         return DTYPE_BYTES[self.dtype]
-
-    @property
-    def norm_copies(self) -> int:
-        """Return how many float32 copies of its input a norm keeps: that for the gradient of its weight is one."""
-        return 1 if self.frozen else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,28 +93,28 @@ class AdapterBytes:
 
 
 def norm_bytes(width: int, rows: int, shape: Shape) -> int:
-    """Return the bytes of a norm: rows x width x (8 + b) + 4 rows; 4 instead of 8 if its weight is frozen.
-
-    bfloat16 keeps the input and the normalised input in float32, and the output. float32 keeps the input and two
-    products. The normalised input, or one product, is for the gradient of the weight.
-    """
-    return rows * (width * (shape.norm_copies * FLOAT32 + shape.bytes_each) + FLOAT32)
+    """Return the bytes of a norm: rows x (2 b x width + 4), for the input, the output, and a factor for each row."""
+    return rows * (2 * shape.bytes_each * width + FLOAT32)
 
 
 def head_norm_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Return the bytes that the norms of queries and keys keep: for each token 8 a number (4 with frozen weights), and
-    one factor a head. A model without these norms has 0."""
+    """Return the bytes that the norms of queries and keys keep: T x (4 heads, for a factor, + b x q, where several
+    queries share a key).
+
+    Nothing keeps their outputs. Their inputs are those of the projections, but queries that share a key are a copy. A
+    model without these norms has 0.
+    """
     if not facts.qk_norm:
         return 0
-    heads = (facts.heads + facts.kv_heads) // layout.tensor
-    return shape.rows * heads * (shape.norm_copies * FLOAT32 * facts.head_dim + FLOAT32)
+    copied = facts.heads * facts.head_dim * shape.bytes_each if facts.heads != facts.kv_heads else 0
+    return shape.rows * (FLOAT32 * (facts.heads + facts.kv_heads) + copied) // layout.tensor
 
 
 def attention_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
     """Return the bytes of attention.
 
-    T x b x (output of the projections q + k + v, rotated q and k, the attention output, rotary angles of 4 head
-    dimensions). For the padded rectangles add b x (q, its output, context x (k + v)), one number wider per head for
+    T x b x (output of the projections q + k + v, rotated q and k, the attention output, a cosine and a sine for each
+    head dimension). For the padded rectangles add b x (q, its output, context x (k + v)), one number wider per head for
     sinks; a float32 for each head; and the mask: `longest` bytes where context ranks share a sequence, `longest` x b
     for windows and sinks.
     """
@@ -131,7 +126,7 @@ def attention_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
         value = output = facts.heads * facts.latent.value_dim // layout.tensor
         ranks = [rank for rank in (facts.latent.q_rank, facts.latent.kv_rank) if rank]
         latents = sum(norm_bytes(rank, shape.rows, shape) + shape.rows * rank * shape.bytes_each for rank in ranks)
-    packed = (query + key + value) + (query + key) + output + 4 * facts.head_dim
+    packed = (query + key + value) + (query + key) + output + 2 * facts.head_dim
     rectangles = query + output + layout.context * (key + value)
     if facts.sinks:
         rectangles += 2 * (facts.heads + layout.context * facts.kv_heads) // layout.tensor

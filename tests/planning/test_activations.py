@@ -51,7 +51,7 @@ def test_ranks_that_share_matrices_or_tokens_share_activations(facts):
     whole, half, context = (
         layer_bytes(facts, *of(facts, **sizes), has_experts=True) for sizes in ({}, {"tensor": 2}, {"context": 2})
     )
-    assert half > whole / 2 > 0.9 * half  # rotary angles are whole on both
+    assert half > whole / 2 > 0.9 * half  # cosines and sines are whole on both
     # keys and values of all ranks, and a mask of a byte
     extra = 256 * 2 * 2 * 32 + 256 * 128
     assert context == whole // 2 + extra
@@ -61,7 +61,7 @@ def test_ranks_that_share_matrices_or_tokens_share_activations(facts):
 def test_beyond_a_chunk_of_logits_more_rows_add_only_hidden_states(facts):
     facts = dataclasses.replace(facts, vocab=1 << 16)
     few, more = (head_bytes(facts, *of(facts, rows=rows)) for rows in (512, 1024))
-    norm, hidden = 64 * (2 * 4 + 2) + 4, 2 * 2 * 64
+    norm, hidden = 2 * 2 * 64 + 4, 2 * 2 * 64
     assert more - few == 512 * (norm + hidden)
     chunk, matrix = 1 << 24, 64 << 16
     assert few == 512 * (norm + hidden) + max(24 * chunk + 4 * matrix, 16 * chunk + 6 * matrix)
