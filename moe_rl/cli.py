@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -50,13 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # Python flushes once more while it exits.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return _READER_GONE
-        raise  # another pipe broke
+        if not _reader_is_gone():
+            raise
+        # Python flushes once more while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
+
+
+def _reader_is_gone() -> bool:
+    """Return whether nobody reads standard output any more. A flush would not tell: PYTHONUNBUFFERED leaves it
+    nothing to write."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _run(arguments: Sequence[str] | None) -> int:

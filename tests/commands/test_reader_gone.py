@@ -1,5 +1,6 @@
 """A verb whose reader has gone, as in `moe-rl show RUN | head`, ends quietly."""
 
+import io
 import os
 import sys
 
@@ -8,13 +9,18 @@ import pytest
 from moe_rl.cli import main
 
 
+PLAN, CHECK = ["plan", "--config", "configs/tiny_moe_cpu.yaml"], ["patch", "--check"]
+
+
 @pytest.mark.parametrize(
-    "arguments", [["show", "--help"], ["plan", "--config", "configs/tiny_moe_cpu.yaml"], ["patch", "--check"], []]
+    ("arguments", "unbuffered"),
+    # Where PYTHONUNBUFFERED is set, argparse itself passes over the broken pipe when it prints its help.
+    [(["show", "--help"], False), ([], False), (PLAN, False), (CHECK, False), (PLAN, True), (CHECK, True)],
 )
-def test_it_ends_without_a_word_and_with_the_status_of_sigpipe(arguments, monkeypatch, capfd):
+def test_it_ends_without_a_word_and_with_the_status_of_sigpipe(arguments, unbuffered, monkeypatch, capfd):
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w", encoding="utf-8") as gone:
+    with io.TextIOWrapper(open(writer, "wb", 0 if unbuffered else -1), write_through=unbuffered) as gone:
         monkeypatch.setattr(sys, "stdout", gone)
         assert main(arguments) == 141
     assert capfd.readouterr().err == ""
