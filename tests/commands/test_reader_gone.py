@@ -8,7 +8,6 @@ import pytest
 
 from moe_rl.cli import main
 
-
 PLAN, CHECK = ["plan", "--config", "configs/tiny_moe_cpu.yaml"], ["patch", "--check"]
 
 
