@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -156,22 +156,29 @@ class Policy:
                     do="set placement.copies to 0",
                 )
 
+    @contextmanager
     def _replay(
         self, work: Seq[Work], mode: Mode | None, name: str, watch: Watch, *, training: bool = False
-    ) -> AbstractContextManager[ReplayPass | None]:
+    ) -> Iterator[ReplayPass | None]:
         if mode is None:
-            return nullcontext()
-        return replay_pass(
-            self.chunks,
-            [one.table for one in work],
-            mode=mode,
-            name=name,
-            plans=[one.plan for one in work],
-            watch=watch,
-            training=training,
-            agreed=lambda: world.agreed("routes that it replays"),
-            lr=self.lr,
-        )
+            yield None
+            return
+        try:
+            with replay_pass(
+                self.chunks,
+                [one.table for one in work],
+                mode=mode,
+                name=name,
+                plans=[one.plan for one in work],
+                watch=watch,
+                training=training,
+                agreed=lambda: world.agreed("routes that it replays"),
+                lr=self.lr,
+            ) as replay:
+                yield replay
+        finally:
+            for router in self._routers():  # else they keep the pass, and all its routes, until the next one
+                router.handle = router.seq_params = None
 
     def score(
         self,

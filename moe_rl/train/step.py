@@ -336,6 +336,7 @@ class TrainStep:
         self._trained = {at: of_step for at, of_step in (self._trained | keys).items() if at > oldest}
         self.views = gather_views(samples, shown.passes)
         metrics = step_metrics(self.config, self.spec, shown, by_layer=measure_native)
+        self.work = []  # the device may be the sampler's next
         if replay != "off":
             metrics |= fallback
         return metrics | credit | placement | {"optim/updates": policy.updates}

@@ -27,7 +27,15 @@ def main(folder: Path) -> None:
     world.start(config.parallel, seed=1, timeout_seconds=120)
     policy = Policy(facts, config.train, config.parallel, config.model.path, temperature=config.rollout.temperature)
     step = TrainStep(config, policy, None, store, TraceSpec.of(facts))
-    keys = [sequence.key for sequence in batch.sequences]
+    keys, microbatches = [sequence.key for sequence in batch.sequences], []
+    divide = step.shares.divide
+
+    def divided(*given):
+        shares, metrics = divide(*given)
+        microbatches.extend(work for share in shares for work in share.work)
+        return shares, metrics
+
+    step.shares.divide = divided
     metrics = step.run(
         batch.sequences,
         batch.group_ids,
@@ -39,7 +47,7 @@ def main(folder: Path) -> None:
     )
     logprobs = {key: next(view.logprobs for view in views if view.logprobs) for key, views in step.views.items()}
     advantages = {key: next(view.advantages for view in views if view.advantages) for key, views in step.views.items()}
-    seen = {"metrics": metrics, "logprobs": logprobs, "advantages": advantages, "microbatches": len(step.work)}
+    seen = {"metrics": metrics, "logprobs": logprobs, "advantages": advantages, "microbatches": len(microbatches)}
     (folder / "seen.json").write_text(json.dumps(seen))
     world.stop()
 

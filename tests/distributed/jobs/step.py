@@ -1,6 +1,7 @@
 """Jobs for ranks: a training step on routes that are not all there, or not all of the present weights, and on tokens
 that were not drawn from the whole vocabulary."""
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from moe_rl.objectives.logprobs import (
     token_scores,
 )
 from moe_rl.proof.batch import batch
+from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.trace.spans import versions_of_rows
 from moe_rl.train.step import TrainStep
@@ -191,14 +193,21 @@ def one(name, plan, checkpoint, out):
         return replay(work, mode, *given, **options)
 
     step.policy._replay = replayed
+    before = tables_alive()
     ahead = patch.object(ObjectiveConfig, "needs_old_first", True) if plan.get("ahead") else nullcontext()
     try:
         with ahead:
             seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
+        assert tables_alive() == before, "a step that has ended keeps its routes on the device"
     except MoeRLError as error:
         seen = f"{type(error).__name__}: {error} [{len(passes)} passes]"
     step.policy.release()
     return seen, [chunks(plans) for plans in passes]
+
+
+def tables_alive():
+    gc.collect()
+    return sum(isinstance(one, MicrobatchRoutes) for one in gc.get_objects())
 
 
 def chunks(plans):
