@@ -25,7 +25,7 @@ def alone(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[st
 
 
 def _free_port() -> int:
-    """Return a port that is free now, and that no system gives to an outgoing connection before the script takes it."""
+    """Return a port that is free now, below those that Linux gives to outgoing connections by default."""
     while True:
         with suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
