@@ -19,8 +19,8 @@ PLAN, CHECK = ["plan", "--config", "configs/tiny_moe_cpu.yaml"], ["patch", "--ch
 def test_it_ends_without_a_word_and_with_the_status_of_sigpipe(arguments, unbuffered, monkeypatch, capfd):
     reader, writer = os.pipe()
     os.close(reader)
-    raw = open(writer, "wb", 0 if unbuffered else -1)
-    with io.TextIOWrapper(raw, "utf-8", write_through=unbuffered) as gone:
+    buffering = 0 if unbuffered else -1
+    with io.TextIOWrapper(open(writer, "wb", buffering), "utf-8", write_through=unbuffered) as gone:
         monkeypatch.setattr(sys, "stdout", gone)
         assert main(arguments) == 141
     assert capfd.readouterr().err == ""
