@@ -21,7 +21,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -43,6 +42,7 @@ from moe_rl.rollout.kept import shard_step
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.trace import TraceStore
 from tests.rollout.serving import Running, serving_run
+from tests.support.ports import free_port
 from tools.dev.runs import ROOT, Launch, RunEnded, python_path, rows
 
 TURNS, SHORT, LONGEST = 500, 40, 8192
@@ -63,7 +63,7 @@ class Night:
         self.runs = work / "runs"
         self.runs.mkdir(parents=True)
         self.given, self.token = _config(work, self.runs), self.runs / "token"
-        self.ports = [_free_port() for _ in range(2)]
+        self.ports = [free_port() for _ in range(2)]
         both = stack.enter_context(ThreadPoolExecutor())  # stays: what a thread starts may end with it
         self.servers = list(both.map(self._serve, (0, 1)))
         urls = ",".join(server.url for server in self.servers)
@@ -191,12 +191,6 @@ def _config(work: Path, runs: Path) -> Path:
     path = runs / "given.yaml"
     path.write_text(dump_config(config))
     return path
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def _say(text: str) -> None:

@@ -37,10 +37,13 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repository root, to import `tests`
+
 from output import quartiles, tell
 from peer_sides.turns import Side
 
 from moe_rl.parent import torchrun
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 SIDES = Path(__file__).parent / "peer_sides"
@@ -147,21 +150,13 @@ def write_sequences(folder: Path) -> int:
 
 def updates(folder: Path, dtype: str, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of updates in turns, ours and those of transformers. Two rounds before them warm up."""
-    rank = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    rank = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     rank["PYTHONPATH"] = str(ROOT)
     ours = Side([str(SIDES / "our_updates.py"), str(folder), dtype], [rank | {"RANK": str(n)} for n in range(2)])
     theirs = Side([str(SIDES / "transformers_updates.py"), str(folder), dtype], [TWO_THREADS])
     with ours, theirs:
         seen = [(ours.work(), theirs.work()) for _ in range(rounds + 2)][2:]
     return [a for a, _ in seen], [b for _, b in seen]
-
-
-def free_port() -> str:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
 
 
 def endless(folder: Path) -> Path:

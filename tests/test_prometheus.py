@@ -1,7 +1,5 @@
 """Prometheus text of a run: every newest number, on loopback only, and a port in use is named."""
 
-import socket
-
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,13 +7,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from moe_rl.config.load import load_config
 from moe_rl.errors import ConfigError
 from moe_rl.prometheus import serving
+from tests.support.ports import free_port
 from tests.support.refusals import refused
 
 
 @pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    return free_port()
 
 
 def scraped(port):

@@ -41,6 +41,7 @@ from moe_rl.weights.update import Files
 from tests.rollout.conftest import check_stopped, two_stop_strings
 from tests.rollout.in_flight import ENDLESS
 from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, agree, alive, serving, whole_update
+from tests.support.ports import free_port
 from tests.support.refusals import refused, tells
 from tests.vllm.test_gate import CHANGES, DOCUMENTED, asked
 
@@ -442,9 +443,7 @@ def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, 
     assert "readable by others" in problems(**one | {"rollout.token_file": tmp_path / "token"})[0]
     (tmp_path / "token").chmod(0o600)
     assert "HTTP 401" in problems(**one | {"rollout.token_file": tmp_path / "token"})[0]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        gone = f"http://127.0.0.1:{free.getsockname()[1]}"
+    gone = f"http://127.0.0.1:{free_port()}"
     (problem,) = problems(**{"rollout.servers": f"[{server.url},{gone}]"})
     assert "cannot be reached" in problem and gone in problem
     assert "does not see the folder" in problems(**one | {"run.runs_dir": tmp_path / "runs"})[0]
@@ -631,9 +630,7 @@ def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
     api_server.make_token(stranger)
     with pytest.raises(EngineError, match="HTTP 401"):
         VllmServer(server.url, stranger).stats()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EngineError, match="cannot be reached"):
         VllmServer(url, stranger).stats()
     alive(server)
@@ -681,8 +678,7 @@ def test_a_run_on_two_nodes_ends_with_its_server(server, checkpoint, tmp_path):
     (scratch,) = server.temporary.glob("moe_rl-engine-*")
     assert any(path.is_socket() for path in scratch.iterdir())
     runs, token = Path(server.ready["trace_root"]), server.ready["token_file"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
     command += ["tools/train_moe_rl.py", "--config", "configs/tiny_moe_cpu.yaml", "run.steps=500"]

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ import pytest
 from moe_rl.config.environment import EnvironmentConfig
 from moe_rl.errors import ConfigError
 from moe_rl.tasks.environments.environment_pool import EnvironmentPool, Episode
+from tests.support.ports import free_port
 from tests.tasks.model_stub import ModelStub
 
 ADAPTERS = "moe_rl.tasks.environments.adapters"
@@ -180,8 +180,7 @@ class PackageServer:
     """Runs openenv_guess.py."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         script = Path(__file__).with_name("openenv_guess.py")
         self._process = subprocess.Popen([PYTHON, str(script), str(port)])

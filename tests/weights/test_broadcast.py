@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from moe_rl.weights.digest import info_of
 from moe_rl.weights.intake import Intake
 from moe_rl.weights.reader import Reader
 from moe_rl.weights.update import Broadcast, Received, SenderAt, WeightUpdate
+from tests.support.ports import free_port
 from tests.support.refusals import refused
 from tests.weights import sending
 from tests.weights.sending import ALONE, BUCKET, broadcast, in_buckets
@@ -440,8 +440,7 @@ def test_a_trainer_that_is_gone_does_not_hold_the_worker_up(monkeypatch):
     from moe_rl.weights.broadcast import Receiver
 
     monkeypatch.setattr("moe_rl.weights.broadcast._REACHED", timedelta(seconds=1))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=f"trainer cannot be reached.*rank 7, 127.0.0.1:{port}"):
         Receiver(Broadcast([SenderAt(7, "127.0.0.1", port)], [], 2, 1), 1, CPU)
