@@ -54,9 +54,9 @@ def find(folder: Path, step: int | Literal["best"] | None = None) -> Path:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    found = dict(complete(folder))
-    if step is None and found:
-        step = max(found)
+    checkpoints = dict(complete(folder))
+    if step is None and checkpoints:
+        step = max(checkpoints)
     if step == BEST:
         if (link := folder / BEST).is_dir():
             return folder / link.readlink()
@@ -67,17 +67,17 @@ def find(folder: Path, step: int | Literal["best"] | None = None) -> Path:
             expected="a run with eval.best in which a trained policy was better than the initial one",
             do="choose a checkpoint by its number",
         )
-    if step not in found:
+    if step not in checkpoints:
         raise CheckpointError(
-            "there is no such checkpoint" if found else "the run has no checkpoint",
+            "there is no such checkpoint" if checkpoints else "the run has no checkpoint",
             where={"folder": folder},
-            got="none" if not found else f"after steps {', '.join(map(str, found))}",
+            got="none" if not checkpoints else f"after steps {', '.join(map(str, checkpoints))}",
             expected=f"{name_of(step)}" if step else "step-<number>",
             do="choose one of these with --step"
-            if found
+            if checkpoints
             else "begin the run again in its folder with --step 0, or start a new one",
         )
-    return found[step]
+    return checkpoints[step]
 
 
 def to_resume_instead(path: Path) -> str:

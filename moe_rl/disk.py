@@ -66,8 +66,8 @@ def _reason(error: BaseException, path: Path, size: int | None) -> tuple[str, st
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     cause = cause or error
-    told = re.search(r"\(os error (\d+)\)", str(error))  # safetensors
-    number = cause.errno if isinstance(cause, OSError) else int(told[1]) if told else None
+    match = re.search(r"\(os error (\d+)\)", str(error))  # safetensors
+    number = cause.errno if isinstance(cause, OSError) else int(match[1]) if match else None
     full = _FULL.get(number or 0, "")
     facts = [f"{type(cause).__name__}: {cause}"]
     if size is not None:

@@ -232,8 +232,8 @@ class _Problems(MoeRLError):
     """
 
     def __init__(self, problems: Sequence[str] | str, **parts: Unpack[Parts]):
-        found = [describe(problems, **parts) if parts else problems] if isinstance(problems, str) else problems
-        self.problems = [problem if isinstance(problem, Problem) else Problem(problem) for problem in found]
+        texts = [describe(problems, **parts) if parts else problems] if isinstance(problems, str) else problems
+        self.problems = [problem if isinstance(problem, Problem) else Problem(problem) for problem in texts]
         super().__init__("\n".join(self.problems))
 
     @property

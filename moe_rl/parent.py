@@ -78,9 +78,9 @@ def kill_marked(mark: str) -> None:
     wanted, began, searches = f"{_MARK}={mark}".encode(), time.monotonic(), 0
     # One search may miss a process that is just starting another program.
     while searches < _SEARCHES and time.monotonic() < began + _SEARCH_SECONDS:
-        found = [pid for pid in _pids() if wanted in _read_of(pid, "environ").split(b"\0")]
-        searches = 0 if found else searches + 1
-        for pid in found:
+        pids = [pid for pid in _pids() if wanted in _read_of(pid, "environ").split(b"\0")]
+        searches = 0 if pids else searches + 1
+        for pid in pids:
             if time.monotonic() < began + _TRACKER_SECONDS and _TRACKER in _read_of(pid, "cmdline"):
                 time.sleep(0.01)  # it needs a processor to end
                 continue

@@ -17,6 +17,6 @@ def find(path: Path) -> Path:
     """Return the shipped file for a path `configs/...` or `assets/...` that the working directory lacks. Return any
     other path unchanged."""
     if path.parts[:1] in (("configs",), ("assets",)) and not path.exists():
-        ours = shipped(path.parts[0]).joinpath(*path.parts[1:])
-        return ours if ours.exists() else path
+        file = shipped(path.parts[0]).joinpath(*path.parts[1:])
+        return file if file.exists() else path
     return path

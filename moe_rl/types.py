@@ -139,26 +139,26 @@ class _Dialogue:
     @property
     def ids(self) -> tuple[int, ...]:
         """Return all tokens in their order: prompt, sampled and inserted ones."""
-        found, done = self.prompt_token_ids, 0
-        for one in self.inserted:
-            found += self.token_ids[done : one.after] + one.token_ids
-            done = one.after
-        return found + self.token_ids[done:]
+        ids, done = self.prompt_token_ids, 0
+        for insertion in self.inserted:
+            ids += self.token_ids[done : insertion.after] + insertion.token_ids
+            done = insertion.after
+        return ids + self.token_ids[done:]
 
     @property
     def positions(self) -> np.ndarray:
         """Return the position int64 [T] of each sampled token among all tokens."""
-        found = np.arange(len(self.prompt_token_ids), len(self.prompt_token_ids) + len(self.token_ids))
-        for one in self.inserted:
-            found[one.after :] += len(one.token_ids)
-        return found
+        positions = np.arange(len(self.prompt_token_ids), len(self.prompt_token_ids) + len(self.token_ids))
+        for insertion in self.inserted:
+            positions[insertion.after :] += len(insertion.token_ids)
+        return positions
 
     @property
     def forwarded(self) -> int:
         """Return the number of tokens that the sampler forwarded, hence of route rows: all but the last sampled
         token."""
-        given = sum(len(one.token_ids) for one in self.inserted)
-        return len(self.prompt_token_ids) + given + len(self.token_ids) - 1
+        inserted = sum(len(insertion.token_ids) for insertion in self.inserted)
+        return len(self.prompt_token_ids) + inserted + len(self.token_ids) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,9 +429,9 @@ class Sequence(_Dialogue):
 
     def verdict_of(self, group: int) -> str:
         """Return a digest, 16 hex digits, of the values that this sequence's advantage in a group is computed from."""
-        rewards = (float(one).hex() for one in (self.reward, *(turn.reward for turn in self.turns)))
-        told = f"{self.seal} {self.segment_of} {group} {' '.join(rewards)}"
-        return xxhash.xxh3_64_hexdigest(told.encode())
+        rewards = (float(reward).hex() for reward in (self.reward, *(turn.reward for turn in self.turns)))
+        text = f"{self.seal} {self.segment_of} {group} {' '.join(rewards)}"
+        return xxhash.xxh3_64_hexdigest(text.encode())
 
     @property
     def completion(self) -> str:
@@ -474,7 +474,7 @@ def unit_lengths(sequences: list[Sequence]) -> list[int]:
 
 def _places(keys: Iterable[str]) -> list[list[int]]:
     """Return the places of each key, in the order of their first places."""
-    found: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for place, key in enumerate(keys):
-        found.setdefault(key, []).append(place)
-    return list(found.values())
+        places.setdefault(key, []).append(place)
+    return list(places.values())

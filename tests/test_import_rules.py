@@ -210,6 +210,26 @@ def test_a_name_stands_for_one_thing():
     assert [name for name, times in Counter(classes).items() if times > 1] == []
 
 
+def test_a_variable_is_named_for_what_it_holds():
+    """Nobody can tell what `one`, `at` or `found` is. A field may be called so: its class says what it is."""
+    vague = []
+    for path in (ROOT / "moe_rl").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        fields = [
+            entry.target
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for entry in node.body
+            if isinstance(entry, ast.AnnAssign)
+        ]
+        for node in ast.walk(tree):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields
+            name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+            if name in ("one", "at", "found"):
+                vague.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not vague
+
+
 def test_torch_free_rooms_import_without_torch():
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

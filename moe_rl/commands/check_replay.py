@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
     print(report)
     if options.json:
         claims = [
-            {"name": one.name, "status": one.status, "power": one.power, "found": list(one.found)}
-            for one in report.claims
+            {"name": claim.name, "status": claim.status, "power": claim.power, "found": list(claim.found)}
+            for claim in report.claims
         ]
         write_json(options.json, {"claims": claims, "faults": report.faults})
     return 1 if report.faults else 0

@@ -116,10 +116,10 @@ def run(options: argparse.Namespace) -> int:
         if options.bisect or options.engines:
             return _bisect(options)
         config, folder = _configure(options)
-        found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
+        all_problems = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
         if options.config or options.sampler_dtype or options.budget_tokens:
-            found += installation_problems(config)
-        refuse(found)
+            all_problems += installation_problems(config)
+        refuse(all_problems)
     except MoeRLError as error:
         if rank == 0:
             print(f"moe_rl: {error}", file=sys.stderr)
@@ -153,13 +153,13 @@ def _bisect(options: argparse.Namespace) -> int:
 
     out = options.out or run.path
     with _sides(config, run, out if options.engines else None) as (sampler, trainer, untested):
-        found = bisect(sampler, trainer, untested=untested, seed=config.run.seed)
-    print(text(found))
-    content = json.dumps(asdict(found), indent=1) + "\n"
+        bisection = bisect(sampler, trainer, untested=untested, seed=config.run.seed)
+    print(text(bisection))
+    content = json.dumps(asdict(bisection), indent=1) + "\n"
     for path in filter(None, (out / "bisection.json", options.json)):
         write_whole(path, content)
     print(f"written: {out / 'bisection.json'}")
-    return 0 if found.explained else 3
+    return 0 if bisection.explained else 3
 
 
 @contextmanager

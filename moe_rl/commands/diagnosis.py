@@ -50,8 +50,8 @@ def installation_problems(config: Config | None = None) -> list[Problem]:
     Without a config, this checks what every run needs. If vLLM samples on this machine, its patches are checked too;
     servers check their own.
     """
-    found = {part: found_version(part) for part in ALWAYS if part is not VLLM}
-    unfit = [_unfit(part, version) for part, version in found.items() if not fits(part, version)]
+    versions = {part: found_version(part) for part in ALWAYS if part is not VLLM}
+    unfit = [_unfit(part, version) for part, version in versions.items() if not fits(part, version)]
     problems = [*unfit, *_broken_engine()]
     if config is None or not config.rollout.servers:
         problems += patches.problems(capture="patch" if config is None else config.rollout.capture)
@@ -64,9 +64,9 @@ def tracker_problems(config: Config) -> Iterator[Problem]:
     """Yield why a tracker that the run asks for cannot be used on this machine. Only the machine of rank 0 needs it."""
     for name in config.report.trackers:
         part = TRACKERS[name]
-        if not fits(part, found := found_version(part)):
+        if not fits(part, version := found_version(part)):
             do = f"{with_extra(name)}, or leave {name} out"
-            yield _unfit(part, found, {"key": "report.trackers", "part": part.name}, do)
+            yield _unfit(part, version, {"key": "report.trackers", "part": part.name}, do)
         elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
             yield describe(
                 "MLflow does not know where to send the run",
@@ -110,9 +110,9 @@ def _engine_problems(config: Config, engine: str) -> Iterator[Problem]:
         )
 
 
-def fits(part: Requirement, found: str) -> bool:
+def fits(part: Requirement, installed: str) -> bool:
     """Return whether a version meets the requirement of `part`. Local labels ("2.13.0+cu130") are ignored."""
-    return bool(found) and SpecifierSet(part.required).contains(found, prereleases=True)
+    return bool(installed) and SpecifierSet(part.required).contains(installed, prereleases=True)
 
 
 def diagnose(machine: Machine, config: Config | None = None) -> Diagnosis:
@@ -143,10 +143,10 @@ def _server_problems(config: Config) -> list[Problem]:
         return error.problems
 
 
-def _unfit(part: Requirement, found: str, where: About | None = None, do: str = "") -> Problem:
+def _unfit(part: Requirement, version: str, where: About | None = None, do: str = "") -> Problem:
     usual = "run make venv" if part in ALWAYS and part is not PYTHON else "install it"
-    what, where = "this version was never tested" if found else "not installed", where or {"part": part.name}
-    return describe(what, where=where, got=found or None, expected=part.required, do=do or usual)
+    what, where = "this version was never tested" if version else "not installed", where or {"part": part.name}
+    return describe(what, where=where, got=version or None, expected=part.required, do=do or usual)
 
 
 def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[Problem]:
@@ -193,12 +193,12 @@ def _apex(machine: Machine) -> Iterator[str]:
 
 
 def _without(machine: Machine) -> Iterator[str]:
-    found = machine.found[TRANSFORMER_ENGINE.name]
+    version = machine.found[TRANSFORMER_ENGINE.name]
     if not machine.gpus:
         yield "no GPU: ranks communicate with gloo, layers are torch's, vLLM must be its CPU build"
-    elif not fits(TRANSFORMER_ENGINE, found):
+    elif not fits(TRANSFORMER_ENGINE, version):
         adam = "apex's fused one" if machine.apex == "NVIDIA's" else "torch's"
         yield (
-            f"{TRANSFORMER_ENGINE.name} {found or 'is not installed'}: experts run one by one, attention pads "
+            f"{TRANSFORMER_ENGINE.name} {version or 'is not installed'}: experts run one by one, attention pads "
             f"sequences to rectangles, Adam is {adam}"
         )

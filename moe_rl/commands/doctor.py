@@ -36,16 +36,16 @@ def run(options: argparse.Namespace) -> int:
 
 def verdict(machine: Machine, part: Requirement) -> str:
     """Return a word or two about a part: whether it is present, and whether this version has been run."""
-    found = machine.found[part.name]
-    if not found:
+    version = machine.found[part.name]
+    if not version:
         return "missing" if part in ALWAYS else "absent"
     if part is VLLM:
         return machine.vllm_state
     if part.name == "NVIDIA apex":
         return machine.apex
-    if not fits(part, found):
+    if not fits(part, version):
         return "never run"
-    return "as run" if found.partition("+")[0] == part.tested or part.name == "Python" else "fits"
+    return "as run" if version.partition("+")[0] == part.tested or part.name == "Python" else "fits"
 
 
 def render(machine: Machine, diagnosis: Diagnosis) -> str:

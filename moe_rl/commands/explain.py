@@ -59,11 +59,11 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.proof.explanation import explain
 
     with _published(options.run, folder, evidence) as (weights, trained):
-        found = explain(evidence, rows, weights, trained)
-    print("\n".join(_lines(found)))
+        explanation = explain(evidence, rows, weights, trained)
+    print("\n".join(_lines(explanation)))
     if options.json:
-        write_json(options.json, {"evidence": str(folder), **asdict(evidence), **asdict(found)})
-    return int(found.verdict == "undecided")
+        write_json(options.json, {"evidence": str(folder), **asdict(evidence), **asdict(explanation)})
+    return int(explanation.verdict == "undecided")
 
 
 def _folder(run: Path, name: str | None) -> Path:
@@ -87,19 +87,19 @@ def _published(run: Path, folder: Path, evidence: Evidence) -> Iterator[tuple[di
     weights: dict[int, Path] = {}
     trained: Path | None = None
     with tempfile.TemporaryDirectory(prefix="moe-rl-explain-") as spare:
-        for one in evidence.weights:
-            path = folder / one.path  # an absolute path stays as it is
+        for kept in evidence.weights:
+            path = folder / kept.path  # an absolute path stays as it is
             if not path.exists():
-                print(f"  weights of version {one.version} are gone: {path}")
+                print(f"  weights of version {kept.version} are gone: {path}")
                 continue
-            if not one.published:
+            if not kept.published:
                 config, checkpoint = on_one_rank(load_config(run_folder.RunFolder(run).config)), path
-                path = Path(spare) / f"version{one.version}"
+                path = Path(spare) / f"version{kept.version}"
                 write_weights(checkpoint, path, config, read_model(config.model.path), config.train.dtype)
-            if one.version == evidence.version and one.updates == evidence.updates:
+            if kept.version == evidence.version and kept.updates == evidence.updates:
                 trained = path
-            if not one.updates:
-                weights[one.version] = path
+            if not kept.updates:
+                weights[kept.version] = path
         yield weights, trained
 
 
@@ -112,14 +112,14 @@ def _about(folder: Path, evidence: Evidence) -> list[str]:
         f"  step {evidence.step}, {evidence.what}: {lr}, staleness {evidence.staleness}{power}",
         f"  {evidence.error}: {evidence.message}",
         f"  kept: {len(evidence.sequences)} sequences; weights of "
-        + (", ".join(f"version {one.version}" for one in evidence.weights) or "no version"),
+        + (", ".join(f"version {kept.version}" for kept in evidence.weights) or "no version"),
         *(f"  not kept: {what}" for what in evidence.left_out),
     ]
 
 
-def _lines(found: Explanation) -> list[str]:
+def _lines(answer: Explanation) -> list[str]:
     """Format the comparisons and the verdict."""
-    sides = [("sampler", side) for side in found.sampler] + ([("trainer", found.trainer)] if found.trainer else [])
+    sides = [("sampler", side) for side in answer.sampler] + ([("trainer", answer.trainer)] if answer.trainer else [])
     header = "  engine   weights  choices  near ties  beyond  largest margin / near tie   nats / explained by rounding"
     lines = [header, *(_line(name, side) for name, side in sides)]
     for name, side in sides:
@@ -129,11 +129,11 @@ def _lines(found: Explanation) -> list[str]:
             lines.append(
                 f"  {name}: most in {key}, row {row}, layer {layer}" + (f"; by layer: {layers}" if layers else "")
             )
-    if found.moved is not None:
+    if answer.moved is not None:
         lines.append(
-            f"  older weights made the record: {found.moved:.1%} of its choices differ under the trainer's weights"
+            f"  older weights made the record: {answer.moved:.1%} of its choices differ under the trainer's weights"
         )
-    return [*lines, f"verdict: {found.verdict}: {found.why}"]
+    return [*lines, f"verdict: {answer.verdict}: {answer.why}"]
 
 
 def _line(name: str, side: Side) -> str:

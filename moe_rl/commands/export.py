@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> int:
     if ranks == 1 and not any(text.startswith("parallel.") for text in options.overrides):
         config = on_one_rank(config)
     facts, dtype = read_model(config.model.path), options.dtype or config.train.dtype
-    if found := list(layout_problems(config.parallel, config.train, facts, ranks)):
-        raise ConfigError(found)
+    if problems := list(layout_problems(config.parallel, config.train, facts, ranks)):
+        raise ConfigError(problems)
     if options.adapter and config.train.lora is None:
         raise ConfigError("this run trained no adapters", where={"key": "train.lora"}, do="leave --adapter out")
     path = checkpoints.find(folder.checkpoints, options.step)

@@ -118,7 +118,7 @@ def found_version(part: Requirement) -> str:
         return platform.python_version()
     if part is CUDA:
         return cuda_of_torch()
-    return next((found for one in part.distributions if (found := _version(one))), "")
+    return next((release for distribution in part.distributions if (release := _version(distribution))), "")
 
 
 def _version(distribution: str) -> str:
@@ -168,8 +168,8 @@ def transformer_engine_fault() -> str:
     for library in ("libtransformer_engine", "transformer_engine_torch"):
         if not any(any(folder.glob(f"{library}*.so")) for folder in folders):
             return f"no {library}*.so"
-    parts = {part: found for part in _ENGINE_PARTS if (found := _version(part))}
-    return "" if len(set(parts.values())) == 1 else ", ".join(f"{part} {found}" for part, found in parts.items())
+    parts = {part: release for part in _ENGINE_PARTS if (release := _version(part))}
+    return "" if len(set(parts.values())) == 1 else ", ".join(f"{part} {release}" for part, release in parts.items())
 
 
 def gpus() -> tuple[Gpu, ...]:

@@ -49,16 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Play the rows. Returns the exit status: 0 when all have rewards, 1 when some failed, 2 for an explained error."""
     played = asyncio.run(_play(options))
-    found = summary(played)
-    mean = "none" if found["reward"] is None else f"{found['reward']:.4g}"
+    totals = summary(played)
+    mean = "none" if totals["reward"] is None else f"{totals['reward']:.4g}"
     print(
-        f"{found['rows']} rows: {found['scored']} scored, {found['failed']} failed; mean reward {mean}, "
-        f"{found['turns']} turns, {found['tokens']} tokens ({found['sampled_tokens']} sampled)"
+        f"{totals['rows']} rows: {totals['scored']} scored, {totals['failed']} failed; mean reward {mean}, "
+        f"{totals['turns']} turns, {totals['tokens']} tokens ({totals['sampled_tokens']} sampled)"
     )
     if options.json:
-        rows = [asdict(one) | {"reward": one.reward} for one in played]
-        write_json(options.json, {"environment": options.environment, "summary": found, "rows": rows})
-    return 1 if found["failed"] else 0
+        rows = [asdict(row) | {"reward": row.reward} for row in played]
+        write_json(options.json, {"environment": options.environment, "summary": totals, "rows": rows})
+    return 1 if totals["failed"] else 0
 
 
 async def _play(options: argparse.Namespace) -> list[PlayedRow]:
@@ -77,48 +77,48 @@ async def _play(options: argparse.Namespace) -> list[PlayedRow]:
         python=options.python,
     ) as pool:
         async with GatewayOwner(options.gateway, token, turns=options.turns, tokens=options.tokens) as owner:
-            async for one in play_rows(rows, pool, owner):
-                print(text(one), flush=True)
-                played.append(one)
-    return sorted(played, key=lambda one: one.row)
+            async for row in play_rows(rows, pool, owner):
+                print(text(row), flush=True)
+                played.append(row)
+    return sorted(played, key=lambda result: result.row)
 
 
 def read_data(file: str, most: int | None) -> list[Mapping[str, Any]]:
     """Return the first rows of a file. Raises DataError for a row that cannot be read, and if there are no rows."""
-    at: About = {"option": "--data", "file": file}
+    source: About = {"option": "--data", "file": file}
     if Path(file).suffix not in (".jsonl", ".parquet"):
-        raise DataError("rows cannot be read from this file", where=at, expected="FILE.jsonl or FILE.parquet")
+        raise DataError("rows cannot be read from this file", where=source, expected="FILE.jsonl or FILE.parquet")
     rows: list[Mapping[str, Any]] = []
     for where, row in islice(read_rows(PromptSourceConfig(name="data", data=file), "--data", set()), most):
         if isinstance(row, ValueError):
             raise DataError("a row cannot be read", where=where, got=row)
         rows.append(row)
     if not rows:
-        raise DataError("there are no rows", where=at)
+        raise DataError("there are no rows", where=source)
     return rows
 
 
-def text(one: PlayedRow) -> str:
+def text(row: PlayedRow) -> str:
     """Format the result of one row."""
-    undelivered = f" and {one.undelivered} that it never received" if one.undelivered else ""
-    has = f"{one.turns} turns{undelivered}, {one.tokens} tokens ({one.sampled_tokens} sampled), {one.seconds:.1f} s"
-    head = f"row {one.row}, session {one.session}: "
-    if one.rewards is None:
-        lines = [line for line in one.traceback.splitlines() if line.strip()][-_SHOWN_LINES:]
-        return "\n".join([f"{head}failed, {has}: {one.problem}", *(f"    {line}" for line in lines)])
-    by_turn = f" ({', '.join(f'{reward:g}' for reward in one.rewards)})" if isinstance(one.rewards, tuple) else ""
-    return f"{head}reward {one.reward:g}{by_turn}, {has}"
+    undelivered = f" and {row.undelivered} that it never received" if row.undelivered else ""
+    has = f"{row.turns} turns{undelivered}, {row.tokens} tokens ({row.sampled_tokens} sampled), {row.seconds:.1f} s"
+    head = f"row {row.row}, session {row.session}: "
+    if row.rewards is None:
+        lines = [line for line in row.traceback.splitlines() if line.strip()][-_SHOWN_LINES:]
+        return "\n".join([f"{head}failed, {has}: {row.problem}", *(f"    {line}" for line in lines)])
+    by_turn = f" ({', '.join(f'{reward:g}' for reward in row.rewards)})" if isinstance(row.rewards, tuple) else ""
+    return f"{head}reward {row.reward:g}{by_turn}, {has}"
 
 
 def summary(played: Sequence[PlayedRow]) -> dict[str, Any]:
     """Return counts, and the mean reward of the rows that have one."""
-    rewards = [one.reward for one in played if one.reward is not None]
+    rewards = [row.reward for row in played if row.reward is not None]
     return {
         "rows": len(played),
         "scored": len(rewards),
         "failed": len(played) - len(rewards),
         "reward": sum(rewards) / len(rewards) if rewards else None,
-        **{name: sum(getattr(one, name) for one in played) for name in _SUMMED},
+        **{name: sum(getattr(row, name) for row in played) for name in _SUMMED},
     }
 
 

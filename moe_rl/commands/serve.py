@@ -117,12 +117,12 @@ def _run_gateway(options: argparse.Namespace) -> None:
         ConfigError: the folder to resume is not a gateway's, is in use, or a key that must not change is changed.
     """
     others = [f"--{name.replace('_', '-')}" for name in (*_OF_THE_RUN, *_OF_A_SERVER) if getattr(options, name)]
-    given = [name for name in ("config", "resume") if getattr(options, name) is not None]
-    if others or options.further or len(given) != 1:
+    named = [name for name in ("config", "resume") if getattr(options, name) is not None]
+    if others or options.further or len(named) != 1:
         raise EngineError(
             "everything about a gateway but its address is in the config",
             where={"option": "--gateway"},
-            got=", ".join([*others, *options.further]) or " and ".join(f"--{one}" for one in given) or "no --config",
+            got=", ".join([*others, *options.further]) or " and ".join(f"--{name}" for name in named) or "no --config",
             do="give --config FILE, or --resume DIR to continue, and change single values with a.b=c",
         )
     # Imported late: a vLLM server does not need these.
@@ -172,8 +172,8 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
             token_file=options.token_file,
             **address,
         )
-    if given := [f"--{name.replace('_', '-')}" for name in _OF_THE_RUN if getattr(options, name) is not None]:
-        raise EngineError("says this already", where={"option": "--config"}, got=", ".join(given), do="leave it out")
+    if repeated := [f"--{name.replace('_', '-')}" for name in _OF_THE_RUN if getattr(options, name) is not None]:
+        raise EngineError("says this already", where={"option": "--config"}, got=", ".join(repeated), do="leave it out")
     config = load_config(options.config, options.overrides)
     refuse(list(passed_problems(config)))
     if config.rollout.capture == "native":

@@ -92,13 +92,13 @@ def _earned(run: Path, name: str) -> Iterator[str]:
         batch = KeptRollouts(run / "rollouts", TraceStore(run / "trace")).load(step)
     except MoeRLError:  # not judged yet
         return
-    own = [sequence for sequence in batch.sequences if sequence.segment_of == name]
-    if not own:
+    sequences = [sequence for sequence in batch.sequences if sequence.segment_of == name]
+    if not sequences:
         yield "  not trained on: the episode failed, or its group was not chosen"
         return
-    yield f"  step {step}: reward {own[0].reward:g}, trained on as {len(own)} sequences"
-    keys = {sequence.key for sequence in own}
-    for sample in (one for one in (read_samples(run) if (run / FILE).exists() else []) if one.key in keys):
+    yield f"  step {step}: reward {sequences[0].reward:g}, trained on as {len(sequences)} sequences"
+    keys = {sequence.key for sequence in sequences}
+    for sample in (line for line in (read_samples(run) if (run / FILE).exists() else []) if line.key in keys):
         advantage = f", {sample.shown_advantages}" if sample.advantages else ""
         apart = "" if math.isnan(sample.mismatch) else f", mismatch {sample.mismatch:.4f} nats/token"
         parts = ", ".join(f"{part} {value:g}" for part, value in sample.parts.items())
@@ -148,11 +148,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _profile_lines(run: Path) -> list[str]:
     folder = RunFolder(run).profiles
-    found = sorted(folder.glob("step*"))
-    if not found:
+    files = sorted(folder.glob("step*"))
+    if not files:
         do = "set report.profile, such as report.profile.steps=[3]; a resumed run may set it too"
         raise DataError("the run has recorded no step", where={"folder": folder}, do=do)
-    lines = [f"{binary(path.stat().st_size):>10}  {path}" for path in found]
+    lines = [f"{binary(path.stat().st_size):>10}  {path}" for path in files]
     return [*lines, "open .json.gz in Perfetto or chrome://tracing, and .pickle in PyTorch's memory viewer"]
 
 
@@ -172,9 +172,11 @@ def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[Sampl
             where: About = {"file": options.run / FILE}
             raise DataError("the run has no samples of this step", where=where, got=got, expected=expected)
     if options.best or options.worst:
-        samples = sorted(samples, key=lambda one: one.reward, reverse=options.best)
+        samples = sorted(samples, key=lambda sample: sample.reward, reverse=options.best)
     elif options.mismatch:
-        samples = sorted(samples, key=lambda one: -math.inf if math.isnan(one.mismatch) else one.mismatch, reverse=True)
+        samples = sorted(
+            samples, key=lambda sample: -math.inf if math.isnan(sample.mismatch) else sample.mismatch, reverse=True
+        )
     return samples[: max(1, options.count)]
 
 
@@ -196,10 +198,10 @@ def text(sample: SampleLine) -> str:
 def _turns(sample: SampleLine) -> Iterable[str]:
     """Yield the texts that the model sampled and those that it was given, in turn."""
     done = 0
-    for one in sample.inserted:
-        yield indented("said", "".join(sample.pieces[done : one.after]))
-        yield indented("given", one.text)
-        done = one.after
+    for insertion in sample.inserted:
+        yield indented("said", "".join(sample.pieces[done : insertion.after]))
+        yield indented("given", insertion.text)
+        done = insertion.after
     yield indented("said", "".join(sample.pieces[done:]))
 
 
@@ -210,11 +212,11 @@ def _largest(sample: SampleLine) -> Iterable[str]:
         return
     yield "  token     text             sampler  trainer  difference layers that differ"
     sizes = [math.inf if math.isnan(value) else abs(value) for value in differences]
-    for at in sorted(sorted(range(len(sizes)), key=lambda at: -sizes[at])[:_TOKENS]):
-        layers = sample.layers_at(at)
-        both = f"{_number(sample.sampler_logprobs[at]):>8} {_number(sample.trainer_logprobs[at]):>8}"
-        apart = f"{differences[at]:>+11.4f} {'-' if layers is None else layers}"
-        yield f"  {at:<9} {sample.pieces[at]!r:<15} {both} {apart}"
+    for position in sorted(sorted(range(len(sizes)), key=lambda index: -sizes[index])[:_TOKENS]):
+        layers = sample.layers_at(position)
+        logprobs = f"{_number(sample.sampler_logprobs[position]):>8} {_number(sample.trainer_logprobs[position]):>8}"
+        apart = f"{differences[position]:>+11.4f} {'-' if layers is None else layers}"
+        yield f"  {position:<9} {sample.pieces[position]!r:<15} {logprobs} {apart}"
 
 
 def _number(value: float | None) -> str:

@@ -57,16 +57,16 @@ def model_to_plan(
         here = describe(
             "the checkpoint, planned with model.published", where={"key": "model.path"}, got=f"no {config.model.path}"
         )
-        found = [*config_problems(config, facts, world_size), *prompt_problems(config)]
-        return facts, found, [here, *absent_problems(config), *installed]
-    found = problems(config, world_size) + installed
+        all_problems = [*config_problems(config, facts, world_size), *prompt_problems(config)]
+        return facts, all_problems, [here, *absent_problems(config), *installed]
+    all_problems = problems(config, world_size) + installed
     try:
         facts = read_model(config.model.path)
     except ConfigError:
-        return None, found, []  # already among the problems
-    if first and not found:  # it takes seconds
-        found = reading_problems(config.model.path / "config.json", facts)
-    return facts, found, []
+        return None, all_problems, []  # already among the problems
+    if first and not all_problems:  # it takes seconds
+        all_problems = reading_problems(config.model.path / "config.json", facts)
+    return facts, all_problems, []
 
 
 def every_problem(
@@ -76,19 +76,19 @@ def every_problem(
 
     first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
     """
-    facts, found, absent = model_to_plan(config, world_size, begins=folder is None or again, first=first)
-    found += [*node_problems(os.environ), *start_problems(config), *(tracker_problems(config) if first else ())]
+    facts, all_problems, absent = model_to_plan(config, world_size, begins=folder is None or again, first=first)
+    all_problems += [*node_problems(os.environ), *start_problems(config), *(tracker_problems(config) if first else ())]
     task = None
     if facts is not None:
         plan = make_plan(config, facts, world_size)
-        found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
+        all_problems += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
         if first and not absent:
-            task, wrong = read_task(config, facts, found)
-            found += wrong + replay_problems(config, task)
+            task, wrong = read_task(config, facts, all_problems)
+            all_problems += wrong + replay_problems(config, task)
         sampled = config.run.replays is None
-        if config.rollout.servers and sampled and first and not absent + found:
-            found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
-    return absent + found, task
+        if config.rollout.servers and sampled and first and not absent + all_problems:
+            all_problems += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
+    return absent + all_problems, task
 
 
 def inputs_and_changes(
@@ -104,12 +104,12 @@ def inputs_and_changes(
     return inputs, input_problems(folder, config, inputs, accepted)
 
 
-def read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple[TaskPrompts | None, list[Problem]]:
+def read_task(config: Config, facts: ModelFacts, known: list[Problem]) -> tuple[TaskPrompts | None, list[Problem]]:
     """Read the prompts, and try the rewards unless nothing will be scored. Return the prompts and the new problems.
 
     Nothing is read if a problem of the task or the model was found: it would only be reported again.
     """
-    if any(str(problem.about.get("key", "")).startswith(("task.", "model.")) for problem in found):
+    if any(str(problem.about.get("key", "")).startswith(("task.", "model.")) for problem in known):
         return None, []
     try:
         codec = TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop)
@@ -127,7 +127,7 @@ def read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple[
                 return task, [endless]
         return _try_rewards(config, task)
     except DataError as error:
-        return None, [problem for problem in error.problems if problem not in found]
+        return None, [problem for problem in error.problems if problem not in known]
 
 
 def _try_rewards(config: Config, task: TaskPrompts) -> tuple[TaskPrompts, list[Problem]]:
@@ -137,19 +137,19 @@ def _try_rewards(config: Config, task: TaskPrompts) -> tuple[TaskPrompts, list[P
     try:
         with VerifierPool.of(config.task, workers=1) as verifiers:
             verifiers.check_arguments(task.columns())
-            told = verifiers.check_answers(task.first(_READ), limit)
+            notes = verifiers.check_answers(task.first(_READ), limit)
             verifiers.try_out(task.first(_TRIED), limit)
     except ConfigError as error:
         return task, error.problems
     except RewardError as error:
         return task, [error.message]
-    return dataclasses.replace(task, told=tuple(told)), []
+    return dataclasses.replace(task, told=tuple(notes)), []
 
 
 def _try_environment(config: Config, environment: EnvironmentConfig) -> list[Problem]:
     """Import the environment as the run will, and try the renderer of its chats. Return the problems."""
-    if found := renderer_problems(config):
-        return found
+    if wrong := renderer_problems(config):
+        return wrong
     try:
         EnvironmentPool.of(environment, concurrent=1).close()
     except ConfigError as error:

@@ -59,14 +59,14 @@ def convert_tokenizer(source: Path, out: Path, digest: str | None) -> str:
             if file.is_file() and _WEIGHTS not in file.name:
                 shutil.copy(file, copy)
         code = sorted(copy.glob("*.py"))
-        found = hashlib.sha256(b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in code)).hexdigest()
-        if digest != found:
+        computed = hashlib.sha256(b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in code)).hexdigest()
+        if digest != computed:
             raise ConfigError(
                 "the tokenizer's code runs with your rights, and you have not allowed these files",
                 where=where,
                 got=f"--run-code {digest}" if digest else "no --run-code",
-                expected=found,
-                do=f"read {', '.join(file.name for file in code)}, then add --run-code {found}",
+                expected=computed,
+                do=f"read {', '.join(file.name for file in code)}, then add --run-code {computed}",
             )
         os.environ |= {"HF_MODULES_CACHE": str(Path(temporary) / "modules"), "HF_HUB_OFFLINE": "1"}
         original, tokenizer = _both(copy, where)
@@ -119,14 +119,14 @@ def _compare(original: Any, tokenizer: Any, where: About) -> int:
     """Return the number of texts on which both agree, in ids and back. Raises DataError if one differs."""
     texts = list(_texts(list(tokenizer.get_added_tokens_decoder().values())))
     for text in texts:
-        theirs = list(original.encode(text, add_special_tokens=False))
-        ours = tokenizer.encode(text, add_special_tokens=False).ids
-        if ours != theirs or tokenizer.decode(ours, skip_special_tokens=False) != text:
+        expected = list(original.encode(text, add_special_tokens=False))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if ids != expected or tokenizer.decode(ids, skip_special_tokens=False) != text:
             raise DataError(
                 "tokenizer.json would give other ids than the tokenizer's code",
                 where=where,
-                got=f"{ours[:20]} for {text[:60]!r}",
-                expected=theirs[:20],
+                got=f"{ids[:20]} for {text[:60]!r}",
+                expected=expected[:20],
                 do="ask the publisher for a tokenizer.json",
                 fault="tokenizer code",
             )

@@ -125,8 +125,8 @@ def _inspect(options: argparse.Namespace) -> tuple[int, object]:
         if model["aux"]:
             table["other arrays"] = ", ".join(model["aux"])
         if model["tokens"]:
-            each = f"{model['bytes_per_token']:.1f}, {model['bytes_per_stored_token']:.1f} per stored one"
-            table["bytes per token"] = f"{each}, raw {model['raw_bytes_per_token']}"
+            size = f"{model['bytes_per_token']:.1f}, {model['bytes_per_stored_token']:.1f} per stored one"
+            table["bytes per token"] = f"{size}, raw {model['raw_bytes_per_token']}"
             stored = f"{model['bits_per_set']:.2f} in chunks, {model['bits_per_set_with_all']:.2f} in all of the file"
             low = f"bound {model['bits_per_set_bound']:.2f}, from popularity alone {model['bits_per_set_order0']:.2f}"
             table["bits per set"] = f"{stored}; {low}"
@@ -144,10 +144,10 @@ def _inspect(options: argparse.Namespace) -> tuple[int, object]:
 
 def _verify(options: argparse.Namespace) -> tuple[int, object]:
     selection = select(options.store)
-    found = faults(selection)
-    print(*found, sep="\n", end="\n" if found else "")
-    print(f"{len(selection.shards)} shards: {f'{len(found)} faults' if found else 'no faults'}")
-    return int(bool(found)), {"store": selection.root, "shards": list(selection.shards), "faults": found}
+    messages = faults(selection)
+    print(*messages, sep="\n", end="\n" if messages else "")
+    print(f"{len(selection.shards)} shards: {f'{len(messages)} faults' if messages else 'no faults'}")
+    return int(bool(messages)), {"store": selection.root, "shards": list(selection.shards), "faults": messages}
 
 
 def _cat(options: argparse.Namespace) -> tuple[int, object]:
@@ -181,9 +181,9 @@ def _import(options: argparse.Namespace) -> tuple[int, object]:
     spec, path, form = _spec(options), options.file, options.format
     if options.check:
         known = {"tokens": options.token_ids, "key": options.key, "weight_version": options.weight_version}
-        found = lint_array(path, spec, form, **known) if form in ARRAY_FORMATS else lint_lines(path, spec, form)
+        linted = lint_array(path, spec, form, **known) if form in ARRAY_FORMATS else lint_lines(path, spec, form)
         document, bad, sequences = [], 0, 0
-        for where, findings in found:
+        for where, findings in linted:
             sequences += 1
             bad += any(finding.certain for finding in findings)
             document += [{"sequence": where, **{k: getattr(f, k) for k in f.__slots__}} for f in findings]
@@ -247,11 +247,11 @@ def _spec(options: argparse.Namespace) -> TraceSpec:
             top_k=options.top_k,
             fingerprint=options.fingerprint,
         )
-    given = (options.fingerprint, options.experts, options.top_k, options.layer_map)
-    if None in given:
+    required = (options.fingerprint, options.experts, options.top_k, options.layer_map)
+    if None in required:
         do = "give --model, or all of --experts, --top-k, --layer-map and --fingerprint"
         raise TraceError("the model of the traces is not known", do=do)
-    return TraceSpec(given[0], given[1], given[2], read_layer_map(options.layer_map))
+    return TraceSpec(required[0], required[1], required[2], read_layer_map(options.layer_map))
 
 
 def _numbers(text: str) -> set[int]:

@@ -143,9 +143,9 @@ def run(options: argparse.Namespace) -> int:
             return _plan(config, folder, world_size, options)
         if "WORLD_SIZE" not in os.environ:
             return launch.start(world_size, _program(), config.checkpoint.grace_seconds)
-        found, task = every_problem(config, folder, world_size, first=rank == 0, again=options.step == 0)
+        problems, task = every_problem(config, folder, world_size, first=rank == 0, again=options.step == 0)
         inputs, changed = inputs_and_changes(config, folder, task, options.accept)
-        refuse(found + changed + checkpoint_problems(config, folder, options.step))
+        refuse(problems + changed + checkpoint_problems(config, folder, options.step))
     except MoeRLError as error:
         # Every rank of a node finds the same problems, and the first one prints them. torchrun ends all ranks as soon
         # as one ends, so the others wait.
@@ -197,13 +197,13 @@ def _leave(status: int) -> NoReturn:
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
     continues = "--resume or --replay", options.resume or options.replay
-    for option, value, (needed, given) in (
+    for option, value, (needed, needed_value) in (
         ("--trace", options.trace, ("--plan", options.plan)),
         ("--speeds", options.speeds, ("--plan", options.plan)),
         ("--step", options.step, ("--resume", options.resume)),
         ("--accept", ", ".join(options.accept) or None, continues),
     ):
-        if value is not None and not given:
+        if value is not None and not needed_value:
             do = f"leave it out, or add {needed}"
             raise ConfigError(f"is given without {needed}", where={"option": option}, got=value, do=do)
     folder = None
@@ -249,36 +249,36 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
     elif folder is not None:
         speeds = measured_speeds(folder.path)
     balance = None if speeds is None else side_balance(config, world_size, speeds)
-    facts, found, absent = model_to_plan(config, world_size, begins=folder is None, first=True)
-    (absent if absent else found).extend(tracker_problems(config))
+    facts, problems, absent = model_to_plan(config, world_size, begins=folder is None, first=True)
+    (absent if absent else problems).extend(tracker_problems(config))
     plan = asked = None
     if facts is not None:
-        task, wrong = (None, []) if absent else read_task(config, facts, found)
-        found += wrong + replay_problems(config, task)
-        found += inputs_and_changes(config, folder, task, options.accept)[1]
+        task, wrong = (None, []) if absent else read_task(config, facts, problems)
+        problems += wrong + replay_problems(config, task)
+        problems += inputs_and_changes(config, folder, task, options.accept)[1]
         plan = make_plan(config, facts, world_size, None if task is None else task.count)
         print(render(plan, balance))
         for line in task.notes() if task else ():
             print(line)
-        for line in notes(config.model.path, facts) if not found and not absent else ():
+        for line in notes(config.model.path, facts) if not problems and not absent else ():
             print(line)
-        found += [*memory_problems(plan), *transfer_problems(plan)]
-        (absent if absent else found).extend(disk_problems(config, plan))
-    if facts is not None and trace and not found:
+        problems += [*memory_problems(plan), *transfer_problems(plan)]
+        (absent if absent else problems).extend(disk_problems(config, plan))
+    if facts is not None and trace and not problems:
         try:
             asked = peaks(config, facts, world_size, trace)
             print(render_peaks(asked, config, facts.num_experts))
-            found += filter(None, [limit_problem(asked, config)])
+            problems += filter(None, [limit_problem(asked, config)])
         except (TraceError, ConfigError) as error:
-            found.append(error.message)
+            problems.append(error.message)
     for message in absent:
         print(f"not on this machine: {message}")
-    for problem in found:
+    for problem in problems:
         print(f"problem: {problem}")
-    print(f"{len(found)} problem{'s' * (len(found) > 1)}" if found else "no problems")
+    print(f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else "no problems")
     if file:
-        result: dict[str, Any] = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
+        result: dict[str, Any] = {"plan": plan and dataclasses.asdict(plan), "problems": problems, "absent": absent}
         result |= {"trace": asked and dataclasses.asdict(asked)} if trace else {}
         result |= {"balance": dataclasses.asdict(balance)} if balance else {}
         write_json(file, result)
-    return 2 if found else 0
+    return 2 if problems else 0

@@ -143,18 +143,18 @@ def bisect(
         DataError: The sides gave other numbers of log-probabilities, or fewer than two sequences.
     """
     search = _CauseSearch(sampler, trainer, seed)
-    found, rivals = search.causes()
-    rows = [search.tested(frozenset([atom]), found, rivals) for atom in found]
-    others = [search.tested(swap, found, rivals) for swap in search.swaps if not swap & found]
-    before, after = search.kl(frozenset()), search.kl(found)
+    causes, rivals = search.causes()
+    rows = [search.tested(frozenset([atom]), causes, rivals) for atom in causes]
+    others = [search.tested(swap, causes, rivals) for swap in search.swaps if not swap & causes]
+    before, after = search.kl(frozenset()), search.kl(causes)
     return Bisection(
         len(search.lengths),
         int(search.lengths.sum()),
         search.mean(before),
         search.mean(after),
         {side: float(np.nanmean(_k3(search.ran(side, {}) - search.given[side]))) for side in search.sides},
-        sorted(rows, key=lambda one: -one.besides.value),
-        sorted(others, key=lambda one: -one.alone.value),
+        sorted(rows, key=lambda row: -row.besides.value),
+        sorted(others, key=lambda other: -other.alone.value),
         dict(untested or {}),
     )
 
@@ -169,7 +169,7 @@ class _CauseSearch:
         shapes = []
         for name, side in self.sides.items():
             measured = side.run(side.settings) if side.measured is None else side.measured
-            shapes.append([len(one) for one in measured])
+            shapes.append([len(logprobs) for logprobs in measured])
             self.given[name] = np.concatenate([np.empty(0), *measured]).astype(np.float64)
         if shapes[0] != shapes[1] or len(shapes[0]) < 2 or not sum(shapes[0]):
             raise DataError(
@@ -196,12 +196,12 @@ class _CauseSearch:
         if len(matched) > 1:
             yield frozenset(matched)
         kinds: tuple[tuple[Kind, str], ...] = (("suspected", "suspects"), ("changed", "changes"))
-        for (name, side), (kind, given) in itertools.product(self.sides.items(), kinds):
-            for causes, values in getattr(side, given).items():
+        for (name, side), (kind, attribute) in itertools.product(self.sides.items(), kinds):
+            for causes, values in getattr(side, attribute).items():
                 keys = causes if isinstance(causes, tuple) else (causes,)
                 for value in values:
                     pairs = zip(keys, value if isinstance(causes, tuple) else (value,), strict=True)
-                    atoms = (Atom(key, name, kind, side.settings[key], one) for key, one in pairs)
+                    atoms = (Atom(key, name, kind, side.settings[key], new_value) for key, new_value in pairs)
                     if swap := frozenset(atom for atom in atoms if atom.declared != atom.value):
                         yield swap
 
@@ -209,8 +209,8 @@ class _CauseSearch:
         """Return the log-probabilities [N] that a side's function computes under changed settings."""
         key = side, frozenset(changes.items())
         if key not in self._runs:
-            found = self.sides[side].run({**self.sides[side].settings, **changes})
-            self._runs[key] = np.concatenate([np.empty(0), *found]).astype(np.float64)
+            logprobs = self.sides[side].run({**self.sides[side].settings, **changes})
+            self._runs[key] = np.concatenate([np.empty(0), *logprobs]).astype(np.float64)
         return self._runs[key]
 
     def moved(self, swap: Swap) -> np.ndarray:
@@ -234,93 +234,93 @@ class _CauseSearch:
         sums, counts = (
             np.bincount(self._owners, part, len(self.lengths)) for part in (np.where(known, values, 0), known)
         )
-        found = bootstrap.mean(sums, counts)
+        mean = bootstrap.mean(sums, counts)
         wider = widening(len(self.lengths), confidence)
-        return Estimate(found.value, *(found.value + wider * (end - found.value) for end in (found.low, found.high)))
+        return Estimate(mean.value, *(mean.value + wider * (end - mean.value) for end in (mean.low, mean.high)))
 
     def fall(self, before: Swap, after: Swap, strict: bool = False) -> Estimate:
         return self.mean(self.kl(before) - self.kl(after), strict)
 
     def causes(self) -> tuple[Swap, dict[Atom, list[Swap]]]:
         """Return the settings whose swaps together explain the KL, and for each the swaps that do as well."""
-        found: Swap = frozenset()
+        causes: Swap = frozenset()
         rivals: dict[Atom, list[Swap]] = {}
-        whole = float(np.nanmean(self.kl(found)))
+        whole = float(np.nanmean(self.kl(causes)))
         for _ in range(_MOST_CAUSES):
-            if self._agree(found):
+            if self._agree(causes):
                 break
-            taken = {(atom.side, atom.cause) for atom in found}
-            now = self.kl(found)
+            taken = {(atom.side, atom.cause) for atom in causes}
+            now = self.kl(causes)
             better = {
                 swap: fall
                 for swap in self.swaps
                 if not any((atom.side, atom.cause) in taken for atom in swap)
-                and self._fits(found, swap)
-                and (fall := float(np.nanmean(now - self.kl(found | swap)))) > _LEAST_SHARE * whole
-                and (self._agree(found | swap) or self.fall(found, found | swap, strict=True).low > 0)
+                and self._fits(causes, swap)
+                and (fall := float(np.nanmean(now - self.kl(causes | swap)))) > _LEAST_SHARE * whole
+                and (self._agree(causes | swap) or self.fall(causes, causes | swap, strict=True).low > 0)
             }
             if not better:
                 break
             best = max(better, key=lambda swap: better[swap])
-            alike = [swap for swap in better if not swap & best and self._alike(found, best, swap)]
-            found = self._needed(found | best, whole)
-            rivals |= dict.fromkeys(best & found, alike)
-        return found, {atom: alike for atom, alike in rivals.items() if atom in found}
+            alike = [swap for swap in better if not swap & best and self._alike(causes, best, swap)]
+            causes = self._needed(causes | best, whole)
+            rivals |= dict.fromkeys(best & causes, alike)
+        return causes, {atom: alike for atom, alike in rivals.items() if atom in causes}
 
-    def _agree(self, found: Swap) -> bool:
+    def _agree(self, causes: Swap) -> bool:
         """Return whether nothing is left of the KL. No chance makes all tokens of a batch agree."""
-        return bool(np.nanmean(self.kl(found)) < _AGREE_NATS)
+        return bool(np.nanmean(self.kl(causes)) < _AGREE_NATS)
 
-    def _fits(self, found: Swap, swap: Swap) -> bool:
+    def _fits(self, causes: Swap, swap: Swap) -> bool:
         """Return whether each suspected side's own log-probabilities come closer to what the side gave."""
         for side in {atom.side for atom in swap if atom.kind == "suspected"}:
             apart = []
-            for atoms in (found, found | swap):
+            for atoms in (causes, causes | swap):
                 here = {a.cause: a.value for a in atoms if a.side == side and a.kind == "suspected"}
                 apart.append(_k3(self.ran(side, here) - self.given[side]))
             if not np.nanmean(apart[0] - apart[1]) > 0:  # of the tokens that are known in both
                 return False
         return True
 
-    def _alike(self, found: Swap, best: Swap, rival: Swap) -> bool:
+    def _alike(self, causes: Swap, best: Swap, rival: Swap) -> bool:
         """Return whether two swaps lower the KL equally well, and one of them is enough: the second brings no more."""
-        if self.fall(found | rival, found | best).low > 0:
+        if self.fall(causes | rival, causes | best).low > 0:
             return False
         taken = {(atom.side, atom.cause) for atom in best}
         if any((atom.side, atom.cause) in taken for atom in rival):
             return True
-        return self.fall(found | best, found | best | rival, strict=True).low <= 0
+        return self.fall(causes | best, causes | best | rival, strict=True).low <= 0
 
-    def _needed(self, found: Swap, whole: float) -> Swap:
+    def _needed(self, causes: Swap, whole: float) -> Swap:
         """Return the swaps without those that the others do without."""
-        while len(found) > 1:
-            lost = {atom: self.fall(found - {atom}, found) for atom in found}
-            least = min(sorted(found, key=str), key=lambda atom: lost[atom].value)
+        while len(causes) > 1:
+            lost = {atom: self.fall(causes - {atom}, causes) for atom in causes}
+            least = min(sorted(causes, key=str), key=lambda atom: lost[atom].value)
             if lost[least].low > 0 and lost[least].value > _LEAST_SHARE * whole:
                 break
-            found -= {least}
-        return found
+            causes -= {least}
+        return causes
 
-    def tested(self, swap: Swap, found: Swap, rivals: Mapping[Atom, list[Swap]]) -> Tested:
+    def tested(self, swap: Swap, causes: Swap, rivals: Mapping[Atom, list[Swap]]) -> Tested:
         """Return what a swap does, alone and besides the found causes."""
-        least, left = _LEAST_SHARE * float(np.nanmean(self.kl(frozenset()))), float(np.nanmean(self.kl(found)))
+        least, left = _LEAST_SHARE * float(np.nanmean(self.kl(frozenset()))), float(np.nanmean(self.kl(causes)))
         alone, makes = self.fall(frozenset(), swap), float(np.nanmean(_k3(self.moved(swap))))
         verdict: Verdict
-        if swap <= found:
-            besides = self.fall(found - swap, found)
+        if swap <= causes:
+            besides = self.fall(causes - swap, causes)
             alike = [name for atom in swap for name in map(names, rivals.get(atom, []))]
             verdict, why = ("either", "or " + " or ".join(alike)) if alike else ("carries", "")
             if not alike and (alone.high < besides.low or besides.high < alone.low):
                 why = "depends on the others"
         else:
             taken = {(atom.side, atom.cause) for atom in swap}
-            rest = frozenset(atom for atom in found if (atom.side, atom.cause) not in taken)
-            besides, why = self.fall(found, rest | swap), ""
+            rest = frozenset(atom for atom in causes if (atom.side, atom.cause) not in taken)
+            besides, why = self.fall(causes, rest | swap), ""
             if mirrors := [names(frozenset([atom])) for atom, alike in rivals.items() if swap in alike]:
                 verdict, why = "either", "or " + " or ".join(mirrors)
             elif makes < _AGREE_NATS:
                 verdict = "nothing"
-            elif not self._fits(found, swap):
+            elif not self._fits(causes, swap):
                 verdict = "no"
             elif left > least and left / 2 < makes < 2 * left and all(atom.kind != "suspected" for atom in swap):
                 verdict = "size only"
@@ -350,37 +350,37 @@ def names(swap: Iterable[Atom]) -> str:
     return " and ".join(parts)
 
 
-def text(found: Bisection) -> str:
+def text(result: Bisection) -> str:
     """Format a bisection as a table. It shows the best swap of each cause, in shares of the KL before."""
-    whole = found.kl.value
+    whole = result.kl.value
     lines = [
-        f"policy KL k3 {found.kl.value:.2g} [{found.kl.low:.2g}, {found.kl.high:.2g}] nats/token, of "
-        f"{found.sequences} sequences, {found.tokens} tokens",
-        f"k3 of the forward pass here: {found.fit['sampler']:.2g} to the sampler, {found.fit['trainer']:.2g} to the "
+        f"policy KL k3 {result.kl.value:.2g} [{result.kl.low:.2g}, {result.kl.high:.2g}] nats/token, of "
+        f"{result.sequences} sequences, {result.tokens} tokens",
+        f"k3 of the forward pass here: {result.fit['sampler']:.2g} to the sampler, {result.fit['trainer']:.2g} to the "
         "trainer",
     ]
-    untested = [f"  not tested: {cause}: {why}" for cause, why in found.untested.items()]
+    untested = [f"  not tested: {cause}: {why}" for cause, why in result.untested.items()]
     if whole < _AGREE_NATS:
         return "\n".join([*lines, *untested, "verdict: the two sides agree"])
 
     def share(value: float) -> str:
         return f"{value:.0%}" if abs(value) < 10 else f"{value:.0f}x"
 
-    def interval(one: Estimate) -> str:
-        return f"{share(one.value / whole)} [{share(one.low / whole)}, {share(one.high / whole)}]"
+    def interval(estimate: Estimate) -> str:
+        return f"{share(estimate.value / whole)} [{share(estimate.low / whole)}, {share(estimate.high / whole)}]"
 
-    best = {one.swap[0].cause: one for one in reversed(found.others) if len(one.swap) == 1}
-    for atom in (atom for one in found.causes for atom in one.swap):
+    best = {row.swap[0].cause: row for row in reversed(result.others) if len(row.swap) == 1}
+    for atom in (atom for row in result.causes for atom in row.swap):
         best.pop(atom.cause, None)
-    rows = [*found.causes, *sorted(best.values(), key=lambda one: -one.alone.value)]
-    words = [names(one.swap) for one in rows]
+    rows = [*result.causes, *sorted(best.values(), key=lambda row: -row.alone.value)]
+    words = [names(row.swap) for row in rows]
     width = max(map(len, words), default=0) + 2
     lines.append(f"  {'swapped':<{width}}{'verdict':<11}{'removes alone':<22}{'besides the found':<22}makes")
-    for name, one in zip(words, rows, strict=True):
-        numbers = f"{interval(one.alone):<22}{interval(one.besides):<22}{share(one.makes / whole)}"
-        lines.append(f"  {name:<{width}}{one.verdict:<11}{numbers}  {one.why}".rstrip())
-    said = (
-        f"{names(one.swap)}, {one.why}".rstrip(", ") + f" ({share(one.besides.value / whole)})" for one in found.causes
+    for name, row in zip(words, rows, strict=True):
+        numbers = f"{interval(row.alone):<22}{interval(row.besides):<22}{share(row.makes / whole)}"
+        lines.append(f"  {name:<{width}}{row.verdict:<11}{numbers}  {row.why}".rstrip())
+    causes = (
+        f"{names(row.swap)}, {row.why}".rstrip(", ") + f" ({share(row.besides.value / whole)})" for row in result.causes
     )
-    verdict = "verdict: " + ("; ".join(said) or "none of the tested causes carries the KL")
-    return "\n".join([*lines, *untested, verdict, f"what remains: {interval(found.remaining)}"])
+    verdict = "verdict: " + ("; ".join(causes) or "none of the tested causes carries the KL")
+    return "\n".join([*lines, *untested, verdict, f"what remains: {interval(result.remaining)}"])

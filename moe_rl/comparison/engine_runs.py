@@ -59,9 +59,9 @@ class EngineRuns:
         self._config, self._facts, self._sequences = config, facts, sequences
         self._settings = replace(engine_settings(config, facts, out), model_path=folder)
         self._out, self._engines = out, 0
-        longest = max(len(one.prompt_token_ids) for one in sequences)
+        longest = max(len(sequence.prompt_token_ids) for sequence in sequences)
         cached, on_cpu = config.rollout.vllm.get("enable_prefix_caching", True), not torch.cuda.is_available()
-        found: dict[str, Any] = {
+        changed: dict[str, Any] = {
             "chunked prefill": f"pieces of {PIECE} tokens",
             "prefix cache": "off" if cached else "on",
             "batch composition": "one at a time",
@@ -83,7 +83,7 @@ class EngineRuns:
         if why := self._why_none():
             self.untested |= dict.fromkeys(self.CAUSES, why)
         self.changes: dict[Any, list[Any]] = {
-            cause: [value] for cause, value in found.items() if cause not in self.untested
+            cause: [value] for cause, value in changed.items() if cause not in self.untested
         }
         self.suspects: dict[Any, list[Any]] = {
             cause: list(values) for cause, values in self.changes.items() if cause != DEGREE
@@ -126,8 +126,8 @@ class EngineRuns:
         config, stops = self._config, stop_tokens(self._config, self._facts)
         with closing(engine):
             requests = [
-                generate_request(config, one.key, one.prompt_token_ids, stops, config.rollout.temperature)
-                for one in self._sequences
+                generate_request(config, sequence.key, sequence.prompt_token_ids, stops, config.rollout.temperature)
+                for sequence in self._sequences
             ]
             sampled = engine.generate(requests, shard="again")
             if changed.get("prefix cache") == "warm":  # by the first time
@@ -141,6 +141,6 @@ class EngineRuns:
 def _known(before: Seq[int], after: Seq[int], logprobs: np.ndarray) -> np.ndarray:
     """Return the log-probabilities of a completion sampled again; NaN from the first token on that is another one."""
     same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-    found = np.full(len(before), np.nan, np.float32)
-    found[: len(same)] = logprobs[: len(same)]
-    return found
+    known = np.full(len(before), np.nan, np.float32)
+    known[: len(same)] = logprobs[: len(same)]
+    return known

@@ -110,7 +110,7 @@ def decide(first: Sequence[Sums], budget: int, more: Callable[[int], Sequence[Su
         more: samples and scores about this many further tokens.
         seed: seed of the bootstrap.
     """
-    planned = plan_looks(sum(one.tokens for one in first), budget)
+    planned = plan_looks(sum(sequence.tokens for sequence in first), budget)
     confidence = 1 - (1 - CONFIDENCE) / len(planned)
     sequences, looks = list(first), [look(first, confidence, seed)]
     for target in planned[1:]:
@@ -127,15 +127,15 @@ def look(sequences: Sequence[Sums], confidence: float, seed: int) -> Look:
     """Estimate the difference from these sequences. With a single prompt its sequences are resampled, and the interval
     covers no other prompts."""
     by_prompt: dict[tuple[int, ...], list[Sums]] = {}
-    for one in sequences:
-        by_prompt.setdefault(one.prompt, []).append(one)
-    groups = list(by_prompt.values()) if len(by_prompt) > 1 else [[one] for one in sequences]
-    less = np.array([sum(one.less for one in group) for group in groups])
-    tokens = np.array([sum(one.tokens for one in group) for group in groups])
-    found = Bootstrap(len(groups), seed=seed, resamples=RESAMPLES, confidence=confidence).mean(less, tokens)
+    for sequence in sequences:
+        by_prompt.setdefault(sequence.prompt, []).append(sequence)
+    groups = list(by_prompt.values()) if len(by_prompt) > 1 else [[sequence] for sequence in sequences]
+    less = np.array([sum(sequence.less for sequence in group) for group in groups])
+    tokens = np.array([sum(sequence.tokens for sequence in group) for group in groups])
+    estimate = Bootstrap(len(groups), seed=seed, resamples=RESAMPLES, confidence=confidence).mean(less, tokens)
     wider = widening(len(groups), confidence)
-    low, high = (found.value + wider * (end - found.value) for end in (found.low, found.high))
-    return Look(len(sequences), len(by_prompt), int(tokens.sum()), Estimate(found.value, low, high))
+    low, high = (estimate.value + wider * (end - estimate.value) for end in (estimate.low, estimate.high))
+    return Look(len(sequences), len(by_prompt), int(tokens.sum()), Estimate(estimate.value, low, high))
 
 
 def sums_of(
@@ -192,12 +192,12 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
     policy = Policy(facts, config.train, config.parallel, config.model.path, temperature=config.rollout.temperature)
     step, weights = (0, [sources.initial(config)]) if asked.run is None else sources.of_run(asked.run, config)
     updates = _load(policy, weights[0])
-    found = [] if asked.run is None else [sources.stored(config, asked.run, step)]
-    prompts = [(s.key, s.prompt_token_ids) for s in found[0].sequences] if found else None
+    rollouts = [] if asked.run is None else [sources.stored(config, asked.run, step)]
+    prompts = [(s.key, s.prompt_token_ids) for s in rollouts[0].sequences] if rollouts else None
     prompts = prompts or sources.prompts_of_config(config)
     sampling = _Sampling(config, facts, policy, spec, weights[0].version, asked)
-    found += [sampling.once(prompts, precision) for precision in asked.precisions]
-    first = Measurement(config, policy, spec, found[0], weights[0].version)
+    rollouts += [sampling.once(prompts, precision) for precision in asked.precisions]
+    first = Measurement(config, policy, spec, rollouts[0], weights[0].version)
     rows = first.rows(0)
     result: dict[str, Any] = {
         "weights": {
@@ -210,7 +210,7 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
     repeated, _ = first.scorer.run("observe", "native again")
     repacked = None
     if budget := other_budget(first.source.sequences, config.train.microbatch_tokens):
-        other = Scorer(config, policy, found[0].store, spec, found[0].sequences, weights[0].version, budget)
+        other = Scorer(config, policy, rollouts[0].store, spec, rollouts[0].sequences, weights[0].version, budget)
         repacked, _ = other.run("observe", "native, packed otherwise")
     result |= {
         "quantities": {part: first.quantities(part) for part in quantities.PARTS},
@@ -222,14 +222,14 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
         "self_test": faults.self_test(first.scorer, spec, weights[0].version, first.worse),
     }
     result["decision"] = asdict(_decide(first, sampling, step))
-    for source in found[1:]:
+    for source in rollouts[1:]:
         rows += Measurement(config, policy, spec, source, weights[0].version).rows(0)
     for later in weights[1:]:
         rows += first.rescored(f"after step {later.version}", _load(policy, later) - updates)
     result["rows"] = rows
     result["setup"] = _setup(asked, facts, first, step, budget, spec)
     result["verdict"] = verdict(result)
-    tokens = [list(s.ids[: s.forwarded]) for s in found[0].sequences]
+    tokens = [list(s.ids[: s.forwarded]) for s in rollouts[0].sequences]
     return _finite(result), Detail(first.owners, first.passes["native"], first.passes["R3"], tokens)
 
 
@@ -259,7 +259,7 @@ class _Sampling:
         """Score the sequences, natively routed and under their own routes."""
         scorer = Scorer(self.config, self.policy, source.store, self.spec, source.sequences, self.version)
         passes = [scorer.run(mode, f"{mode} {name}")[0] for mode in ("observe", "replay")]
-        before, after = (policy_sums(one, scorer.owners)["k3"] for one in passes)
+        before, after = (policy_sums(forward, scorer.owners)["k3"] for forward in passes)
         return sums_of([s.prompt_token_ids for s in source.sequences], scorer.owners, before, after)
 
 
@@ -301,9 +301,9 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
             reasons.append(f"{row['routing']} on {row['source']}: routes were not applied exactly: {counts}")
     if (outcome := result["decision"]["outcome"]) != "lower":
         last, confidence = result["decision"]["looks"][-1], result["decision"]["confidence"]
-        said = "replay raises it" if outcome == "higher" else "undecided, and the budget of tokens is spent"
+        why = "replay raises it" if outcome == "higher" else "undecided, and the budget of tokens is spent"
         reasons.append(
-            f"policy KL k3: {said}: on {last['tokens']:,} tokens, native less replay is "
+            f"policy KL k3: {why}: on {last['tokens']:,} tokens, native less replay is "
             f"{last['difference']['value']:.3g}, its {confidence:.1%} interval {last['difference']['low']:.3g} to "
             f"{last['difference']['high']:.3g}"
         )
@@ -354,7 +354,7 @@ def _load(policy: Policy, weights: Weights) -> int:
 def _finite(value: Any) -> Any:
     """Replace numbers that are not finite by None, because JSON cannot represent them."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, Seq) and not isinstance(value, str):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -62,13 +62,13 @@ def self_test(scorer: Scorer, spec: TraceSpec, version: int, worse: Callable[[Pa
         places += in_the_trace(scorer.store, spec, scorer.sequences, version)
     for fault in FAULTS:
         places.append(in_the_tables(fault, scorer))
-        one, _ = scorer.run("replay", fault, tables=wrong_tables(fault, scorer.tables))
-        seen = worse(one)
-        forced.append({"fault": fault, **seen})
+        wrong_pass, _ = scorer.run("replay", fault, tables=wrong_tables(fault, scorer.tables))
+        harm = worse(wrong_pass)
+        forced.append({"fault": fault, **harm})
         for name in ("k3", "set_mismatch"):
-            if not seen[name]["worse_by"]["low"] > 0:
-                problems.append(f"{fault}: when forced past every check, it did not make {name} worse: {seen[name]}")
-    problems += [f"{one.fault}: {one.where}, but not refused" for one in places if one.message is None]
+            if not harm[name]["worse_by"]["low"] > 0:
+                problems.append(f"{fault}: when forced past every check, it did not make {name} worse: {harm[name]}")
+    problems += [f"{refusal.fault}: {refusal.where}, but not refused" for refusal in places if refusal.message is None]
     places.sort(key=lambda refusal: FAULTS.index(refusal.fault))
     return {"refusals": [asdict(refusal) for refusal in places], "forced": forced, "problems": problems}
 
@@ -79,7 +79,7 @@ def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchR
         replace(
             table,
             routes=(routes := _planted(fault, table)),
-            checksums={layer: table.fed.chosen(layer, one) for layer, one in routes.items()},
+            checksums={layer: table.fed.chosen(layer, layer_routes) for layer, layer_routes in routes.items()},
             source=None,
         )
         for table in tables
@@ -89,7 +89,7 @@ def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchR
 def in_the_tables(fault: str, scorer: Scorer) -> Refusal:
     """Swap routes after reading them and computing their checksums: the pass must refuse the dispatched routes."""
     tables = [replace(table, routes=_planted(fault, table)) for table in scorer.tables]
-    work = [replace(one, table=table) for one, table in zip(scorer.work, tables, strict=True)]
+    work = [replace(item, table=table) for item, table in zip(scorer.work, tables, strict=True)]
     message = ""
     try:
         scorer.policy.score(work, "replay", fault)
@@ -175,7 +175,7 @@ def _planted(fault: str, table: MicrobatchRoutes) -> dict[int, torch.Tensor]:
     """Return routes {layer: [R, K]} with whole rows or layers swapped, so that every expert set stays valid."""
     layers = sorted(table.routes)
     if fault == PERMUTED:
-        return {layer: table.routes[layers[at - 1]] for at, layer in enumerate(layers)}
+        return {layer: table.routes[layers[index - 1]] for index, layer in enumerate(layers)}
     source = _sources(fault, table)
     return {layer: table.routes[layer].index_select(0, source) for layer in layers}
 
@@ -184,22 +184,22 @@ def _sources(fault: str, table: MicrobatchRoutes) -> torch.Tensor:
     """Return int64 [R], the row that each row takes its routes from."""
     rows = torch.arange(len(table.fed.owner), device=table.fed.owner.device)
     sequences = [rows[table.fed.owner == owner] for owner in range(table.fed.owners) if table.names[owner] != PADDING]
-    sequences = [one for one in sequences if len(one)]
+    sequences = [sequence for sequence in sequences if len(sequence)]
     source = rows.clone()
-    for at, one in enumerate(sequences):
+    for index, sequence in enumerate(sequences):
         if fault == SHIFTED:
-            source[one] = one.roll(1)
+            source[sequence] = sequence.roll(1)
         else:
             # Take the next sequence of the microbatch, repeated from its start if it is shorter.
-            other = sequences[(at + 1) % len(sequences)]
-            source[one] = other[torch.arange(len(one), device=rows.device) % len(other)]
+            other = sequences[(index + 1) % len(sequences)]
+            source[sequence] = other[torch.arange(len(sequence), device=rows.device) % len(other)]
     return source
 
 
 def _first_of_all_ranks(message: str) -> str | None:
     """Return, on every rank, the first non-empty message in rank order; None if all are empty."""
-    said = [world.broadcast(message, str, source=rank) for rank in range(dist.get_world_size())]
-    return next(filter(None, said), None)
+    messages = [world.broadcast(message, str, source=rank) for rank in range(dist.get_world_size())]
+    return next(filter(None, messages), None)
 
 
 def cannot_be_planted(scorer: Scorer) -> str | None:

@@ -101,7 +101,7 @@ def page(result: Result, detail: Detail, config: Config) -> str:
         panels=panels(result, detail, codec.decode),
         noise={name: _noise_line(noise) for name, noise in result["noise"].items()},
         self_test=result["self_test"],
-        forced=[(one["fault"], _forced(one)) for one in result["self_test"]["forced"]],
+        forced=[(fault["fault"], _forced(fault)) for fault in result["self_test"]["forced"]],
         setup={f"weights {key}": value for key, value in weights.items()} | setup,
     )
 
@@ -127,11 +127,11 @@ def text(result: Result) -> str:
         )
     for name, noise in result["noise"].items():
         lines.append(f"noise floor, native {name}: {_noise_line(noise)}")
-    for one in result["self_test"]["forced"]:
+    for fault in result["self_test"]["forced"]:
         lines.append(
-            f"planted and forced, {one['fault']}: k3 {scientific(one['k3']['planted'])} instead of "
-            f"{scientific(one['k3']['honest'])}, set mismatch {percent(one['set_mismatch']['planted'])} instead of "
-            f"{percent(one['set_mismatch']['honest'])}"
+            f"planted and forced, {fault['fault']}: k3 {scientific(fault['k3']['planted'])} instead of "
+            f"{scientific(fault['k3']['honest'])}, set mismatch {percent(fault['set_mismatch']['planted'])} instead of "
+            f"{percent(fault['set_mismatch']['honest'])}"
         )
     lines.append("")
     lines += [f"NOT PASSED: {reason}" for reason in result["verdict"]["reasons"]] or [
@@ -175,12 +175,12 @@ def _tiles(result: Result) -> list[Tile]:
 
 
 def _policy_table(result: Result) -> dict[str, Any]:
-    found = result["quantities"]["completion"]
+    quantities = result["quantities"]["completion"]
     rows = [
-        {"name": name, "note": meaning, "cells": [_cell(found["policy"][key].get(when), form) for when in WHEN]}
+        {"name": name, "note": meaning, "cells": [_cell(quantities["policy"][key].get(when), form) for when in WHEN]}
         for key, name, meaning, form in _POLICY_ROWS
     ]
-    if (prompts := found["k3_by_prompt"]) is not None:
+    if (prompts := quantities["k3_by_prompt"]) is not None:
         meaning = "intervals over prompts instead of sequences, because completions of a prompt are alike"
         rows.append({"name": "k3 again", "note": meaning, "cells": [_cell(prompts[when], scientific) for when in WHEN]})
     return {
@@ -192,16 +192,16 @@ def _policy_table(result: Result) -> dict[str, Any]:
 
 
 def _routing_table(result: Result, part: str) -> dict[str, Any]:
-    found, rows = result["quantities"][part], []
+    quantities, rows = result["quantities"][part], []
     for key in ROUTING:
         name, meaning, form = _ROUTING_ROWS[key]
         if key == "replay_margin":
             meaning += f", {result['setup']['margin_unit']}"
-        cells = [_cell(found["routing"][key][when], form) for when in WHEN]
+        cells = [_cell(quantities["routing"][key][when], form) for when in WHEN]
         rows.append({"name": name, "note": meaning, "cells": cells})
     return {
         "name": f"2. router choice, {part} rows",
-        "note": f"{found['tokens']:,} tokens, {found['positions']:,} positions",
+        "note": f"{quantities['tokens']:,} tokens, {quantities['positions']:,} positions",
         "columns": ("native", "shadow in replay", "native less shadow"),
         "rows": rows,
     }
@@ -242,13 +242,13 @@ def _look(look: dict[str, Any]) -> list[Cell]:
     return [*numbers, _cell(look["difference"], scientific)]
 
 
-def _forced(one: dict[str, Any]) -> list[Cell]:
+def _forced(fault: dict[str, Any]) -> list[Cell]:
     """Return the cells of a fault that was forced past every check: each quantity, honest and with the fault."""
     forms: dict[str, Form] = {"k3": scientific, "F(2)": scientific, "set_mismatch": percent}
     return [
         Cell(
-            f"{form(one[key]['honest'])} \N{RIGHTWARDS ARROW} {form(one[key]['planted'])}",
-            f"worse by {_span(one[key]['worse_by'], form)}",
+            f"{form(fault[key]['honest'])} \N{RIGHTWARDS ARROW} {form(fault[key]['planted'])}",
+            f"worse by {_span(fault[key]['worse_by'], form)}",
         )
         for key, form in forms.items()
     ]

@@ -64,14 +64,14 @@ def _rows(result: dict[str, Any]) -> Panel:
         groups.setdefault(row_name(row), []).append(row)
     figure, axes = figure_of(wide=True, height=1.2 + 0.62 * len(groups), xlabel="k3, nats/token")
     floor = min(row["policy"]["k3"]["value"] or math.inf for row in result["rows"])
-    for at, rows in enumerate(groups.values()):
+    for position, rows in enumerate(groups.values()):
         for shift, row in zip((-0.24, 0, 0.24), rows, strict=True):
             k3 = row["policy"]["k3"]
             color = _ROUTE_COLORS[row["routing"]]
-            label = {"native": NATIVE, "R2": "R2", "R3": REPLAY}[row["routing"]] if not at else None
+            label = {"native": NATIVE, "R2": "R2", "R3": REPLAY}[row["routing"]] if not position else None
             low = max(k3["low"], floor / 20)
-            axes.plot([low, k3["high"]], [at + shift] * 2, color=color, linewidth=2.2, alpha=0.6)
-            axes.plot([k3["value"]], [at + shift], "o", color=color, markersize=5.5, label=label)
+            axes.plot([low, k3["high"]], [position + shift] * 2, color=color, linewidth=2.2, alpha=0.6)
+            axes.plot([k3["value"]], [position + shift], "o", color=color, markersize=5.5, label=label)
     axes.set_xscale("log")
     axes.set_yticks(range(len(groups)), list(groups))
     axes.set_ylim(len(groups) - 0.5, -0.5)
@@ -89,12 +89,12 @@ def _layers(result: dict[str, Any]) -> Panel:
     name, title = "layers", "Disagreement by layer"
     direction = "tokens whose expert set differs from the recorded one, lower is better"
     layers = [entry["layer"] for entry in result["layers"]]
-    figure, both = figure_of(rows=2, xlabel="layer")
+    figure, both_axes = figure_of(rows=2, xlabel="layer")
     highest = max(
         entry[part]["set_mismatch"][when]
         for entry in result["layers"] for part in ("completion", "prompt") for when in ("before", "after")
     )  # fmt: skip
-    for axes, part in zip(both, ("completion", "prompt"), strict=True):
+    for axes, part in zip(both_axes, ("completion", "prompt"), strict=True):
         for when, color, label in (("before", ORANGE, "native forward"), ("after", BLUE, "shadow choice in replay")):
             values = [entry[part]["set_mismatch"][when] for entry in result["layers"]]
             shown = label if part == "completion" else None
@@ -156,7 +156,7 @@ def _extremes(detail: Detail) -> Panel:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
     for tau in (2, 5):
         axes.axvline(math.log(tau), color=INK, alpha=0.3, linewidth=0.9, linestyle=(0, (2, 3)))
-    native, replayed = (extreme_fractions(one, np.array([2.0, 5.0])) for one in (before, after))
+    native, replayed = (extreme_fractions(distances, np.array([2.0, 5.0])) for distances in (before, after))
     reading = (
         f"F(2): {scientific(native[0])} native, {scientific(replayed[0])} under replay; F(5): "
         f"{scientific(native[1])} and {scientific(replayed[1])}. One token of {len(before):,} is "
@@ -170,11 +170,11 @@ def _pairs(detail: Detail) -> Panel:
     direction = "k3 of a sequence, nats/token, both axes log; below the line replay is nearer to the sampler"
     owners = detail.owners
     before, after = (
-        policy_sums(one.logprobs, owners.rollout_logprobs, owners.tokens, owners.sequences)["k3"] / owners.lengths
-        for one in (detail.before, detail.after)
+        policy_sums(forward.logprobs, owners.rollout_logprobs, owners.tokens, owners.sequences)["k3"] / owners.lengths
+        for forward in (detail.before, detail.after)
     )
-    both = np.concatenate([before, after])
-    least, most = np.percentile(both[both > 0], 2) if (both > 0).any() else 1e-12, max(both.max(), 1e-11)
+    k3 = np.concatenate([before, after])
+    least, most = np.percentile(k3[k3 > 0], 2) if (k3 > 0).any() else 1e-12, max(k3.max(), 1e-11)
     figure, axes = figure_of(xlabel="native routing")
     shown = np.maximum(before, least), np.maximum(after, least)
     axes.plot([least, most], [least, most], color=INK, alpha=0.4, linewidth=1)
@@ -198,11 +198,11 @@ def _map(detail: Detail, decode: Callable[[list[int]], str], result: dict[str, A
     chosen = busiest(detail.before.choices.differs, owners.rows, range(owners.sequences), LONGEST_MAP)
     rows = np.flatnonzero(owners.rows == chosen)[: 4 * LONGEST_MAP]
     layers = [entry["layer"] for entry in result["layers"]]
-    figure, both = figure_of(rows=2, wide=True, height=4.4, xlabel="token that was fed")
+    figure, both_axes = figure_of(rows=2, wide=True, height=4.4, xlabel="token that was fed")
     colors = ListedColormap([f"{GREY}22", *matplotlib.colormaps["Oranges"](np.linspace(0.35, 1, top_k))])
     counts = []
-    for axes, one, label in zip(both, (detail.before, detail.after), ("native", "shadow"), strict=True):
-        missing_experts = top_k - one.choices.shared[:, rows]
+    for axes, forward, label in zip(both_axes, (detail.before, detail.after), ("native", "shadow"), strict=True):
+        missing_experts = top_k - forward.choices.shared[:, rows]
         counts.append(int((missing_experts > 0).sum()))
         image = axes.pcolormesh(
             np.arange(len(rows) + 1) - 0.5, np.arange(len(layers) + 1) - 0.5, missing_experts, cmap=colors,
@@ -214,10 +214,10 @@ def _map(detail: Detail, decode: Callable[[list[int]], str], result: dict[str, A
         layers_upward(axes, layers, 8)
     tokens = [detail.token_ids[chosen][place] for place in range(len(rows))]
     if len(rows) <= LONGEST_MAP:
-        both[-1].set_xticks(range(len(rows)), [_shown(decode([token])) for token in tokens])
+        both_axes[-1].set_xticks(range(len(rows)), [_shown(decode([token])) for token in tokens])
     else:
-        both[-1].set_xticks(range(0, len(rows), 16))
-    color_bar(figure, image, list(both), "experts", ticks=range(top_k + 1), fraction=0.025, pad=0.01)
+        both_axes[-1].set_xticks(range(0, len(rows), 16))
+    color_bar(figure, image, list(both_axes), "experts", ticks=range(top_k + 1), fraction=0.025, pad=0.01)
     reading = (
         f"The sequence with most disagreement, out of those with at most {LONGEST_MAP} tokens: {counts[0]} of "
         f"{len(rows) * len(layers)} positions native, {counts[1]} shadow. The prompt is left of the line."

@@ -126,7 +126,7 @@ class Scorer:
         )
         self.policy, self.store, self.spec, self.sequences = policy, store, spec, sequences
         self.work, self.budget = share.work, budget
-        self.microbatches, self.tables = [one.microbatch for one in share.work], [one.table for one in share.work]
+        self.microbatches, self.tables = [item.microbatch for item in share.work], [item.table for item in share.work]
         self.owners = TokenOwners.of(sequences)
         self._first_token = np.cumsum([0, *(len(s.token_ids) for s in sequences)])
         self._first_row = np.cumsum([0, *(s.forwarded for s in sequences)])
@@ -148,7 +148,7 @@ class Scorer:
             ReplayError: The ledger is not exact, or a route was not applied.
         """
         router_kl = router_kl and self.has_router_logits
-        work = [replace(one, table=table) for one, table in zip(self.work, tables or self.tables, strict=True)]
+        work = [replace(item, table=table) for item, table in zip(self.work, tables or self.tables, strict=True)]
         scored = self.policy.score(work, mode, name, Watch(native=True, against=self.tables, logits=router_kl))
         seen, tally = scored.seen, scored.seen.tally
         counts = world.all_reduce([tally.applied_mismatch, tally.applied_checked, tally.consumed, tally.expected])
@@ -175,19 +175,19 @@ class Scorer:
     def _gather_choices(self, compared: list[Compared]) -> Choices:
         shape = (len(self.spec.moe_layers), self._first_row[-1])
         shared = torch.zeros(shape, dtype=torch.int32, device=world.device())
-        margin, seen = torch.zeros(shape, device=world.device()), torch.zeros_like(shared)
+        margin, counts = torch.zeros(shape, device=world.device()), torch.zeros_like(shared)
         columns = self._columns()
-        for places, table, one in zip(self._row_places(), self.tables, compared, strict=True):
-            at = columns[:, None], places[table.recorded]
-            shared[at] = one.shared.int()
-            margin[at], seen[at] = one.margin, 1
-        for tensor in (shared, margin, seen):
+        for places, table, comparison in zip(self._row_places(), self.tables, compared, strict=True):
+            positions = columns[:, None], places[table.recorded]
+            shared[positions] = comparison.shared.int()
+            margin[positions], counts[positions] = comparison.margin, 1
+        for tensor in (shared, margin, counts):
             dist.all_reduce(tensor)
-        if not bool((seen == 1).all()):
+        if not bool((counts == 1).all()):
             raise ReplayError(
                 "the ranks together did not compare every token in every layer exactly once",
-                got=f"{int((seen != 1).sum())} (token, layer) positions compared never or repeatedly",
-                expected=f"{seen.numel()} positions compared once",
+                got=f"{int((counts != 1).sum())} (token, layer) positions compared never or repeatedly",
+                expected=f"{counts.numel()} positions compared once",
             )
         return Choices(shared.cpu().numpy(), margin.cpu().numpy(), self.spec.top_k)
 
@@ -197,14 +197,14 @@ class Scorer:
         covered = torch.zeros_like(values)
         for number, (places, rows, logits) in enumerate(self._logits):
             for column, layer in zip(self._columns().tolist(), self.policy.layers, strict=True):
-                ours = seen.router_logits[number, layer][torch.from_numpy(rows).to(world.device())]
-                kl = soft_kl(logits[:, column], ours.float().cpu().numpy(), self.policy.facts.score_function)
+                computed = seen.router_logits[number, layer][torch.from_numpy(rows).to(world.device())]
+                kl = soft_kl(logits[:, column], computed.float().cpu().numpy(), self.policy.facts.score_function)
                 values[column, places] = torch.from_numpy(kl).to(values.device)
                 covered[column, places] = 1
         for tensor in (values, covered):
             dist.all_reduce(tensor)
         if not bool(values.isfinite().all()):  # NaN is reserved for rows whose logits the sampler did not store
-            layers = [self.spec.moe_layers[at] for at in (~values.isfinite()).any(1).nonzero()[:, 0].tolist()]
+            layers = [self.spec.moe_layers[index] for index in (~values.isfinite()).any(1).nonzero()[:, 0].tolist()]
             raise ReplayError(
                 "router logits are not finite, or give an expert probability 0",
                 where={"layers": layers},
@@ -219,7 +219,7 @@ class Scorer:
         An entry has the rows' indices int [M] among the R rows, their indices int [M] at this rank's routers, and the
         logits float32 [M, L, E].
         """
-        found = []
+        entries = []
         for microbatch, here in zip(self.microbatches, self._row_places(), strict=True):
             row_of = {place: row for row, place in enumerate(here.tolist()) if place >= 0}
             places, logits = [], []
@@ -228,14 +228,14 @@ class Scorer:
                 if ref is None or LOGITS not in self.store.info(ref).aux:
                     continue
                 rows = self.store.aux(ref, f"{LOGITS}_rows").astype(np.int64) + self._first_row[i]
-                mine = [at for at, place in enumerate(rows) if place < self._first_row[i + 1] and place in row_of]
+                mine = [index for index, place in enumerate(rows) if place < self._first_row[i + 1] and place in row_of]
                 places.append(rows[mine])
                 logits.append(self.store.aux(ref, LOGITS)[mine])
             empty = np.empty((0, len(self.spec.moe_layers), self.spec.num_experts), np.float32)
             places = np.concatenate([np.empty(0, np.int64), *places])
             rows = np.array([row_of[place] for place in places], np.int64)
-            found.append((places, rows, np.concatenate([empty, *logits])))
-        return found
+            entries.append((places, rows, np.concatenate([empty, *logits])))
+        return entries
 
     def _columns(self) -> torch.Tensor:
         """Return int64, the indices of this rank's layers among the model's MoE layers."""

@@ -63,9 +63,9 @@ def sides_of_run(
     weights = {f"version {version}": path for version, path in versions.folders.items()}
     block = int(str(rollout.vllm.get("block_size", BLOCK_SIZE)))
     third = ThirdEngine(
-        [one.ids for one in sequences],
-        [len(one.prompt_token_ids) for one in sequences],
-        [scores.source.store.read(one.routes).routes for one in sequences if one.routes is not None],
+        [sequence.ids for sequence in sequences],
+        [len(sequence.prompt_token_ids) for sequence in sequences],
+        [scores.source.store.read(sequence.routes).routes for sequence in sequences if sequence.routes is not None],
         weights=weights,
         block=block,
     )
@@ -78,8 +78,8 @@ def sides_of_run(
 
     def sampled_only(settings: Settings) -> list[np.ndarray]:
         """Return the log-probabilities of sampled tokens. An episode also has tokens that the model was given."""
-        found = zip(sequences, third(settings), strict=True)
-        return [logprobs[one.positions - len(one.prompt_token_ids)] for one, logprobs in found]
+        pairs = zip(sequences, third(settings), strict=True)
+        return [logprobs[sequence.positions - len(sequence.prompt_token_ids)] for sequence, logprobs in pairs]
 
     sampler, trainer = Added(sampled_only), Added(sampled_only)
     untested = {"gate weights as recorded": "a run records which experts were taken, not their weights"}
@@ -114,13 +114,13 @@ def sides_of_run(
         engines = EngineRuns(config, facts, versions.folders[versions.sampler], sequences, out)
         untested |= engines.untested
         if engines.changes:
-            sampler.add_engines(engines, [one.rollout_logprobs for one in sequences])
+            sampler.add_engines(engines, [sequence.rollout_logprobs for sequence in sequences])
             others, states = engines.changes, engines.suspects
     return (
         Computation(
             of_sampler | sampler.settings,
             sampler,
-            [one.rollout_logprobs for one in sequences],
+            [sequence.rollout_logprobs for sequence in sequences],
             {**suspects, "prompt cache": prompt_cache, **states},
             others,
         ),
@@ -157,15 +157,15 @@ class Added:
         self.add(engines.changes.keys() - engines.suspects.keys(), lambda _: fresh, recorded)
 
     def __call__(self, settings: Settings) -> list[np.ndarray]:
-        found = self._third({cause: value for cause, value in settings.items() if cause not in self._added})
+        logprobs = self._third({cause: value for cause, value in settings.items() if cause not in self._added})
         for cause, (run, before) in self._added.items():
             value = settings[cause]
             if value != _DECLARED:
                 if (cause, value) not in self._moved:
                     after = run({cause: value})
-                    self._moved[cause, value] = [one - first for one, first in zip(after, before, strict=True)]
-                found = [one + moved for one, moved in zip(found, self._moved[cause, value], strict=True)]
-        return found
+                    self._moved[cause, value] = [second - first for second, first in zip(after, before, strict=True)]
+                logprobs = [values + moved for values, moved in zip(logprobs, self._moved[cause, value], strict=True)]
+        return logprobs
 
 
 def _support(config: Config) -> str:

@@ -68,12 +68,12 @@ class ThirdEngine:
         gate_weights: Seq[np.ndarray] | None = None,
         block: int = 16,
     ):
-        self._tokens = [np.asarray(one, np.int64) for one in token_ids]
+        self._tokens = [np.asarray(tokens, np.int64) for tokens in token_ids]
         self._prompts, self._folders = list(prompts), dict(weights)
         self.facts = read_model(next(iter(self._folders.values())))
         self._routes = self._of_rows("routes", routes)
         self._gates = self._of_rows("gate_weights", gate_weights)
-        fits = [0 < prompt < len(one) for prompt, one in zip(self._prompts, self._tokens, strict=True)]
+        fits = [0 < prompt < len(tokens) for prompt, tokens in zip(self._prompts, self._tokens, strict=True)]
         if not all(fits):
             raise DataError(
                 "needs a prompt and a completion",
@@ -102,14 +102,14 @@ class ThirdEngine:
         """Return for each cause the values that this batch can be computed with, for `Computation.suspects`."""
         recorded = [] if self._gates is None else ["recorded"]
         routes = [] if self._routes is None else ["recorded", "own"]
-        both: list = [(dtype,) * len(PARTS) for dtype in _PRECISIONS]
+        dtypes: list = [(dtype,) * len(PARTS) for dtype in _PRECISIONS]
         return {
             "weights": list(self._folders),
             "weight format": ["exact", "fp8_e4m3"],
             "prompt cache": ["fresh", *(self._folders if any(self._cached) else ())],
             "routes": routes,
             "gate weights": ["chosen", "all", *recorded],
-            PARTS: both,
+            PARTS: dtypes,
             **dict.fromkeys((*PARTS, "log-softmax"), list(_PRECISIONS)),
             "temperature": [0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2],
             "support": ["all", "top_k=20", "top_k=50", "top_p=0.8", "top_p=0.9", "top_p=0.95", "min_p=0.05"],
@@ -127,29 +127,29 @@ class ThirdEngine:
         if body not in self._hidden:
             self._hidden[body] = self._last_hidden(settings)
         head = self._heads[settings["weights"]].to(getattr(torch, str(settings["logits head"])))
-        found = []
+        scores = []
         for hidden, tokens, prompt in zip(self._hidden[body], self._tokens, self._prompts, strict=True):
             logits = F.linear(hidden.to(head.dtype), head).float() / float(settings["temperature"])
             sampled = torch.from_numpy(tokens[prompt:, None])
             logits = logits.masked_fill(~_kept(logits, sampled, str(settings["support"])), -torch.inf)
             logprobs = logits.to(getattr(torch, str(settings["log-softmax"]))).log_softmax(-1)
-            found.append(logprobs.float().gather(1, sampled)[:, 0].numpy())
-        return found
+            scores.append(logprobs.float().gather(1, sampled)[:, 0].numpy())
+        return scores
 
     def _of_rows(self, name: str, arrays: Seq[np.ndarray] | None) -> list[np.ndarray] | None:
         """Return arrays [T - 1, L, K] of all sequences, without a row of the last token."""
         if arrays is None:
             return None
         shape = len(self.facts.moe_layers), self.facts.top_k
-        for number, (one, tokens) in enumerate(zip(arrays, self._tokens, strict=True)):
-            if one.shape[1:] != shape or len(one) not in (len(tokens) - 1, len(tokens)):
+        for number, (array, tokens) in enumerate(zip(arrays, self._tokens, strict=True)):
+            if array.shape[1:] != shape or len(array) not in (len(tokens) - 1, len(tokens)):
                 raise DataError(
                     "does not have a row for each token",
                     where={"argument": name, "sequence": number},
-                    got=one.shape,
+                    got=array.shape,
                     expected=(len(tokens) - 1, *shape),
                 )
-        return [one[: len(tokens) - 1] for one, tokens in zip(arrays, self._tokens, strict=True)]
+        return [array[: len(tokens) - 1] for array, tokens in zip(arrays, self._tokens, strict=True)]
 
     def _check(self, settings: Settings) -> None:
         if set(settings) != set(_CAUSES):
@@ -181,26 +181,26 @@ class ThirdEngine:
             if is_rounded(name):
                 parameter.copy_(fp8_rounded(parameter))
             elif parameter.dim() == 3 and is_rounded(f"{name}.weight"):  # of all experts: gate and up are two matrices
-                for matrix in (one for expert in parameter for one in expert.chunk(1 + ("gate_up" in name))):
+                for matrix in (chunk for expert in parameter for chunk in expert.chunk(1 + ("gate_up" in name))):
                     matrix.copy_(fp8_rounded(matrix))
 
     def _modules(self, model: IndependentModel) -> dict[str, list[torch.nn.Module]]:
         """Return the modules of each part."""
         decoder = model.model.model
-        found: dict[str, list[torch.nn.Module]] = {part: [] for part in PARTS}
-        found["other layers"] = [decoder.embed_tokens, decoder.norm]
+        modules: dict[str, list[torch.nn.Module]] = {part: [] for part in PARTS}
+        modules["other layers"] = [decoder.embed_tokens, decoder.norm]
         for number, layer in enumerate(decoder.layers):
-            found["attention"].append(layer.self_attn)
-            found["other layers"] += [layer.input_layernorm, layer.post_attention_layernorm]
+            modules["attention"].append(layer.self_attn)
+            modules["other layers"] += [layer.input_layernorm, layer.post_attention_layernorm]
             children = dict(layer.mlp.named_children())
             if number not in self.facts.moe_layers:
-                found["experts"].append(layer.mlp)
+                modules["experts"].append(layer.mlp)
                 continue
             router = children.pop("gate", None) or children.pop("router")
             router.register_forward_hook(partial(self._weigh, self.facts.moe_layers.index(number)))
-            found["router"].append(router)
-            found["experts"] += children.values()
-        return found
+            modules["router"].append(router)
+            modules["experts"] += children.values()
+        return modules
 
     def _hooked(self, part: str, modules: Seq[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Make a part's modules compute in the part's precision. Returns each parameter and its float32 values."""
@@ -215,25 +215,27 @@ class ThirdEngine:
             module.register_forward_pre_hook(enter, with_kwargs=True)
             if part in ("attention", "experts"):
                 module.register_forward_hook(leave)
-        return [(one, one.data) for module in modules for one in module.parameters()]
+        return [(parameter, parameter.data) for module in modules for parameter in module.parameters()]
 
     def _weigh(self, column: int, _: torch.nn.Module, args: tuple, output: tuple) -> tuple:
         """Replace the weights of the chosen experts, where the model itself has others."""
-        logits, own, experts = output
+        logits, gates, experts = output
         wanted = self._settings["gate weights"]
         if wanted == ("chosen" if self.facts.norm_topk_prob else "all"):
             return output
         if wanted == "recorded":
             assert self._gates is not None and self._routes is not None  # see _check
             rows = slice(self._first, self._first + len(experts))
-            taken, given = (torch.from_numpy(one[self._sequence][rows, column]) for one in (self._routes, self._gates))
+            taken, recorded_gates = (
+                torch.from_numpy(arrays[self._sequence][rows, column]) for arrays in (self._routes, self._gates)
+            )
             same = (taken.long() == experts).all(-1, keepdim=True)
-            return logits, torch.where(same, given.to(own.dtype), own), experts
+            return logits, torch.where(same, recorded_gates.to(gates.dtype), gates), experts
         scores = logits.float().softmax(-1) if self.facts.score_function == "softmax" else logits.float().sigmoid()
         weights = scores.gather(1, experts)
         if wanted == "chosen":
             weights = weights / weights.sum(-1, keepdim=True)
-        return logits, (weights * self.facts.routed_scaling).to(own.dtype), experts
+        return logits, (weights * self.facts.routed_scaling).to(gates.dtype), experts
 
     def _set(self, part: str, dtype: torch.dtype) -> None:
         if self._at[part] != dtype:
@@ -249,23 +251,23 @@ class ThirdEngine:
         if settings["prompt cache"] not in ("fresh", settings["weights"]):
             starts, caches = self._cached, [DynamicCache() if cached else None for cached in self._cached]
             self._rows({**settings, "weights": settings["prompt cache"]}, [0] * len(starts), starts, caches)
-        found = self._rows(settings, starts, [len(one) - 1 for one in self._tokens], caches)
-        return [rows[prompt - 1 - start :] for rows, prompt, start in zip(found, self._prompts, starts, strict=True)]
+        hidden = self._rows(settings, starts, [len(tokens) - 1 for tokens in self._tokens], caches)
+        return [rows[prompt - 1 - start :] for rows, prompt, start in zip(hidden, self._prompts, starts, strict=True)]
 
     def _rows(self, settings: Settings, first: Seq[int], end: Seq[int], caches: Seq[Any]) -> list[torch.Tensor]:
         """Return the last hidden states of these rows of each sequence. A cache has the rows before, and gets these."""
         model = self._load(settings)
         for part in PARTS:
             self._set(part, getattr(torch, str(settings[part])))
-        self._settings, found = settings, []
+        self._settings, hidden = settings, []
         for number, (tokens, cache) in enumerate(zip(self._tokens, caches, strict=True)):
             rows = slice(first[number], end[number])
             self._sequence, self._first = number, rows.start
             routes = (
                 self._routes[number][rows] if self._routes is not None and settings["routes"] == "recorded" else None
             )
-            found.append(model.hidden(tokens[rows], routes, cache) if end[number] else torch.empty(0))
-        return found
+            hidden.append(model.hidden(tokens[rows], routes, cache) if end[number] else torch.empty(0))
+        return hidden
 
 
 def _in(dtype: torch.dtype, values: Any) -> Any:
@@ -273,8 +275,8 @@ def _in(dtype: torch.dtype, values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         return values.to(dtype) if values.is_floating_point() else values
     if isinstance(values, tuple):
-        return tuple(_in(dtype, one) for one in values)
-    return {name: _in(dtype, one) for name, one in values.items()} if isinstance(values, dict) else values
+        return tuple(_in(dtype, value) for value in values)
+    return {name: _in(dtype, value) for name, value in values.items()} if isinstance(values, dict) else values
 
 
 def _kept(logits: torch.Tensor, sampled: torch.Tensor, support: str) -> torch.Tensor:

@@ -56,8 +56,8 @@ class TrainerScores:
             self._config, self._policy, self.source.store, self._spec, sequences, self._version, microbatch_tokens
         )
         replays = self._config.replay.mode != "off"
-        found, _ = scorer.run("replay" if replays else "observe", "bisection")
-        return np.split(found.logprobs, np.cumsum(scorer.owners.lengths)[:-1])
+        forward, _ = scorer.run("replay" if replays else "observe", "bisection")
+        return np.split(forward.logprobs, np.cumsum(scorer.owners.lengths)[:-1])
 
 
 def in_layout(
@@ -71,14 +71,14 @@ def in_layout(
     file, log = out / "layout.npz", out / "layout.log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     command += [__name__, *map(str, (run.path, step, version, trained or "-", file))]
-    with log.open("wb") as said:
-        status = subprocess.run(command, stdout=said, stderr=said, check=False).returncode
+    with log.open("wb") as stream:
+        status = subprocess.run(command, stdout=stream, stderr=stream, check=False).returncode
     if status:
         raise DataError(
             "the ranks of the run's layout could not score its rollouts", where={"log": log}, got=f"status {status}"
         )
     with np.load(file) as arrays:
-        return [arrays[f"arr_{at}"] for at in range(len(arrays))]
+        return [arrays[f"arr_{index}"] for index in range(len(arrays))]
 
 
 def _main(run: str, step: str, version: str, trained: str, file: str) -> None:
@@ -87,9 +87,9 @@ def _main(run: str, step: str, version: str, trained: str, file: str) -> None:
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)
     try:
         scores = TrainerScores(config, folder, int(step), int(version), None if trained == "-" else Path(trained))
-        found = scores.of(config.train.microbatch_tokens)
+        logprobs = scores.of(config.train.microbatch_tokens)
         if dist.get_rank() == 0:
-            np.savez(file, *found)
+            np.savez(file, *logprobs)
     finally:
         world.stop()
 

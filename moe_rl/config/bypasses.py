@@ -84,13 +84,13 @@ def bypasses(settings: Mapping[str, Any], lead: Fact = "setting", front: str = "
         settings: Settings of Megatron's TransformerConfig, all or some.
         lead, front: How messages name a setting: as this fact, with this text before it.
     """
-    found = {name: one for name, one in _BYPASSES.items() if name in settings and one[0](settings[name])}
+    rules = {name: rule for name, rule in _BYPASSES.items() if name in settings and rule[0](settings[name])}
     if (
         settings.get("batch_p2p_comm")
         and settings.get("pipeline_model_parallel_size") == 2
         and settings.get("virtual_pipeline_model_parallel_size") is not None
     ):
         reason = "with two interleaved stages both neighbours are one rank, which confuses their batched messages"
-        found["batch_p2p_comm"] = (bool, reason, _OFF)
-    for name, (_, reason, instead) in found.items():
+        rules["batch_p2p_comm"] = (bool, reason, _OFF)
+    for name, (_, reason, instead) in rules.items():
         yield describe(reason, where={lead: f"{front}{name}"}, got=settings[name], expected=instead)

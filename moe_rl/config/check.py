@@ -26,16 +26,18 @@ def problems(config: Config, world_size: int) -> list[Problem]:
     This does not examine the installed software, nor the memory that a plan needs (`planning.cluster_plan`).
     """
     try:
-        facts, found = read_model(config.model.path), []
+        facts, model_problems = read_model(config.model.path), []
     except ConfigError as error:
-        facts, found = None, error.problems
-    return found + config_problems(config, facts, world_size) + file_problems(config, facts)
+        facts, model_problems = None, error.problems
+    return model_problems + config_problems(config, facts, world_size) + file_problems(config, facts)
 
 
-def refuse(found: list[Problem]) -> None:
+def refuse(problems: list[Problem]) -> None:
     """Raise ConfigError if anything was found."""
-    if found:
-        raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])
+    if problems:
+        raise ConfigError(
+            [*problems, f"{len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was started"]
+        )
 
 
 def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -> list[Problem]:
@@ -160,8 +162,8 @@ def _segment_problems(config: Config) -> Iterator[Problem]:
     pipeline, rollout = config.pipeline, config.rollout
     continued = pipeline.by_group and pipeline.kv == "recompute" and not rollout.stop
     anew = {"rollout.stop": bool(rollout.stop), "task.environment": config.task.environment is not None}
-    for key, given in anew.items() if pipeline.by_group and pipeline.segments == "first" else ():
-        if given:
+    for key, is_set in anew.items() if pipeline.by_group and pipeline.segments == "first" else ():
+        if is_set:
             yield describe(
                 "aborted completions are never continued, but restarted",
                 where={"key": "pipeline.segments", "given": f"{key} is set"},

@@ -100,16 +100,16 @@ def node_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
         return
     host = socket.gethostname()
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         yield describe(
             "not set, and the host's name has no address", where={"key": INTERFACE, "host": host}, got=error, do=do
         )
         return
-    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
+    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         yield describe(
             "not set, and the host's name resolves to loopback, which other nodes cannot reach",
             where={"key": INTERFACE, "host": host},
-            got=", ".join(sorted(found)),
+            got=", ".join(sorted(addresses)),
             do=do,
         )

@@ -44,11 +44,11 @@ def absent_problems(config: Config) -> list[Problem]:
 
 
 def _absent_sources(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator[Problem]:
-    for at, source in enumerate(sources):
+    for index, source in enumerate(sources):
         if source.kind == "generator" or source.may_be_on_the_hub:
             continue
         if not (os.path.isdir if source.kind == "dataset" else os.path.isfile)(source.data):
-            where: About = {"key": f"task.{key}.{at}.data", "file": source.data}
+            where: About = {"key": f"task.{key}.{index}.data", "file": source.data}
             if source.kind != "dataset":
                 yield describe("there is no such file", where=where, do="correct the path")
             else:
@@ -96,12 +96,12 @@ def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> It
     names = [field.name for field in dataclasses.fields(ModelFacts) if field.name not in NOT_COMPARED]
     differ = [name for name in names if getattr(facts, name) != getattr(published, name)]
     if differ:
-        ours, theirs = (", ".join(f"{name} {getattr(one, name)}" for name in differ) for one in (facts, published))
+        got, wanted = (", ".join(f"{name} {getattr(model, name)}" for name in differ) for model in (facts, published))
         yield describe(
             "not the model whose figures model.published has",
             where={"key": "model.path", "folder": config.model.path, "field": ", ".join(differ)},
-            got=ours,
-            expected=f"{theirs} as in {config.model.published}",
+            got=got,
+            expected=f"{wanted} as in {config.model.published}",
             do="give that model's checkpoint; or set model.published=null for another model, such as a base model: "
             "then nothing checks that this is the model that the layout was planned for, and a plan needs the "
             "checkpoint itself",
@@ -113,15 +113,15 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
     task = config.task
     train, heldout = count_prompts(task.train), count_prompts(task.heldout)
     for key, sources, counts in (("train", task.train, train), ("heldout", task.heldout, heldout)):
-        for at, (source, count) in enumerate(zip(sources, counts, strict=True)):
+        for index, (source, count) in enumerate(zip(sources, counts, strict=True)):
             if count == 0:
-                yield describe("the prompt file is empty", where={"key": f"task.{key}.{at}", "file": source.data})
-    for at, ours in enumerate(task.heldout):
-        if same := next((source.name for source in task.train if _same_prompts(source, ours)), ""):
+                yield describe("the prompt file is empty", where={"key": f"task.{key}.{index}", "file": source.data})
+    for index, heldout_source in enumerate(task.heldout):
+        if same := next((source.name for source in task.train if _same_prompts(source, heldout_source)), ""):
             yield describe(
                 f"the same prompts as source {same} of task.train",
-                where={"key": f"task.heldout.{at}"},
-                got=ours.data,
+                where={"key": f"task.heldout.{index}"},
+                got=heldout_source.data,
                 do="give prompts that are never trained on",
             )
     yield from number_problems(config, together(train), heldout)
@@ -147,22 +147,25 @@ def number_problems(config: Config, train: int | None, heldout: Sequence[int | N
             got=config.rollout.prompts_per_step,
             expected=f"at most {train}",
         )
-    for at, (source, count) in enumerate(zip(task.heldout, heldout, strict=True)):
+    for index, (source, count) in enumerate(zip(task.heldout, heldout, strict=True)):
         wanted = config.eval.prompts if source.prompts is None else source.prompts
         if count and count < wanted:
             yield describe(
                 f"more than the source {source.name} of task.heldout has",
-                where={"key": f"task.heldout.{at}.prompts" if source.prompts else "eval.prompts", "file": source.data},
+                where={
+                    "key": f"task.heldout.{index}.prompts" if source.prompts else "eval.prompts",
+                    "file": source.data,
+                },
                 got=wanted,
                 expected=f"at most {count}",
             )
 
 
-def _same_prompts(one: PromptSourceConfig, other: PromptSourceConfig) -> bool:
-    if one.kind in ("generator", "dataset") or other.kind != one.kind:
+def _same_prompts(source: PromptSourceConfig, other: PromptSourceConfig) -> bool:
+    if source.kind in ("generator", "dataset") or other.kind != source.kind:
         fields = ("data", "split", "config", "options", "seed")
-        return all(getattr(one, field) == getattr(other, field) for field in fields)
-    return os.path.isfile(one.data) and os.path.isfile(other.data) and os.path.samefile(one.data, other.data)
+        return all(getattr(source, field) == getattr(other, field) for field in fields)
+    return os.path.isfile(source.data) and os.path.isfile(other.data) and os.path.samefile(source.data, other.data)
 
 
 def _reward_problems(config: Config) -> Iterator[Problem]:

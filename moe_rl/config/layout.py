@@ -81,8 +81,8 @@ def chunk_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[range
     runs = parallel.pipeline * parallel.virtual_pipeline
     lengths = parallel.layers_per_run or (-(-facts.layers // runs),) * runs
     ends = [min(end, facts.layers) for end in itertools.accumulate(lengths)]
-    found = [range(first, end) for first, end in itertools.pairwise([0, *ends])]
-    return [[run for run in found[stage :: parallel.pipeline] if run] for stage in range(parallel.pipeline)]
+    layer_runs = [range(first, end) for first, end in itertools.pairwise([0, *ends])]
+    return [[run for run in layer_runs[stage :: parallel.pipeline] if run] for stage in range(parallel.pipeline)]
 
 
 def stage_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[int]]:

@@ -65,8 +65,8 @@ def config_of(data: dict[str, Any], sources: Sources) -> Config:
     try:
         return Config.model_validate_json(json.dumps(data), strict=True, context=broken)
     except ValidationError as error:
-        told = [_message(item, sources) for item in error.errors(include_url=False)]
-        raise ConfigError(told + broken) from None
+        messages = [_message(item, sources) for item in error.errors(include_url=False)]
+        raise ConfigError(messages + broken) from None
 
 
 def find_config(name: str | Path, beside: Path = Path(), where: About = MappingProxyType({})) -> Path:
@@ -79,8 +79,8 @@ def find_config(name: str | Path, beside: Path = Path(), where: About = MappingP
     from_top = [SHIPPED.parent / name] if name.parts[:1] == (SHIPPED.name,) else []
     places = [path, *from_top, *by_name]
     try:
-        if found := next((place for place in places if place.exists() and not place.is_dir()), None):
-            return found
+        if existing := next((place for place in places if place.exists() and not place.is_dir()), None):
+            return existing
     except OSError as error:
         raise ConfigError(
             "cannot read the config file", where={"file": path, **where}, got=error, fault="unreadable"
@@ -112,7 +112,7 @@ def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
             "wrong value", where={"key": "extends", **where}, got=_shown(name), expected="the path of a config file"
         )
     base, chain = find_config(name, file.parent, where), (*extending, file)
-    if base.resolve() in [one.resolve() for one in chain]:
+    if base.resolve() in [config_file.resolve() for config_file in chain]:
         got = " -> ".join(map(str, (*chain, base)))
         raise ConfigError(
             "the files extend each other in a circle",
@@ -120,8 +120,8 @@ def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
             got=got,
             do="take one of them out",
         )
-    theirs, their_sources = _read(base, chain)
-    return _merged(theirs, data), their_sources | sources
+    their_data, their_sources = _read(base, chain)
+    return _merged(their_data, data), their_sources | sources
 
 
 def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def anchored[T](value: T) -> T:
     if isinstance(value, tuple):
         return cast(T, tuple(map(anchored, value)))
     if isinstance(value, dict):
-        return cast(T, {name: anchored(one) for name, one in value.items()})
+        return cast(T, {name: anchored(part) for name, part in value.items()})
     return value
 
 
@@ -169,16 +169,16 @@ def _override(data: dict[str, Any], text: str, sources: Sources) -> Problem | No
     part: str | int
     for depth, part in enumerate(keys):
         if isinstance(node, list):
-            at = int(part) if str(part).isdecimal() else len(node)
-            if at >= len(node):
+            index = int(part) if str(part).isdecimal() else len(node)
+            if index >= len(node):
                 return describe(
                     "an override names a place that the list does not have",
                     where={"key": ".".join(map(str, keys[:depth])), **origin},
                     got=part,
                     expected=f"0 to {len(node) - 1}",
                 )
-            part = at
-            keys = (*keys[:depth], at, *keys[depth + 1 :])
+            part = index
+            keys = (*keys[:depth], index, *keys[depth + 1 :])
         if depth == len(keys) - 1:
             break
         if isinstance(node, dict) and node.get(part) is None:
@@ -199,12 +199,12 @@ def _override(data: dict[str, Any], text: str, sources: Sources) -> Problem | No
 
 
 def _message(error: ErrorDetails, sources: Sources) -> Problem:
-    (loc, holder), given = _place(error["loc"]), error["input"]
+    (loc, holder), value = _place(error["loc"]), error["input"]
     expected = error["msg"].removeprefix("Input should be ").replace("object", "mapping")
     if error["type"].startswith("union_tag_"):  # there is no loss with this name, or no such kind of reward
         leaf, known_names = ("name", LOSSES) if loc == ("objective",) else ("kind", KINDS)
-        named = isinstance(given, dict)
-        loc, given = ((*loc, leaf), given[leaf]) if named else (loc, given)
+        named = isinstance(value, dict)
+        loc, value = ((*loc, leaf), value[leaf]) if named else (loc, value)
         expected = f"one of {', '.join(known_names)}" if named else "a mapping"
     known = loc
     while known and known not in sources:
@@ -221,7 +221,7 @@ def _message(error: ErrorDetails, sources: Sources) -> Problem:
             return describe(
                 "the loss does not take it",
                 where=where,
-                got=_shown(given),
+                got=_shown(value),
                 expected=f"only {', '.join(f'objective.{name}' for name in LOSS_PARAMETERS[loss])}",
                 do=f"it belongs to {', '.join(others)}: remove it, or set it to null",
             )
@@ -234,7 +234,7 @@ def _message(error: ErrorDetails, sources: Sources) -> Problem:
     loss_key = loss and leaf in holder.__annotations__ and leaf in ObjectiveConfig.model_fields
     out_of_range = error["type"].startswith(("less_than", "greater_than"))  # the meaning says why there is a range
     return describe(
-        "wrong value", where=where, got=_shown(given), expected=expected, do=meaning if loss_key or out_of_range else ""
+        "wrong value", where=where, got=_shown(value), expected=expected, do=meaning if loss_key or out_of_range else ""
     )
 
 
@@ -290,8 +290,8 @@ def _all_keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
     for name, annotation in _names(section).items():
         yield prefix + name
         inner = LOSSES.values() if name == "objective" else [_section(annotation)]
-        for one in inner:
-            yield from _all_keys(one, f"{prefix}{name}.")
+        for inner_section in inner:
+            yield from _all_keys(inner_section, f"{prefix}{name}.")
 
 
 def _suggestion(loc: Sequence[str | int], holder: Any) -> str:
@@ -304,7 +304,7 @@ def _suggestion(loc: Sequence[str | int], holder: Any) -> str:
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
     exact = by_leaf.get(key, [])
     elsewhere = [name for leaf in difflib.get_close_matches(key, by_leaf, n=1, cutoff=0.75) for name in by_leaf[leaf]]
-    found = exact or close or elsewhere
-    if found:
-        return f"did you mean {' or '.join(found)}?"
+    suggestions = exact or close or elsewhere
+    if suggestions:
+        return f"did you mean {' or '.join(suggestions)}?"
     return f"the keys here are {', '.join(siblings)}" if siblings else "remove it"

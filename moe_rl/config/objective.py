@@ -46,17 +46,17 @@ class CorrectionConfig(Section):
         """Yield the problems of the bounds and the level. key: this correction's, for messages."""
         rule = self.rule
         needed, allowed = _BOUNDS[rule]
-        given = {bound for bound in ("low", "high") if getattr(self, bound) is not None}
-        for bound in sorted(needed - given):
+        bounds = {bound for bound in ("low", "high") if getattr(self, bound) is not None}
+        for bound in sorted(needed - bounds):
             yield describe(f"{rule} needs it", where={"key": f"{key}.{bound}"}, got="no value")
-        for bound in sorted(given - needed - allowed):
+        for bound in sorted(bounds - needed - allowed):
             yield describe(
                 f"rule {rule} has no such bound",
                 where={"key": f"{key}.{bound}"},
                 got=getattr(self, bound),
                 expected=f"only {' and '.join(sorted(needed))}",
             )
-        if not needed and not given:
+        if not needed and not bounds:
             yield describe(f"{rule} without a bound keeps everything", where={"key": key}, got="neither low nor high")
         if self.low == self.high == 1:
             yield describe(
@@ -157,7 +157,7 @@ class ObjectiveConfig(Section):
     @property
     def needs_old_first(self) -> bool:
         """Return whether something needs the trainer's old logprobs of all sequences before the first update."""
-        vtrace = any(one.rule == "vtrace" for one in self.corrections)
+        vtrace = any(correction.rule == "vtrace" for correction in self.corrections)
         return vtrace or self.kl_in == "reward" or self.second_moment_limit is not None
 
     @property
@@ -177,17 +177,17 @@ class ObjectiveConfig(Section):
             yield from self._loss_problems(key, correction)
         if self.second_moment_limit is not None:
             yield from self._second_moment_problems()
-        weighing = [one for one in self.corrections if one.weighs]
+        weighing = [correction for correction in self.corrections if correction.weighs]
         if len(weighing) > 1:
             yield describe(
                 "more than one correction weighs by the ratio to the sampler; the ratio would count twice",
                 where={"key": "objective.corrections"},
-                got=" and ".join(f"{one.level} {one.rule}" for one in weighing),
+                got=" and ".join(f"{correction.level} {correction.rule}" for correction in weighing),
                 expected="at most one truncate, vtrace or mask",
                 do="use reject for the others, which is mask without the weight",
             )
-        seen = [(one.level, one.rule) for one in self.corrections if not one.weighs]
-        for level, rule in sorted({pair for pair in seen if seen.count(pair) > 1}):
+        pairs = [(correction.level, correction.rule) for correction in self.corrections if not correction.weighs]
+        for level, rule in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
             yield describe(
                 "the same level and rule twice",
                 where={"key": "objective.corrections"},

@@ -201,7 +201,7 @@ def setting_problems(mapping: str, name: str, value: Any, *, recompute: str) -> 
     if not known:
         return  # the library is not installed, which is told elsewhere
     if name not in known:
-        free = [one for one in known if one not in passed.ours and not _reason(passed, one)]
+        free = [field for field in known if field not in passed.ours and not _reason(passed, field)]
         do = did_you_mean(name, free)
         yield describe("unknown setting of the installed version", where={"key": key}, got=value, do=do)
     elif name in passed.ours:
@@ -213,8 +213,8 @@ def setting_problems(mapping: str, name: str, value: Any, *, recompute: str) -> 
             got=value,
             do="remove it, or set train.recompute to none",
         )
-    elif mapping == "train.megatron" and (told := list(bypasses({name: value}, "key", "train.megatron."))):
-        yield from told
+    elif mapping == "train.megatron" and (problems := list(bypasses({name: value}, "key", "train.megatron."))):
+        yield from problems
     elif reason := _reason(passed, name):
         yield describe(reason, where={"key": key}, got=value, do="remove it")
     elif not _accepts(known[name], value):
@@ -300,7 +300,7 @@ def _ours(name: str) -> str:
 @cache
 def fields(classes: tuple[tuple[str, str], ...]) -> dict[str, ast.expr]:
     """Return the annotation of each field of these classes, by name; none if the library is not installed."""
-    found: dict[str, ast.expr] = {}
+    field_types: dict[str, ast.expr] = {}
     for file, name in classes:
         package, _, rest = file.partition("/")
         spec = importlib.util.find_spec(package)  # finds a top-level package without importing it
@@ -308,13 +308,13 @@ def fields(classes: tuple[tuple[str, str], ...]) -> dict[str, ast.expr]:
         for source in (Path(place) / rest for place in places):
             if source.is_file():
                 tree = ast.parse(source.read_bytes())
-                (section,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name)
-                found |= {
-                    one.target.id: one.annotation
-                    for one in section.body
-                    if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+                (section,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+                field_types |= {
+                    node.target.id: node.annotation
+                    for node in section.body
+                    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
                 }
-    return found
+    return field_types
 
 
 _PLAIN = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "list": (list,), "dict": (dict,)}
@@ -343,7 +343,7 @@ def _accepts(annotation: ast.expr, value: Any) -> bool:
             if name == "Literal":
                 return any(isinstance(part, ast.Constant) and part.value == value for part in parts)
             if name in ("list", "List"):
-                return isinstance(value, list) and all(_accepts(inside, one) for one in value)
+                return isinstance(value, list) and all(_accepts(inside, item) for item in value)
             if name in ("tuple", "Tuple", "set"):
                 return isinstance(value, list)
             if name in ("dict", "Dict"):

@@ -118,26 +118,26 @@ def source_problems(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator
     if not sources:
         yield describe("there is no source of prompts", where={"key": key}, do="give at least one")
     names = [source.name for source in sources]
-    for at, source in enumerate(sources):
-        if source.name in names[:at]:
-            yield describe("another source has this name", where={"key": f"{key}.{at}.name"}, got=source.name)
-        given = {name for name in ("split", "config", "options", "seed") if getattr(source, name) not in (None, {})}
+    for index, source in enumerate(sources):
+        if source.name in names[:index]:
+            yield describe("another source has this name", where={"key": f"{key}.{index}.name"}, got=source.name)
+        keys = {name for name in ("split", "config", "options", "seed") if getattr(source, name) not in (None, {})}
         wanted = {"generator": {"options", "seed"}, "dataset": {"split", "config"}}.get(source.kind, set())
-        for name in sorted(given - wanted):
+        for name in sorted(keys - wanted):
             yield describe(
                 "this kind of source does not take it",
-                where={"key": f"{key}.{at}.{name}", "given": f"data is {source.data}"},
+                where={"key": f"{key}.{index}.{name}", "given": f"data is {source.data}"},
                 got=getattr(source, name),
                 do="remove it",
             )
         if source.kind == "generator" and source.seed is None:
-            yield describe("a generator needs a seed", where={"key": f"{key}.{at}.seed"}, do="give a whole number")
+            yield describe("a generator needs a seed", where={"key": f"{key}.{index}.seed"}, do="give a whole number")
 
 
 def heldout_problems(sources: Sequence[HeldoutSourceConfig]) -> Iterator[Problem]:
     """Yield the problems of how the sources of `task.heldout` are evaluated."""
-    for at, source in enumerate(sources):
-        key = f"task.heldout.{at}"
+    for index, source in enumerate(sources):
+        key = f"task.heldout.{index}"
         if source.temperature is not None and 0 < source.temperature < 0.01:
             yield describe(
                 "vLLM would use 0.01 for a lower temperature",

@@ -195,13 +195,13 @@ class RolloutConfig(Section):
             )
 
     def _stop_problems(self) -> Iterator[Problem]:
-        for at, text in enumerate(self.stop):
+        for index, text in enumerate(self.stop):
             # if two end at the same character, the first in the list counts
-            sooner = [one for n, one in enumerate(self.stop) if one in text[:-1] or (n < at and one in text)]
+            sooner = [other for n, other in enumerate(self.stop) if other in text[:-1] or (n < index and other in text)]
             if sooner:
                 yield describe(
                     "can never end a completion, because another stop string ends it earlier",
-                    where={"key": f"rollout.stop.{at}"},
+                    where={"key": f"rollout.stop.{index}"},
                     got=repr(text),
                     expected=f"no text that contains {sooner[0]!r}",
                     do="remove one of them",

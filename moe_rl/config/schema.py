@@ -150,8 +150,8 @@ class TaskConfig(Section):
         """Return the metrics that every evaluation has: pass rates, without those of levels, which are in the rows."""
         greedy = ["eval/pass_rate_greedy"] if any(source.greedy for source in self.heldout) else []
         sources = [f"eval/source/{source.name}" for source in self.heldout] if len(self.heldout) > 1 else []
-        at = [f"eval/pass_at/{source.name}/{k}" for source in self.heldout for k in source.pass_at]
-        return ["eval/pass_rate", *greedy, *sources, *at]
+        pass_at = [f"eval/pass_at/{source.name}/{k}" for source in self.heldout for k in source.pass_at]
+        return ["eval/pass_rate", *greedy, *sources, *pass_at]
 
     def problems(self) -> Iterator[Problem]:
         yield from self._scorer_problems()
@@ -198,12 +198,12 @@ class TaskConfig(Section):
             return
         generators = self.generators
         for key, sources in (("train", self.train), ("heldout", self.heldout)):
-            for at, source in enumerate(sources):
+            for index, source in enumerate(sources):
                 kept = generators.get(source.data.removeprefix(GENERATOR))
                 if source.kind == "generator" and source.options != kept:
                     yield describe(
                         "another source of the same generator has other options, and a reward scores both",
-                        where={"key": f"task.{key}.{at}.options", "given": f"task.rewards.{scorer} scores them"},
+                        where={"key": f"task.{key}.{index}.options", "given": f"task.rewards.{scorer} scores them"},
                         got=source.options,
                         expected=kept,
                         do="give both the same options, or use your own reward function",

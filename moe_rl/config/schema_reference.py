@@ -61,15 +61,15 @@ def _section(path: str, field: FieldInfo, like: str = "", known: Iterable[str] =
     left_out = " The section may be left out." if not field.is_required() else ""
     shared = f" Further keys are those of {like}: {', '.join(f'`{key}`' for key in known)}." if like else ""
     yield f"{_text(section)}{left_out}{shared}\n"
-    yield _table({key: one for key, one in section.model_fields.items() if key not in known})
+    yield _table({key: inner_field for key, inner_field in section.model_fields.items() if key not in known})
     above: dict[type[BaseModel], str] = {}
-    for name, one in section.model_fields.items():
-        child, deeper = _inner(one.annotation, f"{inside}.{name}")
+    for name, inner_field in section.model_fields.items():
+        child, deeper = _inner(inner_field.annotation, f"{inside}.{name}")
         if child is not None:
             yield f"### {deeper}\n"
             base = child.__base__
             more = (above[base], base.model_fields) if base in above else ()
-            yield from _rewards() if name == "rewards" else _section(f"{inside}.{name}", one, *more)
+            yield from _rewards() if name == "rewards" else _section(f"{inside}.{name}", inner_field, *more)
             if base.model_fields:
                 above[base] = deeper
 
@@ -89,12 +89,12 @@ unless it is null. docs/concepts/objectives.md gives formulas and denominators.
     rows = ["| name | loss | its keys |", "|---|---|---|"]
     meanings: dict[str, None] = {}  # each once, in order
     for name, loss in LOSSES.items():
-        own = {key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"}
+        keys = {key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"}
         rows.append(
-            f"| `{name}` | {_text(loss)} | {'; '.join(f'`{key}` {_in_line(one)}' for key, one in own.items())} |"
+            f"| `{name}` | {_text(loss)} | {'; '.join(f'`{key}` {_in_line(field)}' for key, field in keys.items())} |"
         )
-        for key, one in own.items():
-            meanings[f"| `{key}` | {_type(one.annotation, one.metadata)} | {_meaning(one)} |"] = None
+        for key, field in keys.items():
+            meanings[f"| `{key}` | {_type(field.annotation, field.metadata)} | {_meaning(field)} |"] = None
     yield "\n".join(rows) + "\n"
     yield "\n".join(["| key of a loss | value | meaning |", "|---|---|---|", *meanings]) + "\n"
 
@@ -104,9 +104,9 @@ def _rewards() -> Iterator[str]:
     for name, kind in KINDS.items():
         yield f"#### kind: {name}\n"
         yield f"{_text(kind)}\n"
-        own = {key: field for key, field in kind.model_fields.items() if key not in RewardConfig.model_fields}
-        if own:
-            yield _table(own)
+        fields = {key: field for key, field in kind.model_fields.items() if key not in RewardConfig.model_fields}
+        if fields:
+            yield _table(fields)
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:
@@ -151,10 +151,10 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0], [*metadata, *_constraints(annotation.__metadata__)])
-    known = ((word, getattr(one, name, None)) for one in metadata for name, word in _BOUNDS.items())
+    known = ((word, getattr(constraint, name, None)) for constraint in metadata for name, word in _BOUNDS.items())
     bounds = [f"{word} {bound}" for word, bound in known if bound is not None and bound not in _EVERYWHERE]
     if origin is Literal:
-        words = " or ".join(f"`{_value(one)}`" for one in arguments)
+        words = " or ".join(f"`{_value(argument)}`" for argument in arguments)
     elif origin is tuple and Ellipsis not in arguments:
         words = f"list of {len(arguments)}: {_type(arguments[0])}"
     elif origin is tuple:
@@ -171,8 +171,8 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _constraints(metadata: Iterable[Any]) -> Iterator[Any]:
-    for one in metadata:
-        yield from one.metadata if isinstance(one, FieldInfo) else [one]
+    for item in metadata:
+        yield from item.metadata if isinstance(item, FieldInfo) else [item]
 
 
 def _text(section: type[BaseModel]) -> str:

@@ -74,22 +74,22 @@ class Section(BaseModel):
         If the validation context is a list, the messages go into it instead. `load_config` passes one, so that
         `config.check` can report them together with problems between sections.
         """
-        found = list(self.problems())
+        problems = list(self.problems())
         if isinstance(info.context, list):
-            info.context.extend(found)
-        elif found:
-            raise PydanticCustomError("section", "{problems}", {"problems": "\n".join(found), "found": found})
+            info.context.extend(problems)
+        elif problems:
+            raise PydanticCustomError("section", "{problems}", {"problems": "\n".join(problems), "found": problems})
         return self
 
 
 def chosen_by(key: str, usual: str) -> Discriminator:
     """Return the discriminator of a union of tagged sections: the value of `key`, or `usual` without one."""
-    return Discriminator(lambda given: given.get(key, usual) if isinstance(given, dict) else getattr(given, key, None))
+    return Discriminator(lambda value: value.get(key, usual) if isinstance(value, dict) else getattr(value, key, None))
 
 
 def members(annotation: Any) -> dict[str, type[Any]]:
     """Return the sections of a union of tagged sections, by tag; none for any other annotation."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
-    tagged = [get_args(one) for one in get_args(annotation) if get_origin(one) is Annotated]
-    return {one[1].tag: one[0] for one in tagged if isinstance(one[1], Tag)}
+    tagged = [get_args(member) for member in get_args(annotation) if get_origin(member) is Annotated]
+    return {arguments[1].tag: arguments[0] for arguments in tagged if isinstance(arguments[1], Tag)}

@@ -316,12 +316,12 @@ class AgentGateway:
         the system prompt were the same. May run in a thread; changes nothing."""
         messages, tools = wish.messages, wish.tools
         try:
-            if (found := dialogues.find(messages, tools)) is None:
+            if (prefix := dialogues.find(messages, tools)) is None:
                 other = dialogues.find(messages, tools, any_system=True)
                 return self._renderer.render(messages, tools), None, None if other is None else other[0]
-            number, known = found
-            said = session.turns[number].token_ids
-            extended = self._renderer.extend(session.prompt(number), said, messages, tools, start=known)
+            number, known = prefix
+            completion = session.turns[number].token_ids
+            extended = self._renderer.extend(session.prompt(number), completion, messages, tools, start=known)
             return extended or self._renderer.render(messages, tools, said=known), number, None
         except NotShown as error:
             raise BadRequest(str(error), wish.place(error.number, error.field), code="unsupported_value") from None
@@ -330,12 +330,12 @@ class AgentGateway:
 
     def _part(self, session: Session, before: tuple[int, ...], prompt: tuple[int, ...]) -> None:
         shorter = min(len(before), len(prompt))
-        at = next((n for n in range(shorter) if before[n] != prompt[n]), shorter)
-        was, now = (self._codec.decode(ids[at : at + _TOLD]) for ids in (before, prompt))
+        start = next((n for n in range(shorter) if before[n] != prompt[n]), shorter)
+        was, now = (self._codec.decode(ids[start : start + _TOLD]) for ids in (before, prompt))
         self.counts["other_system"] += 1
         session.other_system += 1
         session.parting = (
-            f"the system prompt differs from token {at} on, {now!r} after {was!r}, so the turn is a branch from the "
+            f"the system prompt differs from token {start} on, {now!r} after {was!r}, so the turn is a branch from the "
             "root. Keep text that changes with each request out of it"
         )
 
@@ -365,17 +365,17 @@ class AgentGateway:
             self.turns.check(place, wish)
             sampled, continues = await self.turns.sample(session, place, wish, exchange.leave)
         except RequestRefused as error:
-            told = error.message
-            expected = f", expected {told.expected}" if told.expected else ""
-            got = told.got.removeprefix(f"{told.fault} ")
-            text = f"got {got}{expected}" if told.fault else str(error)
-            raise BadRequest(text, asked.named(told.fault)) from None
+            problem = error.message
+            expected = f", expected {problem.expected}" if problem.expected else ""
+            got = problem.got.removeprefix(f"{problem.fault} ")
+            text = f"got {got}{expected}" if problem.fault else str(error)
+            raise BadRequest(text, asked.named(problem.fault)) from None
         # A completion that was aborted before its first token makes no turn.
-        added = [(session.add(place, one, continues=continues), one) for one in sampled if one.token_ids]
+        added = [(session.add(place, sample, continues=continues), sample) for sample in sampled if sample.token_ids]
         exchange.turns = [turn.number for turn, _ in added]
         if added and self._journals is not None:
             self._journals.add(session, TurnsEntry([turn for turn, _ in added], exchange.request))
-        return [] if any(one.finish_reason == "abort" for one in sampled) else added
+        return [] if any(sample.finish_reason == "abort" for sample in sampled) else added
 
     def _begin(self, session: Session, prompt: tuple[int, ...], samples: int, most: int) -> PendingTurns:
         try:
@@ -385,8 +385,8 @@ class AgentGateway:
 
     def _tokens(self, completion: Completion) -> list[SaidToken]:
         ids = completion.text_token_ids
-        told = zip(ids, completion.logprobs.tolist(), self._codec.pieces(ids), strict=False)
-        return [SaidToken(self._codec.decode([token]), logprob, piece) for token, logprob, piece in told]
+        tokens = zip(ids, completion.logprobs.tolist(), self._codec.pieces(ids), strict=False)
+        return [SaidToken(self._codec.decode([token]), logprob, piece) for token, logprob, piece in tokens]
 
 
 def message_of(answer: ParsedAnswer, use_ids: Sequence[str]) -> dict[str, Any]:

@@ -99,16 +99,16 @@ class _MessagesBody(_CountedBody, kw_only=True):
 
 def read_messages(body: bytes) -> ChatWish:
     """Parse a body of /v1/messages. Raises BadRequest."""
-    given = checked(body, _MessagesBody, _ONLY)
+    request = checked(body, _MessagesBody, _ONLY)
     sampling = read_sampling(
         _NAMES,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        max_tokens=given.max_tokens,
-        stop=strings(given.stop_sequences),
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        max_tokens=request.max_tokens,
+        stop=strings(request.stop_sequences),
     )
-    return replace(_read(given), sampling=sampling, stream=given.stream)
+    return replace(_read(request), sampling=sampling, stream=request.stream)
 
 
 def read_counted(body: bytes) -> ChatWish:
@@ -116,26 +116,26 @@ def read_counted(body: bytes) -> ChatWish:
     return _read(checked(body, _CountedBody, _ONLY))
 
 
-def _read(given: _CountedBody) -> ChatWish:
-    if not given.messages:
+def _read(request: _CountedBody) -> ChatWish:
+    if not request.messages:
         raise BadRequest("at least one message is needed", "messages")
-    refuse_prefill(given.messages[-1].role, f"messages.{len(given.messages) - 1}")
-    system = _system(given.system)
+    refuse_prefill(request.messages[-1].role, f"messages.{len(request.messages) - 1}")
+    system = _system(request.system)
     messages: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
     places = ["system"] if system else []
-    for at, one in enumerate(given.messages):
-        if one.role not in ("user", "assistant"):
-            raise BadRequest(f"got {one.role[:40]!r}, expected user or assistant", f"messages.{at}.role")
-        blocks = [{"type": "text", "text": one.content}] if isinstance(one.content, str) else one.content
-        read = _heard if one.role == "user" else _said
-        messages += read(blocks, f"messages.{at}.content")
-        places += [f"messages.{at}"] * (len(messages) - len(places))
+    for index, message in enumerate(request.messages):
+        if message.role not in ("user", "assistant"):
+            raise BadRequest(f"got {message.role[:40]!r}, expected user or assistant", f"messages.{index}.role")
+        blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
+        read = _heard if message.role == "user" else _said
+        messages += read(blocks, f"messages.{index}.content")
+        places += [f"messages.{index}"] * (len(messages) - len(places))
     return ChatWish(
-        model=given.model,
+        model=request.model,
         messages=tuple(messages),
         places=tuple(places),
         names=_NAMES,
-        tools=tuple(_tool(at, one) for at, one in enumerate(given.tools or [])),
+        tools=tuple(_tool(index, tool) for index, tool in enumerate(request.tools or [])),
         sampling=SamplingWish(),
     )
 
@@ -161,11 +161,11 @@ def messages_events(name: str, model: str, wish: ChatWish, replies: Sequence[Age
     usage, blocks = body["usage"], body["content"]
     nothing_yet = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}
     yield _event("message_start", {"message": body | nothing_yet})
-    for at, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         empty, delta = _in_two(block)
-        yield _event("content_block_start", {"index": at, "content_block": empty})
-        yield _event("content_block_delta", {"index": at, "delta": delta})
-        yield _event("content_block_stop", {"index": at})
+        yield _event("content_block_start", {"index": index, "content_block": empty})
+        yield _event("content_block_delta", {"index": index, "delta": delta})
+        yield _event("content_block_stop", {"index": index})
     end = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     yield _event("message_delta", {"delta": end, "usage": {"output_tokens": usage["output_tokens"]}})
     yield _event("message_stop", {})
@@ -177,9 +177,9 @@ def error_body(error: BadRequest) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.told}}
 
 
-def _system(given: str | list[dict[str, Any]] | None) -> str:
+def _system(system: str | list[dict[str, Any]] | None) -> str:
     """Return the system prompt without a first line that only concerns the provider."""
-    blocks = [{"type": "text", "text": given}] if isinstance(given, str) else given or []
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or []
     if blocks and str(text := blocks[0].get("text")).startswith(_BILLING):
         blocks = [{**blocks[0], "text": str(text).partition("\n")[2].lstrip("\n")}, *blocks[1:]]
     return plain_text(blocks, "system")
@@ -187,79 +187,79 @@ def _system(given: str | list[dict[str, Any]] | None) -> str:
 
 def _heard(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, Any]]:
     """Split a user's message: one message per tool result, and one for the text."""
-    found: list[Mapping[str, Any]] = []
+    messages: list[Mapping[str, Any]] = []
     texts: list[str] = []
-    for at, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if block.get("type") != "tool_result":
-            texts.append(text_of(block, f"{field}.{at}"))
+            texts.append(text_of(block, f"{field}.{index}"))
             continue
         if texts:
-            raise BadRequest("results of tools must come before text", f"{field}.{at}")
+            raise BadRequest("results of tools must come before text", f"{field}.{index}")
         name = block.get("tool_use_id")
         if not isinstance(name, str):
-            raise BadRequest("a tool's result must name the call that it answers", f"{field}.{at}.tool_use_id")
-        refuse_unread(block, ("type", "tool_use_id", "content", "is_error"), f"{field}.{at}")
-        content = plain_text(block.get("content"), f"{field}.{at}.content")
+            raise BadRequest("a tool's result must name the call that it answers", f"{field}.{index}.tool_use_id")
+        refuse_unread(block, ("type", "tool_use_id", "content", "is_error"), f"{field}.{index}")
+        content = plain_text(block.get("content"), f"{field}.{index}.content")
         if block.get("is_error"):
             content = f"{_FAILED}{content}"
-        found.append({"role": "tool", "tool_call_id": name, "content": content})
-    if texts or not found:
-        found.append({"role": "user", "content": "".join(texts)})
-    return found
+        messages.append({"role": "tool", "tool_call_id": name, "content": content})
+    if texts or not messages:
+        messages.append({"role": "user", "content": "".join(texts)})
+    return messages
 
 
 def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, Any]]:
     """Return the assistant's message."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls, texts = [], []
-    for at, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         match block:
             case {"type": "thinking", "thinking": str(thought)}:
-                refuse_unread(block, ("type", "thinking", "signature"), f"{field}.{at}")
+                refuse_unread(block, ("type", "thinking", "signature"), f"{field}.{index}")
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
-            case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(given)} if tool:
+            case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(arguments)} if tool:
                 # A direct call by the model is the default.
                 more = ("caller",) if block.get("caller") == {"type": "direct"} else ()
-                refuse_unread(block, ("type", "id", "name", "input", *more), f"{field}.{at}")
-                text = json.dumps(given, ensure_ascii=False)
+                refuse_unread(block, ("type", "id", "name", "input", *more), f"{field}.{index}")
+                text = json.dumps(arguments, ensure_ascii=False)
                 calls.append({"id": name, "type": "function", "function": {"name": tool, "arguments": text}})
             case {"type": "text"}:
-                texts.append(text_of(block, f"{field}.{at}"))
+                texts.append(text_of(block, f"{field}.{index}"))
             case _:
                 kind = str(block.get("type"))[:40]
                 known = "text, thinking, or tool_use with id, name and input"
-                raise BadRequest(f"got {kind!r}, expected {known}", f"{field}.{at}", code="unsupported_value")
+                raise BadRequest(f"got {kind!r}, expected {known}", f"{field}.{index}", code="unsupported_value")
     message["content"] = "".join(texts)
     if calls:
         message["tool_calls"] = calls
     return [message]
 
 
-def _tool(at: int, tool: _Offered) -> Mapping[str, Any]:
+def _tool(index: int, tool: _Offered) -> Mapping[str, Any]:
     if tool.type not in (None, "custom"):
-        raise BadRequest(f"got {tool.type[:40]!r}, expected custom", f"tools.{at}.type", code="unsupported_value")
+        raise BadRequest(f"got {tool.type[:40]!r}, expected custom", f"tools.{index}.type", code="unsupported_value")
     if tool.strict:
-        raise BadRequest("arguments are not constrained to the schema: leave it out", f"tools.{at}.strict")
+        raise BadRequest("arguments are not constrained to the schema: leave it out", f"tools.{index}.strict")
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _blocks(reply: AgentReply) -> list[dict[str, Any]]:
     answer = reply.answer
-    found: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     if answer.reasoning:
-        found.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.content:
-        found.append({"type": "text", "text": answer.content})
+        blocks.append({"type": "text", "text": answer.content})
     for name, use in zip(reply.use_ids, answer.uses, strict=True):
-        found.append({"type": "tool_use", "id": name, "name": use.name, "input": read_arguments(use.arguments)})
-    return found
+        blocks.append({"type": "tool_use", "id": name, "name": use.name, "input": read_arguments(use.arguments)})
+    return blocks
 
 
 def _in_two(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a block without its content, and the content as one delta."""
     if block["type"] == "tool_use":
-        given = json.dumps(block["input"], ensure_ascii=False)
-        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": given}
+        arguments = json.dumps(block["input"], ensure_ascii=False)
+        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": arguments}
     part = block["type"]
     return {**block, part: ""}, {"type": f"{part}_delta", part: block[part]}
 

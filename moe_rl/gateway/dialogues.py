@@ -31,11 +31,11 @@ class Dialogues:
         Args:
             any_system: accept a dialogue with other system messages, which the length then does not count.
         """
-        found = None
+        longest = None
         for count, history in enumerate(_histories(messages, tools, any_system)):
             if history in self._turns:
-                found = self._turns[history], count
-        return found
+                longest = self._turns[history], count
+        return longest
 
     def add(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], reply: Message, number: int
@@ -45,7 +45,7 @@ class Dialogues:
         new: dict[bytes, int] = {}
         for any_system in (False, True):
             *_, asked = _histories(messages, tools, any_system)
-            new |= {_after(asked, said): number for said in (reply, without)}
+            new |= {_after(asked, answer): number for answer in (reply, without)}
         self._turns |= new
         return new
 
@@ -56,13 +56,13 @@ class Dialogues:
 
 def _histories(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], any_system: bool) -> Iterable[bytes]:
     """Yield a digest of the first 0, 1, 2, ... messages. any_system: skip system messages."""
-    at = hashlib.sha256(msgspec.json.encode((tools, any_system), order="deterministic")).digest()
-    yield at
+    digest = hashlib.sha256(msgspec.json.encode((tools, any_system), order="deterministic")).digest()
+    yield digest
     for message in messages:
         if any_system and message["role"] == "system":
             continue
-        at = _after(at, message)
-        yield at
+        digest = _after(digest, message)
+        yield digest
 
 
 def _after(history: bytes, message: Message) -> bytes:
@@ -70,10 +70,10 @@ def _after(history: bytes, message: Message) -> bytes:
 
     Differences without meaning do not count: missing or empty content, and the layout of a tool call's arguments.
     """
-    told = {name: value for name, value in message.items() if value not in (None, "", [])}
-    if "tool_calls" in told:
-        told["tool_calls"] = [
+    fields = {name: value for name, value in message.items() if value not in (None, "", [])}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = [
             (call.get("id"), call["function"]["name"], read_arguments(call["function"]["arguments"]))
-            for call in told["tool_calls"]
+            for call in fields["tool_calls"]
         ]
-    return hashlib.sha256(history + msgspec.json.encode(told, order="deterministic")).digest()
+    return hashlib.sha256(history + msgspec.json.encode(fields, order="deterministic")).digest()

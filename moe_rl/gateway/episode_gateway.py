@@ -102,14 +102,14 @@ class EpisodeGateway:
 
     async def play(self, asked: Sequence[EpisodeRequest]) -> list[Trajectory]:
         """Play episodes side by side, see EpisodePlayer.play."""
-        found: dict[int, Trajectory] = {}
+        trajectories: dict[int, Trajectory] = {}
         for again in itertools.count():
-            lacking = [at for at in range(len(asked)) if at not in found]
+            lacking = [index for index in range(len(asked)) if index not in trajectories]
             if not lacking:
                 break
             shard = asked[0].shard and asked[0].shard + (f"-again{again}" if again else "")
             try:
-                ended = await self._together([replace(asked[at], shard=shard) for at in lacking])
+                ended = await self._together([replace(asked[index], shard=shard) for index in lacking])
             except BaseException:
                 if shard is not None:
                     with suppress(MoeRLError):
@@ -118,11 +118,11 @@ class EpisodeGateway:
             lost = [] if shard is None else await self._sampler.publish(shard)  # the names that lost servers gave it
             for name in lost:
                 await asyncio.to_thread(recover_shard, self._trace, name, _DYING_SECONDS)
-            kept = await asyncio.gather(*(asyncio.to_thread(self._keep, one, lost) for one in ended))
-            for at, one, is_kept in zip(lacking, ended, kept, strict=True):
+            kept = await asyncio.gather(*(asyncio.to_thread(self._keep, episode, lost) for episode in ended))
+            for index, episode, is_kept in zip(lacking, ended, kept, strict=True):
                 if is_kept:
-                    found[at] = self._trajectory(one)
-        return [found[at] for at in range(len(asked))]
+                    trajectories[index] = self._trajectory(episode)
+        return [trajectories[index] for index in range(len(asked))]
 
     def _keep(self, ended: _Ended, lost: Sequence[str]) -> bool:
         """Check and keep a session. Returns False if records of it were lost with a server."""
@@ -132,7 +132,7 @@ class EpisodeGateway:
         try:
             self._keeper.keep(ended.finished)
         except SessionError as error:
-            shards = {part.shard.partition(".pp")[0] for one in turns if one.routes for part in one.routes.parts}
+            shards = {part.shard.partition(".pp")[0] for turn in turns if turn.routes for part in turn.routes.parts}
             if error.message.fault != "no record" or shards.isdisjoint(lost):
                 raise
             self.gateway.turns.counts.update(
@@ -143,17 +143,17 @@ class EpisodeGateway:
 
     async def _together(self, asked: Sequence[EpisodeRequest]) -> list[_Ended]:
         """Play episodes side by side until all have ended."""
-        played = [asyncio.create_task(self._played(one)) for one in asked]
+        played = [asyncio.create_task(self._played(request)) for request in asked]
         waiting: set[asyncio.Future[Any]] = {*played, self._failed}
         try:
-            while not all(one.done() for one in played):
+            while not all(task.done() for task in played):
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for one in done:
-                    one.result()  # raises errors that end the run
-            return [one.result() for one in played]
+                for future in done:
+                    future.result()  # raises errors that end the run
+            return [task.result() for task in played]
         finally:
-            for one in played:
-                one.cancel()
+            for task in played:
+                task.cancel()
             await asyncio.gather(*played, return_exceptions=True)
 
     @property
@@ -222,8 +222,8 @@ class EpisodeGateway:
         most = self._config.train.microbatch_tokens
         # The config is refused where a sequence alone may not fit.
         if credit == "trajectory" and verdict.scored and asked.shard is not None and played.forwarded > most:
-            told = f"{played.forwarded} tokens in {len(sequences)} sequences, which credit: branch trains on apart"
-            failed = _failed(f"does not fit into train.microbatch_tokens = {most} (task.environment.credit): {told}")
+            size = f"{played.forwarded} tokens in {len(sequences)} sequences, which credit: branch trains on apart"
+            failed = _failed(f"does not fit into train.microbatch_tokens = {most} (task.environment.credit): {size}")
             played = replace(played, verdict=failed)
         if not played.verdict.scored:
             self._tell(asked, played.verdict, episode)
@@ -249,7 +249,7 @@ def _verdict(episode: Episode, turns: int, *, by_turn: bool) -> Verdict:
         return Verdict("scored", rewards, {"episode": rewards})
     if len(rewards) != turns:
         return _failed(f"returned {len(rewards)} rewards, expected one for each of {turns} turns that it received")
-    return Verdict("scored", math.fsum(rewards), {f"turn {at}": reward for at, reward in enumerate(rewards)})
+    return Verdict("scored", math.fsum(rewards), {f"turn {turn}": reward for turn, reward in enumerate(rewards)})
 
 
 def _failed(detail: str) -> Verdict:

@@ -105,22 +105,22 @@ class AgentExchanges:
 
     def repeated(self, session: Session, call: ClientCall) -> AgentExchange | None:
         """Return the exchange that a request repeats."""
-        equal = [one for one in self._of.get(session.name, ()) if one.request == call.request]
-        for one in reversed(equal):
-            if not one.waited_for and one.replies is not None and not _received(session, one):
-                return one
+        equal = [exchange for exchange in self._of.get(session.name, ()) if exchange.request == call.request]
+        for exchange in reversed(equal):
+            if not exchange.waited_for and exchange.replies is not None and not _received(session, exchange):
+                return exchange
         if not call.again or not equal:
             return None
         # With several waited for, it is unknown which one is repeated.
-        return equal[-1] if sum(one.waited_for for one in equal) <= 1 else None
+        return equal[-1] if sum(exchange.waited_for for exchange in equal) <= 1 else None
 
     def add(self, session: Session, exchange: AgentExchange) -> None:
         """Remember an exchange, and forget the oldest replies."""
         known = self._of.setdefault(session.name, [])
         known.append(exchange)
-        kept = [one for one in known if one.replies is not None and one.replies.done() and not one.waited_for]
-        for one in kept[:-_KEPT_REPLIES]:
-            one.replies = None
+        kept = [past for past in known if past.replies is not None and past.replies.done() and not past.waited_for]
+        for past in kept[:-_KEPT_REPLIES]:
+            past.replies = None
 
     def drop(self, session: Session, exchange: AgentExchange) -> None:
         """Forget an exchange without a result."""

@@ -42,27 +42,27 @@ def checked[T: msgspec.Struct](
         BadRequest: it is not a JSON object, or a field is not served or has a wrong value.
     """
     try:
-        given = carried(body)
+        request = carried(body)
     except ValueError as error:
         raise BadRequest(f"the body is not a JSON object that can be used: {error}", code="invalid_json") from None
-    if not isinstance(given, dict):
+    if not isinstance(request, dict):
         raise BadRequest("the body is not a JSON object", code="invalid_json")
-    for name, value in given.items():
+    for name, value in request.items():
         if name in only:
             # JSON's true is not 1.
-            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in only[name]):
+            if not any(value == valid and isinstance(value, bool) == isinstance(valid, bool) for valid in only[name]):
                 raise BadRequest(f"this value is not served: {str(value)[:100]}", name, code="unsupported_value")
         elif name not in kind.__struct_fields__:
             hint = did_you_mean(name, kind.__struct_fields__)
             raise BadRequest(f"this field is not served. {hint}".strip(), name[:100], code="unsupported_parameter")
-    messages = given.get("messages") if spoken else None
+    messages = request.get("messages") if spoken else None
     for message in messages if isinstance(messages, list) else ():
         for name in set(message) - set(spoken) if isinstance(message, dict) else ():
             if name in _OF_THE_PROVIDER or not message[name] or message[name] == {"refusal": None}:
                 del message[name]
     try:
         with _CONVERTING:
-            return msgspec.convert({name: value for name, value in given.items() if name not in only}, kind)
+            return msgspec.convert({name: value for name, value in request.items() if name not in only}, kind)
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$")
         lacks = "".join(re.findall("missing required field `(.+)`", text))
@@ -84,7 +84,7 @@ def plain_text(content: Any, field: str, kinds: Collection[str] = ("text",), bes
         return content or ""
     if not isinstance(content, list):
         raise BadRequest(f"got {str(content)[:40]!r}, expected text", field)
-    return "".join(text_of(part, f"{field}.{at}", kinds, beside) for at, part in enumerate(content))
+    return "".join(text_of(part, f"{field}.{index}", kinds, beside) for index, part in enumerate(content))
 
 
 def text_of(part: Any, field: str, kinds: Collection[str] = ("text",), beside: Collection[str] = ()) -> str:

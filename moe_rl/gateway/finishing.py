@@ -129,14 +129,14 @@ def _check_record(session: Session, turn: Turn, store: TraceStore, read: Mapping
             "The record of a turn belongs to another branch", "another branch", got, f"one after turn {turn.parent}"
         )
     rows = versions_of_rows(record.spans)[-len(turn.token_ids) :]
-    said = np.repeat([span.weight_version for span in turn.versions], [span.tokens for span in turn.versions])
-    if (rows != said).any():
-        at = int(np.argmax(rows != said))
+    versions = np.repeat([span.weight_version for span in turn.versions], [span.tokens for span in turn.versions])
+    if (rows != versions).any():
+        position = int(np.argmax(rows != versions))
         raise fault(
             "The rows of a turn come from other weights than its tokens",
             "other weights",
-            f"version {rows[at]} for token {at}",
-            f"version {said[at]}",
+            f"version {rows[position]} for token {position}",
+            f"version {versions[position]}",
         )
 
 

@@ -49,7 +49,7 @@ def as_object(text: str) -> dict[str, Any] | None:
 
 def _depth(value: Any) -> int:
     depth, level = 0, [value]
-    while level := [inner for one in level for inner in _inner(one)]:
+    while level := [inner for outer in level for inner in _inner(outer)]:
         depth += 1
     return depth
 

@@ -140,38 +140,38 @@ class _TextBody(_Asked, kw_only=True):
 
 def read_chat(body: bytes) -> ChatWish:
     """Parse a body of /v1/chat/completions. Raises BadRequest."""
-    given = checked(body, _ChatBody, _ONLY, _Message.__struct_fields__)
-    if not given.messages:
+    request = checked(body, _ChatBody, _ONLY, _Message.__struct_fields__)
+    if not request.messages:
         raise BadRequest("at least one message is needed", "messages")
-    refuse_prefill(given.messages[-1].role, f"messages.{len(given.messages) - 1}")
+    refuse_prefill(request.messages[-1].role, f"messages.{len(request.messages) - 1}")
     return ChatWish(
-        messages=tuple(_message(at, one) for at, one in enumerate(given.messages)),
-        places=tuple(f"messages.{at}" for at in range(len(given.messages))),
-        tools=tuple(_tool(at, one) for at, one in enumerate(given.tools or [])),
-        logprobs=bool(given.logprobs),
-        **_in_both(given, {name: getattr(given, name) for name in ("max_tokens", "max_completion_tokens")}),
+        messages=tuple(_message(index, message) for index, message in enumerate(request.messages)),
+        places=tuple(f"messages.{index}" for index in range(len(request.messages))),
+        tools=tuple(_tool(index, tool) for index, tool in enumerate(request.tools or [])),
+        logprobs=bool(request.logprobs),
+        **_in_both(request, {name: getattr(request, name) for name in ("max_tokens", "max_completion_tokens")}),
     )
 
 
 def read_text(body: bytes) -> TextWish:
     """Parse a body of /v1/completions. Raises BadRequest."""
-    given = checked(body, _TextBody, _ONLY)
-    prompt: Any = given.prompt
+    request = checked(body, _TextBody, _ONLY)
+    prompt: Any = request.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
-    if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt):
+    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
         raise BadRequest("one prompt per request: a text, or token ids", "prompt", code="unsupported_value")
     if not prompt:
         raise BadRequest("the prompt is empty", "prompt")
-    if given.logprobs:
+    if request.logprobs:
         raise BadRequest(
             "log-probabilities of other tokens are not served: ask for logprobs 0", "logprobs", code="unsupported_value"
         )
     return TextWish(
         prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-        logprobs=given.logprobs is not None,
-        echo=bool(given.echo),
-        **_in_both(given, {"max_tokens": given.max_tokens}),
+        logprobs=request.logprobs is not None,
+        echo=bool(request.echo),
+        **_in_both(request, {"max_tokens": request.max_tokens}),
     )
 
 
@@ -179,12 +179,12 @@ def chat_body(name: str, model: str, wish: ChatWish, replies: Sequence[AgentRepl
     """Return the body of a chat's reply."""
     choices = [
         {
-            "index": at,
-            "message": {"refusal": None, **message_of(one.answer, one.use_ids)},
-            "logprobs": _chat_logprobs(one.tokens) if wish.logprobs else None,
-            "finish_reason": _finish(one),
+            "index": index,
+            "message": {"refusal": None, **message_of(reply.answer, reply.use_ids)},
+            "logprobs": _chat_logprobs(reply.tokens) if wish.logprobs else None,
+            "finish_reason": _finish(reply),
         }
-        for at, one in enumerate(replies)
+        for index, reply in enumerate(replies)
     ]
     return _head(f"chatcmpl-{name}", "chat.completion", model) | {"choices": choices, "usage": _usage(replies)}
 
@@ -193,12 +193,12 @@ def text_body(name: str, model: str, wish: TextWish, replies: Sequence[AgentRepl
     """Return the body of a completion's reply."""
     choices = [
         {
-            "index": at,
-            "text": one.text,
-            "logprobs": _text_logprobs(one.tokens) if wish.logprobs else None,
-            "finish_reason": _finish(one),
+            "index": index,
+            "text": reply.text,
+            "logprobs": _text_logprobs(reply.tokens) if wish.logprobs else None,
+            "finish_reason": _finish(reply),
         }
-        for at, one in enumerate(replies)
+        for index, reply in enumerate(replies)
     ]
     return _head(f"cmpl-{name}", "text_completion", model) | {"choices": choices, "usage": _usage(replies)}
 
@@ -210,16 +210,16 @@ def chat_events(name: str, model: str, wish: ChatWish, replies: Sequence[AgentRe
     def event(choices: list[dict[str, Any]], usage: object = None) -> bytes:
         return _event(head | {"choices": choices} | ({"usage": usage} if wish.usage else {}))
 
-    for at, one in enumerate(replies):
-        message = message_of(one.answer, one.use_ids)
+    for index, reply in enumerate(replies):
+        message = message_of(reply.answer, reply.use_ids)
         calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{part: message[part]} for part in ("reasoning_content", "content") if message.get(part)]
         deltas += [{"tool_calls": [call]} for call in calls]
         for delta in deltas:
-            yield event([{"index": at, "delta": delta, "logprobs": None, "finish_reason": None}])
-        told = _chat_logprobs(one.tokens) if wish.logprobs else None
-        yield event([{"index": at, "delta": {}, "logprobs": told, "finish_reason": _finish(one)}])
+            yield event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        logprobs = _chat_logprobs(reply.tokens) if wish.logprobs else None
+        yield event([{"index": index, "delta": {}, "logprobs": logprobs, "finish_reason": _finish(reply)}])
     if wish.usage:
         yield event([], _usage(replies))
     yield b"data: [DONE]\n\n"
@@ -242,62 +242,62 @@ def error_body(error: BadRequest) -> dict[str, Any]:
     return {"error": {"message": error.told, "type": kind, "param": error.field or None, "code": error.code}}
 
 
-def _message(at: int, message: _Message) -> Mapping[str, Any]:
+def _message(index: int, message: _Message) -> Mapping[str, Any]:
     if message.role not in _ROLES:
-        raise BadRequest(f"got {message.role[:40]!r}, expected {', '.join(_ROLES)}", f"messages.{at}.role")
-    found: dict[str, Any] = {
+        raise BadRequest(f"got {message.role[:40]!r}, expected {', '.join(_ROLES)}", f"messages.{index}.role")
+    fields: dict[str, Any] = {
         "role": _ROLES[message.role],
-        "content": plain_text(message.content, f"messages.{at}.content"),
+        "content": plain_text(message.content, f"messages.{index}.content"),
     }
     if message.role == "tool" and not message.tool_call_id:
-        raise BadRequest("a tool's message must name the call that it answers", f"messages.{at}.tool_call_id")
+        raise BadRequest("a tool's message must name the call that it answers", f"messages.{index}.tool_call_id")
     reasoning = message.reasoning_content or message.reasoning
     for name, value in (
         ("name", message.name),
         ("tool_call_id", message.tool_call_id),
         ("reasoning_content", reasoning),
-        ("tool_calls", [_call(one) for one in message.tool_calls or ()]),
+        ("tool_calls", [_call(call) for call in message.tool_calls or ()]),
     ):
         if value:
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields
 
 
 def _call(call: _ToolCall) -> Mapping[str, Any]:
     return {"id": call.id, "function": msgspec.to_builtins(call.function), "type": call.type}
 
 
-def _tool(at: int, tool: _Tool) -> Mapping[str, Any]:
+def _tool(index: int, tool: _Tool) -> Mapping[str, Any]:
     if tool.type != "function":
-        raise BadRequest(f"got {tool.type[:40]!r}, expected function", f"tools.{at}.type", code="unsupported_value")
+        raise BadRequest(f"got {tool.type[:40]!r}, expected function", f"tools.{index}.type", code="unsupported_value")
     if tool.function.strict:
-        field = f"tools.{at}.function.strict"
+        field = f"tools.{index}.function.strict"
         raise BadRequest("arguments are not constrained to the schema: leave it out", field, code="unsupported_value")
     return function_tool(tool.function.name, tool.function.description, tool.function.parameters or NO_PARAMETERS)
 
 
-def _in_both(given: _Asked, counts: Mapping[str, int | None]) -> dict[str, Any]:
+def _in_both(request: _Asked, counts: Mapping[str, int | None]) -> dict[str, Any]:
     """Return the fields of a wish that both routes share. counts: fields that limit the tokens; all of them hold."""
     limits = [(most, name) for name, most in counts.items() if most is not None]
     longest, name = min(limits, default=(None, "max_tokens"))
-    names = {"max_tokens": name, "messages": "messages" if "messages" in given.__struct_fields__ else "prompt"}
+    names = {"max_tokens": name, "messages": "messages" if "messages" in request.__struct_fields__ else "prompt"}
     return {
-        "model": given.model,
+        "model": request.model,
         "names": names,
         "sampling": read_sampling(
             names,
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=given.top_k,
-            min_p=given.min_p,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
             max_tokens=longest,
-            seed=given.seed,
-            stop=strings(given.stop),
-            stop_token_ids=tuple(given.stop_token_ids or ()),
-            samples=given.n,
+            seed=request.seed,
+            stop=strings(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            samples=request.n,
         ),
-        "stream": bool(given.stream),
-        "usage": given.stream_options is not None and given.stream_options.include_usage,
+        "stream": bool(request.stream),
+        "usage": request.stream_options is not None and request.stream_options.include_usage,
     }
 
 
@@ -306,8 +306,8 @@ def _finish(reply: AgentReply) -> str:
 
 
 def _usage(replies: Sequence[AgentReply]) -> dict[str, int]:
-    prompt, said = replies[0].prompt_tokens, sum(len(one.turn.token_ids) for one in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    prompt, sampled = replies[0].prompt_tokens, sum(len(reply.turn.token_ids) for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _head(name: str, kind: str, model: str) -> dict[str, Any]:
@@ -316,7 +316,10 @@ def _head(name: str, kind: str, model: str) -> dict[str, Any]:
 
 def token_logprobs(tokens: Sequence[SaidToken]) -> list[dict[str, Any]]:
     """Return the log-probabilities of the sampled tokens in the form of chats and responses."""
-    return [{"token": one.text, "logprob": one.logprob, "bytes": list(one.bytes), "top_logprobs": []} for one in tokens]
+    return [
+        {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes), "top_logprobs": []}
+        for token in tokens
+    ]
 
 
 def _chat_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
@@ -324,11 +327,11 @@ def _chat_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
 
 
 def _text_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
-    texts, told = [one.text for one in tokens], [one.logprob for one in tokens]
+    texts, logprobs = [token.text for token in tokens], [token.logprob for token in tokens]
     # All tokens of a split character have the offset of its start.
     read = codecs.getincrementaldecoder("utf-8")("replace").decode
-    offsets = [*accumulate((len(read(one.bytes)) for one in tokens), initial=0)][:-1]
-    return {"tokens": texts, "token_logprobs": told, "top_logprobs": None, "text_offset": offsets}
+    offsets = [*accumulate((len(read(token.bytes)) for token in tokens), initial=0)][:-1]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
 
 def _event(body: Mapping[str, Any]) -> bytes:

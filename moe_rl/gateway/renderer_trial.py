@@ -27,9 +27,9 @@ def renderer_problems(config: Config) -> list[Problem]:
     config: its model and tokenizer must be readable.
     """
     command = [sys.executable, "-P", "-m", __name__]
-    given = config.model_dump_json()
+    document = config.model_dump_json()
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(command, input=document, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return [_untried(f"no answer after {_SECONDS} s")]
     if done.returncode:
@@ -61,4 +61,4 @@ def _tried(config: Config) -> list[Problem]:
 if __name__ == "__main__":
     # A module that is None cannot be imported: transformers then works without torch.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    print(json.dumps([[str(one), vars(one)] for one in _tried(config_of(json.load(sys.stdin), {}))]))
+    print(json.dumps([[str(problem), vars(problem)] for problem in _tried(config_of(json.load(sys.stdin), {}))]))

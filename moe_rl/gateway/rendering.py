@@ -138,11 +138,11 @@ class ChatRenderer:
         """
         ids = self._written(messages, tools)
         compared = self._compared and not kinds_of(messages, tools) & self._differs_in
-        if compared and (found := difference(ids, self._template(messages, tools))) is not None:
+        if compared and (where := difference(ids, self._template(messages, tools))) is not None:
             raise ValueError(
-                f"the gateway's renderer does not write what the chat template writes: {self._told(found)}"
+                f"the gateway's renderer does not write what the chat template writes: {self._told(where)}"
             )
-        check_shown(messages, tools, lambda some, given: self._tokenizer.decode(self._written(some, given)), said=said)
+        check_shown(messages, tools, lambda some, specs: self._tokenizer.decode(self._written(some, specs)), said=said)
         hidden = self._special.hidden(messages, tools)
         if hidden is None:
             return ids
@@ -235,25 +235,25 @@ class ChatRenderer:
     ) -> ParsedAnswer:
         """Parse a completion. Tokens are decoded to text; no text is tokenised."""
         try:
-            found = self._renderer.parse_response(list(completion), tools=_listed(tools), prompt_ids=list(prompt))
+            answer = self._renderer.parse_response(list(completion), tools=_listed(tools), prompt_ids=list(prompt))
         except (ValueError, RecursionError):  # a tool call whose JSON Python cannot read
             ended = bool(completion) and completion[-1] in self.stop_token_ids
             text = self._tokenizer.decode(list(completion)[: len(completion) - ended], skip_special_tokens=False)
             return ParsedAnswer(text, "", (), 1)
         uses, unreadable = [], []
-        for call in found.tool_calls:
+        for call in answer.tool_calls:
             if tools and call.status == "ok" and (use := _tool_use(call.name, call.arguments)) is not None:
                 uses.append(use)
             else:
                 unreadable.append(call.raw)
-        content = "\n".join(text for text in (found.content, *unreadable) if text)
-        return ParsedAnswer(content, found.reasoning_content or "", tuple(uses), len(unreadable))
+        content = "\n".join(text for text in (answer.content, *unreadable) if text)
+        return ParsedAnswer(content, answer.reasoning_content or "", tuple(uses), len(unreadable))
 
     def _check_template(self) -> None:
         """Raise ValueError if the renderer writes other tokens than the model's own chat template."""
-        found = list(differences(self._written, self._template, self._behind, self.stop_token_ids))
-        kinds = list(dict.fromkeys(kind for kind, _, _ in found))
-        for kind, messages, where in found:
+        dialogues = list(differences(self._written, self._template, self._behind, self.stop_token_ids))
+        kinds = list(dict.fromkeys(kind for kind, _, _ in dialogues))
+        for kind, messages, where in dialogues:
             if kind not in self._differs_in:
                 dialogue = ", ".join(message["role"] for message in messages)
                 raise ValueError(
@@ -263,8 +263,8 @@ class ChatRenderer:
                 )
 
     def _told(self, where: Difference) -> str:
-        ours, theirs = (self._tokenizer.decode(list(ids)) for ids in (where.ours, where.theirs))
-        return f"from token {where.at} on: {ours!r} instead of {theirs!r}"
+        written, expected = (self._tokenizer.decode(list(ids)) for ids in (where.ours, where.theirs))
+        return f"from token {where.at} on: {written!r} instead of {expected!r}"
 
 
 def _listed(tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
@@ -273,16 +273,16 @@ def _listed(tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
 
 def _for_renderer(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with the arguments of tool calls as objects, as templates expect them."""
-    found = []
+    converted = []
     for message in messages:
-        one = dict(message)
-        if calls := one.get("tool_calls"):
-            one["tool_calls"] = [
+        copy = dict(message)
+        if calls := copy.get("tool_calls"):
+            copy["tool_calls"] = [
                 {**call, "function": {**call["function"], "arguments": read_arguments(call["function"]["arguments"])}}
                 for call in calls
             ]
-        found.append(one)
-    return found
+        converted.append(copy)
+    return converted
 
 
 def _tool_use(name: Any, arguments: Any) -> ToolUse | None:
@@ -297,5 +297,5 @@ def _tool_use(name: Any, arguments: Any) -> ToolUse | None:
 
 def read_arguments(text: str) -> Any:
     """Return a tool call's arguments: an object if the text is a valid JSON object, otherwise the text."""
-    found = as_object(text)
-    return text if found is None else found
+    arguments = as_object(text)
+    return text if arguments is None else arguments

@@ -68,38 +68,38 @@ class _Body(ForProvider, kw_only=True):
 
 def read_responses(body: bytes) -> ChatWish:
     """Parse a body of /v1/responses. Raises BadRequest."""
-    given = checked(body, _Body, _ONLY)
-    include = given.include or []
-    for at, name in enumerate(include):
+    request = checked(body, _Body, _ONLY)
+    include = request.include or []
+    for index, name in enumerate(include):
         if name not in _INCLUDED:
-            raise BadRequest(f"got {name[:80]!r}, expected {' or '.join(_INCLUDED)}", f"include.{at}")
-    items = [{"role": "user", "content": given.input}] if isinstance(given.input, str) else given.input
+            raise BadRequest(f"got {name[:80]!r}, expected {' or '.join(_INCLUDED)}", f"include.{index}")
+    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     if not items:
         raise BadRequest("at least one item is needed", "input")
     messages: list[dict[str, Any]] = []
     places: list[str] = []
-    if given.instructions:
-        messages, places = [{"role": "system", "content": given.instructions}], ["instructions"]
+    if request.instructions:
+        messages, places = [{"role": "system", "content": request.instructions}], ["instructions"]
     _read(items, messages, places)
     refuse_prefill(messages[-1]["role"], places[-1])
     return ChatWish(
-        model=given.model,
+        model=request.model,
         messages=tuple(messages),
         places=tuple(places),
         names=_NAMES,
-        tools=tuple(_tool(tool, f"tools.{at}") for at, tool in enumerate(given.tools or [])),
+        tools=tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(request.tools or [])),
         sampling=read_sampling(
-            _NAMES, temperature=given.temperature, top_p=given.top_p, max_tokens=given.max_output_tokens
+            _NAMES, temperature=request.temperature, top_p=request.top_p, max_tokens=request.max_output_tokens
         ),
         logprobs=_LOGPROBS in include,
-        stream=bool(given.stream),
+        stream=bool(request.stream),
     )
 
 
 def responses_body(name: str, model: str, wish: ChatWish, replies: Sequence[AgentReply]) -> dict[str, Any]:
     """Return the body of the only reply."""
     (reply,) = replies
-    said = len(reply.turn.token_ids)
+    sampled = len(reply.turn.token_ids)
     return {
         "id": f"resp_{name}",
         "object": "response",
@@ -115,9 +115,9 @@ def responses_body(name: str, model: str, wish: ChatWish, replies: Sequence[Agen
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": said,
+            "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": reply.prompt_tokens + said,
+            "total_tokens": reply.prompt_tokens + sampled,
         },
     }
 
@@ -127,16 +127,18 @@ def responses_events(name: str, model: str, wish: ChatWish, replies: Sequence[Ag
     body, numbers = responses_body(name, model, wish, replies), itertools.count()
 
     def event(kind: str, **fields: Any) -> bytes:
-        told = {"type": kind, "sequence_number": next(numbers), **fields}
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(told) + b"\n\n"
+        payload = {"type": kind, "sequence_number": next(numbers), **fields}
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(payload) + b"\n\n"
 
     begun = body | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
-    for at, item in enumerate(body["output"]):
-        place = {"item_id": item["id"], "output_index": at}
+    for index, item in enumerate(body["output"]):
+        place = {"item_id": item["id"], "output_index": index}
         nothing_yet: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield event("response.output_item.added", output_index=at, item=item | nothing_yet | {"status": "in_progress"})
+        yield event(
+            "response.output_item.added", output_index=index, item=item | nothing_yet | {"status": "in_progress"}
+        )
         if item["type"] == "function_call":
             text = item["arguments"]
             yield event("response.function_call_arguments.delta", **place, delta=text)
@@ -149,19 +151,19 @@ def responses_events(name: str, model: str, wish: ChatWish, replies: Sequence[Ag
             yield event(f"response.{kind}.delta", **place, delta=part["text"], **more)
             yield event(f"response.{kind}.done", **place, text=part["text"], **more)
             yield event("response.content_part.done", **place, part=part)
-        yield event("response.output_item.done", output_index=at, item=item)
+        yield event("response.output_item.done", output_index=index, item=item)
     yield event(f"response.{body['status']}", response=body)
 
 
 def _read(items: Sequence[Mapping[str, Any]], messages: list[dict[str, Any]], places: list[str]) -> None:
     """Append the messages of all items. What the assistant says in one turn is one message, of several items."""
     last: int | None = None  # the last part of the assistant's message, which the next item may continue
-    for at, item in enumerate(items):
-        part, value = _item(item, f"input.{at}")
+    for index, item in enumerate(items):
+        part, value = _item(item, f"input.{index}")
         order = _ORDER.index(part) if part in _ORDER else None
         if order is None or last is None or order < last or order == last != _ORDER.index("tool_calls"):
             messages.append(value if order is None else {"role": "assistant", "content": ""})
-            places.append(f"input.{at}")
+            places.append(f"input.{index}")
         if order is not None:
             messages[-1][part] = [*messages[-1].get(part, ()), value] if part == "tool_calls" else value
         last = order
@@ -220,9 +222,9 @@ def _output(name: str, wish: ChatWish, reply: AgentReply) -> list[dict[str, Any]
     if answer.content or not (answer.uses or items):
         logprobs = token_logprobs(reply.tokens) if wish.logprobs else []
         text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": logprobs}
-        said = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [text], "status": status}
-        items.append(said)
-    for at, (call_id, use) in enumerate(zip(reply.use_ids, answer.uses, strict=True)):
-        call = {"type": "function_call", "id": f"fc_{name}{at}", "call_id": call_id, "status": status}
+        message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [text], "status": status}
+        items.append(message)
+    for index, (call_id, use) in enumerate(zip(reply.use_ids, answer.uses, strict=True)):
+        call = {"type": "function_call", "id": f"fc_{name}{index}", "call_id": call_id, "status": status}
         items.append(call | {"name": use.name, "arguments": use.arguments})
     return items

@@ -155,8 +155,8 @@ class SessionJournals:
                     requests.append((request, [turn.number for turn in turns]))
                 case ReceivedEntry(numbers, received):
                     session.tell_received(numbers, received)
-                case RepliesEntry(found):
-                    replies |= found
+                case RepliesEntry(histories):
+                    replies |= histories
                 case ReopenedEntry():
                     session.reopened += 1
         return JournaledSession(session, first.key_hash, replies, requests, whole, digest)

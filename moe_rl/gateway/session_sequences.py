@@ -46,7 +46,7 @@ def sequences_of(finished: FinishedSession, rewards: Seq[float] = ()) -> list[Co
 def runs_of(session: Session) -> list[list[Turn]]:
     """Return the runs of turns that form a session's sequences."""
     taken: set[int] = set()
-    found: list[list[Turn]] = []
+    runs: list[list[Turn]] = []
     for branch in session.branches():
         run: list[Turn] = []
         for turn in branch:
@@ -56,19 +56,19 @@ def runs_of(session: Session) -> list[list[Turn]]:
                 run.append(turn)
             else:
                 run = [turn]
-                found.append(run)
+                runs.append(run)
             taken.add(turn.number)
-    return found
+    return runs
 
 
 def _joined(session: Session, turns: Seq[Turn], rewards: Mapping[int, float]) -> Completion:
     """Return the sequence of a run of turns. Its record is the last turn's, which has all rows."""
     first, last = turns[0], turns[-1]
-    inserted, said = [], len(first.token_ids)
+    inserted, sampled = [], len(first.token_ids)
     for turn in turns[1:]:
         if turn.input_ids:
-            inserted.append(InsertedTokens(said, turn.input_ids))
-        said += len(turn.token_ids)
+            inserted.append(InsertedTokens(sampled, turn.input_ids))
+        sampled += len(turn.token_ids)
     return Completion(
         key=last.routes.key if last.routes is not None else f"{session.name}/{last.number}",
         prompt_token_ids=session.prompt(first.number),
@@ -101,25 +101,25 @@ def check_trained(sequences: Iterable[Sequence], folder: Path, part: tuple[int, 
     for sequence in sequences:
         episodes.setdefault(sequence.segment_of, []).append(sequence)
     which, parts = part
-    for name, own in islice(episodes.items(), which, None, parts):
+    for name, used in islice(episodes.items(), which, None, parts):
         kept = sequences_of(read_session(folder / f"{name}.session"))
-        if [one.key for one in own] != (keys := [one.key for one in kept]):
-            raise _not_of(name, "Sequences of a session are missing, or belong to another", [o.key for o in own], keys)
-        for one, other in zip(own, kept, strict=True):
-            differ = [field for field, mine in _fields(one).items() if mine != _fields(other)[field]]
+        if [sequence.key for sequence in used] != (keys := [completion.key for completion in kept]):
+            raise _not_of(name, "Sequences of a session are missing, or belong to another", [o.key for o in used], keys)
+        for sequence, other in zip(used, kept, strict=True):
+            differ = [field for field, mine in _fields(sequence).items() if mine != _fields(other)[field]]
             if differ:
-                raise _not_of(name, "A sequence differs from its session", f"other {', '.join(differ)}", one.key)
+                raise _not_of(name, "A sequence differs from its session", f"other {', '.join(differ)}", sequence.key)
 
 
-def _fields(one: Sequence | Completion) -> dict[str, object]:
-    logprobs = one.rollout_logprobs if isinstance(one, Sequence) else one.logprobs
+def _fields(sequence: Sequence | Completion) -> dict[str, object]:
+    logprobs = sequence.rollout_logprobs if isinstance(sequence, Sequence) else sequence.logprobs
     return {
-        "prompt": one.prompt_token_ids,
-        "tokens": one.token_ids,
-        "inserted tokens": one.inserted,
+        "prompt": sequence.prompt_token_ids,
+        "tokens": sequence.token_ids,
+        "inserted tokens": sequence.inserted,
         "log-probabilities": logprobs.tobytes(),
-        "versions": one.versions,
-        "record": one.routes,
+        "versions": sequence.versions,
+        "record": sequence.routes,
     }
 
 

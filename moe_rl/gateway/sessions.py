@@ -188,8 +188,8 @@ class Session:
             self.tell_received([parent])  # only a client that received it can continue it
         received = self.received
         fed = (len(ids) - shared) * samples
-        pending = sum(one.samples for one in self._pending)
-        used = sum(len(turn.ids) for turn in received) + sum(one.tokens for one in self._pending)
+        pending = sum(other.samples for other in self._pending)
+        used = sum(len(turn.ids) for turn in received) + sum(other.tokens for other in self._pending)
         tokens_left = self.limits.tokens - used - fed
         for what, got, most in (
             ("turns", len(received) + pending + samples, self.limits.turns),
@@ -211,7 +211,7 @@ class Session:
 
     def drop(self, place: PendingTurns) -> None:
         """Release the reservation of requests that have ended."""
-        self._pending = [one for one in self._pending if one is not place]
+        self._pending = [other for other in self._pending if other is not place]
 
     def add(self, place: PendingTurns, completion: Completion, *, continues: bool) -> Turn:
         """Add one of the turns that `place` reserves. Returns it with its number and digest."""
@@ -270,12 +270,12 @@ class Session:
 
     def path(self, number: int) -> list[Turn]:
         """Return the turns of a branch from the root to a turn."""
-        found: list[Turn] = []
-        at: int | None = number
-        while at is not None:
-            found.append(self.turns[at])
-            at = found[-1].parent
-        return found[::-1]
+        turns: list[Turn] = []
+        current: int | None = number
+        while current is not None:
+            turns.append(self.turns[current])
+            current = turns[-1].parent
+        return turns[::-1]
 
     def ids(self, number: int) -> Ids:
         """Return all tokens up to the end of a turn: those of its prompt and its completion."""
@@ -288,12 +288,12 @@ class Session:
 
     def rows_version(self, number: int) -> int | None:
         """Return the weight version of all rows of a turn's record; None if there are several."""
-        found = set()
+        versions = set()
         for turn in reversed(self.path(number)):
-            found |= {span.weight_version for span in turn.versions}
+            versions |= {span.weight_version for span in turn.versions}
             if not turn.continues:
                 break
-        return found.pop() if len(found) == 1 else None
+        return versions.pop() if len(versions) == 1 else None
 
     def branches(self) -> list[list[Turn]]:
         """Return the branches of received turns, ordered by when their last turns ended."""
@@ -346,9 +346,9 @@ class Session:
         best: tuple[int, int] = (0, -1)
         left: list[tuple[int | None, int]] = [(None, 0)]
         while left:
-            at, start = left.pop()
-            best = max(best, (start, -1 if at is None else at))
-            for child in self._children[at]:
+            parent, start = left.pop()
+            best = max(best, (start, -1 if parent is None else parent))
+            for child in self._children[parent]:
                 theirs = self.turns[child].ids
                 if ids[start : start + len(theirs)] == theirs:
                     left.append((child, start + len(theirs)))
@@ -360,14 +360,14 @@ class Session:
         siblings = [self.turns[number] for number in self._children[parent]]
         if not siblings:
             return ("first" if parent is None else "continued"), 0
-        alike = [(_common(ids, one.ids), one) for one in siblings]
+        alike = [(_common(ids, sibling.ids), sibling) for sibling in siblings]
         shared, nearest = max(alike, key=lambda pair: pair[0])
         said = shared >= len(nearest.input_ids) and shared < len(ids)
         return ("rewritten" if said else "forked"), shared
 
     def _digest(self, turn: Turn) -> str:
         before = "" if turn.parent is None else self.turns[turn.parent].digest
-        told = (
+        content = (
             before,
             _packed(turn.input_ids),
             _packed(turn.token_ids),
@@ -377,20 +377,20 @@ class Session:
             turn.routes,
             turn.continues,
         )
-        return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()
+        return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
 
 def _whole_digest(session: Session) -> str:
-    told = (session.name, session.group, [(turn.digest, turn.received) for turn in session.turns])
-    return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()
+    content = (session.name, session.group, [(turn.digest, turn.received) for turn in session.turns])
+    return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
 
 def _packed(ids: Ids) -> bytes:
     return np.asarray(ids, "<i4").tobytes()
 
 
-def _common(one: Ids, other: Ids) -> int:
+def _common(ids: Ids, other: Ids) -> int:
     """Return the length of the common prefix."""
-    most = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
+    most = min(len(ids), len(other))
+    differ = np.flatnonzero(np.asarray(ids[:most]) != np.asarray(other[:most]))
     return int(differ[0]) if len(differ) else most

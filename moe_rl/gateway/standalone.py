@@ -162,7 +162,7 @@ def _sampler(config: Config, facts: ModelFacts, folder: Path, stack: contextlib.
     fleet = ServerFleet.attach(config, folder / "trace", adopt=False)
     stack.callback(fleet.close)
     served = [server.recording() for server in fleet.servers.values()]
-    return fleet, served[0].weight_version, all(one.reads_text for one in served)
+    return fleet, served[0].weight_version, all(server.reads_text for server in served)
 
 
 async def _serve(

@@ -73,18 +73,18 @@ DIALOGUES: Mapping[DialogueKind, Sequence[tuple[Chat, Chat]]] = {
 
 def kinds_of(messages: Chat, tools: Chat) -> set[DialogueKind]:
     """Return the kinds of a dialogue."""
-    found: set[DialogueKind] = {"first_turns"}
+    kinds: set[DialogueKind] = {"first_turns"}
     if tools:
-        found.add("tools")
+        kinds.add("tools")
     for message in messages:
         if message["role"] == "assistant":
-            found.add("later_turns")
+            kinds.add("later_turns")
         if message["role"] == "tool" or message.get("tool_calls"):
-            found.add("tool_calls")
+            kinds.add("tool_calls")
         # Renderers read the tags of thinking in a text too.
         if message.get("reasoning_content") or "</think>" in (message.get("content") or ""):
-            found.add("reasoning")
-    return found
+            kinds.add("reasoning")
+    return kinds
 
 
 ChatWriter = Callable[..., Ids]
@@ -108,8 +108,8 @@ def difference(ours: Sequence[int], theirs: Sequence[int]) -> Difference | None:
     """Return where two lists of tokens diverge; None if they are equal."""
     if list(ours) == list(theirs):
         return None
-    at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    return Difference(at, ours[at : at + _TOLD], theirs[at : at + _TOLD])
+    start = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return Difference(start, ours[start : start + _TOLD], theirs[start : start + _TOLD])
 
 
 def differences(
@@ -128,27 +128,27 @@ def differences(
                 written, expected = ours(messages, tools), theirs(messages, tools)
             except ValueError:
                 continue
-            found = difference(written, expected) or _behind_an_answer(messages, tools, theirs, extend, ends)
-            if found is not None:
-                yield kind, messages, found
+            where = difference(written, expected) or _behind_an_answer(messages, tools, theirs, extend, ends)
+            if where is not None:
+                yield kind, messages, where
 
 
 def _behind_an_answer(
-    messages: Chat, tools: Chat, theirs: ChatWriter, extend: ChatExtender, ends: Collection[int]
+    messages: Chat, tools: Chat, template: ChatWriter, extend: ChatExtender, ends: Collection[int]
 ) -> Difference | None:
     """Compare what both write after the last answer. The answer itself is skipped, because its tokens are kept as they
     are."""
-    at = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=None)
-    if at is None:
+    last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+    if last is None:
         return None
-    prompt, answered = theirs(messages[:at], tools), theirs(messages[: at + 1], tools, answers=False)
-    said = answered[len(prompt) :]
-    end = next((n for n, one in enumerate(said) if one in ends), None)
+    prompt, answered = template(messages[:last], tools), template(messages[: last + 1], tools, answers=False)
+    answer = answered[len(prompt) :]
+    end = next((n for n, token in enumerate(answer) if token in ends), None)
     if answered[: len(prompt)] != prompt or end is None:
         return None  # the template writes a finished answer differently
-    extended = extend(prompt, said[: end + 1], messages[at + 1 :], tools)
+    extended = extend(prompt, answer[: end + 1], messages[last + 1 :], tools)
     if extended is None:
         return None
     new = extended[len(prompt) + end + 1 :]
-    expected = theirs(messages, tools)
+    expected = template(messages, tools)
     return difference(new, expected[len(expected) - len(new) :])

@@ -105,39 +105,39 @@ class TurnSampler:
         number, recorded = f"{start}{session.calls}", session.shards is not None
         call, seed = f"{session.name}/{number}", f"{session.seed}/{number}"
         for again in itertools.count():
-            at = await self._enter(session)
+            home = await self._enter(session)
             try:
-                version, parent = self.version, self._record(session, place, at)
+                version, parent = self.version, self._record(session, place, home)
                 attempt = f"-again{again}" if again else ""
                 requests = self._requests(call + attempt, seed, place, wish, parent, record=recorded)
                 shard, keep_open = f"{session.shards or session.name}-{number}{attempt}", session.shared is not None
                 sampled = await self._sampler.sample(
-                    at, requests, shard=session.shared or shard, leave=leave, keep_open=keep_open
+                    home, requests, shard=session.shared or shard, leave=leave, keep_open=keep_open
                 )
             except ServerLost as lost:
                 self.counts["sampled_again"] += 1
                 self.counts["lost_tokens"] += lost.tokens
                 continue
             finally:
-                await self._exit(at)
-            began = [one.oldest_version for one in sampled if one.versions]
-            self.version = max([self.version, *(one.newest_version for one in sampled if one.versions)])
-            if parent is not None and any(one != version for one in began):
+                await self._exit(home)
+            began = [sample.oldest_version for sample in sampled if sample.versions]
+            self.version = max([self.version, *(sample.newest_version for sample in sampled if sample.versions)])
+            if parent is not None and any(oldest != version for oldest in began):
                 self.counts["over_older_rows"] += 1
                 continue
             self.counts["recorded_anew"] += int(recorded and place.parent is not None and parent is None)
             return sampled, parent is not None
         raise AssertionError
 
-    def _record(self, session: Session, place: PendingTurns, at: int) -> RouteRef | None:
+    def _record(self, session: Session, place: PendingTurns, home: int) -> RouteRef | None:
         """Return the record that the requests continue at a place, if all its rows are from the current weights and
         the place can read it."""
         if place.parent is None or session.rows_version(place.parent) != self.version:
             return None
         record = session.turns[place.parent].routes
         if record is not None and session.shared is not None:
-            own = self._sampler.shard_at(at, session.shared)
-            if record.parts[0].shard.partition(".pp")[0] != own:
+            shard = self._sampler.shard_at(home, session.shared)
+            if record.parts[0].shard.partition(".pp")[0] != shard:
                 return None
         return record
 
@@ -151,8 +151,8 @@ class TurnSampler:
         *,
         record: bool = True,
     ) -> list[GenerateRequest]:
-        own = None if self._seed is None else f"{self._seed} {seed}"
-        seeds = own if wish.seed is None else str(wish.seed)
+        default = None if self._seed is None else f"{self._seed} {seed}"
+        seeds = default if wish.seed is None else str(wish.seed)
         return [
             GenerateRequest(
                 key=f"{call}/{sample}",
@@ -180,7 +180,7 @@ class TurnSampler:
                 if not places:
                     raise SamplerGone("No server is left to sample on", where={"session": session.name})
                 home = session.home
-                place = home if home is not None and home in places else min(places, key=lambda one: self._running[one])
+                place = home if home is not None and home in places else min(places, key=lambda n: self._running[n])
                 if self._begins.is_set() and self._running[place] < self.bounds.at_once:
                     session.home = place
                     self._running[place] += 1

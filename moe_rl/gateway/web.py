@@ -134,12 +134,12 @@ class GatewayApp:
             except MoeRLError as error:
                 self._failed(error)
                 raise BadRequest(str(error), status=503, code="sampler_failed") from None
-            told = secrets.token_hex(12), self._gateway.model, wish, replies
+            content = secrets.token_hex(12), self._gateway.model, wish, replies
 
             def reply() -> Response:
                 if wish.stream:
-                    return Response(b"".join(dialect.events(*told)), media_type="text/event-stream")
-                return Response(msgspec.json.encode(dialect.body(*told)), media_type="application/json")
+                    return Response(b"".join(dialect.events(*content)), media_type="text/event-stream")
+                return Response(msgspec.json.encode(dialect.body(*content)), media_type="application/json")
 
             return _SentReply(reply, call, lambda: self._gateway.sent(session, exchange, call))
 
@@ -187,16 +187,16 @@ class GatewayApp:
 
     async def _open(self, request: Request) -> dict[str, Any]:
         body = bytes(await _body(request, _SMALL_BODY)) or b"{}"
-        given = checked(body, _OpenBody, {})
-        asked = {name: most for name in ("tokens", "turns", "seconds") if (most := getattr(given, name)) is not None}
-        opened = self._gateway.open(given.group, replace(self._gateway.book.limits, **asked))
+        fields = checked(body, _OpenBody, {})
+        asked = {name: most for name in ("tokens", "turns", "seconds") if (most := getattr(fields, name)) is not None}
+        opened = self._gateway.open(fields.group, replace(self._gateway.book.limits, **asked))
         # The address that this request reached. The Host header is set by the client and not trusted.
         url = f"{url_of(*request.scope['server'])}/s/{opened.key}"
         return {"session": opened.session.name, "key": opened.key, "base_url": f"{url}/v1", "url": url}
 
     async def _list(self, request: Request) -> dict[str, Any]:
         counts = {**self._gateway.counts, **self._gateway.turns.counts}
-        return {"sessions": [self._summary(one) for one in self._gateway.book.all()], "counts": counts}
+        return {"sessions": [self._summary(session) for session in self._gateway.book.all()], "counts": counts}
 
     async def _finish(self, request: Request) -> dict[str, Any]:
         session = self._gateway.book.named(request.path_params["name"])

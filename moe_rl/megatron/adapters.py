@@ -63,11 +63,11 @@ class Adapter(torch.nn.Module):
         rows = (2, outputs // 2) if halves else (outputs,)
         self.a = torch.nn.Parameter(matrix.new_zeros(tensors, rank, inputs))
         self.b = torch.nn.Parameter(matrix.new_zeros(*rows, rank))
-        for one, cut in ((self.a, axis == 1), (self.b, axis == 0)):
-            one.allreduce = getattr(matrix, "allreduce", True)
+        for parameter, cut in ((self.a, axis == 1), (self.b, axis == 0)):
+            parameter.allreduce = getattr(matrix, "allreduce", True)
             if cut:
-                dim = 2 if one is self.a else int(halves)
-                set_tensor_model_parallel_attributes(one, is_parallel=True, dim=dim, stride=1)
+                dim = 2 if parameter is self.a else int(halves)
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
         self._outer = ""
         matrix.adapter = self
 
@@ -92,8 +92,8 @@ class Adapter(torch.nn.Module):
 
     def of_tokens(self, sequence_parallel: bool) -> None:
         """Mark what is whole on every rank for the sum over tensor-parallel ranks, each of which has other tokens."""
-        for one in (self.a, self.b):
-            one.sequence_parallel = sequence_parallel and not getattr(one, "tensor_model_parallel", False)
+        for parameter in (self.a, self.b):
+            parameter.sequence_parallel = sequence_parallel and not getattr(parameter, "tensor_model_parallel", False)
 
     @property
     def rows(self) -> Tensor:
@@ -136,8 +136,10 @@ def of_experts(adapters: Seq[Adapter]) -> tuple[float, Seq[Tensor], Seq[Tensor]]
     gradients here; what all experts share gets it with the sum over all ranks.
     """
     first, count = adapters[0], len(adapters)
-    downs = first.a.expand(count, -1, -1, -1) if first._outer == "a" else torch.stack([one.a for one in adapters])
-    ups = first.b.expand(count, -1, -1) if first._outer == "b" else torch.stack([one.rows for one in adapters])
+    downs = (
+        first.a.expand(count, -1, -1, -1) if first._outer == "a" else torch.stack([adapter.a for adapter in adapters])
+    )
+    ups = first.b.expand(count, -1, -1) if first._outer == "b" else torch.stack([adapter.rows for adapter in adapters])
     if first.outer is None:
         if first.group.size() > 1 and first.axis == 0:
             downs = copy_to_tensor_model_parallel_region(downs, group=first.group)
@@ -166,13 +168,13 @@ def adapters_of(models: Iterable[torch.nn.Module]) -> Iterator[Adapter]:
 @contextmanager
 def without_adapters(models: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Compute and export the checkpoint's own weights until the context ends."""
-    found = list(adapters_of(models))
-    for adapter in found:
+    adapters = list(adapters_of(models))
+    for adapter in adapters:
         adapter.on = False
     try:
         yield
     finally:
-        for adapter in found:
+        for adapter in adapters:
             adapter.on = True
 
 

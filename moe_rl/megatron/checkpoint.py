@@ -172,8 +172,8 @@ def _verified(path: Path, fields: Sequence[str] = ()) -> dict:
     if verdict.error:
         raise CheckpointError(verdict.error)
     mine = sorted(verdict.state.pop("files").items())[dist.get_rank() :: dist.get_world_size()]
-    found = next(filter(None, (_damage(path / name, expected) for name, expected in mine)), "")
-    for damage in filter(None, world.gather(found, str)):
+    problem = next(filter(None, (_damage(path / name, expected) for name, expected in mine)), "")
+    for damage in filter(None, world.gather(problem, str)):
         raise CheckpointError(damage)
     return verdict.state
 
@@ -328,17 +328,17 @@ def optimizer_sums(policy: Policy) -> list[dict[str, tuple[int, int]]]:
     What several ranks hold is counted once, so the totals do not depend on the layout. All ranks call this together.
     """
     entries = [
-        one
-        for one in nested_values(sharded(policy, loading=False)["optimizer"])
-        if isinstance(one, ShardedTensor | ShardedTensorFactory) and not any(map(int, _replica(one)))
+        entry
+        for entry in nested_values(sharded(policy, loading=False)["optimizer"])
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory) and not any(map(int, _replica(entry)))
     ]
-    kinds = [one.key.split(".")[2] for one in entries]  # of optimizer.state.exp_avg.NAME
-    sums = PartSums({kind: at for at, kind in enumerate(sorted(set(kinds)))}, world.device())
-    for kind, one in zip(kinds, entries, strict=True):
-        sums.add(kind, one.data, one.data.dtype)
-    found = sums.content()
-    own = {kind: (int(found.table[0, at]), int(found.table[1, at])) for kind, at in found.parts.items()}
-    return world.gather(own, dict[str, tuple[int, int]])
+    kinds = [entry.key.split(".")[2] for entry in entries]  # of optimizer.state.exp_avg.NAME
+    sums = PartSums({kind: column for column, kind in enumerate(sorted(set(kinds)))}, world.device())
+    for kind, entry in zip(kinds, entries, strict=True):
+        sums.add(kind, entry.data, entry.data.dtype)
+    total = sums.content()
+    by_kind = {kind: (int(total.table[0, column]), int(total.table[1, column])) for kind, column in total.parts.items()}
+    return world.gather(by_kind, dict[str, tuple[int, int]])
 
 
 def _replica(entry: ShardedTensor | ShardedTensorFactory) -> tuple[int, ...]:
@@ -347,12 +347,12 @@ def _replica(entry: ShardedTensor | ShardedTensorFactory) -> tuple[int, ...]:
 
 def totals(sums: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, list[int]]:
     """Add up what `optimizer_sums` returned: for each kind, the sum modulo 2**64 and the number of elements."""
-    found: dict[str, list[int]] = {}
+    by_kind: dict[str, list[int]] = {}
     for rank in sums:
         for kind, (total, elements) in rank.items():
-            one = found.setdefault(kind, [0, 0])
-            one[0], one[1] = (one[0] + total) % (1 << 64), one[1] + elements
-    return dict(sorted(found.items()))
+            pair = by_kind.setdefault(kind, [0, 0])
+            pair[0], pair[1] = (pair[0] + total) % (1 << 64), pair[1] + elements
+    return dict(sorted(by_kind.items()))
 
 
 def check_optimizer(path: Path, policy: Policy, saved: Mapping[str, Sequence[int]]) -> None:
@@ -371,8 +371,8 @@ def check_optimizer(path: Path, policy: Policy, saved: Mapping[str, Sequence[int
         return
     zeros = [
         str(rank)
-        for rank, own in enumerate(sums)
-        if any(own.get(kind, (1, 0))[0] == 0 < own[kind][1] for kind in wrong)
+        for rank, by_kind in enumerate(sums)
+        if any(by_kind.get(kind, (1, 0))[0] == 0 < by_kind[kind][1] for kind in wrong)
     ]
     raise CheckpointError(
         "the optimizer does not have the state that the checkpoint holds",

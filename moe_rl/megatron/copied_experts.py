@@ -82,19 +82,19 @@ class _Copy(torch.autograd.Function):
         ctx.sizes = [shape.numel() for shape in ctx.shapes]
         sent = [parameters[expert * ctx.each :][: ctx.each] for expert in exchange.sent]
         arrived = exchange.there(_rows_of(sent, rows, ctx.sizes))
-        copies = (_cut(arrived[at], ctx.sizes, ctx.shapes) for at in exchange.arrival)
+        copies = (_cut(arrived[place], ctx.sizes, ctx.shapes) for place in exchange.arrival)
         return rows.view_as(rows), *(weight for copy in copies for weight in copy)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor, *of_copies: torch.Tensor):
-        exchange, each = ctx.exchange, ctx.each
-        here = [of_copies[number * each :][:each] for number in np.argsort(exchange.arrival)]
+        exchange, per_expert = ctx.exchange, ctx.each
+        here = [of_copies[number * per_expert :][:per_expert] for number in np.argsort(exchange.arrival)]
         arrived = exchange.back(_rows_of(here, gradient, ctx.sizes))
-        sums: list[torch.Tensor | None] = [None] * (exchange.own * each)
+        sums: list[torch.Tensor | None] = [None] * (exchange.own * per_expert)
         for expert, row in zip(exchange.sent, arrived, strict=True):
-            for at, part in enumerate(_cut(row, ctx.sizes, ctx.shapes), expert * each):
-                held = sums[at]
-                sums[at] = part if held is None else held + part
+            for index, part in enumerate(_cut(row, ctx.sizes, ctx.shapes), expert * per_expert):
+                held = sums[index]
+                sums[index] = part if held is None else held + part
         return gradient, None, *sums
 
 
@@ -102,7 +102,7 @@ def _rows_of(experts: list[tuple[torch.Tensor, ...]], like: torch.Tensor, sizes:
     """Return the tensors of each expert as one row [experts, elements]."""
     dtype = experts[0][0].dtype if experts else like.dtype
     empty = like.new_empty(0, sum(sizes), dtype=dtype)
-    return torch.cat([empty, *(torch.cat([part.reshape(-1) for part in one])[None] for one in experts)])
+    return torch.cat([empty, *(torch.cat([part.reshape(-1) for part in expert])[None] for expert in experts)])
 
 
 def _cut(row: torch.Tensor, sizes: list[int], shapes: list[torch.Size]) -> list[torch.Tensor]:

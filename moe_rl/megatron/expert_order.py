@@ -30,12 +30,12 @@ _SLOT = re.compile(r"local_experts\.(\d+)\.|(\d+)$")
 
 def expert_weights(moe: MoELayer) -> list[dict[str, torch.nn.Parameter]]:
     """Return {name within the expert, such as linear_fc1.weight: parameter} for each local slot."""
-    found: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(moe.num_local_experts)]
+    by_slot: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(moe.num_local_experts)]
     for name, parameter in moe.experts.named_parameters():
         slot = _SLOT.search(name)
         assert slot is not None  # both modules number the parameters of their experts
-        found[int(slot[1] or slot[2])][name[: slot.start()] + name[slot.end() :]] = parameter
-    return found
+        by_slot[int(slot[1] or slot[2])][name[: slot.start()] + name[slot.end() :]] = parameter
+    return by_slot
 
 
 @torch.no_grad()
@@ -66,9 +66,9 @@ def move(moe: MoELayer, order: np.ndarray, optimizers: list[MegatronOptimizer]) 
         for value, state, (_, slot) in zip(*arrived, arriving, strict=True):
             weight = weights[slot - first]
             weight.copy_(value.view_as(weight))
-            held, own = _held(weight, optimizers)
+            held, covered = _held(weight, optimizers)
             for part, whole in zip(held, state, strict=bool(held)):
-                part.copy_(whole[own].view_as(part))
+                part.copy_(whole[covered].view_as(part))
     dispatcher.place(order)
 
 
@@ -118,9 +118,9 @@ def _state(weights: list[torch.Tensor], like: torch.Tensor, optimizers: list[Meg
     """Return the whole optimizer state of these weights, float32 [weights, 3, elements]."""
     states = torch.zeros(len(weights), len(KINDS), like.numel(), dtype=torch.float32, device=like.device)
     for state, weight in zip(states, weights, strict=True):
-        held, own = _held(weight, optimizers)
+        held, covered = _held(weight, optimizers)
         for whole, part in zip(state, held, strict=bool(held)):
-            whole[own] = part.view(-1)
+            whole[covered] = part.view(-1)
     if weights and isinstance(optimizer := _of(like, optimizers), DistributedOptimizer):
         # Each rank fills in some of the elements; the others are zeros. The sum of integers is exact, also for -0.0.
         dist.all_reduce(states.view(torch.int32), group=optimizer.data_parallel_group)

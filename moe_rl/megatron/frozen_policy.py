@@ -29,9 +29,9 @@ class ReferencePolicy:
 
     def score(self, work: Seq[Work]) -> None:
         """Set the `ref_logprobs` of these microbatches."""
-        scored = schedule.logprobs(self.chunks, [one.microbatch for one in work], None, self.temperature)
-        for one, values in zip(work, scored, strict=True):
-            one.ref_logprobs = values[0]
+        scored = schedule.logprobs(self.chunks, [item.microbatch for item in work], None, self.temperature)
+        for item, values in zip(work, scored, strict=True):
+            item.ref_logprobs = values[0]
 
 
 class BaseOfAdapters:
@@ -44,5 +44,5 @@ class BaseOfAdapters:
         """Set the `ref_logprobs` of these microbatches."""
         with without_adapters(map(unwrap, self._policy.chunks)):
             scored = self._policy.score(work, None, "reference logprobs")
-        for one, values in zip(work, scored.logprobs, strict=True):
-            one.ref_logprobs = values
+        for item, values in zip(work, scored.logprobs, strict=True):
+            item.ref_logprobs = values

@@ -44,8 +44,8 @@ class CheckpointReader:
 
     def __init__(self, path: str | Path, facts: ModelFacts):
         self.path = Path(path)
-        found = read_checkpoint(self.path, facts)
-        self.stored, self.tensors, self.packing = found.stored, found.tensors, found.packing
+        checkpoint = read_checkpoint(self.path, facts)
+        self.stored, self.tensors, self.packing = checkpoint.stored, checkpoint.tensors, checkpoint.packing
         self.bytes_read = 0
         self._files: dict[str, safe_open] = {}
 
@@ -71,10 +71,10 @@ class CheckpointReader:
         return part
 
     def _fp8(self, name: str, index: Index) -> torch.Tensor:
-        blocks = tuple(slice(one.start // FP8_BLOCK, -(-one.stop // FP8_BLOCK)) for one in index)
+        blocks = tuple(slice(span.start // FP8_BLOCK, -(-span.stop // FP8_BLOCK)) for span in index)
         scales = self._stored(f"{name}_scale_inv", blocks).float()
-        for axis, one in enumerate(index):
-            block_of = torch.arange(one.start, one.stop) // FP8_BLOCK - one.start // FP8_BLOCK
+        for axis, span in enumerate(index):
+            block_of = torch.arange(span.start, span.stop) // FP8_BLOCK - span.start // FP8_BLOCK
             scales = scales.index_select(axis, block_of)
         return self._stored(name, index).float() * scales
 
@@ -149,9 +149,9 @@ def write_checkpoint(
             sync(hidden)
             hidden.rename(folder)
             sync(folder.absolute().parent)
-    told: list[str] = world.broadcast(problems, list[str])
-    if told:
-        raise ConfigError(told)
+    all_problems: list[str] = world.broadcast(problems, list[str])
+    if all_problems:
+        raise ConfigError(all_problems)
 
 
 def on_host(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

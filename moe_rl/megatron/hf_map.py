@@ -75,9 +75,9 @@ def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE)
     weights = (item for item in model.named_parameters() if ".lora." not in item[0])
     left = dict(chain(weights, biases))
     slots = world.own_slots(facts.num_experts)
-    for prefix, theirs, weight, layer in _weights_of(model, facts):
+    for prefix, tensor_prefix, weight, layer in _weights_of(model, facts):
         order = layer.mlp.token_dispatcher.order if weight.experts else None
-        yield from _entries_of(left, prefix, theirs, weight, slots, order, fused)
+        yield from _entries_of(left, prefix, tensor_prefix, weight, slots, order, fused)
     if left:
         raise ConfigError(
             "megatron parameters have no Hugging Face name", got=", ".join(sorted(left)[:3]), expected="none"
@@ -90,27 +90,27 @@ def _weights_of(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[str
     front, back = ends(facts, first=model.pre_process, last=model.post_process)
     yield from (("", "", weight, model) for weight in front)
     for number, layer in enumerate(model.decoder.layers):
-        at = layer.layer_number - 1
-        prefixes = f"decoder.layers.{number}.", f"model.layers.{at}."
-        yield from ((*prefixes, weight, layer) for weight in layer_weights(facts, at))
+        layer_index = layer.layer_number - 1
+        prefixes = f"decoder.layers.{number}.", f"model.layers.{layer_index}."
+        yield from ((*prefixes, weight, layer) for weight in layer_weights(facts, layer_index))
     yield from (("", "", weight, model) for weight in back)
 
 
 def _entries_of(
-    left: dict, prefix: str, theirs: str, weight: Weight, slots: slice, order: np.ndarray | None, fused: bool
+    left: dict, prefix: str, tensor_prefix: str, weight: Weight, slots: slice, order: np.ndarray | None, fused: bool
 ) -> Iterator[Entry]:
-    ours = prefix + (fused and weight.fused or weight.parameter)
+    parameter_name = prefix + (fused and weight.fused or weight.parameter)
 
     def take(name: str) -> torch.Tensor:
         if name not in left:
             raise ConfigError("the megatron model lacks a parameter", expected=name)
         return left.pop(name)
 
-    names = tuple(theirs + name for name in weight.tensors)
+    names = tuple(tensor_prefix + name for name in weight.tensors)
     if order is None:  # the weight does not belong to an expert
-        yield Entry(weight, (take(ours),), names, weight.axis)
+        yield Entry(weight, (take(parameter_name),), names, weight.axis)
         return
-    here = [take(ours.format(expert=number)) for number in range(slots.stop - slots.start)]
+    here = [take(parameter_name.format(expert=number)) for number in range(slots.stop - slots.start)]
     if weight.experts == "stacked":
         yield Entry(weight, tuple(here), names, 0, order)
         return
@@ -162,8 +162,8 @@ def load(model: torch.nn.Module, facts: ModelFacts, reader: CheckpointReader) ->
         pieces = [reader.read(name, _part(reader.tensors[name][1], entry.axis, part, parts)) for name in entry.names]
         stacked = entry.weight.experts == "stacked"
         for number, parameter in enumerate(entry.parameters):
-            own = [piece[number] for piece in pieces] if stacked else pieces
-            tensor = join(own, entry.weight.layout, facts.kv_heads // parts)
+            own_pieces = [piece[number] for piece in pieces] if stacked else pieces
+            tensor = join(own_pieces, entry.weight.layout, facts.kv_heads // parts)
             if tensor.shape != parameter.shape:
                 raise ConfigError(
                     "a tensor has the wrong shape",
@@ -257,8 +257,8 @@ def export_rounds(
 
     out = []
     for run in in_runs(_exported(chunks, facts), size, limit):
-        given = [entry for entry in run if (experts if entry.weight.experts else dense) and entry.group.rank() == 0]
-        whole = [(name, stored_dtype(name, dtype), shape) for entry in given for name, shape in entry.whole]
+        exported = [entry for entry in run if (experts if entry.weight.experts else dense) and entry.group.rank() == 0]
+        whole = [(name, stored_dtype(name, dtype), shape) for entry in exported for name, shape in entry.whole]
         out.append(Round(whole, stored(export_entries(run, facts, dense=dense, experts=experts))))
     return out
 

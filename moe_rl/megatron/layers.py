@@ -296,8 +296,8 @@ class PackedAttention(torch.nn.Module):
             mask = {"is_causal": True}
         else:
             before = positions[:, None, :, None] - torch.arange(longest, device=query.device)
-            seen = before >= 0 if self.window is None else (before >= 0) & (before < self.window)
-            mask = {"attn_mask": seen}  # [B, 1, longest / ranks, longest]
+            attended = before >= 0 if self.window is None else (before >= 0) & (before < self.window)
+            mask = {"attn_mask": attended}  # [B, 1, longest / ranks, longest]
         dimensions = query.shape[-1]
         if self.softmax_offset is not None:
             query, key, value, mask = self._with_sink(query, key, value, mask)
@@ -374,8 +374,8 @@ class PackedRotaryEmbedding(torch.nn.Module):
     def forward(
         self, lengths: tuple[int, ...], offset: int = 0, packed_seq: bool = True, cp_group=None
     ) -> torch.Tensor | tuple[torch.Tensor, float]:
-        found = self.angles.get_emb(max(lengths), offset)
-        angles, *size = found if isinstance(found, tuple) else (found,)  # [longest, 1, 1, d]
+        embedding = self.angles.get_emb(max(lengths), offset)
+        angles, *size = embedding if isinstance(embedding, tuple) else (embedding,)  # [longest, 1, 1, d]
         packed = angles.index_select(0, _positions(lengths, 0, 1, angles.device))
         return (packed, *size) if size else packed
 

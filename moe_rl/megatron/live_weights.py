@@ -139,10 +139,10 @@ class LiveWeights:
         table = sums.content().table
         dense, expert, copied, counted, tied = self._kinds.to(device)
         # An adapter's whole part multiplies other rows or columns on each rank, so its copies do not show in the sums.
-        whole = _whole_parts((one for one in adapters if not one.shared), self._parts, device)
+        whole = _whole_parts((adapter for adapter in adapters if not adapter.shared), self._parts, device)
         differs = _differs(whole * dense, parallel_state.get_tensor_model_parallel_group())
         differs |= _differs(whole * expert, parallel_state.get_expert_tensor_parallel_group())
-        if shared := [one for one in adapters if one.shared]:
+        if shared := [adapter for adapter in adapters if adapter.shared]:
             whole = _whole_parts(shared, self._parts, device)
             differs |= _differs(whole, parallel_state.get_tensor_model_parallel_group())
             differs |= _differs(whole, parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -186,7 +186,7 @@ def _layout(chunks: Iterable[torch.nn.Module]) -> tuple[list[object], list[objec
             for members in (module._modules, module._parameters, module._buffers):
                 values += members
                 objects += members.values()
-            modules += [one for one in module._modules.values() if one is not None]
+            modules += [child for child in module._modules.values() if child is not None]
         for layer in model.decoder.layers:
             values.append(layer.layer_number)
             if layer.is_moe_layer:
@@ -207,31 +207,31 @@ def _held(model: torch.nn.Module, facts: ModelFacts, parts: Mapping[str, int]) -
         layer = model.decoder.layers[int(of_layer[1])]
         front = f"model.layers.{layer.layer_number - 1}."
         names, cut = _pieces(of_layer[2], layer, facts)
-        yield _Owned(tensor, tuple(_existing(front, theirs, parts) for theirs in names), cut)
+        yield _Owned(tensor, tuple(_existing(front, hf_name, parts) for hf_name in names), cut)
 
 
 def _adapters(held: Iterable[_Owned]) -> Iterator[_Owned]:
     """Yield the parameters of adapters, with the parts that they change; one that a layer's experts share only once,
     with the parts of the layer's first expert."""
     shared: set[int] = set()
-    for one in held:
-        if (adapter := getattr(one.tensor, "adapter", None)) is None:
+    for owned in held:
+        if (adapter := getattr(owned.tensor, "adapter", None)) is None:
             continue
         for parameter in (adapter.a, adapter.b):
             if parameter is not adapter.outer:
-                yield _Owned(parameter, one.parts, one.cut)
+                yield _Owned(parameter, owned.parts, owned.cut)
             elif id(parameter) not in shared:
                 shared.add(id(parameter))
-                parts = tuple(map(of_first_expert, one.parts))
-                yield _Owned(parameter, parts, one.cut, shared=True)
+                parts = tuple(map(of_first_expert, owned.parts))
+                yield _Owned(parameter, parts, owned.cut, shared=True)
 
 
 def _whole_parts(adapters: Iterable[_Owned], parts: Mapping[str, int], device: torch.device) -> Tensor:
     """Return sums of the adapters' parameters that the ranks of a matrix do not split, by the first part of each."""
     sums = PartSums(parts, device)
-    for one in adapters:
-        if not _is_cut(one.tensor):
-            sums.add(one.parts[0], one.tensor.data, one.tensor.dtype)
+    for adapter in adapters:
+        if not _is_cut(adapter.tensor):
+            sums.add(adapter.parts[0], adapter.tensor.data, adapter.tensor.dtype)
     return sums.content().table
 
 
@@ -243,15 +243,15 @@ def _kinds(held: Iterable[_Owned], parts: Mapping[str, int]) -> Tensor:
     """
     dense, expert, copied, counted, tied = ([False] * len(parts) for _ in range(5))
     first_dense, first_experts = world.holds_first_replica()
-    for one in held:
-        of_expert, is_cut = ".mlp.experts." in one.parts[0], _is_cut(one.tensor)
+    for owned in held:
+        of_expert, is_cut = ".mlp.experts." in owned.parts[0], _is_cut(owned.tensor)
         alone = is_cut or _first_of_copies(of_expert)
-        for part in one.parts:
-            at = parts[part]
-            (expert if of_expert else dense)[at] = True
-            copied[at] = not is_cut
-            counted[at] = one.counts and alone and (first_experts if of_expert else first_dense)
-            tied[at] = part == EMBEDDING and HEAD not in parts
+        for part in owned.parts:
+            column = parts[part]
+            (expert if of_expert else dense)[column] = True
+            copied[column] = not is_cut
+            counted[column] = owned.counts and alone and (first_experts if of_expert else first_dense)
+            tied[column] = part == EMBEDDING and HEAD not in parts
     return torch.tensor((dense, expert, copied, counted, tied))
 
 
@@ -271,7 +271,7 @@ def _pieces(name: str, layer: torch.nn.Module, facts: ModelFacts) -> tuple[tuple
     if mlp := _MLP.fullmatch(name):
         return _swiglu(mlp[1], mlp[2], "weight")
     if qkv := _QKV_OF.fullmatch(name):
-        return tuple(f"{theirs}.{qkv[1]}" for theirs in _QKV), partial(_queries_keys_values, facts)
+        return tuple(f"{projection}.{qkv[1]}" for projection in _QKV), partial(_queries_keys_values, facts)
     return (_LAYER[name],), _whole
 
 
@@ -320,24 +320,28 @@ def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[s
     directly, so such parameters are skipped. The host waits for the device once, and then once for each parameter of a
     group that differs.
     """
-    owners = {p: one for one in optimizers if isinstance(one, DistributedOptimizer) for p in one.model_param_gbuf_map}
+    owners = {
+        p: owner for owner in optimizers if isinstance(owner, DistributedOptimizer) for p in owner.model_param_gbuf_map
+    }
     groups: list[list[_Written]] = []
     elements = 0
-    for one in held:
-        if (main := _main_values(one.tensor, owners.get(one.tensor))) is None:
+    for owned in held:
+        if (main := _main_values(owned.tensor, owners.get(owned.tensor))) is None:
             continue
-        own, main = one.tensor.data.view(-1), main.view(-1)
-        if one.tensor in owners:
-            there = owners[one.tensor]._get_model_param_range_map(one.tensor)["param"]
-            own = own[there.start : there.end]
-        elements += own.numel()
-        if not groups or elements > _GROUP or own.dtype != groups[-1][0].has.dtype:
+        values, main = owned.tensor.data.view(-1), main.view(-1)
+        if owned.tensor in owners:
+            there = owners[owned.tensor]._get_model_param_range_map(owned.tensor)["param"]
+            values = values[there.start : there.end]
+        elements += values.numel()
+        if not groups or elements > _GROUP or values.dtype != groups[-1][0].has.dtype:
             groups.append([])
-            elements = own.numel()
-        groups[-1].append(_Written(one.parts, own, main))
+            elements = values.numel()
+        groups[-1].append(_Written(owned.parts, values, main))
     wrong = torch.stack([_unlike(group) for group in groups]).tolist() if groups else []
-    late = [one for group, is_wrong in zip(groups, wrong, strict=True) if is_wrong for one in group if _unlike([one])]
-    return [part for one in late for part in one.parts]
+    late = [
+        entry for group, is_wrong in zip(groups, wrong, strict=True) if is_wrong for entry in group if _unlike([entry])
+    ]
+    return [part for entry in late for part in entry.parts]
 
 
 def _main_values(parameter: Tensor, owner: DistributedOptimizer | None) -> Tensor | None:
@@ -364,9 +368,9 @@ def _unlike(group: list[_Written]) -> Tensor:
     """Return bool [], whether an element of the group is not what the optimizer wrote. It stays on the device."""
     has, wrote = group[0].has, group[0].wrote
     if len(group) > 1:
-        has, wrote = torch.cat([one.has for one in group]), torch.cat([one.wrote for one in group])
+        has, wrote = torch.cat([entry.has for entry in group]), torch.cat([entry.wrote for entry in group])
     chunks = zip(has.split(_CHUNK), wrote.split(_CHUNK), strict=True)
-    return torch.stack([(theirs.to(own.dtype) != own).any() for own, theirs in chunks]).any()
+    return torch.stack([(main.to(values.dtype) != values).any() for values, main in chunks]).any()
 
 
 def _differs(table: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -380,7 +384,7 @@ def _differs(table: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _refuse(parts: Mapping[str, int], *, late: Tensor, unlike: Tensor) -> None:
     names = list(parts)
-    for found, what, expected, do in (
+    for marks, what, expected, do in (
         (
             late,
             "the trainer computes with other weights than its optimizer wrote",
@@ -394,6 +398,6 @@ def _refuse(parts: Mapping[str, int], *, late: Tensor, unlike: Tensor) -> None:
             "look for a rank that missed an update, or for damaged memory; then resume, which loads all ranks again",
         ),
     ):
-        wrong = [place(names[at]) for at in found.nonzero().flatten().tolist()]
+        wrong = [place(names[index]) for index in marks.nonzero().flatten().tolist()]
         if wrong:
             raise WeightSyncError(what, got=f"{len(wrong)} parts: {first_of(wrong)}", expected=expected, do=do)

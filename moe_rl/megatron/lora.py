@@ -84,8 +84,8 @@ def attach(models: Iterable[torch.nn.Module], facts: ModelFacts, lora: LoraConfi
                 adapter.share(common, model.config.sequence_parallel)
         if model.pre_process:
             model.embedding.register_forward_hook(_begin_gradients)
-        for one in adapted(model, facts):
-            _fill(one, facts, whole)
+        for target in adapted(model, facts):
+            _fill(target, facts, whole)
 
 
 def _attach(
@@ -106,7 +106,7 @@ def _attach(
     return adapter
 
 
-def _begin_gradients(layer: torch.nn.Module, given: object, output: Tensor) -> None:
+def _begin_gradients(layer: torch.nn.Module, inputs: object, output: Tensor) -> None:
     """Let gradients begin at the frozen embedding's output. Recomputed layers need an input with a gradient."""
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()
@@ -145,8 +145,8 @@ def _stored(file: Path, name: str, shape: tuple[int, ...], shared: bool) -> Tens
         ConfigError: The layer's experts are to share the tensor, and have different ones.
     """
     with safe_open(file, framework="pt") as tensors:
-        found = tensors.get_tensor(name)
-        if shared and not torch.equal(found, tensors.get_tensor(of_first_expert(name))):
+        tensor = tensors.get_tensor(name)
+        if shared and not torch.equal(tensor, tensors.get_tensor(of_first_expert(name))):
             raise ConfigError(
                 "the experts of a layer have different outer matrices",
                 where={
@@ -158,21 +158,21 @@ def _stored(file: Path, name: str, shape: tuple[int, ...], shared: bool) -> Tens
                 expected="the same matrix in all experts",
                 do="set train.lora.shared_outer to false",
             )
-        return found
+        return tensor
 
 
 @torch.no_grad()
-def _fill(one: Adapted, facts: ModelFacts, whole: Callable[[str, tuple[int, ...], bool], Tensor]) -> None:
+def _fill(target: Adapted, facts: ModelFacts, whole: Callable[[str, tuple[int, ...], bool], Tensor]) -> None:
     """Set an adapter from whole tensors: A [rank, inputs] and B [outputs, rank] of each Hugging Face tensor.
 
     Args:
         whole: Returns the tensor of a name and a shape, which the layer's experts share or not.
     """
-    entry, adapter = one.entry, one.adapter
+    entry, adapter = target.entry, target.adapter
     tensors, rank, inputs = adapter.a.shape
     part, parts = (0, 1) if entry.axis is None else (entry.group.rank(), entry.group.size())
     rows = []
-    for number, (name, outputs) in enumerate(zip(one.names, _shares(entry), strict=True)):
+    for number, (name, outputs) in enumerate(zip(target.names, _shares(entry), strict=True)):
         a_shape = rank, inputs * (parts if entry.axis == 1 else 1)
         a = whole(f"{name}.lora_A.weight", a_shape, adapter.outer is adapter.a)
         adapter.a[number].copy_(a.chunk(parts, 1)[part] if entry.axis == 1 else a)
@@ -183,9 +183,9 @@ def _fill(one: Adapted, facts: ModelFacts, whole: Callable[[str, tuple[int, ...]
 
 def exported(models: Iterable[torch.nn.Module], facts: ModelFacts, *, dense: bool, experts: bool) -> Iterator[Adapted]:
     """Yield the adapters that this rank exports, alone or with the ranks that share them. See `hf_map.export`."""
-    for one in (one for model in models for one in adapted(model, facts)):
-        if experts if one.entry.weight.experts else dense:
-            yield one
+    for target in (target for model in models for target in adapted(model, facts)):
+        if experts if target.entry.weight.experts else dense:
+            yield target
 
 
 def whole_tensors(
@@ -198,11 +198,11 @@ def whole_tensors(
     Args:
         get: Returns what to export of a parameter of an adapter.
     """
-    for one in run:
-        entry, adapter = one.entry, one.adapter
+    for target in run:
+        entry, adapter = target.entry, target.adapter
         pieces = get(adapter.b).flatten(0, -2)
         rows = hf_map.split(pieces, entry.weight.layout, _kv_groups(entry, facts), _shares(entry))
-        for name, a, b in zip(one.names, get(adapter.a), rows, strict=True):
+        for name, a, b in zip(target.names, get(adapter.a), rows, strict=True):
             a = torch.cat(hf_map.gather(a, entry.group), 1) if entry.axis == 1 else a
             b = torch.cat(hf_map.gather(b, entry.group)) if entry.axis == 0 else b
             if entry.group.rank() == 0:
@@ -226,14 +226,14 @@ def export_rounds(
     dense, experts: See `hf_map.export`.
     """
 
-    def size(one: Adapted) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in one.whole())
+    def size(target: Adapted) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in target.whole())
 
     rounds = []
     # All adapters are cut, not only those that this rank exports: ranks that share some may not share others.
     for run in hf_map.in_runs(exported(models, facts, dense=True, experts=True), size, limit):
-        mine = [one for one in run if (experts if one.entry.weight.experts else dense)]
-        whole = [info for one in mine for info in one.whole() if one.entry.group.rank() == 0]
+        mine = [target for target in run if (experts if target.entry.weight.experts else dense)]
+        whole = [info for target in mine for info in target.whole() if target.entry.group.rank() == 0]
         rounds.append(Round(whole, _on(device, whole_tensors(mine, facts))))
     return rounds
 
@@ -246,11 +246,11 @@ def sharded(model: torch.nn.Module, facts: ModelFacts) -> dict[str, ShardedTenso
     """Describe this rank's adapters for Megatron's checkpoints: {name of the parameter: what it is of a whole
     tensor}."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {}
-    for one in adapted(model, facts):
-        for kind, parameter in (("a", one.adapter.a), ("b", one.adapter.b)):
-            name, group, of_expert = one.names[0], one.entry.group, bool(one.entry.weight.experts)
-            if parameter is one.adapter.outer:
+    shards = {}
+    for target in adapted(model, facts):
+        for kind, parameter in (("a", target.adapter.a), ("b", target.adapter.b)):
+            name, group, of_expert = target.names[0], target.entry.group, bool(target.entry.weight.experts)
+            if parameter is target.adapter.outer:
                 name, group, of_expert = of_first_expert(name), parallel_state.get_tensor_model_parallel_group(), False
             data_parallel = (
                 parallel_state.get_expert_data_parallel_group()
@@ -259,13 +259,13 @@ def sharded(model: torch.nn.Module, facts: ModelFacts) -> dict[str, ShardedTenso
             )
             cut = getattr(parameter, "tensor_model_parallel", False)
             copy = group.rank() if is_replicated(parameter, group) else 0
-            found[names[id(parameter)]] = ShardedTensor.from_rank_offsets(
+            shards[names[id(parameter)]] = ShardedTensor.from_rank_offsets(
                 f"lora.{name}.{kind}",
                 parameter,
                 *([(parameter.partition_dim, group.rank(), group.size())] if cut else ()),
                 replica_id=(0, copy, data_parallel.rank()),
             )
-    return found
+    return shards
 
 
 @torch.no_grad()
@@ -281,9 +281,11 @@ def check_counts(models: Iterable[torch.nn.Module], facts: ModelFacts) -> None:
     wrong = []
     for model in models:
         layers = {id(layer.weight): layer for layer in model.modules() if hasattr(layer, "weight")}
-        for one in adapted(model, facts):
-            if not one.entry.weight.experts and (told := _wrong_count(layers[id(one.entry.parameters[0])], one)):
-                wrong.append(f"{one.names[0].removeprefix(PREFIX)}: {told}")
+        for target in adapted(model, facts):
+            if not target.entry.weight.experts and (
+                times := _wrong_count(layers[id(target.entry.parameters[0])], target)
+            ):
+                wrong.append(f"{target.names[0].removeprefix(PREFIX)}: {times}")
     everyone = [text for rank in world.gather(wrong, list[str]) for text in rank]
     if everyone:
         raise ReplayError(
@@ -295,9 +297,9 @@ def check_counts(models: Iterable[torch.nn.Module], facts: ModelFacts) -> None:
         )
 
 
-def _wrong_count(layer: torch.nn.Module, one: Adapted) -> str:
+def _wrong_count(layer: torch.nn.Module, target: Adapted) -> str:
     """Return how often a layer adds B A x, if not once."""
-    adapter, matrix = one.adapter, one.entry.parameters[0]
+    adapter, matrix = target.adapter, target.entry.parameters[0]
     kept, delta = matrix.data, adapter.delta().to(matrix.dtype)
     generator = torch.Generator(matrix.device).manual_seed(1)
     shape = (8 * adapter.group.size(), 1, matrix.shape[1])
@@ -339,8 +341,8 @@ def write_peft(
         hidden.mkdir()
     dist.barrier()
     dense, experts = world.holds_first_replica()
-    found = exported(models, facts, dense=dense, experts=experts)
-    mine = dict(_on(torch.device("cpu"), whole_tensors(found, facts)))
+    targets = exported(models, facts, dense=dense, experts=experts)
+    mine = dict(_on(torch.device("cpu"), whole_tensors(targets, facts)))
     save_file(mine, hidden / f"{rank}.part")
     dist.barrier()
     if rank:

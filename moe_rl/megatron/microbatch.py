@@ -193,23 +193,23 @@ class Microbatch:
         """
         if not sequences:
             return []
-        targets = np.array([token for one in sequences for token in one.token_ids], np.int64)
+        targets = np.array([token for sequence in sequences for token in sequence.token_ids], np.int64)
         here = self.predicted.cpu().numpy()
         targets[here] = self.targets.cpu().numpy()
         whose = np.repeat(np.arange(len(sequences)), self.counts)[here]
-        ends = np.cumsum([one.forwarded for one in sequences])
+        ends = np.cumsum([sequence.forwarded for sequence in sequences])
         run = np.concatenate([np.empty(0, np.int64), *self.fed(sequences)])
         rows = self.rows[self.predicts.cpu().numpy()]
-        begins, last = ends[whose] - np.array([one.forwarded for one in sequences], np.int64)[whose], ends[whose] - 1
+        begins, last = ends[whose] - np.array([s.forwarded for s in sequences], np.int64)[whose], ends[whose] - 1
         final = here == np.cumsum(self.counts)[whose] - 1  # the last sampled token is not fed
         inside = (begins <= rows) & np.where(final, rows == last, rows < last)
         follows = np.append(run, -1)[np.minimum(rows + 1, len(run))]
         placed = inside & (final | (follows == targets[here]))
         misplaced = set(whose[~placed].tolist())
         logprobs, bounds = self.rollout_logprobs.cpu().numpy(), np.cumsum(self.counts)[:-1]
-        said = zip(np.split(targets, bounds), np.split(logprobs, bounds), strict=True)
-        pairs = enumerate(zip(sequences, said, strict=True))
-        return ["" if at in misplaced else seal_of(one.key, *own) for at, (one, own) in pairs]
+        contents = zip(np.split(targets, bounds), np.split(logprobs, bounds), strict=True)
+        pairs = enumerate(zip(sequences, contents, strict=True))
+        return ["" if index in misplaced else seal_of(sequence.key, *content) for index, (sequence, content) in pairs]
 
     def fed(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Return the tokens int64 [T_i] of each packed sequence.
@@ -256,9 +256,9 @@ class Microbatch:
         fed = self.fed(sequences)
         here = np.zeros(sum(self.lengths), bool)
         here[self.routed_rows] = True
-        seen = np.split(here, np.cumsum([len(tokens) for tokens in fed]))[:-1]
+        masks = np.split(here, np.cumsum([len(tokens) for tokens in fed]))[:-1]
         parts = read_routes(
-            store, sequences, spec, layers=layers, fed=fed, here=seen, weight_version=weight_version, policy=policy
+            store, sequences, spec, layers=layers, fed=fed, here=masks, weight_version=weight_version, policy=policy
         )
         return microbatch_routes(
             parts,

@@ -51,7 +51,7 @@ def product_precision(dtype: str) -> str:
 def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Return Megatron's config for a model: its layers, the style of its routers, no dropped tokens."""
     dtype, interleaved = DTYPES[train.dtype], parallel.virtual_pipeline > 1
-    ours = partial(
+    make_config = partial(
         TransformerConfig if facts.latent is None else MLATransformerConfig,
         num_layers=facts.layers,
         hidden_size=facts.hidden_size,
@@ -120,7 +120,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         **_latent_attention(facts),
     )
     with _naming("train.megatron", train.megatron):
-        config = ours(**_values(train.megatron))
+        config = make_config(**_values(train.megatron))
     if facts.yarn is not None and facts.latent is None:
         # Megatron reads these from its config, although the config has no such fields.
         for name, value in _yarn(facts.yarn).items():
@@ -333,10 +333,10 @@ def wrap_for_training(
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Add data parallelism with float32 main gradients, and the optimizer, distributed or whole on every rank."""
     passed = train.megatron_optimizer
-    ours = {"use_distributed_optimizer": train.distributed_optimizer, "grad_reduce_in_fp32": True}
+    ddp_settings = {"use_distributed_optimizer": train.distributed_optimizer, "grad_reduce_in_fp32": True}
     # A device sums gradients while it computes others.
-    ours |= {"overlap_grad_reduce": torch.cuda.is_available(), "delay_wgrad_compute": train.delay_wgrad_compute}
-    ddp_config = DistributedDataParallelConfig(**ours | _of(DistributedDataParallelConfig, passed))
+    ddp_settings |= {"overlap_grad_reduce": torch.cuda.is_available(), "delay_wgrad_compute": train.delay_wgrad_compute}
+    ddp_config = DistributedDataParallelConfig(**ddp_settings | _of(DistributedDataParallelConfig, passed))
     # In later chunks all gradients are ready at the same time: buckets would only make more, smaller messages.
     chunks = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)

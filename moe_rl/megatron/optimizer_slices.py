@@ -44,7 +44,7 @@ def begin(optimizer: MegatronOptimizer) -> None:
         optimizer.init_state_fn(hybrid, optimizer.config)
         return
     for adam in hybrid.sub_optimizers:
-        for values in (one for group in adam.param_groups for one in group["params"]):
+        for values in (parameter for group in adam.param_groups for parameter in group["params"]):
             if not adam.state[values]:
                 adam.state[values] |= {kind: torch.zeros_like(values) for kind in ("exp_avg", "exp_avg_sq")}
                 if isinstance(adam, torch.optim.AdamW):
@@ -95,18 +95,18 @@ def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: boo
     """
     kinds = ShardedTensor | ShardedTensorFactory
     stored = {entry.data: entry for entry in nested_values(model) if isinstance(entry, kinds)}
-    found: dict[int, dict[str, list[ShardedTensor]]] = {}
+    slices: dict[int, dict[str, list[ShardedTensor]]] = {}
     for number, parameter in enumerate(optimizer.model_param_gbuf_map):
-        own = optimizer._get_model_param_range_map(parameter)["param"]
-        boxes = list(_stored_boxes(stored[parameter], parameter, own.start, own.end))
-        found[number] = {}
+        span = optimizer._get_model_param_range_map(parameter)["param"]
+        boxes = list(_stored_boxes(stored[parameter], parameter, span.start, span.end))
+        slices[number] = {}
         held = optimizer._get_main_param_and_optimizer_states(parameter)
         for kind, state in ((kind, held[kind]) for kind in KINDS):
-            in_place = state.data_ptr() == parameter.data_ptr() + own.start * parameter.element_size()
+            in_place = state.data_ptr() == parameter.data_ptr() + span.start * parameter.element_size()
             if in_place and not any(_key(kind, box) in there for box in boxes):
                 continue
             values = state.detach().split([math.prod(box.local_shape) for box in boxes])
-            found[number][kind] = [
+            slices[number][kind] = [
                 replace(
                     box,
                     key=_key(kind, box),
@@ -116,7 +116,7 @@ def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: boo
                 )
                 for box, value in zip(boxes, values, strict=True)
             ]
-    return found
+    return slices
 
 
 @torch.no_grad()
@@ -192,10 +192,10 @@ def _stored_tensors(
         ((tensor, (tensor.data.data_ptr() - begin) // parameter.element_size()) for tensor in tensors),
         key=lambda pair: pair[1],
     )
-    at = 0
+    position = 0
     for tensor, first in placed:
-        own = tensor.data.untyped_storage().data_ptr() == storage and tensor.data.is_contiguous()
-        if not own or first != at:
+        in_place = tensor.data.untyped_storage().data_ptr() == storage and tensor.data.is_contiguous()
+        if not in_place or first != position:
             raise TypeError(f"{tensor.key} is not stored in the order of its parameter's elements")
-        at += tensor.data.numel()
+        position += tensor.data.numel()
     return placed

@@ -74,12 +74,12 @@ def forward(moe: MoELayer, hidden_states: torch.Tensor, handle: MicrobatchHandle
 def _refuse(moe: MoELayer) -> None:
     """Refuse settings that Megatron implements in methods that are not called here."""
     settings = ("moe_shared_expert_overlap", "moe_latent_size", "overlap_dispatch_backward_with_experts_wgrad")
-    found = [name for name in settings if getattr(moe.config, name)]
-    if found:
+    enabled = [name for name in settings if getattr(moe.config, name)]
+    if enabled:
         raise ConfigError(
             "an overlapped dispatch plan does not support this setting",
-            where={"setting": found[0], "layer": moe.layer_number - 1},
-            got=", ".join(f"{name}={getattr(moe.config, name)}" for name in found),
+            where={"setting": enabled[0], "layer": moe.layer_number - 1},
+            got=", ".join(f"{name}={getattr(moe.config, name)}" for name in enabled),
             expected="off",
             do="set replay.overlap_chunks to 0, or turn the setting off",
         )
@@ -123,8 +123,8 @@ def _chunks(moe: MoELayer, plan: LayerPlan, rows: torch.Tensor) -> list[_Chunk]:
     sizes = [chunk.rows for chunk in plan.chunks]
     orders = moe.token_dispatcher.send_order(plan).split([sum(chunk.sent) for chunk in plan.chunks])
     first, chunks = 0, []
-    for chunk, own, order in zip(plan.chunks, rows.split(sizes), orders, strict=True):
-        chunks.append(_Chunk(moe, chunk, own, order - first))
+    for chunk, chunk_rows, order in zip(plan.chunks, rows.split(sizes), orders, strict=True):
+        chunks.append(_Chunk(moe, chunk, chunk_rows, order - first))
         first += chunk.rows
     return chunks
 
@@ -201,4 +201,4 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        return functools.reduce(torch.add, [one for one in gradients if one is not None])
+        return functools.reduce(torch.add, [gradient for gradient in gradients if gradient is not None])

@@ -166,10 +166,10 @@ class Policy:
         try:
             with replay_pass(
                 self.chunks,
-                [one.table for one in work],
+                [item.table for item in work],
                 mode=mode,
                 name=name,
-                plans=[one.plan for one in work],
+                plans=[item.plan for item in work],
                 watch=watch,
                 training=training,
                 agreed=lambda: world.agreed("routes that it replays"),
@@ -197,7 +197,7 @@ class Policy:
             name: Names the pass in error messages.
             temperature: None means the sampling temperature.
         """
-        microbatches = [one.microbatch for one in work]
+        microbatches = [item.microbatch for item in work]
         for chunk in self.chunks:
             chunk.eval()
         try:
@@ -209,7 +209,7 @@ class Policy:
             for chunk in self.chunks:
                 chunk.train()
         seen = PassSeen() if replay is None else replay.seen
-        return ScoredWork(work, [one[0] for one in values], [one[1] for one in values] if entropies else [], seen)
+        return ScoredWork(work, [rows[0] for rows in values], [rows[1] for rows in values] if entropies else [], seen)
 
     @without_mode()
     def update(
@@ -236,7 +236,7 @@ class Policy:
             learned: Called after the gradient is computed, before anything changes. It may refuse the update, on all
                 ranks.
         """
-        microbatches = [one.microbatch for one in work]
+        microbatches = [item.microbatch for item in work]
         generators = rng.state()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -275,12 +275,12 @@ class Policy:
         adapters, routers are frozen."""
         if self.trains_adapters:
             return
-        own = [chunk.own_gradients.routers for chunk in self.chunks]
+        parts = [chunk.own_gradients.routers for chunk in self.chunks]
         config, whole = unwrap(self.chunks[0]).config, self.chunks[0].ddp_config.grad_reduce_in_fp32
         router_gradients.check(
             self.facts.moe_layers,
             dict(zip(self.layers, (router.weight for router in self._routers()), strict=True)),
-            torch.cat(own),
+            torch.cat(parts),
             self.optimizers,
             sequence_parallel=config.sequence_parallel,
             summed_in=torch.float32 if whole else config.params_dtype,
@@ -291,8 +291,8 @@ class Policy:
         """Return the norm of the whole model's gradient. Megatron measures one tensor after the other."""
         by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            own = by_group.setdefault(optimizer.get_grad_stats_parallel_group(), [])
-            own += optimizer.get_grads_for_grad_norm()
+            group_gradients = by_group.setdefault(optimizer.get_grad_stats_parallel_group(), [])
+            group_gradients += optimizer.get_grads_for_grad_norm()
         squares = []
         for group, gradients in by_group.items():
             norms = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else [torch.zeros([])]
@@ -309,8 +309,8 @@ class Policy:
         for optimizer in self.optimizers:
             settings = optimizer.config
             name = "decoupled_grad" if settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
-            found = (getattr(parameter, name, None) for parameter in optimizer.get_parameters())
-            gradients, scale = [one for one in found if one is not None], settings.clip_grad / (norm + 1e-6)
+            candidates = (getattr(parameter, name, None) for parameter in optimizer.get_parameters())
+            gradients, scale = [grad for grad in candidates if grad is not None], settings.clip_grad / (norm + 1e-6)
             if gradients and 0 < scale < 1:
                 torch._foreach_mul_(gradients, scale)
         self.optimizer.step_with_ready_grads()
@@ -321,14 +321,14 @@ class Policy:
         For gradients it names the ranks whose own part, before the sum over ranks, is not finite. Weights are checked
         only if something else is not finite.
         """
-        found = self._where({"loss": finite_losses, "gradient": [chunk.own_gradients.finite for chunk in self.chunks]})
+        wrong = self._where({"loss": finite_losses, "gradient": [chunk.own_gradients.finite for chunk in self.chunks]})
         # all ranks have the same norm: if nothing else is wrong, the sum over ranks overflowed
         if not math.isfinite(grad_norm):
-            found.append(f"gradient norm {grad_norm}")
-        if found:
+            wrong.append(f"gradient norm {grad_norm}")
+        if wrong:
             weights = [weight.isfinite().all() for chunk in self.chunks for weight in chunk.parameters()]
-            found += self._where({"weight": weights})
-        return ", ".join(found)
+            wrong += self._where({"weight": weights})
+        return ", ".join(wrong)
 
     def _where(self, parts: dict[str, list[torch.Tensor]]) -> list[str]:
         """Name each part that is not finite on some rank, and the ranks. `parts` holds this rank's flags: True is
@@ -337,12 +337,12 @@ class Policy:
         mine = [0] * (len(parts) * ranks)
         for row, flags in enumerate(parts.values()):
             mine[row * ranks + dist.get_rank()] = int(bool(flags) and not torch.stack(flags).all())
-        wrong, found = world.all_reduce(mine), []
+        wrong, problems = world.all_reduce(mine), []
         for row, what in enumerate(parts):
             where = [str(rank) for rank in range(ranks) if wrong[row * ranks + rank]]
             if where:
-                found.append(f"{what} on rank{'s' if len(where) > 1 else ''} {', '.join(where)}")
-        return found
+                problems.append(f"{what} on rank{'s' if len(where) > 1 else ''} {', '.join(where)}")
+        return problems
 
     def release(self) -> None:
         """Drop the model, so that it and its process groups can be freed.
@@ -384,8 +384,8 @@ class Policy:
     def optimizers(self) -> list[MegatronOptimizer]:
         """Return the optimizers: one for all trained parameters, or one for the dense ones and one for the experts',
         depending on the layout."""
-        found = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [one for one in found if not one.is_stub_optimizer]  # a stub has no parameters
+        optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [optimizer for optimizer in optimizers if not optimizer.is_stub_optimizer]  # a stub has no parameters
 
     @property
     def order(self) -> np.ndarray:

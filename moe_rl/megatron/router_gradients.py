@@ -50,13 +50,13 @@ class OwnGradients:
             ]
             group.start_grad_sync = partial(self._note, number, noted, group.start_grad_sync)
 
-    def _note(self, number: int, noted: Seq, begin: Callable, *given: Any, **options: Any) -> None:
+    def _note(self, number: int, noted: Seq, begin: Callable, *arguments: Any, **options: Any) -> None:
         buckets = self._groups[number].buckets
         ends = torch.stack([end for bucket in buckets for end in torch.aminmax(bucket.grad_data)])
         self._finite[number] = ends.isfinite().all()
         for place, measure, parameter in noted:
             place.copy_(measure(parameter))
-        begin(*given, **options)
+        begin(*arguments, **options)
 
     @property
     def finite(self) -> torch.Tensor:
@@ -129,16 +129,16 @@ def check(
     by_share = np.zeros((2, count, shares))  # norms of the routers' gradients, and of those before the routers
     after = torch.stack([_along(router, optimizers) for router in routers.values()]).tolist() if routers else []
     for layer, (along, norm, of_input), total in zip(routers, own.tolist(), after, strict=True):
-        at = all_layers.index(layer)
-        mine[at], norms[at], summed[at] = along, norm, total
-        by_share[:, at, share] = norm, of_input
+        row = all_layers.index(layer)
+        mine[row], norms[row], summed[row] = along, norm, total
+        by_share[:, row, share] = norm, of_input
     reduced = np.array(world.all_reduce([*mine, *norms, *summed, *by_share.flatten()]))
     mine, norms, summed = reduced[: 3 * count].reshape(3, count)
     of_routers, of_inputs = reduced[3 * count :].reshape(2, count, shares)
     lost = (of_routers == 0) & (of_inputs > 0) & (of_routers > 0).any(1, keepdims=True)
     if lost.any():
-        told = [f"layer {all_layers[at]} on share {which} of {shares}" for at, which in np.argwhere(lost)]
-        raise _lost(all_layers[int(np.argwhere(lost)[0, 0])], f"none: {first_of(told)}", "one, as its experts have")
+        problems = [f"layer {all_layers[row]} on share {which} of {shares}" for row, which in np.argwhere(lost)]
+        raise _lost(all_layers[int(np.argwhere(lost)[0, 0])], f"none: {first_of(problems)}", "one, as its experts have")
     copies = 1 if _distributed(optimizers) else parallel_state.get_data_parallel_world_size(True)
     if sequence_parallel:
         copies *= parallel_state.get_tensor_model_parallel_world_size()
@@ -146,8 +146,8 @@ def check(
     rounding = max(_ROUNDING, _STEPS * torch.finfo(summed_in).eps)
     wrong = np.flatnonzero(finite & ~(np.abs(summed - copies * mine) <= rounding * copies * norms))
     if len(wrong):
-        told = [f"layer {all_layers[at]}: {summed[at]:.4g} instead of {copies * mine[at]:.4g}" for at in wrong]
-        raise _lost(all_layers[int(wrong[0])], first_of(told), "the sum of what the ranks computed")
+        problems = [f"layer {all_layers[row]}: {summed[row]:.4g} instead of {copies * mine[row]:.4g}" for row in wrong]
+        raise _lost(all_layers[int(wrong[0])], first_of(problems), "the sum of what the ranks computed")
 
 
 def _along(router: torch.nn.Parameter, optimizers: Seq[MegatronOptimizer]) -> torch.Tensor:
@@ -159,8 +159,8 @@ def _along(router: torch.nn.Parameter, optimizers: Seq[MegatronOptimizer]) -> to
         if isinstance(optimizer, DistributedOptimizer):
             if router not in optimizer.model_param_gbuf_map:
                 continue
-            own = optimizer._get_model_param_range_map(router)["param"]
-            mine = slice(own.start, own.end)
+            span = optimizer._get_model_param_range_map(router)["param"]
+            mine = slice(span.start, span.end)
             return (gradient[mine].double() * direction[mine]).sum()
     if _distributed(optimizers):
         return gradient.new_zeros((), dtype=torch.float64)

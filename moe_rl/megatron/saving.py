@@ -170,9 +170,9 @@ class Checkpoints(StepFolders):
             async_sharded_save=True,
             async_strategy="mcore",
         )
-        own = {f"rng-rank{rank}.safetensors": rng.state()}
+        files = {f"rng-rank{rank}.safetensors": rng.state()}
         if rank == 0 and tensors:
-            own[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}
+            files[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}
         described = {
             **state,
             "step": step,
@@ -181,7 +181,7 @@ class Checkpoints(StepFolders):
             "optimizer": checkpoint.totals(checkpoint.optimizer_sums(policy)),
             "layout": checkpoint.layout(self.parallel),
         }
-        part = _RankPart(request, hidden, own, in_use)
+        part = _RankPart(request, hidden, files, in_use)
         self._start(step, hidden, part, _Completion(hidden, described, strategy), began, best=best)
         if not self.asynchronous:
             self.finish()
@@ -273,12 +273,12 @@ class _RankPart:
 
     def __call__(self) -> bytes:
         items = []
-        for at, bucket in enumerate(self.buckets):
+        for index, bucket in enumerate(self.buckets):
             # Megatron's async_fn calls this too, but would report only the class of an error.
-            _, outcome = FileSystemWriterAsync.write_preloaded_data(self.transforms, at, bucket, None, None, True)
+            _, outcome = FileSystemWriterAsync.write_preloaded_data(self.transforms, index, bucket, None, None, True)
             if isinstance(outcome, Exception):
                 raise outcome
-            items += [_Lying.of(one) for one in outcome]
+            items += [_Lying.of(written) for written in outcome]
         for name, tensors in self.own.items():
             save_file(tensors, self.hidden / name)
             sync(self.hidden / name)
@@ -293,14 +293,14 @@ def _on_host(tensors: list, in_use: set[int]) -> list:
     from `tensors`, because Megatron would keep its own until the checkpoint is published.
     """
     taken = []
-    for at, (item, tensor) in enumerate(tensors):
+    for index, (item, tensor) in enumerate(tensors):
         host = tensor.cpu()
         taken.append((item, host.clone() if host.untyped_storage().data_ptr() in in_use else host))
-        tensors[at] = None
+        tensors[index] = None
     return taken
 
 
 def _storages(sharded: dict) -> set[int]:
     """Return the addresses of the storages of all tensors in a sharded state dict."""
-    tensors = (one.data for one in nested_values(sharded) if torch.is_tensor(one.data))
+    tensors = (entry.data for entry in nested_values(sharded) if torch.is_tensor(entry.data))
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}

@@ -138,7 +138,7 @@ def _arguments(chunks, microbatches, replay, score, after_forward, begun) -> dic
             microbatch.positions,
             None,
             packed_seq_params=params,
-            output_processor=lambda **given: score(microbatch, Output.gathered(**given)),
+            output_processor=lambda **arguments: score(microbatch, Output.gathered(**arguments)),
         )
         return output, partial(after_forward, number, microbatch)
 

@@ -72,8 +72,8 @@ def with_replay(spec: TransformerBlockSubmodules, config: TransformerConfig) -> 
 
 
 def _refuse_bypasses(config: TransformerConfig) -> None:
-    if found := list(bypasses(vars(config))):
-        raise ConfigError(found)
+    if problems := list(bypasses(vars(config))):
+        raise ConfigError(problems)
 
 
 def _replayed_block(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:

@@ -62,9 +62,9 @@ class DispatchWitness:
         Dispatches with and without gradients are counted separately, because a recomputed layer has both; the larger
         count is returned.
         """
-        seen = self.seen[since:]
-        without = Counter((d.microbatch, d.layer) for d in seen if not d.with_grad)
-        return dict(Counter((d.microbatch, d.layer) for d in seen if d.with_grad) | without)
+        dispatches = self.seen[since:]
+        without = Counter((d.microbatch, d.layer) for d in dispatches if not d.with_grad)
+        return dict(Counter((d.microbatch, d.layer) for d in dispatches if d.with_grad) | without)
 
     def _watch(self, moe: torch.nn.Module) -> None:
         dispatcher = moe.token_dispatcher
@@ -92,8 +92,8 @@ class DispatchWitness:
             return follow(chunk, routing_map, probs)
 
         def by_slot(received):
-            copies, rank, own = dispatcher.copies, moe.ep_group.rank(), moe.num_local_experts
-            slots = [*range(rank * own, (rank + 1) * own), *(() if copies is None else copies[rank].clip(0))]
+            copies, rank, local = dispatcher.copies, moe.ep_group.rank(), moe.num_local_experts
+            slots = [*range(rank * local, (rank + 1) * local), *(() if copies is None else copies[rank].clip(0))]
             rows = received.new_zeros(dispatcher.num_experts)
             return rows.index_add_(0, torch.tensor(slots, device=rows.device), received)
 
@@ -259,7 +259,7 @@ class _Reads(TorchFunctionMode):
         known = [self.dispatcher.sort_input_by_local_experts, self.dispatcher.restore_output_by_local_experts]
         if self.dispatcher.plan is not None:
             known += [chunk.per_expert for chunk in self.dispatcher.plan.chunks]
-        return any(tensor is one for one in known)
+        return any(tensor is other for other in known)
 
 
 class _Collectives(TorchDispatchMode):

@@ -326,7 +326,7 @@ def gather[T](message: T, kind: type[T]) -> list[T]:
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(device())
     data = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(data, padded)
-    return [messages.decode(one[: int(n)].cpu().numpy().tobytes(), kind) for one, n in zip(data, lengths, strict=True)]
+    return [messages.decode(raw[: int(n)].cpu().numpy().tobytes(), kind) for raw, n in zip(data, lengths, strict=True)]
 
 
 def concatenate(values: torch.Tensor) -> torch.Tensor:
@@ -338,7 +338,7 @@ def concatenate(values: torch.Tensor) -> torch.Tensor:
     padded[: len(values)] = values
     everyone = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded)
-    return torch.cat([one[: int(size)] for one, size in zip(everyone, sizes, strict=True)])
+    return torch.cat([vector[: int(size)] for vector, size in zip(everyone, sizes, strict=True)])
 
 
 def all_reduce(values: Sequence[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
@@ -367,11 +367,11 @@ def agreed(what: str = "recorded routes of its sequences") -> Iterator[None]:
     if not who:
         return
     rank = int(who) - 1
-    own = None if refused is None else _Refusal(str(refused), refused.message.fault, dict(refused.about))
-    told = broadcast(own, _Refusal, rank)
+    mine = None if refused is None else _Refusal(str(refused), refused.message.fault, dict(refused.about))
+    refusal = broadcast(mine, _Refusal, rank)
     if refused is None:
-        message = describe(f"another rank refused the {what}", got=f"rank {rank}: {told.text}", fault=told.fault)
-        message.about = told.about
+        message = describe(f"another rank refused the {what}", got=f"rank {rank}: {refusal.text}", fault=refusal.fault)
+        message.about = refusal.about
         refused = ReplayError(message)
     refused.everywhere = True
     raise refused

@@ -199,10 +199,10 @@ class Fields:
     def get(self, *keys: str, default: Any = None) -> tuple[str, Any]:
         """Return the spelling of a key that the file has, and its value; the first spelling and `default` if it has
         none."""
-        given = {key: self.raw[key] for key in keys if key in self.raw}
-        if len({repr(value) for value in given.values()}) > 1:
-            self.wrong(" and ".join(given), list(given.values()), "one value: software disagrees on which key counts")
-        return next(iter(given.items()), (keys[0], default))
+        values = {key: self.raw[key] for key in keys if key in self.raw}
+        if len({repr(value) for value in values.values()}) > 1:
+            self.wrong(" and ".join(values), list(values.values()), "one value: software disagrees on which key counts")
+        return next(iter(values.items()), (keys[0], default))
 
     def count(self, *keys: str, default: int | None = None, least: int = 1, most: int = 2**31) -> int:
         key, value = self.get(*keys, default=default)
@@ -260,31 +260,31 @@ class Rope:
             "rope_theta": read.raw.get("rope_theta", theta),
             "partial_rotary_factor": read.raw.get("partial_rotary_factor", fraction),
         }
-        found = {}
+        sections = {}
         for key in ("rope_scaling", "rope_parameters"):
             value = read.raw.get(key)
             if not isinstance(value, dict | None):
                 read.wrong(key, value, "a mapping")
             elif value:
-                found[key] = base | {"rope_type": value.get("type", "default")} | value
-                if value.get("type", found[key]["rope_type"]) != found[key]["rope_type"]:
+                sections[key] = base | {"rope_type": value.get("type", "default")} | value
+                if value.get("type", sections[key]["rope_type"]) != sections[key]["rope_type"]:
                     read.wrong(f"{key}.rope_type and .type", [value["rope_type"], value["type"]], "one value")
-                found[key].pop("type", None)
+                sections[key].pop("type", None)
         # transformers takes rope_scaling first, other software rope_parameters.
-        if len(found) > 1 and found["rope_scaling"] != found["rope_parameters"]:
-            got = {key: read.raw[key] for key in found}
+        if len(sections) > 1 and sections["rope_scaling"] != sections["rope_parameters"]:
+            got = {key: read.raw[key] for key in sections}
             read.wrong(
                 "rope_parameters and rope_scaling", got, "one of the two: software disagrees on which one counts"
             )
-        key, given = next(iter(found.items()), ("rope_parameters", base | {"rope_type": "default"}))
-        if unused := given.keys() - (_ROPE if given["rope_type"] == "default" else _YARN):
+        key, settings = next(iter(sections.items()), ("rope_parameters", base | {"rope_type": "default"}))
+        if unused := settings.keys() - (_ROPE if settings["rope_type"] == "default" else _YARN):
             names = ", ".join(sorted(unused))
-            read.wrong(f"{key}.rope_type", given["rope_type"], f"one that uses {names}, or no {names}")
+            read.wrong(f"{key}.rope_type", settings["rope_type"], f"one that uses {names}, or no {names}")
         return cls(
             key,
-            given,
-            read.number("rope_theta", given["rope_theta"]),
-            read.number("partial_rotary_factor", given["partial_rotary_factor"]),
+            settings,
+            read.number("rope_theta", settings["rope_theta"]),
+            read.number("partial_rotary_factor", settings["partial_rotary_factor"]),
         )
 
     def plain(self, read: Fields) -> None:

@@ -174,8 +174,8 @@ def facts_of(raw: dict[str, Any], file: Path) -> ModelFacts:
         "dtype": _dtype(read),
         "fingerprint": fingerprint_of(raw),
     }
-    own = family.facts(read, layers=layers, top_k=top_k, rope=rope)
-    facts = ModelFacts(**(common | own))
+    of_family = family.facts(read, layers=layers, top_k=top_k, rope=rope)
+    facts = ModelFacts(**(common | of_family))
     if top_k > facts.num_experts:
         read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {facts.num_experts}")
     kinds = ["sliding_attention" if layer in facts.windowed_layers else "full_attention" for layer in range(layers)]

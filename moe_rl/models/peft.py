@@ -36,7 +36,7 @@ def target_of(weight: Weight) -> str:
 
 def adapter_tensors(facts: ModelFacts, rank: int, targets: Collection[str]) -> dict[str, Shape]:
     """Return the shapes of all adapters by name: A [rank, inputs] and B [outputs, rank]."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for layer in range(facts.layers):
         for weight in layer_weights(facts, layer):
             if target_of(weight) not in targets:
@@ -44,9 +44,9 @@ def adapter_tensors(facts: ModelFacts, rank: int, targets: Collection[str]) -> d
             for number in range(facts.num_experts) if weight.experts else (0,):
                 for name, (outputs, inputs) in weight.tensors.items():
                     module = f"{PREFIX}model.layers.{layer}.{name.format(expert=number).removesuffix('.weight')}"
-                    found[f"{module}.lora_A.weight"] = (rank, inputs)
-                    found[f"{module}.lora_B.weight"] = (outputs, rank)
-    return found
+                    shapes[f"{module}.lora_A.weight"] = (rank, inputs)
+                    shapes[f"{module}.lora_B.weight"] = (outputs, rank)
+    return shapes
 
 
 def folder_problems(

@@ -40,21 +40,21 @@ _SUFFIX = re.compile(
 )
 
 
-def unpacked(found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def unpacked(stored: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors as they are after unpacking, and {name of a packed tensor: "fp8" or "mxfp4"}.
 
     Unpacked tensors have the dtype "BF16". A packed tensor without fitting scales is returned unchanged.
     """
-    tensors, packing = dict(found), {}
-    for name, (dtype, shape, file) in found.items():
+    tensors, packing = dict(stored), {}
+    for name, (dtype, shape, file) in stored.items():
         if dtype == "F8_E4M3" and len(shape) == 2:
             scales = tuple(-(-size // FP8_BLOCK) for size in shape)
-            if found.get(f"{name}_scale_inv", ("", (), ""))[:2] in ((one, scales) for one in ("F32", "BF16")):
+            if stored.get(f"{name}_scale_inv", ("", (), ""))[:2] in ((kind, scales) for kind in ("F32", "BF16")):
                 del tensors[f"{name}_scale_inv"]
                 tensors[name], packing[name] = ("BF16", shape, file), "fp8"
         elif name.endswith("_blocks") and dtype == "U8" and len(shape) >= 3 and 2 * shape[-1] == FP4_GROUP:
             whole = name.removesuffix("_blocks")
-            if found.get(f"{whole}_scales", ("", (), ""))[:2] == ("U8", shape[:-1]):
+            if stored.get(f"{whole}_scales", ("", (), ""))[:2] == ("U8", shape[:-1]):
                 del tensors[name], tensors[f"{whole}_scales"]
                 *outer, rows, groups, _ = shape
                 tensors[whole], packing[whole] = ("BF16", (*outer, groups * FP4_GROUP, rows), file), "mxfp4"
@@ -77,10 +77,10 @@ def packing_problems(
         settings: `quantization_config` of the model; empty without one.
     """
     where: About = {"key": "model.path", "field": "quantization_config", "folder": folder}
-    said = " ".join(str(settings[key]) for key in ("quant_method", "quant_algo", "format") if settings.get(key))
+    stated = " ".join(str(settings[key]) for key in ("quant_method", "quant_algo", "format") if settings.get(key))
     base = _SUFFIX.sub("", folder.name)
     do = "take the checkpoint in bfloat16 that this one was made from" + (f": {base}" if base != folder.name else "")
-    unreadable = next((name for name, pattern, _ in _FORMATS if any(re.search(pattern, one) for one in left)), "")
+    unreadable = next((name for name, pattern, _ in _FORMATS if any(re.search(pattern, tensor) for tensor in left)), "")
     if settings and other_dtypes:
         unreadable = (
             unreadable or f"tensors of {' and '.join(sorted(other_dtypes))} without the scales of a known format"
@@ -90,7 +90,7 @@ def packing_problems(
             describe(
                 "the checkpoint is quantised in a way that cannot be unpacked here",
                 where=where,
-                got=f"{unreadable}, and in config.json {said or 'nothing'}",
+                got=f"{unreadable}, and in config.json {stated or 'nothing'}",
                 expected="tensors in bfloat16, FP8 in blocks of 128 x 128, or MXFP4",
                 do=do,
             )
@@ -100,21 +100,21 @@ def packing_problems(
             describe(
                 "config.json says that the checkpoint is quantised, but its tensors are not: vLLM would quantise them",
                 where=where,
-                got=said or dict(settings),
+                got=stated or dict(settings),
                 expected="no such key with these tensors",
                 do=f"remove the key from config.json, and hf_quant_config.json if there is one; or {do}",
             )
         ]
-    ours = {_UNPACKED[one] for one in packed.values()}
-    theirs = {name for name, _, methods in _FORMATS if settings.get("quant_method") in methods}
+    actual = {_UNPACKED[packing] for packing in packed.values()}
+    declared = {name for name, _, methods in _FORMATS if settings.get("quant_method") in methods}
     block = settings.get("weight_block_size") or [FP8_BLOCK, FP8_BLOCK]
-    if settings and (not ours <= theirs or block != [FP8_BLOCK, FP8_BLOCK]):
+    if settings and (not actual <= declared or block != [FP8_BLOCK, FP8_BLOCK]):
         return [
             describe(
                 "the tensors are quantised in another way than config.json says",
                 where=where,
-                got=" and ".join(sorted(ours)),
-                expected=f"{said}, blocks {block}",
+                got=" and ".join(sorted(actual)),
+                expected=f"{stated}, blocks {block}",
                 do=f"copy config.json and the tensors from the same checkpoint, or {do}",
             )
         ]

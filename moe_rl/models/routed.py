@@ -47,7 +47,7 @@ class Experts:
 
 def find_experts(raw: dict[str, Any]) -> Experts | None:
     """Return the experts of a model's decoder, None for a dense model. raw: its config.json."""
-    found: list[Experts] = []
+    parts: list[Experts] = []
     for names, sections in _sections(raw):
         experts = _number(sections[:1], _EXPERTS, but=_OTHER)
         # A dense model may have the keys of its family with null, 0 or 1.
@@ -55,9 +55,9 @@ def find_experts(raw: dict[str, Any]) -> Experts | None:
             top_k = _number(sections, _TOP_K)
             if top_k is None and any("moe" in name for name in names):
                 top_k = _number(sections[:1], _BARE_TOP_K)
-            found.append(Experts(".".join(names), experts, top_k, _number(sections, _LAYERS)))
-    alike = [one for one in found if one.where == found[0].where]  # one section for each layer
-    return max(alike, key=lambda one: one.num_experts, default=None)
+            parts.append(Experts(".".join(names), experts, top_k, _number(sections, _LAYERS)))
+    alike = [part for part in parts if part.where == parts[0].where]  # one section for each layer
+    return max(alike, key=lambda part: part.num_experts, default=None)
 
 
 def family_name(raw: dict[str, Any]) -> str:
@@ -88,8 +88,8 @@ def _number(
     """Return the largest whole number under one of the keys, in the first section that has any. A list has one number
     per layer or modality."""
     for section in sections:
-        given = [value for key, value in section.items() if keys.fullmatch(key) and not (but and but.search(key))]
-        flat = [one for value in given for one in (value if isinstance(value, list) else [value])]
-        if found := [one for one in flat if type(one) is int]:
-            return max(found)
+        values = [value for key, value in section.items() if keys.fullmatch(key) and not (but and but.search(key))]
+        flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        if numbers := [item for item in flat if type(item) is int]:
+            return max(numbers)
     return None

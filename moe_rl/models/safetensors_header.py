@@ -25,7 +25,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: (one.get_dtype(), tuple(one.get_shape()), file.name) for name, one in slices.items()}
+            return {name: (tensor.get_dtype(), tuple(tensor.get_shape()), file.name) for name, tensor in slices.items()}
     except SafetensorError as error:
         if "unknown variant" in str(error):
             raise ConfigError(

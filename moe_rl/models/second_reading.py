@@ -58,19 +58,19 @@ def reading_problems(file: Path, facts: ModelFacts) -> list[Problem]:
         )
 
     text = file.read_text(encoding="utf-8")
-    told = as_transformers(text, FAMILIES[facts.architecture].MODEL_TYPES[0])
-    if isinstance(told, str):
-        return [differs("all of them", told, "the file")]
+    answer = as_transformers(text, FAMILIES[facts.architecture].MODEL_TYPES[0])
+    if isinstance(answer, str):
+        return [differs("all of them", answer, "the file")]
     try:
-        theirs = facts_of(told | {"architectures": [facts.architecture]}, file)
+        transformers_facts = facts_of(answer | {"architectures": [facts.architecture]}, file)
     except ConfigError as error:
-        return [differs(str(one.about.get("field")), one.got, one.expected) for one in error.problems]
+        return [differs(str(problem.about.get("field")), problem.got, problem.expected) for problem in error.problems]
     # The fingerprint is that of the file, and the trainer tells the sampler which tokens end a completion.
     names = [
         field.name for field in dataclasses.fields(ModelFacts) if field.name not in ("fingerprint", "eos_token_ids")
     ]
-    pairs = [(name, getattr(theirs, name), getattr(facts, name)) for name in names]
-    return [differs(_KEYS.get(name, name), got, ours) for name, got, ours in pairs if got != ours]
+    pairs = [(name, getattr(transformers_facts, name), getattr(facts, name)) for name in names]
+    return [differs(_KEYS.get(name, name), got, expected) for name, got, expected in pairs if got != expected]
 
 
 @lru_cache(maxsize=16)
@@ -92,8 +92,8 @@ def _main() -> None:
     from transformers import CONFIG_MAPPING
 
     raw = json.load(sys.stdin)
-    told = CONFIG_MAPPING[sys.argv[1]].from_dict(raw).to_dict()
-    json.dump(told | {"model_type": raw["model_type"]}, sys.stdout)
+    config = CONFIG_MAPPING[sys.argv[1]].from_dict(raw).to_dict()
+    json.dump(config | {"model_type": raw["model_type"]}, sys.stdout)
 
 
 if __name__ == "__main__":

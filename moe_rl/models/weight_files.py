@@ -103,12 +103,12 @@ def read_checkpoint(path: str | Path, facts: ModelFacts) -> WeightFiles:
     """
     folder = Path(path)
     stored = checkpoint_tensors(folder)
-    tensors, packing = unpacked({name: one for name, one in stored.items() if not is_left_out(facts, name)})
+    tensors, packing = unpacked({name: tensor for name, tensor in stored.items() if not is_left_out(facts, name)})
     expected = expected_tensors(facts)
-    found = {name: one for name, one in tensors.items() if not is_mtp_tensor(facts, name)}
-    others = {dtype for dtype, _, _ in found.values()} - {*FLOAT_DTYPES}
-    problems = packing_problems(packing, found.keys() - expected.keys(), others, _quantisation(folder), folder)
-    problems = problems or tensor_problems(expected, found, {"folder": folder})
+    without_mtp = {name: tensor for name, tensor in tensors.items() if not is_mtp_tensor(facts, name)}
+    others = {dtype for dtype, _, _ in without_mtp.values()} - {*FLOAT_DTYPES}
+    problems = packing_problems(packing, without_mtp.keys() - expected.keys(), others, _quantisation(folder), folder)
+    problems = problems or tensor_problems(expected, without_mtp, {"folder": folder})
     if facts.tie_word_embeddings and {EMBEDDING, HEAD} <= stored.keys():
         first, second = (stored_bytes(folder / stored[name][2], name) for name in (EMBEDDING, HEAD))
         if not np.array_equal(first, second):
@@ -129,16 +129,16 @@ def read_checkpoint(path: str | Path, facts: ModelFacts) -> WeightFiles:
 def _quantisation(folder: Path) -> dict[str, Any]:
     """Return the quantisation settings that vLLM would read; empty if there are none."""
     file, field = folder / "config.json", "quantization_config"
-    found = read_json(file).get(field)
+    settings = read_json(file).get(field)
     apart = folder / "hf_quant_config.json"
-    if from_modelopt := found is None and apart.is_file():
+    if from_modelopt := settings is None and apart.is_file():
         file, field = apart, "quantization"
-        found = read_json(file).get(field)
-    if not isinstance(found, dict | None):
+        settings = read_json(file).get(field)
+    if not isinstance(settings, dict | None):
         raise ConfigError(
-            "wrong value", where={"key": "model.path", "field": field, "file": file}, got=found, expected="a mapping"
+            "wrong value", where={"key": "model.path", "field": field, "file": file}, got=settings, expected="a mapping"
         )
-    return {"quant_method": "modelopt", **(found or {})} if from_modelopt else found or {}
+    return {"quant_method": "modelopt", **(settings or {})} if from_modelopt else settings or {}
 
 
 def is_left_out(facts: ModelFacts, name: str) -> bool:
@@ -162,20 +162,20 @@ def notes(path: str | Path, facts: ModelFacts) -> list[str]:
 
 
 def tensor_problems(
-    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: About
+    expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, Tensor], where: About
 ) -> list[Problem]:
     """List missing, extra and misshapen tensors and unsupported dtypes, one message for each kind. where: the
     folder."""
     kinds = {
-        "lacks tensors that config.json asks for": [name for name in expected if name not in found],
-        "has tensors that config.json does not ask for": [name for name in found if name not in expected],
+        "lacks tensors that config.json asks for": [name for name in expected if name not in stored],
+        "has tensors that config.json does not ask for": [name for name in stored if name not in expected],
         "has tensors of another shape than config.json asks for": [
-            f"{name} {list(found[name][1])} instead of {list(shape)}"
+            f"{name} {list(stored[name][1])} instead of {list(shape)}"
             for name, shape in expected.items()
-            if name in found and found[name][1] != shape
+            if name in stored and stored[name][1] != shape
         ],
         f"has tensors that are not {', '.join(FLOAT_DTYPES)}": [
-            f"{name} {found[name][0]}" for name in expected if name in found and found[name][0] not in FLOAT_DTYPES
+            f"{name} {stored[name][0]}" for name in expected if name in stored and stored[name][0] not in FLOAT_DTYPES
         ],
     }
     return [

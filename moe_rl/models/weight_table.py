@@ -76,20 +76,20 @@ def grouped_query_attention(facts: ModelFacts) -> tuple[Weight, ...]:
         _norm("input_layernorm.weight", "input_layernorm.weight", hidden, fused_norm),
         Weight(
             "self_attention.linear_qkv.weight",
-            {f"self_attn.{one}_proj.weight": (count, hidden) for one, count in rows.items()},
+            {f"self_attn.{kind}_proj.weight": (count, hidden) for kind, count in rows.items()},
             "qkv",
             0,
         ),
         Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, width)}, axis=1),
     ]
     if facts.attention_bias:
-        biases = {f"self_attn.{one}_proj.bias": (count,) for one, count in rows.items()}
+        biases = {f"self_attn.{kind}_proj.bias": (count,) for kind, count in rows.items()}
         out.append(Weight("self_attention.linear_qkv.bias", biases, "qkv", 0))
     if facts.linear_bias:
         out.append(Weight("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (hidden,)}))
     if facts.qk_norm:
         out += [
-            _norm(f"self_attention.{one}_layernorm.weight", f"self_attn.{one}_norm.weight", head_dim) for one in "qk"
+            _norm(f"self_attention.{kind}_layernorm.weight", f"self_attn.{kind}_norm.weight", head_dim) for kind in "qk"
         ]
     if facts.sinks:
         out.append(Weight("self_attention.core_attention.softmax_offset", {"self_attn.sinks": (facts.heads,)}, axis=0))
@@ -102,35 +102,37 @@ def latent_attention(facts: ModelFacts) -> tuple[Weight, ...]:
     assert latent is not None  # set by every family with this attention
     queries = facts.heads * (latent.nope_dim + latent.rope_dim)
     kv_up = (facts.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
-    at, theirs = "self_attention.", "self_attn."
+    ours, theirs = "self_attention.", "self_attn."
     out = [
         _norm("input_layernorm.weight", "input_layernorm.weight", hidden),
         Weight(
-            at + "linear_kv_down_proj.weight",
+            ours + "linear_kv_down_proj.weight",
             {theirs + "kv_a_proj_with_mqa.weight": (latent.kv_rank + latent.rope_dim, hidden)},
         ),
         _norm(
-            at + "kv_layernorm.weight",
+            ours + "kv_layernorm.weight",
             theirs + "kv_a_layernorm.weight",
             latent.kv_rank,
-            at + "linear_kv_up_proj.layer_norm_weight",
+            ours + "linear_kv_up_proj.layer_norm_weight",
         ),
-        Weight(at + "linear_kv_up_proj.weight", {theirs + "kv_b_proj.weight": kv_up}, axis=0),
-        Weight(at + "linear_proj.weight", {theirs + "o_proj.weight": (hidden, facts.heads * latent.value_dim)}, axis=1),
+        Weight(ours + "linear_kv_up_proj.weight", {theirs + "kv_b_proj.weight": kv_up}, axis=0),
+        Weight(
+            ours + "linear_proj.weight", {theirs + "o_proj.weight": (hidden, facts.heads * latent.value_dim)}, axis=1
+        ),
     ]
     if not latent.q_rank:
-        out.append(Weight(at + "linear_q_proj.weight", {theirs + "q_proj.weight": (queries, hidden)}, axis=0))
+        out.append(Weight(ours + "linear_q_proj.weight", {theirs + "q_proj.weight": (queries, hidden)}, axis=0))
         return tuple(out)
     return (
         *out,
-        Weight(at + "linear_q_down_proj.weight", {theirs + "q_a_proj.weight": (latent.q_rank, hidden)}),
+        Weight(ours + "linear_q_down_proj.weight", {theirs + "q_a_proj.weight": (latent.q_rank, hidden)}),
         _norm(
-            at + "q_layernorm.weight",
+            ours + "q_layernorm.weight",
             theirs + "q_a_layernorm.weight",
             latent.q_rank,
-            at + "linear_q_up_proj.layer_norm_weight",
+            ours + "linear_q_up_proj.layer_norm_weight",
         ),
-        Weight(at + "linear_q_up_proj.weight", {theirs + "q_b_proj.weight": (queries, latent.q_rank)}, axis=0),
+        Weight(ours + "linear_q_up_proj.weight", {theirs + "q_b_proj.weight": (queries, latent.q_rank)}, axis=0),
     )
 
 
@@ -201,7 +203,7 @@ def _norm(ours: str, theirs: str, width: int, fused: str = "") -> Weight:
 def _swiglu(
     ours: str, theirs: str, hidden: int, width: int, *, experts: Experts = "", fused: tuple[str, str] = ("", "")
 ) -> tuple[Weight, ...]:
-    gate_up = {f"{theirs}.{one}_proj.weight": (width, hidden) for one in ("gate", "up")}
+    gate_up = {f"{theirs}.{kind}_proj.weight": (width, hidden) for kind in ("gate", "up")}
     down = {f"{theirs}.down_proj.weight": (hidden, width)}
     return (
         Weight(f"{ours}.linear_fc1.weight", gate_up, "gate_up", 0, experts, fused[0]),

@@ -54,6 +54,6 @@ def centering(head: Head, cap: float, masked: Callable[[Tensor, Tensor], Tensor]
     if masked is not None:
         weighted = torch.where(masked(p, q), 0.0, weighted)
     coefficients = weighted - (cap * rho).clamp(max=1) * p  # rho f(1 / rho) = min(1, cap rho)
-    given = (torch.where(there, one.detach(), 0.0) for one in (head.logprobs, head.rollout_logprobs))
-    hidden = sum((one - one).double().sum(0) for one in given)  # 0 or NaN, which minimum and clamp may pass over
+    inputs = (torch.where(there, logprobs.detach(), 0.0) for logprobs in (head.logprobs, head.rollout_logprobs))
+    hidden = sum((value - value).double().sum(0) for value in inputs)  # 0 or NaN, which minimum and clamp may pass over
     return (coefficients * torch.where(there, head.logprobs, 0.0).double()).sum(0) + hidden

@@ -100,7 +100,7 @@ def token_weights(
         sequence_ids: [T] int64 in 0..B-1.
         trusted: [T] bool, False where the second-moment mask gives weight 0. None: no mask.
     """
-    now, old, rollout = (one.detach().double() for one in (logprobs, old_logprobs, rollout_logprobs))
+    now, old, rollout = (tensor.detach().double() for tensor in (logprobs, old_logprobs, rollout_logprobs))
     of_token = old - rollout
     log_weights = torch.zeros_like(of_token)
     truncated = torch.zeros_like(sequence_ids, dtype=torch.bool)
@@ -126,8 +126,8 @@ def token_weights(
     if trusted is not None:
         log_weights = log_weights.masked_fill(~trusted, -torch.inf)
     weights = log_weights.exp()
-    for given in (now, old, rollout, advantages.detach()[sequence_ids]):
-        weights = weights - (given - given)  # 0 or NaN; added because comparisons pass over NaN
+    for values in (now, old, rollout, advantages.detach()[sequence_ids]):
+        weights = weights - (values - values)  # 0 or NaN; added because comparisons pass over NaN
     return TokenWeights(weights, _sums(weights, truncated, advantages, sequence_ids))
 
 

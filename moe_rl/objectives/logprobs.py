@@ -202,8 +202,8 @@ class _TokenScores(torch.autograd.Function):
             chunk = p * -of_all[rows, None]
             if entropies is not None:
                 chunk.addcmul_(torch.special.entr(p), scaled_grad[-1, rows, None])
-            ours = torch.where(own[rows], of_id[rows], 0.0)
-            grad_logits = chunk.scatter_add_(1, local[rows], ours).to(logits.dtype)
+            own_grad = torch.where(own[rows], of_id[rows], 0.0)
+            grad_logits = chunk.scatter_add_(1, local[rows], own_grad).to(logits.dtype)
             if matrix is None:
                 grad_source[rows] = grad_logits
                 continue

@@ -43,11 +43,11 @@ def verl_loss(name: str, **parameters: float) -> Callable[..., tuple[Tensor, dic
             where={"given": name},
             do="choose another loss; verl's bypass mode makes the sampler's logprobs the old ones",
         )
-    own = "seq-mean-token-mean"
+    mode = "seq-mean-token-mean"
     if name in TOKEN_MEANS:
-        own = "token-mean"
+        mode = "token-mean"
     elif name == "dr_grpo" or name in SEQUENCE_SUMS:
-        own = "seq-mean-token-sum-norm" if name == "dr_grpo" else "seq-mean-token-sum"
+        mode = "seq-mean-token-sum-norm" if name == "dr_grpo" else "seq-mean-token-sum"
 
     def loss(
         old_log_prob: Tensor,
@@ -59,9 +59,9 @@ def verl_loss(name: str, **parameters: float) -> Callable[..., tuple[Tensor, dic
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the microbatch's loss and its metrics. Tensors are [B, R]."""
-        _refuse_unless("loss_agg_mode", loss_agg_mode, own, name)
+        _refuse_unless("loss_agg_mode", loss_agg_mode, mode, name)
         mask = response_mask.bool()
-        count, ranks, of = *_counted(config.global_batch_info, mask, own), mask.nonzero()[:, 0]
+        count, ranks, of = *_counted(config.global_batch_info, mask, mode), mask.nonzero()[:, 0]
         weights = None if rollout_is_weights is None else rollout_is_weights[mask].double()
         if weights is not None and name in ONE_TERM_PER_SEQUENCE:
             _of_sequences("rollout_is_weights", weights, of, len(mask))
@@ -121,8 +121,8 @@ def slime_loss(
         for flag in ("use_tis", "get_mismatch_metrics", "use_opsm", "entropy_coef", "kl_loss_coef"):
             if flag != "kl_loss_coef" or args.use_kl_loss:
                 _refuse_unless(flag, bool(getattr(args, flag)), False, name)
-        masks, current = [one.bool() for one in batch["loss_masks"]], logprobs(args, batch, logits)
-        sums = [int(one.sum()) for one in masks]
+        masks, current = [loss_mask.bool() for loss_mask in batch["loss_masks"]], logprobs(args, batch, logits)
+        sums = [int(loss_mask.sum()) for loss_mask in masks]
         _refuse_parts(batch, list(map(len, current)), None if of_tokens else sums)
         mask, whole = torch.cat(masks), torch.cat(list(current))
         of = torch.repeat_interleave(torch.arange(len(masks), device=mask.device), torch.tensor(sums).to(mask.device))
@@ -167,7 +167,7 @@ def _refuse_parts(batch: Mapping[str, Any], lengths: list[int], tokens: list[int
             expected=list(batch["response_lengths"]),
             do="train without context parallelism",
         )
-    if tokens is not None and (wholes := [int(one) for one in batch["rollout_mask_sums"]]) != tokens:
+    if tokens is not None and (wholes := [int(mask_sum) for mask_sum in batch["rollout_mask_sums"]]) != tokens:
         raise ConfigError(
             "several samples are one rollout",
             got=f"{tokens} tokens of rollouts of {wholes}",
@@ -177,17 +177,17 @@ def _refuse_parts(batch: Mapping[str, Any], lengths: list[int], tokens: list[int
 
 def _of_sequences(what: str, values: Tensor, of: Tensor, sequences: int) -> Tensor:
     """Return [B], the value that all tokens of a sequence have, 0 for a sequence without tokens. values, of: [T]."""
-    found = values.new_zeros(sequences).scatter(0, of, values)
-    if not torch.equal(found[of], values):
-        at = int(of[(found[of] != values).nonzero()[0, 0]])
+    by_sequence = values.new_zeros(sequences).scatter(0, of, values)
+    if not torch.equal(by_sequence[of], values):
+        sequence = int(of[(by_sequence[of] != values).nonzero()[0, 0]])
         raise ConfigError(
             f"tokens of a sequence have different {what}",
-            where={"sequence": at},
-            got=f"{values[of == at].min():g} to {values[of == at].max():g}",
+            where={"sequence": sequence},
+            got=f"{values[of == sequence].min():g} to {values[of == sequence].max():g}",
             expected="one number for each sequence",
             do="use an estimator that gives a completion one advantage, such as GRPO's; for weights, gspo_token",
         )
-    return found
+    return by_sequence
 
 
 def _refuse_unless(key: str, got: object, expected: object, name: str) -> None:

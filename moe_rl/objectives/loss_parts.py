@@ -128,8 +128,8 @@ class LossInputs:
             terms: float64, to be summed.
             ratio, clipped, counted: float64, bool and bool, one element per unit. counted None: all units count.
         """
-        given = (self.logprobs, self.old_logprobs, self.advantages, self.weights, self.rollout_logprobs)
-        broken = nan_unless_finite(*(tensor for tensor in given if tensor is not None))
+        inputs = (self.logprobs, self.old_logprobs, self.advantages, self.weights, self.rollout_logprobs)
+        broken = nan_unless_finite(*(tensor for tensor in inputs if tensor is not None))
         counted = torch.ones_like(clipped) if counted is None else counted
         end = ratio.new_full((1,), torch.inf)  # min and max of an empty set are then inf and -inf
         return PolicyLoss(
@@ -189,7 +189,7 @@ def nan_unless_finite(*values: Tensor) -> Tensor:
     The caller subtracts it from a result whose clamps, masks and comparisons may pass over a NaN. Subtracting 0 changes
     no bit. The host does not wait for the device.
     """
-    return torch.stack([(one - one).detach().double().sum() for one in values]).sum()
+    return torch.stack([(tensor - tensor).detach().double().sum() for tensor in values]).sum()
 
 
 def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denominator: int) -> None:

@@ -96,9 +96,9 @@ class MismatchSums:
                         do="keep logprobs in float32 from the softmax on",
                     )
                 )
-        given = (logprobs, rollout_logprobs, sequence_ids, *(() if lags is None else (lags,)))
-        if logprobs.ndim != 1 or any(one.shape != logprobs.shape for one in given):
-            shapes = [tuple(one.shape) for one in given]
+        tensors = (logprobs, rollout_logprobs, sequence_ids, *(() if lags is None else (lags,)))
+        if logprobs.ndim != 1 or any(tensor.shape != logprobs.shape for tensor in tensors):
+            shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ArgumentError(
                 "logprobs and sequence ids must belong to the same tokens",
                 got=" and ".join(map(str, shapes)),
@@ -124,9 +124,9 @@ class MismatchSums:
 
         estimate, nothing = k3(d), d.new_zeros(len(LAGS))
         by_lag = {
-            f"{name}_lag_{lag}": one
+            f"{name}_lag_{lag}": lag_sum
             for name, values in (("tokens", torch.ones_like(d)), ("k3", estimate))
-            for lag, one in zip(LAGS, nothing if lags is None else sums_by_lag(values, lags), strict=True)
+            for lag, lag_sum in zip(LAGS, nothing if lags is None else sums_by_lag(values, lags), strict=True)
         }
         sums = {
             "tokens": d.new_full((), len(d)),

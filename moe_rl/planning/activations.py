@@ -248,16 +248,16 @@ def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
     Entropies (objective.entropy_coef) are not counted.
     """
     norm = norm_bytes(facts.hidden_size, -(-shape.rows // layout.tensor), shape)
-    size, each = facts.vocab // layout.tensor, shape.bytes_each
-    copies = each if each < FLOAT32 else 0
+    size, element_bytes = facts.vocab // layout.tensor, shape.bytes_each
+    copies = element_bytes if element_bytes < FLOAT32 else 0
     if shape.rows * size <= LOGITS_AT_ONCE:
-        softmax = (3 * FLOAT32 + 2 * each + copies) * shape.predicted
-        return norm + size * max(softmax, each * (2 * shape.rows + shape.predicted))
+        softmax = (3 * FLOAT32 + 2 * element_bytes + copies) * shape.predicted
+        return norm + size * max(softmax, element_bytes * (2 * shape.rows + shape.predicted))
     chunk = min(shape.predicted * size, LOGITS_AT_ONCE)
     matrix, hidden = 0 if shape.frozen else size * facts.hidden_size, shape.rows * facts.hidden_size
     made = (5 * FLOAT32 + 2 * copies) * chunk + FLOAT32 * matrix
-    added = 4 * FLOAT32 * chunk + (FLOAT32 + each) * matrix
-    return norm + max(made, added) + 2 * each * hidden
+    added = 4 * FLOAT32 * chunk + (FLOAT32 + element_bytes) * matrix
+    return norm + max(made, added) + 2 * element_bytes * hidden
 
 
 def passing_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:

@@ -99,8 +99,8 @@ def excess(loads_NLR: np.ndarray) -> tuple[float, np.ndarray]:
     """
     most = loads_NLR.max(axis=2).sum(axis=0).astype(np.float64)
     mean = loads_NLR.sum(axis=(0, 2)) / loads_NLR.shape[2]
-    each = np.divide(most, mean, out=np.ones_like(most), where=mean > 0) - 1
-    return (float(most.sum() / mean.sum()) - 1 if mean.sum() else 0.0), each
+    by_layer = np.divide(most, mean, out=np.ones_like(most), where=mean > 0) - 1
+    return (float(most.sum() / mean.sum()) - 1 if mean.sum() else 0.0), by_layer
 
 
 def pack_by_load(
@@ -229,15 +229,15 @@ class _Search:
                     return "more exchanges would gain too little"
                 total, look = reached, work - _STAGE
             improved = False
-            for one, two in zip(teams[: len(teams) // 2], reversed(teams), strict=False):
-                if max(one, two) == len(self.members):
+            for first, second in zip(teams[: len(teams) // 2], reversed(teams), strict=False):
+                if max(first, second) == len(self.members):
                     continue
                 for _ in range(_IN_A_ROW):
-                    work -= self._work(one, two)
+                    work -= self._work(first, second)
                     if work < 0:
                         return "the search reached its work limit"
                     attempts += 1
-                    if not self._improve(one, two, attempts * self.window):
+                    if not self._improve(first, second, attempts * self.window):
                         break
                     improved = True
             quiet = 0 if improved else quiet + 1
@@ -250,40 +250,40 @@ class _Search:
             flat[number].append(index)
         return [flat[first : first + self.microbatches] for first in range(0, len(flat), self.microbatches)]
 
-    def _work(self, one: int, two: int) -> int:
+    def _work(self, first: int, second: int) -> int:
         """Return the approximate number of elements that an attempt reads, plus its fixed cost."""
-        ours, theirs = (min(len(self.members[number]), self.window) for number in (one, two))
-        return _ATTEMPT + self.load[0].size * (ours + theirs + 6 * min(ours * theirs, self.tried))
+        in_first, in_second = (min(len(self.members[number]), self.window) for number in (first, second))
+        return _ATTEMPT + self.load[0].size * (in_first + in_second + 6 * min(in_first * in_second, self.tried))
 
-    def _improve(self, one: int, two: int, start: int) -> bool:
+    def _improve(self, first: int, second: int, start: int) -> bool:
         """Make the best exchange between two rounds, if one improves them.
 
         In large rounds only a window of sequences, beginning at number `start`, is searched. A cost is convex, so the
         slope of the maxima predicts too large a gain, and exchanges without a predicted gain are left out. If many
         remain, only those with the largest gain predicted from smooth weights are evaluated exactly.
         """
-        places, ours = self._some(one, start)
-        others, theirs = self._some(two, start)
-        at, to = np.nonzero(self._predicted(ours, theirs, self._slope(one) - self._slope(two)) < 0)
-        fitting = self._fits(ours[at], theirs[to], one, two)
-        at, to = at[fitting], to[fitting]
-        if len(at) > self.tried:
-            falls = self._predicted(ours, theirs, self._weights(one) - self._weights(two))[at, to]
+        places, ours = self._some(first, start)
+        others, theirs = self._some(second, start)
+        outgoing, incoming = np.nonzero(self._predicted(ours, theirs, self._slope(first) - self._slope(second)) < 0)
+        fitting = self._fits(ours[outgoing], theirs[incoming], first, second)
+        outgoing, incoming = outgoing[fitting], incoming[fitting]
+        if len(outgoing) > self.tried:
+            falls = self._predicted(ours, theirs, self._weights(first) - self._weights(second))[outgoing, incoming]
             chosen = np.sort(np.argpartition(falls, self.tried - 1)[: self.tried])
-            at, to = at[chosen], to[chosen]
-        if not len(at):
+            outgoing, incoming = outgoing[chosen], incoming[chosen]
+        if not len(outgoing):
             return False
-        change = self.loads[theirs[to]] - self.loads[ours[at]]
-        cost = self._cost(self.load[one] + change), self._cost(self.load[two] - change)
+        change = self.loads[theirs[incoming]] - self.loads[ours[outgoing]]
+        cost = self._cost(self.load[first] + change), self._cost(self.load[second] - change)
         best = int(np.argmin(cost[0] + cost[1]))
-        if cost[0][best] + cost[1][best] >= self.cost[one] + self.cost[two] - 0.5:
+        if cost[0][best] + cost[1][best] >= self.cost[first] + self.cost[second] - 0.5:
             return False
-        a, b = ours[at[best]], theirs[to[best]]
-        self.members[one][places[at[best]]], self.members[two][others[to[best]]] = b, a
-        self.load[one] += change[best]
-        self.load[two] -= change[best]
-        self.cost[one], self.cost[two] = cost[0][best], cost[1][best]
-        self.slopes[one] = self.slopes[two] = None
+        a, b = ours[outgoing[best]], theirs[incoming[best]]
+        self.members[first][places[outgoing[best]]], self.members[second][others[incoming[best]]] = b, a
+        self.load[first] += change[best]
+        self.load[second] -= change[best]
+        self.cost[first], self.cost[second] = cost[0][best], cost[1][best]
+        self.slopes[first] = self.slopes[second] = None
         difference = self.sizes[b] - self.sizes[a]
         self.filled[self.bins[a]] += difference
         self.filled[self.bins[b]] -= difference
@@ -325,10 +325,10 @@ class _Search:
         weights = np.exp((load - load.max(axis=0)) / self.scale)
         return weights / weights.sum(axis=0)
 
-    def _fits(self, ours: np.ndarray, theirs: np.ndarray, one: int, two: int) -> np.ndarray:
+    def _fits(self, ours: np.ndarray, theirs: np.ndarray, first: int, second: int) -> np.ndarray:
         """Return bool [pairs]: whether both bins stay within their limits after an exchange of the two sequences."""
         more = self.sizes[theirs] - self.sizes[ours]
         room, other = (
-            self.limits[number] - self.filled[self.bins[some]] for number, some in ((one, ours), (two, theirs))
+            self.limits[number] - self.filled[self.bins[some]] for number, some in ((first, ours), (second, theirs))
         )
         return ((more <= room) & (-more <= other)).all(axis=1)

@@ -87,8 +87,8 @@ class Plan:
         the memory of a step before the engine wakes."""
         stages, engine = [self.stages[stage] for stage in self.beside], self.sampler.total_bytes
         if self.sleeps:
-            return max((max(one.total_bytes, one.memory.model_bytes + engine) for one in stages), default=0)
-        return max((one.total_bytes + engine for one in stages), default=0)
+            return max((max(stage.total_bytes, stage.memory.model_bytes + engine) for stage in stages), default=0)
+        return max((stage.total_bytes + engine for stage in stages), default=0)
 
     @property
     def fullest(self) -> Stage:
@@ -164,8 +164,8 @@ def route_bytes(config: Config, facts: ModelFacts, layout: Layout, batch: Batch,
         return 0
     tokens = batch.sequences_per_step * batch.max_sequence_tokens // (layout.data * layout.tensor * layout.context)
     number = 1 if facts.num_experts <= 256 else 2
-    each = number * (2 if config.replay.native_every else 1) + (4 if config.replay.plan is not False else 0)
-    return tokens * moe_layers * facts.top_k * each
+    choice_bytes = number * (2 if config.replay.native_every else 1) + (4 if config.replay.plan is not False else 0)
+    return tokens * moe_layers * facts.top_k * choice_bytes
 
 
 def gpu_bytes(cluster: ClusterConfig) -> int:
@@ -251,12 +251,12 @@ def _remedy(plan: Plan, stage: Stage) -> str:
 def disk_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """Yield a problem if the disk of run.runs_dir is too full for the checkpoints that the run keeps."""
     free = shutil.disk_usage(existing_folder(config.run.runs_dir)).free
-    count, each = plan.storage.checkpoints, plan.storage.checkpoint_bytes
-    if free < count * each:
+    count, checkpoint_bytes = plan.storage.checkpoints, plan.storage.checkpoint_bytes
+    if free < count * checkpoint_bytes:
         yield describe(
             f"not enough free disk for {count} checkpoints: those that are kept, and the one that is written",
             where={"key": "run.runs_dir", "folder": config.run.runs_dir},
             got=f"{free:,} bytes",
-            expected=f"at least {count * each:,}",
+            expected=f"at least {count * checkpoint_bytes:,}",
             do="free some space, set run.runs_dir or lower checkpoint.keep",
         )

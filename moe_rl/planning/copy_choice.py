@@ -69,8 +69,8 @@ def with_copies(counts: np.ndarray, chosen: ExpertCopies) -> np.ndarray:
         slot = np.broadcast_to(_flat(chosen.slot)[..., copy, None], (*counts.shape[:-1], 1)).clip(0)
         np.put_along_axis(kept, slot, np.take_along_axis(kept, slot, -1) - length[..., copy, None], -1)
     inner = counts.shape[:-1]
-    both = np.concatenate((kept.reshape(*inner, ranks, -1), length.reshape(*inner, ranks, copies)), -1)
-    return both.reshape(*inner, -1)
+    rows = np.concatenate((kept.reshape(*inner, ranks, -1), length.reshape(*inner, ranks, copies)), -1)
+    return rows.reshape(*inner, -1)
 
 
 def send_to_copies(entries: np.ndarray, counts: np.ndarray, rank: int, chosen: ExpertCopies) -> np.ndarray:
@@ -89,11 +89,11 @@ def send_to_copies(entries: np.ndarray, counts: np.ndarray, rank: int, chosen: E
     inner = mine.shape[:-1]
     begins = np.concatenate((run.reshape(*inner, ranks, -1), begin.reshape(*inner, ranks, copies)), -1)
     lengths, result = with_copies(counts, chosen)[rank], np.empty_like(entries)
-    for at in np.ndindex(inner):
-        sizes = lengths[at]
+    for index in np.ndindex(inner):
+        sizes = lengths[index]
         # A row's place in the old order: its place in the new one, plus how far its piece has moved.
-        moved = np.repeat(begins[at].ravel() - (np.cumsum(sizes) - sizes), sizes)
-        result[at] = entries[at][moved + np.arange(len(moved))]
+        moved = np.repeat(begins[index].ravel() - (np.cumsum(sizes) - sizes), sizes)
+        result[index] = entries[index][moved + np.arange(len(moved))]
     return result
 
 
@@ -179,9 +179,9 @@ def choose_copies(
         tried.append(choice)
     tried.append(_CopyChoice(rows_BNE, node_P, copies, least))
     fullest = tried[-1].got().sum(1).max(-1)
-    best, at = np.argmin([choice.cost(fullest) for choice in tried], 0), np.arange(len(rows_BNE))
-    slot = np.stack([choice.slot for choice in tried])[best, at]
-    first, end = _spans(slot, np.stack([choice.amount for choice in tried])[best, at], rows_BNE)
+    best, batch_index = np.argmin([choice.cost(fullest) for choice in tried], 0), np.arange(len(rows_BNE))
+    slot = np.stack([choice.slot for choice in tried])[best, batch_index]
+    first, end = _spans(slot, np.stack([choice.amount for choice in tried])[best, batch_index], rows_BNE)
     shape = ranks, copies
     first, end = (span.reshape(*inner, nodes_here, *shape) for span in (first, end))
     return ExpertCopies(slot.reshape(*inner, *shape), first, end, node_G)
@@ -259,8 +259,8 @@ class _CopyChoice:
         for _ in range(self.ranks * self.copies):
             giver = weights.argmax(-1)
             home, weight = self.node[giver], heavy_NP[:, giver].T  # [B], [B, N]
-            given = np.where(np.arange(self.nodes) == home[:, None], 1, 0) if within_nodes else weight
-            expert = (owned[self.at, :, giver] * given[..., None]).sum(1).argmax(-1)
+            row_weight = np.where(np.arange(self.nodes) == home[:, None], 1, 0) if within_nodes else weight
+            expert = (owned[self.at, :, giver] * row_weight[..., None]).sum(1).argmax(-1)
             rows = owned[self.at, :, giver, expert]  # [B, N]
             # What each rank would take, [B, P]: rows of its own node, and of nodes that are neither its own nor the
             # giver's.

@@ -59,8 +59,8 @@ class Splits:
 
 def count(routes: np.ndarray, experts: int) -> np.ndarray:
     """Count rows per expert: routes, integers [..., R, K] -> int64 [..., E]."""
-    each = [np.bincount(layer, minlength=experts) for layer in _flat(routes)]
-    return np.array(each, np.int64).reshape(*routes.shape[:-2], experts)
+    counts = [np.bincount(layer, minlength=experts) for layer in _flat(routes)]
+    return np.array(counts, np.int64).reshape(*routes.shape[:-2], experts)
 
 
 def chunk_rows(rows: int, chunks: int) -> list[int]:

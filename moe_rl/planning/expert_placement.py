@@ -251,11 +251,11 @@ class _Exchange:
             moved = int((self.rank_of != was).sum())
             if moved <= most_moved and self.cost + move * moved < least:
                 best, least = self.rank_of.copy(), self.cost + move * moved
-            found, looked = self._best()
+            exchange, looked = self._best()
             work -= looked
-            if found is None or work < 0:
+            if exchange is None or work < 0:
                 return best, least
-            self._swap(*found)
+            self._swap(*exchange)
 
     def _best(self) -> tuple[tuple[int, int] | None, int]:
         """Return the best exchange of a fullest rank's expert with another rank's, and how many pairs were examined.
@@ -273,12 +273,12 @@ class _Exchange:
             chosen = np.arange(squares.size)
             if squares.size > _TRIED:
                 chosen = np.sort(np.argpartition(squares, _TRIED - 1)[:_TRIED])
-            at, to = np.divmod(chosen, len(theirs))
-            cost = self._cost_after(rank, ours[at], theirs[to]) - self.cost
+            outgoing, incoming = np.divmod(chosen, len(theirs))
+            cost = self._cost_after(rank, ours[outgoing], theirs[incoming]) - self.cost
             for i in np.lexsort((squares[chosen], cost))[:1].tolist():
                 value = float(cost[i]), float(squares[chosen[i]])
                 if value < least:
-                    best, least = (int(ours[at[i]]), int(theirs[to[i]])), value
+                    best, least = (int(ours[outgoing[i]]), int(theirs[incoming[i]])), value
         return best, looked
 
     def _squares(self, rank: int, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
@@ -305,9 +305,9 @@ class _Exchange:
         return rest
 
     def _swap(self, a: int, b: int) -> None:
-        ours, theirs = self.rank_of[a], self.rank_of[b]
+        rank_a, rank_b = self.rank_of[a], self.rank_of[b]
         difference = self.counts[:, b] - self.counts[:, a]
-        self.loads[:, ours] += difference
-        self.loads[:, theirs] -= difference
-        self.rank_of[a], self.rank_of[b] = theirs, ours
+        self.loads[:, rank_a] += difference
+        self.loads[:, rank_b] -= difference
+        self.rank_of[a], self.rank_of[b] = rank_b, rank_a
         self.cost = float(self.loads.max(axis=1).sum())

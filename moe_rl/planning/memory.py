@@ -111,8 +111,8 @@ def owned_parameters(buffers: list[Buffer], train: TrainConfig, ranks: int) -> l
 
 def optimizer_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> list[int]:
     """Return the bytes of optimizer state on the GPU of each of the `ranks` of a stage."""
-    each = state_bytes(train).gpu
-    return [int(each * owned) for owned in owned_parameters(buffers, train, ranks)]
+    bytes_each = state_bytes(train).gpu
+    return [int(bytes_each * owned) for owned in owned_parameters(buffers, train, ranks)]
 
 
 def checkpoint_copy_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> int:
@@ -128,7 +128,7 @@ def checkpoint_copy_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int)
 
 def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline stage, first to last."""
-    train, found, moe_layers = config.train, [], set(facts.moe_layers)
+    train, stages, moe_layers = config.train, [], set(facts.moe_layers)
     for runs in chunk_layers(facts, config.parallel):
         weights = [buffer for run in runs for buffer in chunk_buffers(facts, layout, run)]
         buffers, lora = weights, train.lora
@@ -138,7 +138,7 @@ def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[Sta
         parameters = sum(buffer.elements for buffer in weights)
         bare = parameters * DTYPE_BYTES[train.dtype]
         layers = tuple(layer for run in runs for layer in run)
-        found.append(
+        stages.append(
             StageMemory(
                 layers=layers,
                 moe_layers=len(moe_layers.intersection(layers)),
@@ -154,4 +154,4 @@ def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[Sta
                 checkpoint_copy_bytes=checkpoint_copy_bytes(buffers, train, ranks),
             )
         )
-    return tuple(found)
+    return tuple(stages)

@@ -46,8 +46,8 @@ def active_matrix_elements(facts: ModelFacts) -> int:
     elements = facts.vocab * facts.hidden_size
     for weight in weights:
         shapes = (shape[1:] if weight.experts == "stacked" else shape for shape in weight.tensors.values())
-        one = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-        elements += one * (facts.top_k if weight.experts else 1)
+        weight_elements = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        elements += weight_elements * (facts.top_k if weight.experts else 1)
     return elements
 
 

@@ -182,12 +182,12 @@ def _best_fit(lengths: list[int], order: list[int], budget: int) -> list[list[in
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # ascending (tokens still free, bin)
     for index in order:
-        at = bisect_left(rooms, (lengths[index], -1))
-        if at == len(rooms):
+        position = bisect_left(rooms, (lengths[index], -1))
+        if position == len(rooms):
             room, number = budget, len(bins)
             bins.append([])
         else:
-            room, number = rooms.pop(at)
+            room, number = rooms.pop(position)
         bins[number].append(index)
         insort(rooms, (room - lengths[index], number))
     return bins

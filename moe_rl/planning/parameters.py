@@ -51,13 +51,13 @@ class Buffer:
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Return (start, end) of each piece of padding under the distributed optimizer, including that at the end."""
-        at = 0
+        end = 0
         for size in self.sizes:
-            start = _up(at, START)
-            if start > at:
-                yield at, start
-            at = start + size
-        yield at, _up(at, math.lcm(END, self.copies))
+            start = _up(end, START)
+            if start > end:
+                yield end, start
+            end = start + size
+        yield end, _up(end, math.lcm(END, self.copies))
 
     @property
     def padded_elements(self) -> int:
@@ -91,8 +91,8 @@ def adapter_buffers(facts: ModelFacts, layout: Layout, layers: range, lora: Lora
         a, b = len(weight.tensors) * lora.rank * inputs, lora.rank * outputs
         return (a, shares and weight.axis == 0), (b, shares and weight.axis == 1)
 
-    found = [one for layer in layers for one in _layer_parameters(facts, layout, layer, sizes)]
-    dense, expert = ([size for size, of_experts in found if of_experts is which] for which in (False, True))
+    parameters = [pair for layer in layers for pair in _layer_parameters(facts, layout, layer, sizes)]
+    dense, expert = ([size for size, of_experts in parameters if of_experts is which] for which in (False, True))
     return _buffers(layout, dense, expert)
 
 
@@ -112,7 +112,7 @@ def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buff
     apart = [weight for weight in (*front, *back) if shared and EMBEDDING in weight.tensors]
     dense = [_elements(facts, weight, layout) for weight in front if weight not in apart]
     expert: list[int] = []
-    for size, of_experts in (one for layer in layers for one in _layer_parameters(facts, layout, layer, sizes)):
+    for size, of_experts in (pair for layer in layers for pair in _layer_parameters(facts, layout, layer, sizes)):
         (expert if of_experts else dense).append(size)
     dense += [_elements(facts, weight, layout) for weight in back if weight not in apart]
     alone = Buffer(tuple(_elements(facts, weight, layout) for weight in apart), layout.dense_copies, layout.tensor)
@@ -121,11 +121,11 @@ def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buff
 
 def _buffers(layout: Layout, dense: list[int], expert: list[int]) -> list[Buffer]:
     # Megatron fills the buffers in the order of the backward pass.
-    found = (
+    buffers = (
         Buffer(tuple(reversed(dense)), layout.dense_copies, layout.tensor),
         Buffer(tuple(reversed(expert)), layout.expert_data, layout.expert * layout.expert_tensor),
     )
-    return [buffer for buffer in found if buffer.sizes]
+    return [buffer for buffer in buffers if buffer.sizes]
 
 
 def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int, trained: Sizes) -> Iterator[tuple[int, bool]]:
@@ -140,7 +140,7 @@ def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int, trained: Si
             yield from ((size, False) for size, _ in trained(weight))
         elif not done:
             # Experts follow one by one. Where they are cut as the dense parameters are, Megatron keeps them together.
-            sizes = [size for one in experts for size in trained(one)]
+            sizes = [size for expert in experts for size in trained(expert)]
             apart = layout.expert > 1 or layout.expert_tensor != layout.tensor
             for number in range(layout.experts_per_rank):
                 yield from ((size, apart and not shared) for size, shared in sizes if not (shared and number))
@@ -161,7 +161,7 @@ def _elements(facts: ModelFacts, weight: Weight, layout: Layout) -> int:
 def local_shape(weight: Weight, layout: Layout) -> tuple[int, int]:
     """Return how many outputs, of all its tensors together, and inputs of a matrix a rank holds."""
     ranks = layout.expert_tensor if weight.experts else layout.tensor
-    outputs, inputs = sum(one[0] for one in weight.tensors.values()), next(iter(weight.tensors.values()))[1]
+    outputs, inputs = sum(shape[0] for shape in weight.tensors.values()), next(iter(weight.tensors.values()))[1]
     return outputs // (ranks if weight.axis == 0 else 1), inputs // (ranks if weight.axis == 1 else 1)
 
 

@@ -105,7 +105,7 @@ def budget(counts_SMLE: np.ndarray, *, expert_parallel: int, top_k: int) -> Budg
 def most(budgets: Iterable[Budget]) -> Budget:
     """Return the element-wise maximum of several budgets."""
     budgets = list(budgets) or [Budget()]
-    return Budget(*(max(getattr(one, field.name) for one in budgets) for field in fields(Budget)))
+    return Budget(*(max(getattr(counts, field.name) for counts in budgets) for field in fields(Budget)))
 
 
 def microbatch_counts(
@@ -172,7 +172,7 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
     parallel, stages = config.parallel, stage_layers(facts, config.parallel)
     columns = [[facts.moe_layers.index(layer) for layer in stage if layer in facts.moe_layers] for stage in stages]
     ranks = make_layout(parallel, facts, world_size).data
-    found, batches, sequences = [], 0, 0
+    budgets, batches, sequences = [], 0, 0
     for groups, lengths, counts in _batches(trace, facts):
         batches, sequences = batches + 1, sequences + len(lengths)
         for chosen in filter(None, split_groups(groups, config.train.updates_per_step)):
@@ -185,14 +185,14 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
             for together in dispatching_groups(parallel, ranks):
                 for stage in columns:
                     of_stage = rows[together][:, :, stage]
-                    found.append(budget(of_stage, expert_parallel=parallel.expert, top_k=facts.top_k))
+                    budgets.append(budget(of_stage, expert_parallel=parallel.expert, top_k=facts.top_k))
     if not sequences:
         raise TraceError("the trace has no records", where={"folder": trace}, do="give the trace folder of a run")
     return Peaks(
         batches=batches,
         sequences=sequences,
         layers=max(map(len, columns)),
-        rows=most(found),
+        rows=most(budgets),
         row_bytes=expert_row_bytes(facts, parallel.expert_tensor, DTYPE_BYTES[config.train.dtype]),
         exact=parallel.expert * parallel.expert_tensor % (parallel.tensor * parallel.context) == 0,
     )
@@ -205,17 +205,17 @@ def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[in
         refs = [ref for ref in references(selection) if ref.parts[0].shard == shard]
         refs.sort(key=lambda ref: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", ref.key)])
         counts = np.zeros((len(refs), *shape), np.int32)
-        for one, ref in zip(counts, refs, strict=True):
-            found = selection.store.expert_counts(ref)
-            if found.shape != shape or found.sum() != ref.rows * shape[0] * facts.top_k:
+        for record, ref in zip(counts, refs, strict=True):
+            stored = selection.store.expert_counts(ref)
+            if stored.shape != shape or stored.sum() != ref.rows * shape[0] * facts.top_k:
                 raise TraceError(
                     "a record belongs to another model",
                     where={"record": ref.key},
-                    got=f"{found.sum()} choices of {found.shape[1]} experts in {found.shape[0]} layers",
+                    got=f"{stored.sum()} choices of {stored.shape[1]} experts in {stored.shape[0]} layers",
                     expected=f"{facts.top_k} of {shape[1]} experts in {shape[0]} layers for {ref.rows} tokens",
                     do="give the trace of a run of model.path",
                 )
-            one[:] = found
+            record[:] = stored
         yield [ref.key.rpartition("/")[0] for ref in refs], [ref.rows for ref in refs], counts
 
 
@@ -229,34 +229,34 @@ def _packed(config: Config, lengths: list[int], counts: np.ndarray, ranks: int) 
     return pack_by_load(lengths, loads, ranks=ranks, microbatch_tokens=tokens, exchange=exchange)[0]
 
 
-def limit_problem(found: Peaks, config: Config) -> Problem | None:
+def limit_problem(peaks: Peaks, config: Config) -> Problem | None:
     """Say why a run on such batches would be refused by `replay.max_rows`; None when it would not."""
     limit = config.replay.max_rows
-    if limit is None or found.rows.rank <= limit:
+    if limit is None or peaks.rows.rank <= limit:
         return None
     return describe(
         "the trace's routes give a rank too many rows",
         where={"key": "replay.max_rows"},
-        got=found.rows.rank,
+        got=peaks.rows.rank,
         expected=f"at most {limit}",
         do="lower train.microbatch_tokens, try train.packing: load, or raise replay.max_rows",
     )
 
 
-def render(found: Peaks, config: Config, experts: int) -> str:
+def render(peaks: Peaks, config: Config, experts: int) -> str:
     """Format the peaks as a table."""
-    rows, cut = found.rows, config.parallel.tensor * config.parallel.context
+    rows, cut = peaks.rows, config.parallel.tensor * config.parallel.context
     holds = f"moe_expert_rank_capacity_factor {cut * rows.rank_capacity_factor():.4f} holds them"
     pads = f"; moe_expert_capacity_factor {rows.expert_capacity_factor(experts):.4f} pads to them" if cut == 1 else ""
-    in_layers = (rows.microbatch, rows.even * found.layers, rows.worst * found.layers)
-    kept, even, worst = (count * found.row_bytes for count in in_layers)
+    in_layers = (rows.microbatch, rows.even * peaks.layers, rows.worst * peaks.layers)
+    kept, even, worst = (count * peaks.row_bytes for count in in_layers)
     table: list[Row] = [
-        ("rows of a rank", rows.rank, f"in a layer of a microbatch{'' if found.exact else ', or fewer'}; {holds}"),
+        ("rows of a rank", rows.rank, f"in a layer of a microbatch{'' if peaks.exact else ', or fewer'}; {holds}"),
         ("  if they were even", rows.even, ""),
         ("  worst case", rows.worst, "every token to the experts of one rank"),
         ("rows of an expert", rows.expert, "in a layer of a microbatch"),
         ("rows sent to an expert", rows.sent, f"by one data-parallel share{pads}"),
-        ("rows of a microbatch", rows.microbatch, f"of a rank, over its {found.layers} MoE layers"),
+        ("rows of a microbatch", rows.microbatch, f"of a rank, over its {peaks.layers} MoE layers"),
         (
             "activations of these rows",
             bytes_text(kept),
@@ -265,7 +265,7 @@ def render(found: Peaks, config: Config, experts: int) -> str:
         ("  if they were even", bytes_text(even), ""),
         ("  worst case", bytes_text(worst), ""),
     ]
-    lines = [f"the trace: {found.sequences:,} sequences in {found.batches:,} batches, packed by {config.train.packing}"]
+    lines = [f"the trace: {peaks.sequences:,} sequences in {peaks.batches:,} batches, packed by {config.train.packing}"]
     if config.placement.experts != "natural":
         lines[0] += ", experts in the order of their numbers"  # the run decides the placement
     if config.placement.copies:

@@ -113,7 +113,7 @@ def _memory(plan: Plan) -> list[Row]:
         ("together", bytes_text(stage.total_bytes), _verdict(plan, stage.total_bytes)),
     ]
     if len(plan.stages) > 1:
-        rows += [_stage(number, one) for number, one in enumerate(plan.stages)]
+        rows += [_stage(number, stage_plan) for number, stage_plan in enumerate(plan.stages)]
     return rows
 
 
@@ -175,13 +175,13 @@ def _disk_times(storage: Storage) -> str:
 
 
 def _balance(balance: SideBalance) -> list[Row]:
-    speeds, each = balance.speeds, "completion tokens/s of a GPU that"
+    speeds, unit = balance.speeds, "completion tokens/s of a GPU that"
     of = "of 1 GPU" if balance.gpus_per_engine == 1 else f"of {balance.gpus_per_engine:,} GPUs"
     needed = f"{of}, so that {balance.trainers:,} GPUs that train never wait"
     idle = [f"if both sides work at once; {share:.0%} if each waits for the other" for share in balance.idle_in_turns]
     return [
-        ("speed of sampling", f"{speeds.sampled:,.0f}", f"{each} samples, {speeds.source}"),
-        ("speed of training", f"{speeds.trained:,.0f}", f"{each} trains"),
+        ("speed of sampling", f"{speeds.sampled:,.0f}", f"{unit} samples, {speeds.source}"),
+        ("speed of training", f"{speeds.trained:,.0f}", f"{unit} trains"),
         ("samplers for a trainer", f"{balance.ratio:,.2f}", "GPUs that sample for each that trains keep both busy"),
         ("engines for these trainers", balance.engines, needed),
         ("planned", f"{balance.samplers:,} : {balance.trainers:,}", "GPUs that sample, and that train"),

@@ -54,11 +54,11 @@ def sampling_gpus(engines: int | None, gpus_per_engine: int | None, started: int
 def side_balance(config: Config, trainers: int, speeds: Speeds) -> SideBalance:
     """Compare the samplers of a config with this number of GPUs that train."""
     cluster = config.cluster
-    engines, each = (cluster.engines, cluster.gpus_per_engine) if cluster is not None else (None, None)
-    samplers, gpus = sampling_gpus(engines, each, max(config.rollout.engines, len(config.rollout.servers)))
+    engines, gpus_per_engine = (cluster.engines, cluster.gpus_per_engine) if cluster is not None else (None, None)
+    samplers, gpus = sampling_gpus(engines, gpus_per_engine, max(config.rollout.engines, len(config.rollout.servers)))
     ratio = speeds.trained / speeds.sampled
     sampling, training = 1 / (speeds.sampled * samplers), 1 / (speeds.trained * trainers)  # seconds of a token
-    longest, both = max(sampling, training), sampling + training
+    longest, total = max(sampling, training), sampling + training
     return SideBalance(
         speeds=speeds,
         samplers=samplers,
@@ -67,5 +67,5 @@ def side_balance(config: Config, trainers: int, speeds: Speeds) -> SideBalance:
         ratio=ratio,
         engines=math.ceil(round(trainers * ratio / gpus, 9)),
         idle_overlapped=(1 - sampling / longest, 1 - training / longest),
-        idle_in_turns=(training / both, sampling / both),
+        idle_in_turns=(training / total, sampling / total),
     )

@@ -118,10 +118,10 @@ def parse(overrides: Seq[str], ranks: int) -> Case:
         try:
             made.append(make())
         except ValidationError as error:
-            for one in error.errors():
-                where: About = {"key": ".".join(map(str, one["loc"])), "override": " ".join(overrides)}
-                own = describe("wrong value", where=where, got=one["input"], expected=one["msg"])
-                problems += [own] if one["loc"] else one["ctx"]["found"]  # a rule between several keys
+            for failure in error.errors():
+                where: About = {"key": ".".join(map(str, failure["loc"])), "override": " ".join(overrides)}
+                problem = describe("wrong value", where=where, got=failure["input"], expected=failure["msg"])
+                problems += [problem] if failure["loc"] else failure["ctx"]["found"]  # a rule between several keys
     if problems:
         raise ConfigError(problems)
     parallel, train = made

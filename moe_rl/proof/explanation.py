@@ -117,10 +117,10 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
         weights: Hugging Face folders of the versions that made its rows, as far as they exist.
         trained: Folder of the weights that the trainer had.
     """
-    names = [one.key for one in evidence.sequences]
+    names = [sequence.key for sequence in evidence.sequences]
     sides, missing, moved = [], [], None
     # Rows of a later version attend to keys of the first version or to new keys, so only the first version's are clear.
-    cut = [one.versions[0] if one.versions else (0, 0) for one in evidence.sequences]
+    cut = [sequence.versions[0] if sequence.versions else (0, 0) for sequence in evidence.sequences]
     for version in sorted({version for version, _ in cut}):
         mine: list[tuple[str, Rows]] = [
             (name, _rows(part, count))
@@ -141,23 +141,23 @@ def explain(evidence: Evidence, rows: Seq[Rows], weights: Mapping[int, Path], tr
     if trained is not None and rows:
         engine = _Engine(trained, evidence.trainer_dtype, 1.0, 1.0, chose_freely=True)
         trainer = engine.side(evidence.version, list(zip(names, rows, strict=True)), "chosen", "trainer_logprobs")
-    found = Explanation(
+    explanation = Explanation(
         "undecided",
         "",
         sides,
         trainer,
         moved,
         _replayed_others(rows),
-        [one.key for one in evidence.sequences if one.intact is False],
+        [sequence.key for sequence in evidence.sequences if sequence.intact is False],
         _own_logits(rows, trained),
         missing,
     )
-    verdict, why = _judge(found)
+    verdict, why = _judge(explanation)
     failed = trainer is not None and trainer.fits is trainer.scores_fit is None  # it could not run the tokens again
     right = _all(fit for side in sides for fit in (side.fits, side.scores_fit)) and not missing
     if verdict == "check" or (verdict == "undecided" and failed and right):
         verdict, why = _where_engines_are_right(evidence, verdict, why)
-    return replace(found, verdict=verdict, why=why)
+    return replace(explanation, verdict=verdict, why=why)
 
 
 def _where_engines_are_right(evidence: Evidence, verdict: Verdict, why: str) -> tuple[Verdict, str]:
@@ -177,24 +177,24 @@ def _where_engines_are_right(evidence: Evidence, verdict: Verdict, why: str) -> 
     )
 
 
-def _judge(found: Explanation) -> tuple[Verdict, str]:
+def _judge(explanation: Explanation) -> tuple[Verdict, str]:
     """Return who was right, and why, see the table above."""
-    record = _all(side.fits for side in found.sampler)
-    scores = _all(side.scores_fit for side in found.sampler)
-    trainer = None if found.trainer is None else _all([found.trainer.fits, found.trainer.scores_fit])
-    if found.replayed_others:
-        return "trainer", f"it was given routes that differ from the record at {found.replayed_others} places"
-    if found.damaged:
-        return "recorder", f"the trace has another record of {found.damaged[0]} than what left the engine"
-    if found.own_logits:
-        return "recorder", f"the sampler's own router logits contradict {found.own_logits:.1%} of the record"
-    if found.missing:
-        versions = ", ".join(map(str, found.missing))
+    record = _all(side.fits for side in explanation.sampler)
+    scores = _all(side.scores_fit for side in explanation.sampler)
+    trainer = None if explanation.trainer is None else _all([explanation.trainer.fits, explanation.trainer.scores_fit])
+    if explanation.replayed_others:
+        return "trainer", f"it was given routes that differ from the record at {explanation.replayed_others} places"
+    if explanation.damaged:
+        return "recorder", f"the trace has another record of {explanation.damaged[0]} than what left the engine"
+    if explanation.own_logits:
+        return "recorder", f"the sampler's own router logits contradict {explanation.own_logits:.1%} of the record"
+    if explanation.missing:
+        versions = ", ".join(map(str, explanation.missing))
         return "undecided", f"the record was made by weights that are not kept: version {versions}"
     if record is None and scores is None:
         return "undecided", "the sampler's routes and log-probabilities are not kept"
     if trainer is None:
-        return "undecided", f"the trainer's {'weights' if found.trainer is None else 'own results'} are not kept"
+        return "undecided", f"the trainer's {'weights' if explanation.trainer is None else 'own results'} are not kept"
     if not trainer:
         if record is not False and scores is not False:
             return "trainer", "the sampler computes what the third engine does, and the trainer something else"
@@ -227,48 +227,50 @@ class _Engine:
     def side(self, version: int, rows: Seq[tuple[str, Rows]], routes: str, logprobs: str | None) -> Side:
         """Compare an engine. routes, logprobs: the names of its arrays."""
         seen = [_Seen(self, part, part.get(routes), part.get(logprobs or "")) for _, part in rows]
-        choices = [(name, one) for (name, _), one in zip(rows, seen, strict=True) if one.known.any()]
+        choices = [(name, sequence) for (name, _), sequence in zip(rows, seen, strict=True) if sequence.known.any()]
         side = self._choices(Side(version), choices) if choices else Side(version)
-        return self._scores(side, [one for one in seen if one.apart.shape[1]])
+        return self._scores(side, [sequence for sequence in seen if sequence.apart.shape[1]])
 
     def ran(self, tokens: torch.Tensor, routes: np.ndarray | None) -> tuple[_Ran, _Ran]:
         """Return what the third engine gives for tokens [T + 1], in float32 and in the other engine's precision."""
         models = [self.exact] if self.low is None else [self.exact, self.low]
-        found: list[_Ran] = []
+        results: list[_Ran] = []
         for model in models:
             logits = model(tokens[:-1].numpy(), routes).float() / self.temperature
             pairs = zip(model.routers, model.biases, strict=True)
-            scores = torch.stack([choice_scores(self.facts, one, bias) for one, bias in pairs], 1)
-            found.append((scores, logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]))
-        return found[0], found[-1]
+            scores = torch.stack([choice_scores(self.facts, router_logits, bias) for router_logits, bias in pairs], 1)
+            results.append((scores, logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]))
+        return results[0], results[-1]
 
     def _choices(self, side: Side, seen: list[tuple[str, _Seen]]) -> Side:
         """Add to a side what the choices of some sequences show."""
-        largest, moved = (torch.stack([getattr(one, what) for _, one in seen]).amax(0) for what in ("largest", "moved"))
+        largest, moved = (
+            torch.stack([getattr(sequence, what) for _, sequence in seen]).amax(0) for what in ("largest", "moved")
+        )
         ties, layers = _EXACT * largest + _TIES * self.coarse * moved, self.facts.moe_layers
-        known, regrets = (torch.cat([getattr(one, what) for _, one in seen]) for what in ("known", "regrets"))
+        known, regrets = (torch.cat([getattr(sequence, what) for _, sequence in seen]) for what in ("known", "regrets"))
         beyond = known & ~(regrets <= ties)  # NaN is no tie
         of_layers = beyond.sum(0) / known.sum(0).clamp(min=1)
-        lengths = [len(one.known) for _, one in seen]
+        lengths = [len(sequence.known) for _, sequence in seen]
         shares = [
             float(part.sum() / all_.sum())
             for part, all_ in zip(beyond.split(lengths), known.split(lengths), strict=True)
         ]
         differ, choices = int(beyond.sum()), int(known.sum())
-        found = differ / choices, float(of_layers.amax()), max(shares)
-        at, column = divmod(int(torch.where(known, regrets, -1).argmax()), len(layers))
-        worst = float(regrets[at, column])
-        places = [(name, row) for name, one in seen for row in range(len(one.known))]
+        differing = differ / choices, float(of_layers.amax()), max(shares)
+        worst_row, column = divmod(int(torch.where(known, regrets, -1).argmax()), len(layers))
+        worst = float(regrets[worst_row, column])
+        places = [(name, row) for name, sequence in seen for row in range(len(sequence.known))]
         return replace(
             side,
             choices=choices,
             near=int((known & (regrets > 0)).sum()) - differ,
             differ=differ,
             worst=worst if math.isfinite(worst) else None,
-            where=(*places[at], layers[column]),
+            where=(*places[worst_row], layers[column]),
             tie=float(ties[column]),
             by_layer={layer: float(share) for layer, share in zip(layers, of_layers, strict=True)},
-            fits=all(share <= limit for share, limit in zip(found, _SHARES, strict=True)),
+            fits=all(share <= limit for share, limit in zip(differing, _SHARES, strict=True)),
         )
 
     def _scores(self, side: Side, seen: list[_Seen]) -> Side:
@@ -279,7 +281,7 @@ class _Engine:
         """
         if not seen:
             return side
-        apart, noise = (torch.cat([getattr(one, what) for one in seen], 1) for what in ("apart", "noise"))
+        apart, noise = (torch.cat([getattr(sequence, what) for sequence in seen], 1) for what in ("apart", "noise"))
         way = int(apart.mean(1).argmin())
         limits = [
             _LEAST_NATS + _SCORES * self.coarse * float(part)
@@ -312,19 +314,19 @@ class _Seen:
         shape = scores.shape[:2]
         self.known, self.regrets = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
         if routes is not None:
-            given = torch.from_numpy(routes.astype(np.int64))
-            self.known = (given != ABSENT).all(-1)
-            ordered = given.sort(-1).values
+            choices = torch.from_numpy(routes.astype(np.int64))
+            self.known = (choices != ABSENT).all(-1)
+            ordered = choices.sort(-1).values
             sound = (ordered[..., -1] < facts.num_experts) & (ordered.diff(dim=-1) > 0).all(-1)
             for column in range(shape[1]):
-                chosen = given[:, column].clamp(max=facts.num_experts - 1)
+                chosen = choices[:, column].clamp(max=facts.num_experts - 1)
                 self.regrets[:, column] = regret(facts, scores[:, column], chosen)
             self.regrets[~sound] = torch.inf
         self.apart = self.noise = torch.empty(len(ran), 0)
         if logprobs is not None:
-            theirs = torch.from_numpy(logprobs)
-            here = theirs.isfinite()
-            self.apart = torch.stack([(exact[1] - theirs).abs()[here] for exact, _ in ran])
+            reported = torch.from_numpy(logprobs)
+            here = reported.isfinite()
+            self.apart = torch.stack([(exact[1] - reported).abs()[here] for exact, _ in ran])
             self.noise = torch.stack([(exact[1] - low[1]).abs()[here] for exact, low in ran])
 
 
@@ -341,13 +343,13 @@ def _all(values: Iterable[bool | None]) -> bool | None:
 
 def _replayed_others(rows: Seq[Rows]) -> int:
     """Count the (row, layer) at which the routes given to the trainer differ from the record."""
-    found = 0
+    count = 0
     for part in rows:
         if "record" in part and "applied" in part:
             record, applied = part["record"], part["applied"]
             known = (record != ABSENT).all(-1) & (applied != ABSENT).all(-1)
-            found += int(((np.sort(record, -1) != np.sort(applied, -1)).any(-1) & known).sum())
-    return found
+            count += int(((np.sort(record, -1) != np.sort(applied, -1)).any(-1) & known).sum())
+    return count
 
 
 def _own_logits(rows: Seq[Rows], trained: Path | None) -> float | None:
@@ -361,9 +363,9 @@ def _own_logits(rows: Seq[Rows], trained: Path | None) -> float | None:
         record, own = torch.from_numpy(part["record"].astype(np.int64)), torch.from_numpy(part["sampler_logits"])
         known = own.isfinite().all(-1) & (record < model.facts.num_experts).all(-1)
         for column, bias in enumerate(model.biases):
-            at = known[:, column].nonzero()[:, 0]
-            scores = choice_scores(model.facts, own[at, column], bias)
+            positions = known[:, column].nonzero()[:, 0]
+            scores = choice_scores(model.facts, own[positions, column], bias)
             near = 4 * torch.finfo(torch.bfloat16).eps * scores.abs().amax(-1)
-            wrong += int((regret(model.facts, scores, record[at, column]) > near).sum())
-            compared += len(at)
+            wrong += int((regret(model.facts, scores, record[positions, column]) > near).sum())
+            compared += len(positions)
     return wrong / compared if compared else None

@@ -96,7 +96,7 @@ class Proof:
         Raises:
             ReplayError: The ranks failed. The message has the end of their output.
         """
-        seen: dict[int, list[dict]] = {}
+        by_case: dict[int, list[dict]] = {}
         for ranks in sorted({case.ranks for case in cases}):
             numbers = [n for n, case in enumerate(cases) if case.ranks == ranks]
             out = self.folder / f"{len(list(self.folder.iterdir())):03d}-ranks{ranks}"
@@ -109,10 +109,10 @@ class Proof:
                     where={"case": ", ".join(cases[n].name for n in numbers)},
                     got=f"status {process.returncode}: {process.stderr[-3000:]}",
                 )
-            for at, n in enumerate(numbers):
-                files = [out / f"{at}-rank{rank}.pt" for rank in range(ranks)]
-                seen[n] = [torch.load(file, weights_only=True) for file in files]
-        return [seen[n] for n in range(len(cases))]
+            for index, n in enumerate(numbers):
+                files = [out / f"{index}-rank{rank}.pt" for rank in range(ranks)]
+                by_case[n] = [torch.load(file, weights_only=True) for file in files]
+        return [by_case[n] for n in range(len(cases))]
 
     def reference(self, *, forced: bool) -> Reference:
         """Return the reference under the batch's routes, or under the model's own."""
@@ -194,8 +194,8 @@ def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
     if problems:
         raise ConfigError(problems)
     controls = [dataclasses.replace(case, mode="observe") for case in cases if case.mode == "r3"]
-    seen = proof.run(cases + controls)
-    outcomes = [proof.judge(case, ranks) for case, ranks in zip(cases + controls, seen, strict=True)]
+    results = proof.run(cases + controls)
+    outcomes = [proof.judge(case, ranks) for case, ranks in zip(cases + controls, results, strict=True)]
     off = iter(outcomes[len(cases) :])
     return [Proved(o, next(off) if o.case.mode == "r3" else None) for o in outcomes[: len(cases)]]
 

@@ -36,6 +36,6 @@ class Tf32(TorchDispatchMode):
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in _PRODUCTS:
-            floats = [isinstance(one, torch.Tensor) and one.dtype is torch.float32 for one in args]
-            args = tuple(to_tf32(one) if rounds else one for one, rounds in zip(args, floats, strict=True))
+            floats = [isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in args]
+            args = tuple(to_tf32(value) if rounds else value for value, rounds in zip(args, floats, strict=True))
         return function(*args, **(kwargs or {}))

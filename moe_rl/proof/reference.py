@@ -85,8 +85,8 @@ class IndependentModel:
             cache: Keys and values of earlier tokens, a `transformers` Cache; those of these tokens are added to it.
         """
         self._routes = None if routes is None else torch.from_numpy(routes.astype(np.int64))
-        given = {} if cache is None else {"past_key_values": cache, "use_cache": True}
-        return self.model.model(torch.tensor([[*map(int, tokens)]]), **given).last_hidden_state[0]
+        options = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+        return self.model.model(torch.tensor([[*map(int, tokens)]]), **options).last_hidden_state[0]
 
     def _watched(self, gate, column):
         forward = gate.forward
@@ -94,12 +94,12 @@ class IndependentModel:
         def choose(scores, k, *args, **kwargs):
             """Replace torch.topk within a router. The top-k among experts, not among groups, is recognised by its
             width."""
-            own = self._topk(scores, k, *args, **kwargs)
+            native = self._topk(scores, k, *args, **kwargs)
             if self._routes is None or scores.shape[-1] != self.facts.num_experts:
-                return own
-            given = self._routes[:, column]
-            known = (given < self.facts.num_experts).all(-1, keepdim=True)
-            chosen = torch.where(known, given, own[1])
+                return native
+            forced = self._routes[:, column]
+            known = (forced < self.facts.num_experts).all(-1, keepdim=True)
+            chosen = torch.where(known, forced, native[1])
             return scores.gather(1, chosen), chosen
 
         def run(hidden):
@@ -151,7 +151,7 @@ def reference(
             together = torch.cat([logits[number][column] for number in numbers])
             imbalance = imbalance + len(together) / everything * _imbalance(facts, together)
     (loss + aux * imbalance).backward()
-    routers = {number: torch.stack([one.detach() for one in layers], 1) for number, layers in logits.items()}
+    routers = {number: torch.stack([layer.detach() for layer in layers], 1) for number, layers in logits.items()}
     gradients = dict(_published(model.model, expected_tensors(facts)))
     return Reference(logprobs, gradients, float(imbalance.detach()) / len(facts.moe_layers), routers)
 
@@ -172,9 +172,9 @@ def _published(model: torch.nn.Module, names: Collection[str]) -> Iterator[tuple
         if name in names:
             yield name, parameter.grad
         elif name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(parameter.grad):
-                gate, up = both.chunk(2, 0)
+            for expert, gate_up in enumerate(parameter.grad):
+                gate, up = gate_up.chunk(2, 0)
                 yield f"{prefix}.{expert}.gate_proj.weight", gate
                 yield f"{prefix}.{expert}.up_proj.weight", up
         elif name.endswith("experts.down_proj"):
-            yield from ((f"{prefix}.{expert}.down_proj.weight", one) for expert, one in enumerate(parameter.grad))
+            yield from ((f"{prefix}.{expert}.down_proj.weight", down) for expert, down in enumerate(parameter.grad))

@@ -55,9 +55,9 @@ class Trial:
     def force(self, routes: list[np.ndarray]) -> None:
         """Make these the routes of the sequences [T, L, K], in all later passes."""
         trace, self.routes = MemoryTrace(self.spec), routes
-        for at, (one, given) in enumerate(zip(self.sequences, routes, strict=True)):
-            ref = trace.add(one.key, given, one.ids[:-1], [Span(len(given), 0, Provenance.DECODE)])
-            self.sequences[at] = replace(one, routes=ref)
+        for index, (sequence, experts) in enumerate(zip(self.sequences, routes, strict=True)):
+            ref = trace.add(sequence.key, experts, sequence.ids[:-1], [Span(len(experts), 0, Provenance.DECODE)])
+            self.sequences[index] = replace(sequence, routes=ref)
         self.tables = []
         for microbatch in self.microbatches:
             packed = [self.sequences[i] for i in microbatch.indices]
@@ -66,7 +66,7 @@ class Trial:
     def work(self, tables: list[MicrobatchRoutes], mode: Mode | None) -> list[Work]:
         """Return the microbatches under these tables, with plans if the case uses them."""
         case, work = self.case, zip(self.microbatches, tables, strict=True)
-        found = [Work(microbatch, table, microbatch.rollout_logprobs) for microbatch, table in work]
+        items = [Work(microbatch, table, microbatch.rollout_logprobs) for microbatch, table in work]
         if case.plan and mode == "replay":
             rules = self.policy.dispatch_rules(
                 overlap_chunks=case.overlap_chunks,
@@ -74,9 +74,9 @@ class Trial:
                 least_copied_rows=1,
                 node_ranks=case.node_ranks,
             )
-            for one, plan in zip(found, plan_dispatch(tables, rules).by_microbatch, strict=True):
-                one.plan = plan
-        return found
+            for item, plan in zip(items, plan_dispatch(tables, rules).by_microbatch, strict=True):
+                item.plan = plan
+        return items
 
     def first_pass(self) -> tuple[ScoredWork, list[MicrobatchRoutes]]:
         """Run the forward-only pass. Returns its results, and the tables that the update will take."""
@@ -125,7 +125,7 @@ class Trial:
 
     def _rows(self, microbatch: Microbatch) -> list[tuple[int, int] | None]:
         """Return (sequence, position) of every row that this rank's routers see; None for padding."""
-        tokens = [(i, at) for i in microbatch.indices for at in range(self.sequences[i].forwarded)]
+        tokens = [(i, position) for i in microbatch.indices for position in range(self.sequences[i].forwarded)]
         return [tokens[row] if row < len(tokens) else None for row in microbatch.routed_rows]
 
     def chosen(self, tables: list[MicrobatchRoutes]) -> list[tuple[int, int, int, list[int]]]:
@@ -152,10 +152,10 @@ class Trial:
         received = world.sum_over_dispatch(counts.to(world.device())).cpu()
         by_slot = torch.from_numpy(self.policy.order).expand_as(received)
         received = received.gather(2, by_slot)
-        own = torch.zeros_like(received[0, 0], dtype=torch.bool)
-        own[world.own_slots(self.facts.num_experts)] = True
-        seen = torch.stack([one.received for one in witness.seen])  # Megatron counts them on the host
-        everywhere = world.sum_over_dispatch(seen.to(world.device())).cpu()
+        is_own = torch.zeros_like(received[0, 0], dtype=torch.bool)
+        is_own[world.own_slots(self.facts.num_experts)] = True
+        counted = torch.stack([event.received for event in witness.seen])  # Megatron counts them on the host
+        everywhere = world.sum_over_dispatch(counted.to(world.device())).cpu()
         everywhere //= (
             self.case.parallel_config.expert_tensor
         )  # ranks that share an expert's matrices get the same rows
@@ -176,9 +176,9 @@ class Trial:
             totals["with_grad" if dispatch.with_grad else "first"] += 1
             totals["wrong_maps"] += not torch.equal(wanted, dispatch.routing_map.cpu())
             here, due = dispatch.received.cpu(), received[dispatch.microbatch, column]
-            without_copies = bool(self.case.expert_copies) or torch.equal(here, due * own)
+            without_copies = bool(self.case.expert_copies) or torch.equal(here, due * is_own)
             totals["wrong_received"] += not (torch.equal(by_all, due) and without_copies)
-            totals["copied"] += int(here[~own].sum())
+            totals["copied"] += int(here[~is_own].sum())
             totals["most_rows"] = max(totals["most_rows"], int(dispatch.received.sum()))
             totals["most_of_an_expert"] = max(totals["most_of_an_expert"], int(dispatch.received.max()))
         return totals

@@ -106,7 +106,7 @@ class AlignmentTest:
         self._waiting: dict[range, Kept] = {}
         self._whole: dict[range, WholeRows] = {}
         self._names: dict[int, Seq[str]] = {}
-        self._pieces = [one.pieces for one in places]
+        self._pieces = [placement.pieces for placement in places]
 
     def observe(self, microbatch: int, layer: int, routes: Tensor, native: Tensor, scores: Tensor) -> None:
         """Keep what the tests need of a layer, on the device.
@@ -117,16 +117,16 @@ class AlignmentTest:
         """
         # Some dozen small calls follow. The CPU back end's mode would double their time, and none names a device.
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            seen = (routes, native, scores.detach())
-            self._fine.put(microbatch, layer, seen)
+            layer_rows = (routes, native, scores.detach())
+            self._fine.put(microbatch, layer, layer_rows)
             self._whole_layers = self._whole_layers or whole_layers(self._layers, routes.shape[1])
             if layer not in self._whole_layers:
                 return
-            block = next(one for one in self._blocks if microbatch in one)
+            block = next(numbers for numbers in self._blocks if microbatch in numbers)
             if block not in self._waiting:
                 recorded = self._watched.of_microbatches(block, self._device, fine=False)
                 self._waiting[block] = Kept(self._whole_layers, recorded)
-            if self._waiting[block].put(microbatch, layer, seen):
+            if self._waiting[block].put(microbatch, layer, layer_rows):
                 ids, choice, of_experts = self._waiting.pop(block).kept
                 rows = self._watched.of_block(block, self._device)
                 self._whole[block] = WholeRows.of(ids, choice, of_experts, rows, self._groups)
@@ -143,15 +143,15 @@ class AlignmentTest:
         if not self._layers or not len(self._watched.rows.row):
             return Alignment()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            fine, whole = FineRows.of(*self._fine.kept), [self._whole[one] for one in self._blocks]
+            fine, whole = FineRows.of(*self._fine.kept), [self._whole[block] for block in self._blocks]
             seen = RowsSeen(self._watched, self._layers, self._groups, fine, whole, far=self._moved > FAR)
             self._refuse_blind(seen, where or {})
-            found = {tests.name: judge(tests, self._history) for tests in self._tests(seen) if tests is not None}
+            claims = {tests.name: judge(tests, self._history) for tests in self._tests(seen) if tests is not None}
             regret = float(fine.own.mean())
         if seen.fresh and (usual := self._history.exceeded(regret)) is not None:
             text = f"records fit their rows far worse than in the last steps: regret {regret:.2f}, usually {usual:.3f}"
-            found["no rows"] = replace(found["no rows"], status="refused", found=(*found["no rows"].found, text))
-        alignment = Alignment(tuple(found.get(name, Claim(name)) for name in CLAIMS), self._moved)
+            claims["no rows"] = replace(claims["no rows"], status="refused", found=(*claims["no rows"].found, text))
+        alignment = Alignment(tuple(claims.get(name, Claim(name)) for name in CLAIMS), self._moved)
         if alignment.faults:  # whoever goes on has removed them
             self._history.forget()
         return alignment
@@ -170,13 +170,13 @@ class AlignmentTest:
 
     def _refuse_blind(self, seen: RowsSeen, where: About) -> None:
         """Refuse rows with a score that is NaN or +inf, since what they seem to prove is nothing."""
-        whole, rows = torch.cat([one.blind for one in seen.by_block], 1), self._watched.rows
-        for layers, at, blind in (
+        whole, rows = torch.cat([block.blind for block in seen.by_block], 1), self._watched.rows
+        for layers, indices, blind in (
             (self._layers, self._watched.fine, seen.fine.regret.spread.isnan()),
             (self._whole_layers, np.arange(whole.shape[1]), whole),
         ):
             for layer, row in torch.nonzero(blind)[:1].tolist():
-                token, sequence = int(rows.position[at[row]]), int(rows.sequence[at[row]])
+                token, sequence = int(rows.position[indices[row]]), int(rows.sequence[indices[row]])
                 raise blind_witness({**where, "layer": layers[layer], "request": self._name(sequence), "token": token})
 
     def _name(self, sequence: int) -> str:
@@ -202,10 +202,10 @@ def _joined(texts: Seq[str]) -> list[str]:
     for text in texts:
         what = text.split(":")[0].partition(" has ")[2] if text.startswith("layer ") else ""
         together.setdefault(what or text, []).append(text)
-    found = []
+    joined = []
     for what, alike in together.items():
         numbers = [text.split()[1].rstrip(":") for text in alike]
         regret = alike[0].partition(": ")[2]
         shared = f"layers {', '.join(numbers)} have {what}: {regret} in layer {numbers[0]}"
-        found.append(alike[0] if len(alike) == 1 else shared)
-    return found
+        joined.append(alike[0] if len(alike) == 1 else shared)
+    return joined

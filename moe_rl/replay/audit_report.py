@@ -79,13 +79,13 @@ class Expected:
         """Gather the record of these rows. columns: where each layer is in the routes."""
         starts = np.cumsum([0, *map(len, routes)])
         real = sequence >= 0
-        at = starts[sequence[real]] + position[real]
+        rows = starts[sequence[real]] + position[real]
         ids = {}
         for layer, column in columns.items():
-            flat = np.concatenate([np.asarray(one)[:, column] for one in routes]).astype(np.int64)
-            found = np.full((len(sequence), flat.shape[1]), -1, np.int64)
-            found[real] = np.sort(flat[at], 1)
-            ids[layer] = found
+            flat = np.concatenate([np.asarray(record)[:, column] for record in routes]).astype(np.int64)
+            experts = np.full((len(sequence), flat.shape[1]), -1, np.int64)
+            experts[real] = np.sort(flat[rows], 1)
+            ids[layer] = experts
         return cls(sequence, position, ids)
 
 
@@ -174,113 +174,113 @@ class Audited:
 
     def report(self, record: BatchReport) -> AuditReport:
         """Judge all runs."""
-        replayed = skipped = wrong = told = 0
-        found: dict[tuple[str, bool], list[tuple[tuple[int, int], str]]] = {}
-        for one in self.calls:
-            rows = self._wrong(one)
-            own = (one.ids == one.native).all(1)
-            if not one.mtp and self._fits(one):
-                real = self.expected[one.microbatch].sequence >= 0
-                told += bool((self._target(one) != one.native).any(1)[real].any())
+        replayed = skipped = wrong = differing = 0
+        by_fault: dict[tuple[str, bool], list[tuple[tuple[int, int], str]]] = {}
+        for run in self.calls:
+            rows = self._wrong(run)
+            native_rows = (run.ids == run.native).all(1)
+            if not run.mtp and self._fits(run):
+                real = self.expected[run.microbatch].sequence >= 0
+                differing += bool((self._target(run) != run.native).any(1)[real].any())
             if not len(rows):
                 replayed += 1
-            elif own[rows].all():
+            elif native_rows[rows].all():
                 skipped += 1
             else:
                 wrong += 1
-            for name, detail in [*self._named(one, rows, bool(own.all())), *self._padding(one)]:
-                found.setdefault((name, one.recomputation), []).append(((one.microbatch, one.layer), detail))
+            for name, detail in [*self._named(run, rows, bool(native_rows.all())), *self._padding(run)]:
+                by_fault.setdefault((name, run.recomputation), []).append(((run.microbatch, run.layer), detail))
         faults = [
             Fault(name, again, tuple(place for place, _ in places), places[0][1])
-            for (name, again), places in found.items()
+            for (name, again), places in by_fault.items()
         ]
-        decoder = [one for one in self.calls if not one.mtp]
+        decoder = [run for run in self.calls if not run.mtp]
         return AuditReport(
             (*self._counts(), *faults),
             record,
             replayed,
             skipped,
             wrong,
-            sum(not one.recomputation for one in self.calls),
-            sum(one.recomputation for one in self.calls),
-            told / max(1, len(decoder)),
+            sum(not run.recomputation for run in self.calls),
+            sum(run.recomputation for run in self.calls),
+            differing / max(1, len(decoder)),
         )
 
-    def _target(self, one: RouterRun) -> np.ndarray:
+    def _target(self, run: RouterRun) -> np.ndarray:
         """Return the experts that each row of a run should have used, [R, K]; for padding, those that it used."""
-        expected = self.expected[one.microbatch]
-        if one.mtp:
-            return one.native
-        return np.where(expected.sequence[:, None] < 0, one.ids, expected.ids[one.layer])
+        expected = self.expected[run.microbatch]
+        if run.mtp:
+            return run.native
+        return np.where(expected.sequence[:, None] < 0, run.ids, expected.ids[run.layer])
 
-    def _wrong(self, one: RouterRun) -> np.ndarray:
+    def _wrong(self, run: RouterRun) -> np.ndarray:
         """Return the indices of the rows with other experts than expected."""
-        return np.flatnonzero((self._target(one) != one.ids).any(1) if self._fits(one) else np.ones(len(one.ids)))
+        return np.flatnonzero((self._target(run) != run.ids).any(1) if self._fits(run) else np.ones(len(run.ids)))
 
-    def _fits(self, one: RouterRun) -> bool:
+    def _fits(self, run: RouterRun) -> bool:
         """Return whether a run is of a microbatch of the step, and has its rows."""
-        known = 0 <= one.microbatch < len(self.expected)
-        return known and len(self.expected[one.microbatch].sequence) == len(one.ids)
+        known = 0 <= run.microbatch < len(self.expected)
+        return known and len(self.expected[run.microbatch].sequence) == len(run.ids)
 
     def _counts(self) -> Iterator[Fault]:
         """Name layers that ran too rarely or too often."""
         if self.strangers:
             fed = tuple((number, self.layers[0]) for number in self.strangers)
             yield Fault("other tokens", False, fed, "the audit's rows, or the batch, are not the trainer's")
-        runs = Counter((one.recomputation, one.microbatch, one.layer) for one in self.calls if not one.mtp)
+        runs = Counter((run.recomputation, run.microbatch, run.layer) for run in self.calls if not run.mtp)
         places = [(number, layer) for number in range(len(self.expected)) for layer in self.layers]
         wrong: list[tuple[int, int]]
         for recomputation, needed in ((False, True), (True, self.recomputed)):
             count = {place[1:]: times for place, times in runs.items() if place[0] == recomputation}
             layers = {layer for _, layer in count}  # recomputed in one microbatch, so in all
-            lacking = [at for at in places if at not in count and (needed or needed is None and at[1] in layers)]
-            twice = [at for at, times in count.items() if times > 1]
+            lacking = [key for key in places if key not in count and (needed or needed is None and key[1] in layers)]
+            twice = [key for key, times in count.items() if times > 1]
             for name, wrong in (("not run", lacking), ("run twice", twice)):
                 if wrong:
                     yield Fault(name, recomputation, tuple(wrong), f"{len(wrong)} of {len(places)}")
 
-    def _padding(self, one: RouterRun) -> Iterator[tuple[str, str]]:
+    def _padding(self, run: RouterRun) -> Iterator[tuple[str, str]]:
         """Name padding that is all sent to the same experts, and not by the router's own choice."""
-        if one.mtp or not self._fits(one):
+        if run.mtp or not self._fits(run):
             return
-        sequence = self.expected[one.microbatch].sequence
-        pads = one.ids[sequence < 0]
-        if len(pads) > 1 and (pads == pads[:1]).all() and not (pads == one.native[sequence < 0]).all():
+        sequence = self.expected[run.microbatch].sequence
+        pads = run.ids[sequence < 0]
+        if len(pads) > 1 and (pads == pads[:1]).all() and not (pads == run.native[sequence < 0]).all():
             used = sorted({*pads[0].tolist()} - {self.experts})
             yield "padding", f"{len(pads)} rows have experts {used}"
 
-    def _named(self, one: RouterRun, rows: np.ndarray, own: bool) -> Iterator[tuple[str, str]]:
+    def _named(self, run: RouterRun, rows: np.ndarray, all_native: bool) -> Iterator[tuple[str, str]]:
         """Name the fault of a run with these wrong rows. Yield nothing if it has none."""
         if not len(rows):
             return
-        share = f"{len(rows)} of {len(one.ids)} rows"
-        if not 0 <= one.microbatch < len(self.expected):
+        share = f"{len(rows)} of {len(run.ids)} rows"
+        if not 0 <= run.microbatch < len(self.expected):
             yield "run twice", "a forward that was not announced"
             return
-        if not self._fits(one):
-            yield "row count", f"{len(one.ids)} rows, not {len(self.expected[one.microbatch].sequence)}"
+        if not self._fits(run):
+            yield "row count", f"{len(run.ids)} rows, not {len(self.expected[run.microbatch].sequence)}"
             return
-        if one.mtp:
+        if run.mtp:
             for layer in self.layers:
-                if (one.ids == self.expected[one.microbatch].ids[layer]).all(1)[rows].mean() >= _MOST:
+                if (run.ids == self.expected[run.microbatch].ids[layer]).all(1)[rows].mean() >= _MOST:
                     yield "mtp layer", f"{share} have those of layer {layer}"
                     return
             yield "other experts", share
             return
-        if own:
+        if all_native:
             name = "fused router" if self.fused else "orphan routers" if self.orphans else "not replayed"
             yield name, f"{share} differ from the record" + (f"; {self.orphans} orphans" if self.orphans else "")
             return
-        for name, told in self._signatures(one, rows):
-            if told is not None:
-                yield name, f"{share}{told}"
+        for name, text in self._signatures(run, rows):
+            if text is not None:
+                yield name, f"{share}{text}"
                 return
         yield "other experts", share
 
-    def _signatures(self, one: RouterRun, rows: np.ndarray) -> Iterator[tuple[str, str | None]]:
+    def _signatures(self, run: RouterRun, rows: np.ndarray) -> Iterator[tuple[str, str | None]]:
         """Yield the faults in the order in which they are looked for, with a text if the rows have the signature."""
-        here = self.expected[one.microbatch]
-        ids, right = one.ids[rows], here.ids[one.layer][rows]
+        here = self.expected[run.microbatch]
+        ids, right = run.ids[rows], here.ids[run.layer][rows]
         sequence, position = here.sequence[rows], here.position[rows]
 
         def most(alike: np.ndarray) -> bool:
@@ -294,17 +294,17 @@ class Audited:
         if self.capacity:
             yield "dropped", "" if lost.any() else None
         if self.experts > 256:
-            yield "wrapped ids", "" if like(self._distinct(np.sort(right % 256, 1), one)) else None
-        stale = one.recomputation and self.left_before > 0
+            yield "wrapped ids", "" if like(self._distinct(np.sort(right % 256, 1), run)) else None
+        stale = run.recomputation and self.left_before > 0
         if stale:
             yield "left entries", f"; {self.left_before} entries were in a queue before the step"
         for number, other in enumerate(self.expected):
-            same_rows = number != one.microbatch and len(other.sequence) == len(here.sequence)
-            if same_rows and like(other.ids[one.layer][rows]):
-                name = "out of step" if one.recomputation else "other microbatch"
+            same_rows = number != run.microbatch and len(other.sequence) == len(here.sequence)
+            if same_rows and like(other.ids[run.layer][rows]):
+                name = "out of step" if run.recomputation else "other microbatch"
                 yield name, f" have those of microbatch {number}"
         for layer in self.layers:
-            if layer != one.layer and like(here.ids[layer][rows]):
+            if layer != run.layer and like(here.ids[layer][rows]):
                 yield "other layer", f" have those of layer {layer}"
         yield "last writer", self._overwritten(rows, here)
         if len(rows) > 1:
@@ -314,22 +314,22 @@ class Audited:
         count = len(np.unique(here.sequence[here.sequence >= 0]))
         if count > 1 and len(here.sequence) % count == 0:
             order = np.arange(len(here.sequence)).reshape(-1, count).T.reshape(-1)  # batch first, as rows of here
-            yield "batch first", "" if like(here.ids[one.layer][order][rows]) else None
+            yield "batch first", "" if like(here.ids[run.layer][order][rows]) else None
             order = np.argsort(order)
-            yield "batch first", "" if like(here.ids[one.layer][order][rows]) else None
-        whose = self._whose(one.layer)
+            yield "batch first", "" if like(here.ids[run.layer][order][rows]) else None
+        whose = self._whose(run.layer)
         for shift in (-1, 1, -2, 2):
             wanted = [(s, p + shift) for s, p in zip(sequence.tolist(), position.tolist(), strict=True)]
-            hit = np.array([at in whose(key) for at, key in zip(wanted, ids, strict=True)])
+            hit = np.array([place in whose(key) for place, key in zip(wanted, ids, strict=True)])
             yield "rows shifted", f" have those of the token {shift:+d}" if most(hit) else None
-        own_text = np.array([any(s == at for s, _ in whose(key)) for at, key in zip(sequence, ids, strict=True)])
+        own_text = np.array([any(s == owner for s, _ in whose(key)) for owner, key in zip(sequence, ids, strict=True)])
         yield "other slice", "" if most(own_text) else None
         yield "other sequence", "" if most(np.array([bool(whose(key)) for key in ids])) else None
         yield "too few experts", "" if most(fewer | lost) else None
 
-    def _distinct(self, ids: np.ndarray, one: RouterRun) -> np.ndarray:
+    def _distinct(self, ids: np.ndarray, run: RouterRun) -> np.ndarray:
         """Return ids as a routing map would give them back: without repetition, lost ones at the end."""
-        if not (one.ids == self.experts).any():
+        if not (run.ids == self.experts).any():
             return ids
         again = np.concatenate([np.zeros((len(ids), 1), bool), ids[:, 1:] == ids[:, :-1]], 1)
         return np.sort(np.where(again, self.experts, ids), 1)
@@ -359,8 +359,8 @@ class Audited:
         """Return the function from experts [K] to the (sequence, position) that have them in this layer's record."""
         if layer not in self._by_layer:
             places: dict[bytes, list[tuple[int, int]]] = {}
-            for number, one in enumerate(self.routes):
-                ids = np.sort(np.asarray(one)[:, self.columns[layer]].astype(np.int64), 1)
+            for number, record in enumerate(self.routes):
+                ids = np.sort(np.asarray(record)[:, self.columns[layer]].astype(np.int64), 1)
                 for position, key in enumerate(ids):
                     places.setdefault(key.tobytes(), []).append((number, position))
             self._by_layer[layer] = places

@@ -67,7 +67,7 @@ class BatchReport:
     @property
     def faults(self) -> list[str]:
         """Return what is wrong, as "claim: text"."""
-        return [f"{one.name}: {text}" for one in self.claims if one.status == "refused" for text in one.found]
+        return [f"{claim.name}: {text}" for claim in self.claims if claim.status == "refused" for text in claim.found]
 
     def refuse(self) -> None:
         """Raise RouteValidationError if a claim is refused."""
@@ -81,8 +81,8 @@ class BatchReport:
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{one.name:20} {one.status:8} power {one.power:4.2f}  {first_of(one.found)}".rstrip()
-            for one in self.claims
+            f"{claim.name:20} {claim.status:8} power {claim.power:4.2f}  {first_of(claim.found)}".rstrip()
+            for claim in self.claims
         )
 
 
@@ -124,7 +124,7 @@ def check_batch(
     Raises:
         RouteValidationError: The arguments do not belong together, whatever the routes hold.
     """
-    names = [str(at) for at in range(len(routes))] if names is None else names
+    names = [str(number) for number in range(len(routes))] if names is None else names
     for argument, value in {
         "token_ids": token_ids, "native_topk": native_topk, "scores": scores, "prompts": prompts, "lags": lags,
         "seen": seen, "names": names,
@@ -136,23 +136,23 @@ def check_batch(
                 got=len(value),
                 expected=f"{len(routes)}, the sequences of routes",
             )
-    arrays = [np.asarray(one) for one in routes]
-    tokens = [np.asarray(one, np.int64) for one in token_ids]
+    arrays = [np.asarray(array) for array in routes]
+    tokens = [np.asarray(ids, np.int64) for ids in token_ids]
     if top_k is None and native_topk:
         top_k = np.asarray(native_topk[0]).shape[-1]
     spec = spec_of(arrays, layers, num_experts, top_k)
     shapes = {"native_topk": (len(spec.moe_layers), spec.top_k), "scores": (len(spec.moe_layers), num_experts)}
-    for argument, given in {"native_topk": native_topk, "scores": scores, "lags": lags, "seen": seen}.items():
-        for name, ids, one in zip(names, tokens, given or (), strict=False):
-            if np.shape(one) != (len(ids), *shapes.get(argument, ())):
+    for argument, values in {"native_topk": native_topk, "scores": scores, "lags": lags, "seen": seen}.items():
+        for name, ids, array in zip(names, tokens, values or (), strict=False):
+            if np.shape(array) != (len(ids), *shapes.get(argument, ())):
                 raise RouteValidationError(
                     "an array has another shape than its sequence",
                     where={"argument": argument, "sequence": name},
-                    got=np.shape(one),
+                    got=np.shape(array),
                     expected=(len(ids), *shapes.get(argument, ())),
                 )
     claims = _form(tokens, arrays, native_topk, seen, spec, names)
-    sound = not any(one.status == "refused" and one.name in FORM[:4] for one in claims)
+    sound = not any(claim.status == "refused" and claim.name in FORM[:4] for claim in claims)
     if sound and (native_topk is not None or scores is not None):
         claims += _alignment(tokens, arrays, native_topk, scores, prompts, lags, seen, spec, groups, names)
     else:
@@ -163,7 +163,7 @@ def check_batch(
 
 def spec_of(arrays: Seq[np.ndarray], layers: str | None, num_experts: int, top_k: int | None = None) -> TraceSpec:
     """Return the spec of a batch. layers: as in `check_batch`."""
-    shape = next((one.shape for one in arrays if one.ndim == 3), (0, 1, 1))
+    shape = next((array.shape for array in arrays if array.ndim == 3), (0, 1, 1))
     letters = "m" * max(1, shape[1]) if layers is None else read_layer_map(layers)
     return TraceSpec("batch", num_experts, min(max(1, top_k or shape[2]), num_experts), letters)
 
@@ -180,16 +180,18 @@ def _form(
     certain: dict[str, list[str]] = {name: [] for name in FORM}
     suspected: dict[str, list[str]] = {name: [] for name in FORM}
     for number, (name, ids, array) in enumerate(zip(names, tokens, arrays, strict=True)):
-        for one in lint(array, spec, ids):
-            told = one.rule in _CLAIM_OF  # layers without experts, which engines send too, are no fault
-            if one.rule == "repeated rows" and native is not None:
+        for finding in lint(array, spec, ids):
+            is_fault = finding.rule in _CLAIM_OF  # layers without experts, which engines send too, are no fault
+            if finding.rule == "repeated rows" and native is not None:
                 has = None if seen is None else seen[number]
-                told = not _repeats_too(array, np.asarray(native[number]), has, spec)
-            if told:
-                kind = certain if one.certain else suspected
-                kind[_CLAIM_OF[one.rule]].append(f"sequence {name}: {one.rule} ({one.where}): {one.text}")
+                is_fault = not _repeats_too(array, np.asarray(native[number]), has, spec)
+            if is_fault:
+                kind = certain if finding.certain else suspected
+                kind[_CLAIM_OF[finding.rule]].append(
+                    f"sequence {name}: {finding.rule} ({finding.where}): {finding.text}"
+                )
     certain["copied"] = list(_copies(tokens, arrays, names))
-    long = sum(len(one) >= _FEW_ROWS for one in arrays) / max(1, len(arrays))
+    long = sum(len(array) >= _FEW_ROWS for array in arrays) / max(1, len(arrays))
     power = dict.fromkeys(FORM, 1.0) | {"repeated": long, "constant": long, "copied": long if len(arrays) > 1 else 0.0}
     return [
         Checked(
@@ -216,15 +218,15 @@ def _repeats_too(array: np.ndarray, native: np.ndarray, seen: np.ndarray | None,
 
 def _copies(tokens: Seq[np.ndarray], arrays: Seq[np.ndarray], names: Seq[str]) -> Iterator[str]:
     """Name pairs of sequences with equal routes after the first token in which they differ."""
-    at: dict[bytes, int] = {}
+    numbers: dict[bytes, int] = {}
     for number, array in enumerate(arrays):
         if len(array) < _FEW_ROWS or array.ndim != 3:
             continue
-        other = at.setdefault(array[-_FEW_ROWS:].tobytes(), number)
-        ids, theirs = tokens[number], tokens[other]
+        other = numbers.setdefault(array[-_FEW_ROWS:].tobytes(), number)
+        ids, other_ids = tokens[number], tokens[other]
         if other == number or len(arrays[other]) != len(array) or (array[1:] == array[:-1]).all():
             continue
-        apart = np.flatnonzero(ids[: len(theirs)] != theirs[: len(ids)])
+        apart = np.flatnonzero(ids[: len(other_ids)] != other_ids[: len(ids)])
         if len(apart) >= _FEW_ROWS and (array[apart] == arrays[other][apart]).all():
             yield f"sequences {names[other]} and {names[number]} have other tokens and the same routes"
 
@@ -252,33 +254,33 @@ def _alignment(
     from moe_rl.replay.row_places import RowPlaces
 
     columns = moe_columns(arrays[0].shape[1], spec)
-    record = np.concatenate([one[:, columns] for one in arrays]).astype(np.int64)
+    record = np.concatenate([array[:, columns] for array in arrays]).astype(np.int64)
     prompts = [len(ids) for ids in tokens] if prompts is None else prompts
     lag = None if lags is None else np.concatenate(lags)
     recorded = np.ones(len(record), bool) if seen is None else np.concatenate(seen)
     places = RowPlaces.of(tokens, prompts, recorded, slice(None), lag)
     test = AlignmentTest(spec.moe_layers, [places], torch.device("cpu"), groups=groups)
-    given = None if scores is None else np.concatenate(scores)
+    all_scores = None if scores is None else np.concatenate(scores)
     choice = None if native is None else np.concatenate(native)
 
     def tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype))
 
-    for at, layer in enumerate(spec.moe_layers):
-        ranked = None if given is None else tensor(given[:, at], np.float32)
-        chosen = None if choice is None else tensor(choice[:, at], np.int64)
+    for index, layer in enumerate(spec.moe_layers):
+        ranked = None if all_scores is None else tensor(all_scores[:, index], np.float32)
+        chosen = None if choice is None else tensor(choice[:, index], np.int64)
         if ranked is None:
             assert chosen is not None
             ranked = torch.zeros(len(record), spec.num_experts).scatter_(1, chosen, 1.0)
         chosen = own_choice(ranked, spec.top_k) if chosen is None else chosen
-        test.observe(0, layer, tensor(record[:, at], np.int64), chosen, ranked)
+        test.observe(0, layer, tensor(record[:, index], np.int64), chosen, ranked)
     test.compared(0, [f"sequence {name}" for name in names])
     verdict = test.verdict()
     assert verdict is not None
-    told = [
-        Checked(one.name, "weak", 0.0, ("needs scores",))
-        if scores is None and one.name in _OF_SCORES
-        else Checked(one.name, one.status, one.power, one.found)
-        for one in verdict.claims
+    claims = [
+        Checked(claim.name, "weak", 0.0, ("needs scores",))
+        if scores is None and claim.name in _OF_SCORES
+        else Checked(claim.name, claim.status, claim.power, claim.found)
+        for claim in verdict.claims
     ]
-    return told
+    return claims

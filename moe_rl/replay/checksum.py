@@ -50,8 +50,8 @@ def expected(
     table, (layer_count, top_k) = _salt_table(tuple(layers), experts, routes.device), routes.shape[1:]
     # Use one type and sum all inner axes at once: on a CPU, mixed types or a narrow axis are several times slower.
     first = experts * torch.arange(layer_count, dtype=torch.int32, device=routes.device)
-    at = routes.int() + first[:, None].expand(layer_count, top_k).contiguous()
-    sums = table.index_select(0, at.flatten()).view(at.shape).sum(-1)
+    indices = routes.int() + first[:, None].expand(layer_count, top_k).contiguous()
+    sums = table.index_select(0, indices.flatten()).view(indices.shape).sum(-1)
     return sums.new_zeros(owners, layer_count).index_add_(0, owner, sums * salts[:, None])
 
 
@@ -63,7 +63,7 @@ def check_source(names: Seq[str], got: Seq[int], source: Seq[int], *, where: Abo
         got, source: int64 [S], the sums here and in the route references.
         what: State of the routes when they were summed, "read" or "dispatched".
     """
-    wrong = [name for name, one, other in zip(names, got, source, strict=True) if one != other]
+    wrong = [name for name, checksum, other in zip(names, got, source, strict=True) if checksum != other]
     if wrong:
         routes = "as they were read" if what == "read" else what
         raise ReplayError(

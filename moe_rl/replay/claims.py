@@ -147,14 +147,14 @@ def judge(tests: Bets, history: History) -> Claim:
     record, planted = tests.record, tests.planted
     summed = (history.largest(tests.name, record) if tests.lasting else record).tolist()
     needed = math.log(len(CLAIMS) * PASSES * tests.count / ALPHA)
-    found = tuple(tests.describe(at) for at, one in enumerate(summed) if one >= needed)
+    texts = tuple(tests.describe(test) for test, value in enumerate(summed) if value >= needed)
     power = 0.0
     if len(planted):
-        seen = (planted >= _SURE * needed).double()
-        total = float(len(seen) if tests.weights is None else tests.weights.sum())
-        power = float(seen.sum() if tests.weights is None else seen @ tests.weights.double()) / max(total, 1e-30)
+        refused = (planted >= _SURE * needed).double()
+        total = float(len(refused) if tests.weights is None else tests.weights.sum())
+        power = float(refused.sum() if tests.weights is None else refused @ tests.weights.double()) / max(total, 1e-30)
     evidence = float(record.max()) - needed if len(record) else -math.inf
-    return Claim(tests.name, "refused" if found else "proven" if power >= _PROVEN else "weak", power, evidence, found)
+    return Claim(tests.name, "refused" if texts else "proven" if power >= _PROVEN else "weak", power, evidence, texts)
 
 
 def log_e(x: Tensor, scale: float = 1.0) -> Tensor:

@@ -103,7 +103,7 @@ def refuse_other_sums(tables: Seq[MicrobatchRoutes], dispatched: Seq[int], read:
     """
     known = [table for table in tables if table.source is not None]
     names = [name for table in known for name in table.names[: len(table.source or ())]]
-    source = [one for table in known for one in table.source or ()]
+    source = [checksum for table in known for checksum in table.source or ()]
     for sums, what, do in (
         (read, "read", "look for what changes the trace between the recorder and the trainer"),
         (
@@ -142,11 +142,11 @@ def refuse_blind_witness(
     """
     if math.isfinite(margin):
         return
-    broken = [~one.margin.isfinite() for one in compared]
+    broken = [~comparison.margin.isfinite() for comparison in compared]
     wrong = [str(layer) for layer, is_broken in zip(layers, torch.cat(broken, 1).any(1), strict=True) if is_broken]
     table, rows = next((table, of.any(0)) for table, of in zip(tables, broken, strict=True) if of.any())
-    at = int(table.recorded[rows][0])
-    request, token = table.names[table.places.sequence[at]], int(table.places.position[at])
+    row = int(table.recorded[rows][0])
+    request, token = table.names[table.places.sequence[row]], int(table.places.position[row])
     raise blind_witness({**where, "layers": ", ".join(wrong), "request": request, "token": token})
 
 

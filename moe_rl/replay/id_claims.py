@@ -105,11 +105,11 @@ class IdRows:
         have twice their share of the hits with one wrong id: these alone may have drifted. Hits beyond the versions of
         `wrong` have several wrong ids."""
         kept = hit.clone()
-        one = hit[: len(wrong.count)] & (wrong.count == 1)
+        single = hit[: len(wrong.count)] & (wrong.count == 1)
         for key, whole, of in (
             (self.token.of.expand(hit.shape), self.token.size.expand(hit.shape[1], -1), hit),
-            (wrong.come, hit.shape[2] - self.load, one),
-            (wrong.gone, self.load, one),
+            (wrong.come, hit.shape[2] - self.load, single),
+            (wrong.gone, self.load, single),
         ):
             count = whole.new_zeros(len(of), *whole.shape).scatter_add_(2, key[: len(of)], of.float())
             mean = count.sum(2, keepdim=True) / whole.sum(1, keepdim=True).clamp(min=1)
@@ -122,10 +122,10 @@ def id_rows(seen: RowsSeen) -> tuple[IdRows, IdRows]:
     """Return the fine rows as recorded, and some of them with faults planted: ONE id replaced in every row; the SAME
     expert, of median load, in every row; some rows MIXED with others. Raises ReplayError if a row names an expert
     twice."""
-    rows, at, fine = seen.watched.rows, seen.watched.fine, seen.fine
-    lag, token = rows.lag[at], rows.token[at]
+    rows, indices, fine = seen.watched.rows, seen.watched.fine, seen.fine
+    lag, token = rows.lag[indices], rows.token[indices]
     # Older weights may be wrong in the same way wherever a token is.
-    key = np.where(lag > 0, token.astype(np.uint64), rows.context[at])
+    key = np.where(lag > 0, token.astype(np.uint64), rows.context[indices])
     _, cluster = np.unique(key, return_inverse=True)
     count, ids, rng = int(cluster.max()) + 1, fine.ids, np.random.default_rng(1)
     recorded, chosen = torch.zeros(2, *fine.regret.scores.shape, dtype=torch.bool, device=ids.device)
@@ -135,7 +135,7 @@ def id_rows(seen: RowsSeen) -> tuple[IdRows, IdRows]:
         layer, row = torch.nonzero(recorded.sum(2) < seen.top_k)[0].tolist()
         raise ReplayError(
             "a record names an expert twice",
-            where={"layer": seen.layers[layer], "token": int(rows.position[at[row]])},
+            where={"layer": seen.layers[layer], "token": int(rows.position[indices[row]])},
             got=ids[layer, row].tolist(),
             expected=f"{seen.top_k} different experts",
             do="look at what made the record: no router chooses an expert twice",
@@ -152,20 +152,20 @@ def id_rows(seen: RowsSeen) -> tuple[IdRows, IdRows]:
         tokens, units = seen.clusters(token[part]), seen.clusters(key[part])
         return IdRows(wrong, recorded, chosen, lags, tokens, units, load, rows, scale)
 
-    given = (fine.choice, fine.regret, chosen, seen.groups)
-    record = of(Wrong.of(ids[None], *given), recorded, chosen, fine.choice, np.arange(len(at)), 1.0)
-    recorded, chosen, choice, ids = (one.index_select(1, here) for one in (recorded, chosen, fine.choice, ids))
+    witness = (fine.choice, fine.regret, chosen, seen.groups)
+    record = of(Wrong.of(ids[None], *witness), recorded, chosen, fine.choice, np.arange(len(indices)), 1.0)
+    recorded, chosen, choice, ids = (tensor.index_select(1, here) for tensor in (recorded, chosen, fine.choice, ids))
     new, slot = (
         seen.on_device(rng.integers(0, below, (len(some), 1))).expand(len(ids), -1, -1)
         for below in (seen.experts, seen.top_k)
     )
     median = torch.argsort(record.load)[:, seen.experts // 2, None, None]
-    one, same = (
+    single, same = (
         ids.scatter(2, slot, torch.where(recorded.gather(2, id), ids.gather(2, slot), id))
         for id in (new, median.expand_as(new))
     )
     mixed = seen.on_device(rng.random((len(some), 1)) < _SHARE)
-    versions = torch.stack((one, same, torch.where(mixed, fine.ids[:, fine.other[here]], ids)))
+    versions = torch.stack((single, same, torch.where(mixed, fine.ids[:, fine.other[here]], ids)))
     wrong = Wrong.of(versions, choice, fine.regret.pick(here), chosen, seen.groups)
     return record, of(wrong, recorded, chosen, choice, some, count / total)
 
@@ -178,9 +178,9 @@ def single_ids(seen: RowsSeen, record: IdRows, planted: IdRows) -> Bets | None:
     counts = [*range(1, min(seen.top_k - 1, _MOST_WRONG) + 1)]
     of, wanted = record.wrong, torch.tensor(counts, device=record.lag.device)[:, None, None]
     x = 1 - 2 * record.even((of.count == wanted) & of.inside & (of.depth > _DEEP), of).float()
-    each = record.log_e(torch.cat((x, x.mean(1, keepdim=True)), 1))  # [counts, L + 1], the last for all layers
+    evidence = record.log_e(torch.cat((x, x.mean(1, keepdim=True)), 1))  # [counts, L + 1], the last for all layers
     of = planted.wrong.pick(slice(MIXED))
-    found = planted.log_e(1 - 2 * planted.even((of.count == 1) & of.inside & (of.depth > _DEEP), of).float())
+    of_planted = planted.log_e(1 - 2 * planted.even((of.count == 1) & of.inside & (of.depth > _DEEP), of).float())
     used = torch.zeros_like(record.load)
     used.scatter_add_(1, seen.fine.ids.flatten(1), used.new_ones(()).expand(len(used), seen.fine.ids[0].numel()))
     texts = list[str]()
@@ -190,8 +190,8 @@ def single_ids(seen: RowsSeen, record: IdRows, planted: IdRows) -> Bets | None:
     texts += [f"layer {layer} has an expert in every row" for layer in seen.layers]
     return Bets(
         "single ids",
-        torch.cat((each.flatten(), _always(seen, record, 0, used >= 0.99 * x.shape[2]))),
-        torch.cat((found[ONE], torch.maximum(found[SAME], _always(seen, planted, SAME)))),
+        torch.cat((evidence.flatten(), _always(seen, record, 0, used >= 0.99 * x.shape[2]))),
+        torch.cat((of_planted[ONE], torch.maximum(of_planted[SAME], _always(seen, planted, SAME)))),
         texts.__getitem__,
         len(texts),
     )
@@ -202,9 +202,9 @@ def _always(seen: RowsSeen, rows: IdRows, version: int, everywhere: Tensor | boo
     leave it out of half of them. everywhere: bool [L, E], experts that are in every row; True: whichever was planted.
     """
     count, depth, come, inside = (getattr(rows.wrong, name)[version] for name in ("count", "depth", "come", "inside"))
-    one = ((count == 1) & inside).float()
-    hits, deep = (torch.zeros_like(rows.load).scatter_add_(1, come, x) for x in (one, one * depth))
-    seldom = (rows.load <= 0.5 * one.shape[1]) & (deep >= _RANDOM * hits) & (hits * rows.scale >= 32)
+    single = ((count == 1) & inside).float()
+    hits, deep = (torch.zeros_like(rows.load).scatter_add_(1, come, x) for x in (single, single * depth))
+    seldom = (rows.load <= 0.5 * single.shape[1]) & (deep >= _RANDOM * hits) & (hits * rows.scale >= 32)
     apart = seen.fine.apart.mean(1) >= _APART
     return torch.where((seldom & everywhere & seen.fresh).any(1) & apart, math.inf, -math.inf).double()
 
@@ -219,7 +219,7 @@ def some_rows(seen: RowsSeen, record: IdRows, planted: IdRows) -> Bets | None:
     deep = (record.wrong.count > 0) & (record.wrong.depth > _DEEP)
     # A row of other groups is no error of single ids, but it is not sound either.
     sound = (deep.sum(1, keepdim=True) - deep.long()) <= 0.25 * (layers - 1)
-    lags, found = np.unique(seen.watched.rows.lag[seen.watched.fine]).tolist(), []
+    lags, evidence = np.unique(seen.watched.rows.lag[seen.watched.fine]).tolist(), []
     for rows, of in ((record, record.wrong), (planted, planted.wrong.pick(slice(MIXED, MIXED + 1)))):
         wrong, deep = (of.count > 0) & (of.depth > _NEAR), (of.count > 0) & (of.depth > _DEEP)
         tests, error = [], wrong & of.inside & sound[:, :, rows.at]
@@ -228,13 +228,13 @@ def some_rows(seen: RowsSeen, record: IdRows, planted: IdRows) -> Bets | None:
             quiet = (~wrong & here).sum(2, keepdim=True) >= (0.5 if seen.top_k >= 4 else 0.7) * here.sum()
             hit, near = rows.even(error & here & deep, of) & quiet, error & here & ~deep & quiet
             tests.append(rows.log_e(near.float() - hit.float(), hit | near)[0])
-        found.append(torch.cat(tests))
+        evidence.append(torch.cat(tests))
     return Bets(
         "some rows",
-        found[0],
-        found[1],
-        lambda at: f"layer {seen.layers[at % layers]} has some rows that match nothing",
-        len(found[0]),
+        evidence[0],
+        evidence[1],
+        lambda test: f"layer {seen.layers[test % layers]} has some rows that match nothing",
+        len(evidence[0]),
     )
 
 
@@ -248,23 +248,23 @@ def labels(seen: RowsSeen, record: IdRows, planted: IdRows) -> Bets:
     moved = torch.zeros(layers, experts * experts, dtype=torch.int64, device=pair.device)
     moved = moved.scatter_add_(1, pair, (of.count[0] == 1).long()).view(layers, experts, experts)
     most = torch.minimum(moved, moved.transpose(1, 2)).flatten(1).argmax(1)
-    one, two, order = most // experts, most % experts, torch.argsort(-record.load)
-    pairs = torch.stack((one, two), 1).tolist()
-    found = []
+    expert, partner, order = most // experts, most % experts, torch.argsort(-record.load)
+    pairs = torch.stack((expert, partner), 1).tolist()
+    evidence = []
     for rows, first, second in (
-        (record, one, two),
+        (record, expert, partner),
         (planted, order[:, 0], order[:, min(experts - 1, experts // 2)]),
     ):
         # [2, L, F]: rows where the router has one of the two experts and not the other, both ways round.
-        at = torch.stack((first, second), 1)[:, None, :].expand(-1, len(rows.at), -1)
-        has, chosen = (mask.gather(2, at).permute(2, 0, 1) for mask in (rows.recorded, rows.chosen))
+        ids = torch.stack((first, second), 1)[:, None, :].expand(-1, len(rows.at), -1)
+        has, chosen = (mask.gather(2, ids).permute(2, 0, 1) for mask in (rows.recorded, rows.chosen))
         known = chosen & ~chosen.flip(0) & (has[0] ^ has[1])
         x = has.float() - has.flip(0).float()
-        found.append(rows.log_e((x if rows is record else -x) * known, known).amin(0))
+        evidence.append(rows.log_e((x if rows is record else -x) * known, known).amin(0))
     return Bets(
         "labels",
-        found[0],
-        found[1],
-        lambda at: f"layer {seen.layers[at]}: experts {pairs[at][0]} and {pairs[at][1]} are exchanged",
+        evidence[0],
+        evidence[1],
+        lambda test: f"layer {seen.layers[test]}: experts {pairs[test][0]} and {pairs[test][1]} are exchanged",
         layers * experts * experts // 2,
     )

@@ -43,9 +43,9 @@ class LayerSample:
     @classmethod
     def of(cls, seen: RowsSeen) -> LayerSample:
         """Take the sampled rows of a pass."""
-        rows, at = seen.watched.rows, seen.watched.sample
-        fine = seen.on_device(np.searchsorted(seen.watched.fine, at))
-        where = (rows.sequence[at], rows.position[at], rows.context[at])
+        rows, sample = seen.watched.rows, seen.watched.sample
+        fine = seen.on_device(np.searchsorted(seen.watched.fine, sample))
+        where = (rows.sequence[sample], rows.position[sample], rows.context[sample])
         return cls(seen.fine.ids[:, fine], seen.fine.regret.pick(fine).each(), *where)
 
     @classmethod
@@ -77,28 +77,30 @@ def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[
     """
     count = len(layers)
     _, first = np.unique(sample.context, return_index=True)  # rows with the same context count once
-    at = np.sort(first)
-    unrelated = np.roll(at, len(at) // 2 + 1)
+    kept = np.sort(first)
+    unrelated = np.roll(kept, len(kept) // 2 + 1)
     ids, regret = sample.ids.transpose(0, 1), sample.regret.transpose(0, 1)  # [S, L, ...]
     device = ids.device
-    recorded = regret.new_zeros(len(at), count, regret.shape[2])
-    recorded.scatter_(2, ids[to_device(at, device)], 1.0 / ids.shape[2])
+    recorded = regret.new_zeros(len(kept), count, regret.shape[2])
+    recorded.scatter_(2, ids[to_device(kept, device)], 1.0 / ids.shape[2])
 
     shifts = np.array(_SHIFTS)
-    there = np.clip(at[:, None] - shifts, 0, len(sample.position) - 1)  # [S, shifts]
-    same = sample.sequence[there] == sample.sequence[at][:, None]
-    near = to_device(same & (sample.position[at][:, None] - sample.position[there] == shifts), device)[:, None, :, None]
+    there = np.clip(kept[:, None] - shifts, 0, len(sample.position) - 1)  # [S, shifts]
+    same = sample.sequence[there] == sample.sequence[kept][:, None]
+    near = to_device(same & (sample.position[kept][:, None] - sample.position[there] == shifts), device)[
+        :, None, :, None
+    ]
     rows = to_device(np.column_stack((unrelated, there)), device)
-    fit = torch.bmm(recorded, regret[rows].flatten(1, 2).transpose(1, 2)).clamp_(0, 1).view(len(at), count, -1, count)
+    fit = torch.bmm(recorded, regret[rows].flatten(1, 2).transpose(1, 2)).clamp_(0, 1).view(len(kept), count, -1, count)
     away, other = fit[:, :, 0], fit[:, :, 1:]  # [S, L record, L witness], [S, L record, shifts, L witness]
     here = other[:, :, 0]
-    own = (away - here).diagonal(dim1=1, dim2=2)  # [S, L]
-    x = no_noise(own[:, :, None, None] - away[:, :, None] + other) * near
+    own_gain = (away - here).diagonal(dim1=1, dim2=2)  # [S, L]
+    x = no_noise(own_gain[:, :, None, None] - away[:, :, None] + other) * near
     # The record of (j, t - shift) on layer i mirrors that of (i, t) on layer j.
     e, planted = log_e(torch.stack((x, -x), 1)).transpose(1, 2)  # [shifts, L record, L witness]
     mean = ((other * near).sum(0) / near.sum(0).clamp(min=1)).transpose(0, 1)
     own_mean = here.mean(0)
-    limit = fresh and len(at) >= _LEAST_ROWS
+    limit = fresh and len(kept) >= _LEAST_ROWS
     rest = ~torch.eye(count, dtype=torch.bool, device=device)
 
     # The record of layer j on layer i is refused without statistics where it is as bad as random experts.
@@ -131,7 +133,7 @@ def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[
         regret = f"regret {float(mean[shift + 1, layer, layer]):.2f}, {float(own_mean[layer, layer]):.2f} with its own"
         return f"layer {layers[layer]} has rows{_late(_SHIFTS[shift + 1])}: {regret}"
 
-    shifted, shifted_planted = (one[1:].diagonal(dim1=1, dim2=2).flatten() for one in (e, planted))
+    shifted, shifted_planted = (values[1:].diagonal(dim1=1, dim2=2).flatten() for values in (e, planted))
     return by_layer, Bets("shift", shifted, shifted_planted, other_token, (len(_SHIFTS) - 1) * count)
 
 

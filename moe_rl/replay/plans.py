@@ -142,16 +142,16 @@ def plan_dispatch(tables: list[MicrobatchRoutes], rules: DispatchRules) -> Plans
     numbers = splits(sent, replace(group, experts=group.expert_parallel * (local + copies)))
     loads = sent.sum(0).reshape(*copied.shape, group.expert_parallel, -1).sum(-1)
 
-    def chunk_plan(m: int, c: int, at: int) -> ChunkPlan:
-        held = local + copies * int(copied[m, c, at])
+    def chunk_plan(m: int, c: int, index: int) -> ChunkPlan:
+        held = local + copies * int(copied[m, c, index])
         return ChunkPlan(
             rows=pieces[m][c].shape[1],
-            sent=numbers.sent[m, c, at].tolist(),
-            got=numbers.got[m, c, at].tolist(),
-            gathered=numbers.gathered[m, c, at],
-            received=numbers.received[m, c, at, :, :held],
-            per_expert=torch.from_numpy(numbers.per_expert[m, c, at, :held]),
-            copies=chosen.slot[m, c, at] if copied[m, c, at] else None,
+            sent=numbers.sent[m, c, index].tolist(),
+            got=numbers.got[m, c, index].tolist(),
+            gathered=numbers.gathered[m, c, index],
+            received=numbers.received[m, c, index, :, :held],
+            per_expert=torch.from_numpy(numbers.per_expert[m, c, index, :held]),
+            copies=chosen.slot[m, c, index] if copied[m, c, index] else None,
         )
 
     plans: list[dict[int, LayerPlan] | None] = []
@@ -166,14 +166,14 @@ def plan_dispatch(tables: list[MicrobatchRoutes], rules: DispatchRules) -> Plans
             {
                 layer: LayerPlan(
                     made=made,
-                    at=at,
-                    order=order[at],
-                    chunks=tuple(chunk_plan(m, c, at) for c in range(chunks)),
-                    fullest=int(loads[m, :, at].max(-1).sum()),
-                    rows=int(loads[m, :, at].sum()),
+                    at=index,
+                    order=order[index],
+                    chunks=tuple(chunk_plan(m, c, index) for c in range(chunks)),
+                    fullest=int(loads[m, :, index].max(-1).sum()),
+                    rows=int(loads[m, :, index].sum()),
                     overlapped=rules.overlap_chunks > 0,
                 )
-                for at, layer in enumerate(layers)
+                for index, layer in enumerate(layers)
             }
         )
     thread.shutdown(wait=False)  # it ends after its work

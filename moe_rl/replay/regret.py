@@ -46,7 +46,7 @@ SPECIAL = ("last prompt row", "first completion row", "every 16th row")
 def whole_layers(layers: Seq[int], top_k: int) -> list[int]:
     """Choose the layers in which all rows are measured: four, or as many as hold MANY_IDS ids, spread evenly."""
     count = min(len(layers), max(_LAYERS, -(-MANY_IDS // top_k)))
-    return [layers[at] for at in np.linspace(0, len(layers) - 1, count).round().astype(int)]
+    return [layers[index] for index in np.linspace(0, len(layers) - 1, count).round().astype(int)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class Watched:
         chosen, count = pairs(rows), len(rows.before)
         follows = rows.before != np.arange(count)
         places = (rows.position == rows.prompt - 1, rows.position == rows.prompt, rows.position % 16 == 0)
-        special = {name: _some(np.flatnonzero(follows & at)) for name, at in zip(SPECIAL, places, strict=True)}
+        special = {name: _some(np.flatnonzero(follows & mask)) for name, mask in zip(SPECIAL, places, strict=True)}
         sample = windows(count, SAMPLED_ROWS)
         return cls(
             rows,
@@ -83,35 +83,35 @@ class Watched:
             special,
             sample,
             np.union1d(windows(count, FINE_ROWS), sample),
-            np.unique(np.concatenate([one.ravel() for one in chosen.values()])),
+            np.unique(np.concatenate([indices.ravel() for indices in chosen.values()])),
             np.unique(np.concatenate([*special.values()])),
         )
 
     def blocks(self) -> list[range]:
         """Join consecutive microbatches until they have BLOCK_ROWS rows."""
-        starts, found, first = self.rows.starts, [], 0
+        starts, blocks, first = self.rows.starts, [], 0
         for end in range(1, len(starts)):
             if starts[end] - starts[first] >= BLOCK_ROWS or end == len(starts) - 1:
-                found.append(range(first, end))
+                blocks.append(range(first, end))
                 first = end
-        return found
+        return blocks
 
     def of_block(self, block: range, device: torch.device) -> BlockRows:
         """Return the rows of a block, on the device. Indices count its recorded rows."""
         start, stop = self.rows.starts[[block.start, block.stop]].tolist()
         random = np.random.default_rng(block.start).integers(0, max(stop - start, 1), stop - start)
-        chosen = (one[slice(*np.searchsorted(one, (start, stop)))] for one in (self.paired, self.placed))
+        chosen = (rows[slice(*np.searchsorted(rows, (start, stop)))] for rows in (self.paired, self.placed))
         indices = (self.rows.before[start:stop], start + random, *chosen)
-        return BlockRows(*(to_device(one - start, device) for one in indices))
+        return BlockRows(*(to_device(rows - start, device) for rows in indices))
 
     def of_microbatches(self, numbers: range, device: torch.device, *, fine: bool) -> dict[int, Tensor]:
         """Return the indices of the recorded rows, or of the fine ones, among the R rows of each microbatch."""
-        rows, starts, found = self.rows, self.rows.starts, {}
+        rows, starts, indices = self.rows, self.rows.starts, {}
         for number in numbers:
             start, stop = starts[number : number + 2].tolist()
             chosen = self.fine[slice(*np.searchsorted(self.fine, (start, stop)))] if fine else slice(start, stop)
-            found[number] = to_device(rows.row[chosen], device)
-        return found
+            indices[number] = to_device(rows.row[chosen], device)
+        return indices
 
 
 def _some(rows: np.ndarray) -> np.ndarray:
@@ -147,10 +147,10 @@ class Kept:
     """
 
     def __init__(self, layers: Seq[int], rows: Mapping[int, Tensor]):
-        self._at = {layer: at for at, layer in enumerate(layers)}
-        ends = np.cumsum([len(one) for one in rows.values()]).tolist()
+        self._at = {layer: index for index, layer in enumerate(layers)}
+        ends = np.cumsum([len(kept) for kept in rows.values()]).tolist()
         self._rows = {
-            number: (one, slice(end - len(one), end)) for (number, one), end in zip(rows.items(), ends, strict=True)
+            number: (kept, slice(end - len(kept), end)) for (number, kept), end in zip(rows.items(), ends, strict=True)
         }
         self._shape, self._left = (len(layers), ends[-1]), len(layers) * len(rows)
         self.kept: tuple[Tensor, ...] = ()
@@ -158,10 +158,10 @@ class Kept:
     def put(self, microbatch: int, layer: int, seen: LayerRows) -> bool:
         """Keep what these layer's rows show. Returns whether everything is there now."""
         if not self.kept:
-            self.kept = tuple(one.new_empty(*self._shape, one.shape[1]) for one in seen)
+            self.kept = tuple(tensor.new_empty(*self._shape, tensor.shape[1]) for tensor in seen)
         rows, here = self._rows[microbatch]
-        for kept, one in zip(self.kept, seen, strict=True):
-            kept[self._at[layer], here] = one if one.shape[0] == rows.shape[0] else one.index_select(0, rows)
+        for kept, tensor in zip(self.kept, seen, strict=True):
+            kept[self._at[layer], here] = tensor if tensor.shape[0] == rows.shape[0] else tensor.index_select(0, rows)
         self._left -= 1
         return not self._left
 
@@ -266,7 +266,7 @@ class Regret:
 
     def pick(self, rows: Tensor) -> Regret:
         """Take the rows [n]."""
-        return Regret(*(one.index_select(1, rows) for one in (self.scores, self.best, self.spread)))
+        return Regret(*(tensor.index_select(1, rows) for tensor in (self.scores, self.best, self.spread)))
 
     def each(self) -> Tensor:
         """Return the regret of every single expert, [L, N, E]. That of K experts is the mean of theirs."""
@@ -278,10 +278,10 @@ class Regret:
         if rows is None:
             return self.mean(ids).clamp_(0, 1)
         layers, count, experts = self.scores.shape
-        at = torch.arange(layers, device=ids.device)[:, None] * count + rows  # [L, n]
+        flat = torch.arange(layers, device=ids.device)[:, None] * count + rows  # [L, n]
         scores, best, spread = (
-            one.reshape(-1).index_select(0, of.view(-1)).view(of.shape)
-            for one, of in ((self.scores, at[:, :, None] * experts + ids), (self.best, at), (self.spread, at))
+            values.reshape(-1).index_select(0, of.view(-1)).view(of.shape)
+            for values, of in ((self.scores, flat[:, :, None] * experts + ids), (self.best, flat), (self.spread, flat))
         )
         return (best - _mean(scores)).div_(spread).clamp_(0, 1)
 
@@ -307,7 +307,9 @@ def same_groups(ids: Tensor, choice: Tensor, groups: int, experts: int) -> Tenso
     if groups == 1:
         return torch.ones((), dtype=torch.bool, device=ids.device)
     size = experts // groups
-    recorded, chosen = (one.new_zeros(*one.shape[:-1], groups).scatter_(-1, one // size, 1) for one in (ids, choice))
+    recorded, chosen = (
+        tensor.new_zeros(*tensor.shape[:-1], groups).scatter_(-1, tensor // size, 1) for tensor in (ids, choice)
+    )
     return (recorded <= chosen).all(-1)
 
 
@@ -382,12 +384,12 @@ class RowsSeen:
 
     def whole(self, name: str) -> Tensor:
         """Return an attribute of WholeRows with the rows of all blocks end to end."""
-        parts = [getattr(one, name) for one in self.by_block]
+        parts = [getattr(rows, name) for rows in self.by_block]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1 if parts[0].ndim == 3 else 0)
 
     def pair_regret(self) -> Regret:
         """Return the regrets of the paired rows of all blocks."""
-        parts = [(one.pair_regret.scores, one.pair_regret.best, one.pair_regret.spread) for one in self.by_block]
+        parts = [(rows.pair_regret.scores, rows.pair_regret.best, rows.pair_regret.spread) for rows in self.by_block]
         return Regret(*(torch.cat(of, 1) for of in zip(*parts, strict=True)))
 
     def on_device(self, values: np.ndarray) -> Tensor:
@@ -396,9 +398,9 @@ class RowsSeen:
 
     def clusters(self, *values: np.ndarray) -> Clusters:
         """Make clusters of rows with equal values. Several arrays get equally many, some of them empty."""
-        found = [np.unique(one, return_inverse=True, return_counts=True)[1:] for one in values]
-        sizes = np.ones((len(found), max(len(size) for _, size in found)), np.float32)
-        for row, (_, size) in zip(sizes, found, strict=True):
+        groupings = [np.unique(array, return_inverse=True, return_counts=True)[1:] for array in values]
+        sizes = np.ones((len(groupings), max(len(size) for _, size in groupings)), np.float32)
+        for row, (_, size) in zip(sizes, groupings, strict=True):
             row[: len(size)] = size
-        of = [number * sizes.shape[1] + one for number, (one, _) in enumerate(found)]
+        of = [number * sizes.shape[1] + cluster for number, (cluster, _) in enumerate(groupings)]
         return Clusters(self.on_device(np.concatenate(of)), self.on_device(sizes.ravel()))

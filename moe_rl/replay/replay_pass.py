@@ -382,7 +382,7 @@ class ReplayPass:
         with self.agreed():
             self._check(dispatched, read)
         if self.seen.compared:
-            differs = torch.cat([one.differs for one in self.seen.compared], 1)
+            differs = torch.cat([comparison.differs for comparison in self.seen.compared], 1)
             self.seen.tally.native_token_mismatch = int(self.any_stage(differs.any(0)).sum())
 
     def _check(self, dispatched: list[int], read: list[int]) -> None:

@@ -108,7 +108,7 @@ class Audit:
         self._read = read
         named = routers or {}
         self._routers = [_Router.of(module, layer, _top_k(module)) for layer, module in named.items()] or _find(models)
-        keys = [(one.layer, one.mtp) for one in self._routers]
+        keys = [(router.layer, router.mtp) for router in self._routers]
         if not keys or len(set(keys)) < len(keys):
             raise ReplayError(
                 "a model has no routers to watch" if not keys else "two routers have the same layer",
@@ -119,7 +119,7 @@ class Audit:
                 fault="routers",
             )
         self._step: AuditStep | None = None
-        self._hooks = [one.module.register_forward_hook(self._hook(one)) for one in self._routers]
+        self._hooks = [router.module.register_forward_hook(self._hook(router)) for router in self._routers]
         self._hooks += [
             module.register_forward_pre_hook(self._fed)
             for model in models
@@ -130,7 +130,7 @@ class Audit:
     @property
     def layers(self) -> list[int]:
         """Return the layers of the watched routers, without those that predict further tokens (MTP)."""
-        return sorted(one.layer for one in self._routers if not one.mtp)
+        return sorted(router.layer for router in self._routers if not router.mtp)
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -168,14 +168,14 @@ class Audit:
         return step
 
     def _hook(self, router: _Router) -> Callable[[nn.Module, tuple, Any], None]:
-        def seen(module: nn.Module, arguments: tuple, result: Any) -> None:
+        def hook(module: nn.Module, arguments: tuple, result: Any) -> None:
             grad = torch.is_grad_enabled()
             if self._step is not None:
                 with torch.no_grad():
                     chosen, scores = self._read(module, arguments, result)
                     self._step._seen(router, arguments[0].detach(), chosen.detach(), scores.detach(), grad=grad)
 
-        return seen
+        return hook
 
     def _fed(self, module: nn.Module, arguments: tuple) -> None:
         ids = arguments[0] if arguments else None
@@ -220,7 +220,7 @@ class AuditStep:
 
     def __enter__(self) -> AuditStep:
         self.audit._step = self
-        self._left = [len(getattr(_replay(one), "replay_backward_list", ())) for one in self.audit._routers]
+        self._left = [len(getattr(_replay(router), "replay_backward_list", ())) for router in self.audit._routers]
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
@@ -241,7 +241,7 @@ class AuditStep:
         real = sequence >= 0
         places = zip(sequence[real], position[real], strict=True)
         rows, wanted = len(sequence), np.array([self.batch.token_ids[s][p] for s, p in places], np.int64)
-        parts = [fed] if len(fed) == rows else [fed[at : at + rows] for at in range(0, len(fed) - rows + 1, rows)]
+        parts = [fed] if len(fed) == rows else [fed[row : row + rows] for row in range(0, len(fed) - rows + 1, rows)]
         if not any((part[real] == wanted).all() for part in parts):
             self._strangers.append(self._number)
 
@@ -250,13 +250,13 @@ class AuditStep:
         key = router.layer, router.mtp
         known, mark = self._inputs.setdefault(key, []), _mark(hidden)
         near = [
-            (float((mark - one.mark).norm() / one.mark.norm().clamp(min=1e-30)), at)
-            for at, one in enumerate(known)
-            if not one.recomputed and one.mark.shape == mark.shape
+            (float((mark - forward.mark).norm() / forward.mark.norm().clamp(min=1e-30)), index)
+            for index, forward in enumerate(known)
+            if not forward.recomputed and forward.mark.shape == mark.shape
         ]
-        near = [(apart, at) for apart, at in near if apart < _NEAR]
-        graph_free = [one for one in near if not known[one[1]].grad]
-        forwarded = any(one.microbatch == self._number for one in known)
+        near = [(apart, index) for apart, index in near if apart < _NEAR]
+        graph_free = [candidate for candidate in near if not known[candidate[1]].grad]
+        forwarded = any(forward.microbatch == self._number for forward in known)
         recomputation = bool(near) and grad and bool(graph_free or forwarded)
         if recomputation:
             whose = known[min(graph_free or near)[1]]
@@ -281,8 +281,10 @@ class AuditStep:
             for sequence, position in self.microbatches
         ]
         routers = self.audit._routers
-        replays = [_replay(one) for one in routers]
-        known = next((getattr(type(one), "global_router_replay_instances", None) for one in replays if one), None)
+        replays = [_replay(router) for router in routers]
+        known = next(
+            (getattr(type(replay), "global_router_replay_instances", None) for replay in replays if replay), None
+        )
         return Audited(
             layers=tuple(self.audit.layers),
             calls=self._calls,
@@ -293,18 +295,20 @@ class AuditStep:
             experts=max((scores.shape[1] for scores in self._scores.values()), default=0),
             recomputed=self.recomputed,
             strangers=sorted(set(self._strangers)),
-            orphans=0 if known is None else sum(all(one is not mine for mine in replays) for one in known),
-            fused=any(getattr(getattr(one.module, "config", None), "moe_router_fusion", False) for one in routers),
+            orphans=0 if known is None else sum(all(replay is not mine for mine in replays) for replay in known),
+            fused=any(
+                getattr(getattr(router.module, "config", None), "moe_router_fusion", False) for router in routers
+            ),
             capacity=any(
-                getattr(getattr(one.module, "config", None), "moe_expert_capacity_factor", None) is not None
-                for one in routers
+                getattr(getattr(router.module, "config", None), "moe_expert_capacity_factor", None) is not None
+                for router in routers
             ),
             left_before=max(self._left, default=0),
         )
 
     def _columns(self) -> dict[int, int]:
         """Return which column of the routes each watched layer has."""
-        spec = spec_of([np.asarray(one) for one in self.batch.routes], self.batch.layers, 1 << 16)
+        spec = spec_of([np.asarray(array) for array in self.batch.routes], self.batch.layers, 1 << 16)
         columns = moe_columns(self.batch.routes[0].shape[1], spec)
         if columns is None:
             raise ReplayError(
@@ -314,58 +318,58 @@ class AuditStep:
                 expected=f"{len(spec.moe_layers)} layers with experts, or all {len(spec.layer_map)}",
                 fault="layers",
             )
-        found = dict(zip(spec.moe_layers, columns, strict=True))
-        if missing := [layer for layer in self.audit.layers if layer not in found]:
+        by_layer = dict(zip(spec.moe_layers, columns, strict=True))
+        if missing := [layer for layer in self.audit.layers if layer not in by_layer]:
             raise ReplayError(
                 "a watched router has no routes in the record",
                 where={"layer": missing[0]},
-                got=f"layers {sorted(found)}",
+                got=f"layers {sorted(by_layer)}",
                 expected=f"layers {self.audit.layers}",
                 do="give the layer map of the model, with a letter for each decoder layer",
                 fault="layers",
             )
-        return found
+        return by_layer
 
     def _record_claims(self) -> BatchReport:
         """Check the record of the rows that ran here, with the routers' scores as the witness."""
         batch, layers, columns = self.batch, self.audit.layers, self._columns()
-        routes = [np.asarray(one) for one in batch.routes]
+        routes = [np.asarray(array) for array in batch.routes]
         experts, router = self._experts(), self.audit._routers[0]
-        seen = [np.zeros(len(one), bool) for one in routes]
-        scores = [np.zeros((len(one), len(layers), experts), np.float32) for one in routes]
+        seen = [np.zeros(len(array), bool) for array in routes]
+        scores = [np.zeros((len(array), len(layers), experts), np.float32) for array in routes]
         for number, (sequence, position) in enumerate(self.microbatches):
             ran = [self._scores.get((number, layer)) for layer in layers]
-            if any(one is None or len(one) != len(sequence) for one in ran):
+            if any(layer_scores is None or len(layer_scores) != len(sequence) for layer_scores in ran):
                 continue
-            found = np.stack([self._scores[number, layer].float().cpu().numpy() for layer in layers], 1)
+            row_scores = np.stack([self._scores[number, layer].float().cpu().numpy() for layer in layers], 1)
             sequence, position = np.asarray(sequence), np.asarray(position)
-            for one in np.unique(sequence[sequence >= 0]).tolist():
-                rows = np.flatnonzero(sequence == one)
-                seen[one][position[rows]] = True
-                scores[one][position[rows]] = found[rows]
-        chosen = [number for number, one in enumerate(seen) if one.any()]
+            for owner in np.unique(sequence[sequence >= 0]).tolist():
+                rows = np.flatnonzero(sequence == owner)
+                seen[owner][position[rows]] = True
+                scores[owner][position[rows]] = row_scores[rows]
+        chosen = [number for number, mask in enumerate(seen) if mask.any()]
         if not chosen:
             return check_batch(batch.token_ids, routes, None, batch.layers, num_experts=experts)
 
-        def own(one: np.ndarray) -> np.ndarray:
-            flat = torch.from_numpy(one.reshape(-1, experts))
-            return own_choice(flat, router.top_k, *router.groups).numpy().reshape(*one.shape[:2], router.top_k)
+        def choose(ranked: np.ndarray) -> np.ndarray:
+            flat = torch.from_numpy(ranked.reshape(-1, experts))
+            return own_choice(flat, router.top_k, *router.groups).numpy().reshape(*ranked.shape[:2], router.top_k)
 
         lags = None
         if batch.versions is not None:
-            newest = batch.version if batch.version is not None else max(int(one.max()) for one in batch.versions)
-            lags = [newest - np.asarray(batch.versions[one]) for one in chosen]
+            newest = batch.version if batch.version is not None else max(int(array.max()) for array in batch.versions)
+            lags = [newest - np.asarray(batch.versions[number]) for number in chosen]
         return check_batch(
-            [batch.token_ids[one] for one in chosen],
-            [routes[one][:, [columns[layer] for layer in layers]] for one in chosen],
-            [own(scores[one]) for one in chosen],
+            [batch.token_ids[number] for number in chosen],
+            [routes[number][:, [columns[layer] for layer in layers]] for number in chosen],
+            [choose(scores[number]) for number in chosen],
             num_experts=experts,
-            scores=[scores[one] for one in chosen],
-            prompts=None if batch.prompts is None else [batch.prompts[one] for one in chosen],
+            scores=[scores[number] for number in chosen],
+            prompts=None if batch.prompts is None else [batch.prompts[number] for number in chosen],
             lags=lags,
-            seen=[seen[one] for one in chosen],
+            seen=[seen[number] for number in chosen],
             groups=router.groups[0],
-            names=[str(one) for one in chosen],
+            names=[str(number) for number in chosen],
         )
 
     def _experts(self) -> int:
@@ -410,7 +414,7 @@ def row_places(
         more = max(0, padded_to // ranks - len(sequence))
         return np.r_[sequence, np.full(more, -1)], np.r_[position, np.arange(more)]
     grid = [np.stack(parts) for parts in zip(*cut, strict=True)]
-    return tuple((one.T if order == "sequence first" else one).reshape(-1) for one in grid)  # type: ignore[return-value]
+    return tuple((values.T if order == "sequence first" else values).reshape(-1) for values in grid)  # type: ignore[return-value]
 
 
 def _mark(hidden: Tensor) -> Tensor:
@@ -420,15 +424,15 @@ def _mark(hidden: Tensor) -> Tensor:
 
 
 def _find(models: Seq[nn.Module]) -> list[_Router]:
-    found = []
+    routers = []
     for model in models:
         for name, module in model.named_modules():
             named = any("router" in kind.__name__.lower() for kind in type(module).__mro__)
             if named and (top_k := _top_k(module)):
                 number = getattr(module, "layer_number", None)
                 numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", name)
-                found.append(_Router.of(module, int(numbers[-1]) if number is None else number - 1, top_k))
-    return found
+                routers.append(_Router.of(module, int(numbers[-1]) if number is None else number - 1, top_k))
+    return routers
 
 
 def _top_k(module: nn.Module) -> int:

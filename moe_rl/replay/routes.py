@@ -143,8 +143,8 @@ def read_routes(
             )
         source_sum(sequence)  # checks the reference before anything is read
         wanted.append([] if ref is None else [(ref, run) for run in _runs(mine[ref.start :], ref.rows)])
-    records = iter(store.read_each([one for runs in wanted for one in runs], layers=layers) if any(wanted) else ())
-    found = []
+    records = iter(store.read_each([item for runs in wanted for item in runs], layers=layers) if any(wanted) else ())
+    sequence_routes = []
     for sequence, tokens, expected_versions, runs in zip(sequences, fed, sampled, wanted, strict=True):
         tokens, ref = np.asarray(tokens), sequence.routes
         routes = padding_routes(len(tokens), len(layers), spec, expert_parallel=1)
@@ -169,8 +169,8 @@ def read_routes(
             lags[rows], versions[rows] = weight_version - made, made
         native = missing | ((lags > 0) if policy.stale == "native" else False)
         prompt = len(sequence.prompt_token_ids)
-        found.append(SequenceRoutes(sequence.key, tokens, routes, native, recorded, lags, versions, prompt))
-    return found
+        sequence_routes.append(SequenceRoutes(sequence.key, tokens, routes, native, recorded, lags, versions, prompt))
+    return sequence_routes
 
 
 def _sampled_versions(sequence: Sequence) -> np.ndarray:
@@ -181,8 +181,8 @@ def _sampled_versions(sequence: Sequence) -> np.ndarray:
         RouteValidationError: The versions do not match the sequence's tokens, or tokens are not inserted between
             sampled tokens.
     """
-    ends = [0, *(one.after for one in sequence.inserted), len(sequence.token_ids)]
-    if sequence.inserted and not all(one < other for one, other in pairwise(ends)):
+    ends = [0, *(insertion.after for insertion in sequence.inserted), len(sequence.token_ids)]
+    if sequence.inserted and not all(before < after for before, after in pairwise(ends)):
         raise RouteValidationError(
             "tokens are not inserted between sampled tokens",
             where={"request": sequence.key},
@@ -216,12 +216,12 @@ def _check_versions(sequence: Sequence, versions: np.ndarray, start: int, sample
     expected = sampled[start : start + len(versions)]
     wrong = np.flatnonzero((expected >= 0) & (versions != expected))
     if wrong.size:
-        at = int(wrong[0])
+        row = int(wrong[0])
         raise RouteValidationError(
             "a token was sampled by other weights than those that made its row",
-            where={"request": sequence.key, "token": start + at},
-            got=f"a row of weight version {versions[at]}, {wrong.size} rows differ",
-            expected=f"weight version {expected[at]}, which sampled the next token",
+            where={"request": sequence.key, "token": start + row},
+            got=f"a row of weight version {versions[row]}, {wrong.size} rows differ",
+            expected=f"weight version {expected[row]}, which sampled the next token",
             do="look for what exchanged the versions of the tokens, or for a record of another attempt",
             fault="versions of rows",
         )
@@ -298,10 +298,10 @@ def microbatch_routes(
     here = np.zeros(len(ids), bool)
     here[rows] = True
     summed = np.flatnonzero(here & (~native | recorded))
-    own = np.concatenate([row_salts(part.key, part.token_ids, part.versions).view(np.int64) for part in parts])
+    own_salts = np.concatenate([row_salts(part.key, part.token_ids, part.versions).view(np.int64) for part in parts])
     sums, unreplayed = expected(
         on_device(ids[summed]),
-        on_device(own[summed]),
+        on_device(own_salts[summed]),
         on_device((owners + len(lengths) * native)[summed]),
         2 * len(lengths),
         layers=layers,

@@ -37,27 +37,27 @@ def sequence_tests(seen: RowsSeen) -> Iterator[Bets]:
     # Each pair is tested from both sides: the record of the rows `here`, on the `other` rows.
     sides = [side for pair in kinds.values() for side in (pair, pair[::-1])]
     ends = np.cumsum([0, *(side.shape[1] for side in sides)])
-    parts = [np.arange(*ends[at : at + 2]) for at in range(len(sides))]
+    parts = [np.arange(*ends[index : index + 2]) for index in range(len(sides))]
     here, other = seen.on_device(np.searchsorted(watched.paired, np.concatenate(sides, 1)))
-    turned = seen.on_device(np.concatenate([parts[at ^ 1] for at in range(len(parts))]))
+    turned = seen.on_device(np.concatenate([parts[index ^ 1] for index in range(len(parts))]))
     own, fit = regret(ids).mean(0)[here], regret(ids[:, here], other).mean(0)
     near = regret(choice[:, other], here).mean(0)[:, None]
     # The planted fault is the record of the other row, which fits that row as well as before. It stands for a known
     # donor and, without the gain, for an unknown donor.
-    mine, on_other, told = torch.stack((own, fit[turned]), 1), torch.stack((fit, own[turned]), 1), near >= _APART
-    gain = no_noise(on_other - mine) * told
+    mine, on_other, clear = torch.stack((own, fit[turned]), 1), torch.stack((fit, own[turned]), 1), near >= _APART
+    gain = no_noise(on_other - mine) * clear
     unit = seen.clusters(*(watched.rows.context[side[0]] for side in sides))
-    x = unit.mean(torch.cat((gain, _of_unrelated(near, told, _limit(seen))(mine), -gain), 1))
+    x = unit.mean(torch.cat((gain, _of_unrelated(near, clear, _limit(seen))(mine), -gain), 1))
     known, unrelated, related = log_e(x.view(len(sides), -1, 6).transpose(0, 1)).split(2, 1)
     tests = torch.stack((known, torch.where(related < _RELATED, unrelated, -math.inf)), 1)  # [sides, 2, 2]
 
     for number, what in enumerate(kinds):
         (known, unknown), two = tests[2 * number : 2 * number + 2].unbind(1), parts[2 * number : 2 * number + 2]
 
-        def describe(at: int, what: str = what, two: Seq[np.ndarray] = two) -> str:
-            rows = seen.on_device(two[at % 2])
+        def describe(test: int, what: str = what, two: Seq[np.ndarray] = two) -> str:
+            rows = seen.on_device(two[test % 2])
             regrets = f"{float(own[rows].mean()):.2f} with their own"
-            if at >= 2:
+            if test >= 2:
                 return f"{what} have rows that match nothing that was tried: regret {regrets}"
             return f"{what} have the rows of other {what}: regret {float(fit[rows].mean()):.2f}, {regrets}"
 
@@ -67,21 +67,21 @@ def sequence_tests(seen: RowsSeen) -> Iterator[Bets]:
 
 def no_rows(seen: RowsSeen) -> Bets:
     """Make the tests of the claim "no rows": is the record of a layer unrelated to its rows?"""
-    own, away, each = seen.fine.own, seen.fine.away, seen.fine.apart
-    apart = each.mean(1, keepdim=True)
-    rows, at = seen.watched.rows, seen.watched.fine
+    own, away, row_apart = seen.fine.own, seen.fine.away, seen.fine.apart
+    apart = row_apart.mean(1, keepdim=True)
+    rows, indices = seen.watched.rows, seen.watched.fine
     # Older weights may be wrong in the same way wherever a token is, so such rows count once per token.
-    unit = seen.clusters(np.where(rows.lag[at] > 0, rows.token[at].astype(np.uint64), rows.context[at]))
+    unit = seen.clusters(np.where(rows.lag[indices] > 0, rows.token[indices].astype(np.uint64), rows.context[indices]))
     ratio = _of_unrelated(apart, apart >= _APART, _limit(seen))
     # planted: the experts that the routers choose for other rows
-    x = unit.mean(torch.cat((no_noise(own - away), ratio(own), ratio(each))).T)
+    x = unit.mean(torch.cat((no_noise(own - away), ratio(own), ratio(row_apart))).T)
     related, unrelated, planted = log_e(x).split(len(seen.layers))
     mean = own.mean(1).tolist()
     return Bets(
         "no rows",
         torch.where(related < _RELATED, unrelated, -math.inf),
         planted,
-        lambda at: f"layer {seen.layers[at]} has rows that match nothing that was tried: regret {mean[at]:.2f}",
+        lambda test: f"layer {seen.layers[test]} has rows that match nothing that was tried: regret {mean[test]:.2f}",
         len(seen.layers),
     )
 
@@ -89,21 +89,21 @@ def no_rows(seen: RowsSeen) -> Bets:
 def special_rows(seen: RowsSeen) -> Iterator[Bets]:
     """Make the tests of rows at special places: do they hold the row before? The layers of a row count together."""
     watched, rows = seen.watched, seen.watched.rows
-    places = {name: at for name, at in watched.special.items() if len(at)}
+    places = {name: indices for name, indices in watched.special.items() if len(indices)}
     if not places:
         return
     own, late, early, step = (seen.whole(name) for name in ("own", "late", "early", "step"))
-    at = np.concatenate([*places.values()])
-    mine, behind, here = map(seen.on_device, (at, rows.before[at], np.searchsorted(watched.placed, at)))
-    unit = seen.clusters(*(rows.prefix[at] for at in places.values()))
-    told = (step[here] >= _APART)[:, None]
+    special = np.concatenate([*places.values()])
+    mine, behind, here = map(seen.on_device, (special, rows.before[special], np.searchsorted(watched.placed, special)))
+    unit = seen.clusters(*(rows.prefix[indices] for indices in places.values()))
+    clear = (step[here] >= _APART)[:, None]
     # The planted fault is the record of the row before, which fits its own row as well as before.
     fit, other = torch.stack((own[mine], early[here]), 1), torch.stack((late[here], own[behind]), 1)
     rare = seen.whole_layers * seen.top_k >= MANY_IDS
-    x = unit.mean(rarely(fit, other, told) if rare else no_noise(other - fit) * told)
+    x = unit.mean(rarely(fit, other, clear) if rare else no_noise(other - fit) * clear)
     x = x.view(len(places), -1, 2).transpose(0, 1)
-    found = torch.log1p(x).sum(0) if rare else log_e(x)
-    for name, (record, planted) in zip(places, found[:, :, None], strict=True):
+    evidence = torch.log1p(x).sum(0) if rare else log_e(x)
+    for name, (record, planted) in zip(places, evidence[:, :, None], strict=True):
         text = f"sequences have the experts of the row before in their {name}"
         yield Bets(name, record, planted, lambda _, text=text: text, 1)  # type: ignore[misc]
 
@@ -116,8 +116,8 @@ def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets | None:
     if seen.whole_layers * seen.top_k < MANY_IDS:  # rows of so few ids are equal by chance
         return None
     own, run, apart = (seen.whole(name) for name in ("stuck_own", "stuck_run", "stuck_apart"))
-    told = (seen.whole("stuck") >= max(1, MANY_IDS / seen.top_k)) & (apart >= _APART)
-    mine = rarely(own, run, told).log1p_()
+    clear = (seen.whole("stuck") >= max(1, MANY_IDS / seen.top_k)) & (apart >= _APART)
+    mine = rarely(own, run, clear).log1p_()
     # The planted faults are runs of rows that repeat their first row, of _RUN rows if the sequence is long enough. One
     # first row decides for all rows of its run, so each is a fault by itself.
     size, rows = np.unique(np.minimum(np.bincount(of), _RUN), return_counts=True)
@@ -126,15 +126,15 @@ def stuck_rows(seen: RowsSeen, name: Callable[[int], str]) -> Bets | None:
     ids, choice = fine.ids[:, first], fine.choice
     inside = same_groups(ids, choice[:, later], seen.groups, seen.experts)
     near = torch.minimum(fine.regret(choice[:, first], later), fine.regret(choice[:, later], first))
-    here, there, near = ((one * inside).mean(0) for one in (fine.regret(ids, later), fine.own[:, first], near))
-    each = unit.mean(rarely(here, there, near >= _APART).log1p_())
+    here, there, near = ((values * inside).mean(0) for values in (fine.regret(ids, later), fine.own[:, first], near))
+    row_evidence = unit.mean(rarely(here, there, near >= _APART).log1p_())
     return Bets(
         "stuck rows",
         mine.new_zeros(count).index_add_(0, seen.on_device(of), mine),
-        torch.outer(each, seen.on_device(size - 1.0)).flatten(),
-        lambda at: f"{name(int(sequences[at]))} repeats a row",
+        torch.outer(row_evidence, seen.on_device(size - 1.0)).flatten(),
+        lambda test: f"{name(int(sequences[test]))} repeats a row",
         count,
-        weights=seen.on_device(size * rows).repeat(len(each)),
+        weights=seen.on_device(size * rows).repeat(len(row_evidence)),
         lasting=False,
     )
 
@@ -144,12 +144,12 @@ def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
     a piece."""
     numbers, of = np.unique(seen.watched.rows.piece, return_inverse=True)
     count, of = len(numbers), seen.on_device(of)
-    own, apart, away = (seen.whole(one) for one in ("own", "apart", "away"))
-    told = apart >= _APART
+    own, apart, away = (seen.whole(attribute) for attribute in ("own", "apart", "away"))
+    clear = apart >= _APART
     # In the record, and planted: the experts that the routers choose for other rows.
-    x = _of_unrelated(apart, told, 0.0 if seen.far else _OF_FRESH)(torch.stack((own, apart)))
-    hit = (x < -0.4) & told
-    columns = torch.stack((torch.ones_like(own), own, told, (away - own) * told, apart * told, *hit), 1).double()
+    x = _of_unrelated(apart, clear, 0.0 if seen.far else _OF_FRESH)(torch.stack((own, apart)))
+    hit = (x < -0.4) & clear
+    columns = torch.stack((torch.ones_like(own), own, clear, (away - own) * clear, apart * clear, *hit), 1).double()
     size, total, rows, nearer, distance, *hits = columns.new_zeros(count, 7).index_add_(0, of, columns).unbind(1)
     # Rows with an unrelated record are at most ten times as frequent in a piece as in the rest of the pass.
     share = 10 * (hits[0].sum() - hits[0] + 1) / (rows.sum() - rows).clamp(min=1)
@@ -162,7 +162,7 @@ def pieces(seen: RowsSeen, name: Callable[[int], str]) -> Bets:
         "pieces",
         torch.where(3 * nearer < distance, record, -math.inf),
         planted,
-        lambda at: f"{name(int(numbers[at]))}: regret {mean[at]:.2f}, {float(own.mean()):.2f} in the pass",
+        lambda test: f"{name(int(numbers[test]))}: regret {mean[test]:.2f}, {float(own.mean()):.2f} in the pass",
         count,
         weights=size,
         lasting=False,
@@ -173,10 +173,10 @@ def _limit(seen: RowsSeen) -> float:
     return 0.0 if seen.far else _OF_FRESH if seen.fresh else _OF_STALE
 
 
-def _of_unrelated(apart: Tensor, told: Tensor, limit: float) -> Callable[[Tensor], Tensor]:
+def _of_unrelated(apart: Tensor, clear: Tensor, limit: float) -> Callable[[Tensor], Tensor]:
     """Return the function from regrets to test values: 1 for the own choice, below 0 where limit x regret exceeds the
     distance `apart` of unrelated rows."""
-    return lambda regret: (1 - limit * regret / apart.clamp(min=_APART)).clamp(-1, 1) * told
+    return lambda regret: (1 - limit * regret / apart.clamp(min=_APART)).clamp(-1, 1) * clear
 
 
 def _repeated(seen: RowsSeen) -> tuple[np.ndarray, np.ndarray]:
@@ -185,5 +185,5 @@ def _repeated(seen: RowsSeen) -> tuple[np.ndarray, np.ndarray]:
     sample, before = seen.watched.sample, seen.watched.rows.before
     starts = np.r_[True, before[sample[1:]] != sample[:-1]][: len(sample)]
     first = sample[np.maximum.accumulate(np.where(starts, np.arange(len(sample)), 0))]
-    later, first = (np.searchsorted(seen.watched.fine, one[~starts]) for one in (sample, first))
+    later, first = (np.searchsorted(seen.watched.fine, rows[~starts]) for rows in (sample, first))
     return later, first

@@ -136,19 +136,19 @@ class PassRows:
     def of(cls, places: Seq[RowPlaces]) -> PassRows:
         """Lay the recorded rows of microbatches end to end."""
         columns = []  # one list for each microbatch
-        for number, one in enumerate(places):
-            rows = np.flatnonzero(one.recorded)
-            sequence = one.sequence[rows]
+        for number, placement in enumerate(places):
+            rows = np.flatnonzero(placement.recorded)
+            sequence = placement.sequence[rows]
             columns.append(
                 [
                     np.full(len(rows), number),
                     rows,
                     sequence + (number << 32),
-                    one.position[rows],
-                    one.prompts[sequence],
-                    one.families[sequence],
-                    one.piece[rows] + (number << 32),
-                    *(values[rows] for values in (one.token, one.prefix, one.context, one.lag)),
+                    placement.position[rows],
+                    placement.prompts[sequence],
+                    placement.families[sequence],
+                    placement.piece[rows] + (number << 32),
+                    *(values[rows] for values in (placement.token, placement.prefix, placement.context, placement.lag)),
                 ]
             )
         whole = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
@@ -156,7 +156,7 @@ class PassRows:
         here = np.arange(len(sequence))
         before = np.maximum(here - 1, 0)
         follows = (sequence[before] == sequence) & (position[before] + 1 == position)
-        starts = np.cumsum([0, *(int(one.recorded.sum()) for one in places)])
+        starts = np.cumsum([0, *(int(placement.recorded.sum()) for placement in places)])
         return cls(*whole, starts, np.where(follows, before, here))  # type: ignore[call-arg]
 
 
@@ -176,12 +176,12 @@ def pairs(rows: PassRows) -> dict[str, np.ndarray]:
     siblings = _neighbours(completions, index, rows.family, rows)
     if not siblings.shape[1]:
         siblings = _neighbours(completions, index, np.zeros_like(index), rows)
-    found = {"prompts": _neighbours(prompts, index, np.zeros_like(index), rows), "completions": siblings}
-    for what, chosen in found.items():
+    by_kind = {"prompts": _neighbours(prompts, index, np.zeros_like(index), rows), "completions": siblings}
+    for what, chosen in by_kind.items():
         if chosen.shape[1] > SAMPLED_ROWS:
             take = np.random.default_rng(0).choice(chosen.shape[1], SAMPLED_ROWS, replace=False)
-            found[what] = chosen[:, np.sort(take)]
-    return found
+            by_kind[what] = chosen[:, np.sort(take)]
+    return by_kind
 
 
 def _neighbours(chosen: np.ndarray, index: np.ndarray, ring: np.ndarray, rows: PassRows) -> np.ndarray:
@@ -200,9 +200,9 @@ def _neighbours(chosen: np.ndarray, index: np.ndarray, ring: np.ndarray, rows: P
     keys = (of << 32) + index[chosen]
     by_key = np.argsort(keys)
     wanted = (after[of] << 32) + index[chosen]
-    at = by_key[np.minimum(np.searchsorted(keys, wanted, sorter=by_key), len(keys) - 1)]
-    found = np.stack([chosen, chosen[at]])[:, keys[at] == wanted]
-    return found[:, rows.prefix[found[0]] != rows.prefix[found[1]]]
+    partner = by_key[np.minimum(np.searchsorted(keys, wanted, sorter=by_key), len(keys) - 1)]
+    paired = np.stack([chosen, chosen[partner]])[:, keys[partner] == wanted]
+    return paired[:, rows.prefix[paired[0]] != rows.prefix[paired[1]]]
 
 
 def windows(rows: int, count: int) -> np.ndarray:

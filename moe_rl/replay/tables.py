@@ -128,7 +128,9 @@ class Compared:
     @classmethod
     def over_layers(cls, layers: Seq[Compared]) -> Compared:
         """Stack several layers of the same rows."""
-        return cls(*(torch.stack([getattr(one, name) for one in layers]) for name in ("differs", "shared", "margin")))
+        return cls(
+            *(torch.stack([getattr(layer, name) for layer in layers]) for name in ("differs", "shared", "margin"))
+        )
 
 
 def totals(compared: Seq[Compared], lags: Seq[torch.Tensor], layers: Seq[int]) -> dict[str, Any]:
@@ -137,12 +139,14 @@ def totals(compared: Seq[Compared], lags: Seq[torch.Tensor], layers: Seq[int]) -
     Args:
         lags: For each microbatch, int64 [N].
     """
-    wrong, lag = torch.cat([one.differs for one in compared], 1), torch.cat([*lags])
+    wrong, lag = torch.cat([comparison.differs for comparison in compared], 1), torch.cat([*lags])
     by_lag = torch.stack([sums_by_lag(wrong.sum(0), lag), len(layers) * sums_by_lag(torch.ones_like(lag), lag)], 1)
-    shared, margin = (torch.cat([getattr(one, name) for one in compared], 1) for name in ("shared", "margin"))
+    shared, margin = (
+        torch.cat([getattr(comparison, name) for comparison in compared], 1) for name in ("shared", "margin")
+    )
     sums = (wrong.sum(1), by_lag.flatten(), shared.sum()[None], margin.double().sum()[None])
     # Read from the device at once. Counts stay exact in float64.
-    *counts, summed_shared, summed_margin = torch.cat([one.double() for one in sums]).tolist()
+    *counts, summed_shared, summed_margin = torch.cat([values.double() for values in sums]).tolist()
     by_layer = list(map(int, counts[: len(layers)]))
     return {
         "native_by_layer": dict(zip(layers, by_layer, strict=True)),

@@ -113,8 +113,8 @@ class Evidence:
 
 def folders(run: Path) -> list[Path]:
     """Return the folders with evidence of a run, oldest first."""
-    found = (file.parent for file in (run / FOLDER).glob(f"*/{_FILE}"))
-    return sorted((path for path in found if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime)
+    candidates = (file.parent for file in (run / FOLDER).glob(f"*/{_FILE}"))
+    return sorted((path for path in candidates if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime)
 
 
 def size_of(folder: Path) -> int:
@@ -151,7 +151,7 @@ def publish(hidden: Path, limit: int) -> Path:
         shutil.rmtree(kept.pop(0))
     name = hidden.name.removeprefix(".").removesuffix(".tmp")
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
-    final = next(path for one in names if not (path := hidden.with_name(one)).exists())
+    final = next(path for candidate in names if not (path := hidden.with_name(candidate)).exists())
     sync(hidden)
     hidden.rename(final)
     sync(final.parent)

@@ -95,13 +95,13 @@ def figure_of(
     figure = Figure(figsize=size, layout="constrained")
     figure.patch.set_alpha(0)
     axes = figure.subplots(rows, columns, sharex=rows > 1, squeeze=False)
-    for each in axes.flat:
-        each.patch.set_alpha(0)
-        each.xaxis.set_major_locator(MaxNLocator(integer=True))
-        each.yaxis.set_major_locator(MaxNLocator(nbins=4 if rows > 1 else 5))
-        each.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # no common factor, which would lie on the legend
-    for each in axes[-1]:
-        each.set_xlabel(xlabel)
+    for plot in axes.flat:
+        plot.patch.set_alpha(0)
+        plot.xaxis.set_major_locator(MaxNLocator(integer=True))
+        plot.yaxis.set_major_locator(MaxNLocator(nbins=4 if rows > 1 else 5))
+        plot.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # no common factor, which would lie on the legend
+    for plot in axes[-1]:
+        plot.set_xlabel(xlabel)
     return figure, axes[0, 0] if axes.size == 1 else axes.ravel()
 
 
@@ -149,15 +149,15 @@ def stacked_bars(axes: Axes, steps: ArrayLike, parts: Sequence[tuple[str, str, A
     """
     heights = np.array([values for _, _, values in parts])
     kept = thinned(heights.sum(axis=0), most=MOST_POINTS // _BAR_POINTS)
-    at = np.asarray(steps, float)[kept]
-    edges = np.stack([at - 0.425, np.append(at[1:] - 0.575, at[-1] + 0.425)], axis=1).ravel()
+    positions = np.asarray(steps, float)[kept]
+    edges = np.stack([positions - 0.425, np.append(positions[1:] - 0.575, positions[-1] + 0.425)], axis=1).ravel()
     # Bar, gap, bar, gap, ..., bar: a gap has no top.
     base, top = np.zeros(len(edges) - 1), np.full(len(edges) - 1, np.nan)
     for (label, color, _), height in zip(parts, heights[:, kept], strict=True):
         top[::2] = base[::2] + height
         axes.stairs(top, edges, baseline=base, fill=True, color=color, label=label, linewidth=0)
         base[::2] = top[::2]
-    return len(at)
+    return len(positions)
 
 
 def from_zero(axes: Axes, least: float = 0.0, *, percent: bool = False) -> None:
@@ -200,10 +200,10 @@ def panel[**P](name: str, title: str, direction: str, wide: bool = False):
     def of(draw: Callable[P, str | tuple[str, Figure]]) -> Callable[P, Panel]:
         @wraps(draw)
         def drawn(*args: P.args, **kwargs: P.kwargs) -> Panel:
-            found = draw(*args, **kwargs)
-            if isinstance(found, str):
-                return missing(name, title, direction, found, wide)
-            return panel_of(name, title, direction, *found, wide)
+            drawing = draw(*args, **kwargs)
+            if isinstance(drawing, str):
+                return missing(name, title, direction, drawing, wide)
+            return panel_of(name, title, direction, *drawing, wide)
 
         return drawn
 

@@ -52,12 +52,12 @@ def read_lines[T](path: Path, kind: type[T]) -> list[T]:
     if not path.exists():
         return []
     *lines, _ = path.read_bytes().split(b"\n")
-    found = []
+    values = []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(msgspec.json.decode(line, type=kind))
+            values.append(msgspec.json.decode(line, type=kind))
         except msgspec.MsgspecError as error:
             where: About = {"file": path, "line": number}
             what, expected = "a line of the run is damaged", f"one {kind.__name__} as a JSON object"
             raise MoeRLError(what, where=where, got=error, expected=expected, do="delete that line") from error
-    return found
+    return values

@@ -93,14 +93,14 @@ class RunLog:
         text = f"held-out after step {step}: pass {percent(metrics['eval/pass_rate'])}"
         if "eval/pass_rate_greedy" in metrics:
             text += f", greedy {percent(metrics['eval/pass_rate_greedy'])}"
-        at, levels = [], []
+        pass_at, levels = [], []
         for key, value in metrics.items():
             match key.split("/"):
                 case ["eval", "level", *name]:
                     levels.append(f"{'/'.join(name)} {percent(value, 0)}")
                 case ["eval", "pass_at", source, k]:
-                    at.append(f"{source} pass@{k} {percent(value)}")
-        self._print(", ".join([text, *at]) + (f" ({', '.join(levels)})" if levels else ""))
+                    pass_at.append(f"{source} pass@{k} {percent(value)}")
+        self._print(", ".join([text, *pass_at]) + (f" ({', '.join(levels)})" if levels else ""))
 
     def evaluation(self, step: int) -> Mapping[str, float | None] | None:
         """Return the logged metrics of the evaluation after `step` training steps; None if the log has none."""

@@ -21,11 +21,11 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Return the values of nested sections by dotted key. A plain value has the key ""."""
     if not isinstance(values, dict):
         return {prefix.removesuffix("."): values}
-    return {name: one for key, value in values.items() for name, one in flat(value, f"{prefix}{key}.").items()}
+    return {name: leaf for key, value in values.items() for name, leaf in flat(value, f"{prefix}{key}.").items()}
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Return each flat key whose value is not the same in all configs, with its values. None: the config lacks it."""
     keys = dict.fromkeys(key for config in configs for key in config)
-    found = [(key, [config.get(key) for config in configs]) for key in keys]
-    return [(key, values) for key, values in found if any(value != values[0] for value in values[1:])]
+    by_key = [(key, [config.get(key) for config in configs]) for key in keys]
+    return [(key, values) for key, values in by_key if any(value != values[0] for value in values[1:])]

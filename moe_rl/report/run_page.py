@@ -52,7 +52,7 @@ def write_report(run_dir: Path, share: Path | None = None) -> Path:
         path, name = share, "One run"
         choices = _choices(Config.model_json_schema())
         config = {section: _shared(keys, choices) for section, keys in config.items()}
-        summary = {key: one if key in _SHARED else _shared(one, choices) for key, one in summary.items()}
+        summary = {key: value if key in _SHARED else _shared(value, choices) for key, value in summary.items()}
     text = render(
         "run.html",
         title=f"{name} - moe_rl",
@@ -78,20 +78,20 @@ def write_report(run_dir: Path, share: Path | None = None) -> Path:
 
 def _choices(schema: Any) -> set[str]:
     """Return every text that is one of the choices of a config key."""
-    found = {one for one in (*schema.get("enum", ()), schema.get("const")) if isinstance(one, str)}
+    choices = {choice for choice in (*schema.get("enum", ()), schema.get("const")) if isinstance(choice, str)}
     for part in schema.values():
         for inner in part if isinstance(part, list) else [part]:
             if isinstance(inner, dict):
-                found |= _choices(inner)
-    return found
+                choices |= _choices(inner)
+    return choices
 
 
 def _shared(value: Any, choices: set[str]) -> Any:
     """Leave out every text that is not one of the choices."""
     if isinstance(value, dict):
-        return {key: _shared(one, choices) for key, one in value.items()}
+        return {key: _shared(inner, choices) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_shared(one, choices) for one in value]
+        return [_shared(inner, choices) for inner in value]
     return LEFT_OUT if isinstance(value, str) and value not in choices else value
 
 
@@ -199,11 +199,11 @@ def _samples(samples: list[SampleLine]) -> list[tuple[str, list[tuple[SampleLine
     ones."""
     if not samples:
         return []
-    first, last = min(one.step for one in samples), max(one.step for one in samples)
-    parts = [(f"Step {step}", [one for one in samples if one.step == step]) for step in sorted({first, last})]
-    compared = sorted((one for one in samples if one.mismatch >= 0), key=lambda one: -one.mismatch)
+    first, last = min(sample.step for sample in samples), max(sample.step for sample in samples)
+    parts = [(f"Step {step}", [sample for sample in samples if sample.step == step]) for step in sorted({first, last})]
+    compared = sorted((sample for sample in samples if sample.mismatch >= 0), key=lambda sample: -sample.mismatch)
     parts.append(("Largest difference of the engines", compared))
-    return [(title, [(one, _tokens(one)) for one in ones[:_SAMPLES]]) for title, ones in parts if ones]
+    return [(title, [(sample, _tokens(sample)) for sample in ones[:_SAMPLES]]) for title, ones in parts if ones]
 
 
 def _trackers(run_dir: Path, run: RunLines) -> list[tuple[str, TrackerState, int]]:
@@ -217,28 +217,28 @@ def _tokens(sample: SampleLine) -> list[dict[str, Any]]:
     routers do."""
     differences: list[float] | list[None] = sample.differences or [None] * len(sample.pieces)
     tokens = []
-    for at, (piece, difference) in enumerate(zip(sample.pieces, differences, strict=True)):
-        layers = sample.layers_at(at)
+    for index, (piece, difference) in enumerate(zip(sample.pieces, differences, strict=True)):
+        layers = sample.layers_at(index)
         size = 0.0 if difference is None else min(1.0, abs(difference) / _FULL_COLOUR)  # NaN gives 1
-        said = "not compared" if difference is None else f"trainer - sampler {difference:+.4f} nats"
+        tooltip = "not compared" if difference is None else f"trainer - sampler {difference:+.4f} nats"
         if layers is not None:
-            said += f", {layers} layer{'' if layers == 1 else 's'} differ"
-        tokens.append({"text": piece, "colour": round(100 * size), "layers": layers or 0, "said": said})
+            tooltip += f", {layers} layer{'' if layers == 1 else 's'} differ"
+        tokens.append({"text": piece, "colour": round(100 * size), "layers": layers or 0, "said": tooltip})
     return tokens
 
 
 def _heldout(run: RunLines) -> dict[str, Any]:
     """Return the pass rates of the held-out sets with their intervals, in the first and the last evaluation."""
     shown = _first_and_last(run)
-    found = [pass_rates(row) for row in shown]
+    evaluations = [pass_rates(row) for row in shown]
     rooms = ("pass_rate", "pass_rate_greedy", "source", "pass_at")
-    names = {name for rates in found for name in rates if name.partition("/")[0] in rooms}
+    names = {name for rates in evaluations for name in rates if name.partition("/")[0] in rooms}
     sets = []
     for name in sorted(names, key=lambda name: (rooms.index(name.partition("/")[0]), name)):
         room, _, source = name.partition("/")
         title = {"pass_rate": "all", "pass_rate_greedy": "all, greedy", "source": source}.get(room)
         title = title or ", pass@".join(source.rsplit("/", 1))
-        sets.append((title, [rates.get(name, [None] * 3) for rates in found]))
+        sets.append((title, [rates.get(name, [None] * 3) for rates in evaluations]))
     return {"heldout": sets, "heldout_steps": [row["step"] for row in shown]}
 
 

@@ -98,9 +98,9 @@ def _spread(run: RunLines) -> Drawn:
     families = (("reward", "reward/quantile", BLUE), ("tokens", "rollout/completion_tokens_quantile", GREEN))
     if not run.series(f"{families[0][1]}/p50")[0]:
         return "No quantiles were logged."
-    figure, both = figure_of(rows=2)
+    figure, plots = figure_of(rows=2)
     reading = []
-    for axes, (label, family, colour) in zip(both, families, strict=True):
+    for axes, (label, family, colour) in zip(plots, families, strict=True):
         steps, middle = run.series(f"{family}/p50")
         ends = {end: run.series(f"{family}/{end}")[1] for end in ("p05", "p25", "p75", "p95")}
         band(axes, steps, ends["p05"], ends["p95"], colour, 0.15)
@@ -154,10 +154,10 @@ def _policy_kl(run: RunLines) -> Drawn:
     line(axes, [s for s, _ in positive], [v for _, v in positive], color, label)
     if run.replay and pair_steps:
         kept = thinned(native, partner, most=MOST_MARKS)
-        at, high, low = (np.asarray(values)[kept] for values in (pair_steps, native, partner))
-        axes.vlines(at, low, high, color=INK, alpha=0.25, linewidth=1)
-        axes.plot(at, low, "o", color=BLUE, markersize=5)
-        axes.plot(at, high, "o", color=ORANGE, markersize=5.5, label="native routing, same step")
+        marked_steps, high, low = (np.asarray(values)[kept] for values in (pair_steps, native, partner))
+        axes.vlines(marked_steps, low, high, color=INK, alpha=0.25, linewidth=1)
+        axes.plot(marked_steps, low, "o", color=BLUE, markersize=5)
+        axes.plot(marked_steps, high, "o", color=ORANGE, markersize=5.5, label="native routing, same step")
     if not run.replay:
         average = scientific(fmean(trained))
         reading = f"Replay is {run.mode}: this pass of the trainer routes natively, at {average} on average."
@@ -167,15 +167,15 @@ def _policy_kl(run: RunLines) -> Drawn:
         before, after = fmean(native), fmean(partner)
         lower = sum(b > a for b, a in zip(native, partner, strict=True))
         ratio = f", {before / after:.1f} times lower" if 0 < after < before else ""
-        found = f"{ratio}; lower under replay on {lower} of {len(pair_steps)}"
+        comparison = f"{ratio}; lower under replay on {lower} of {len(pair_steps)}"
         reading = (
             f"In steps with both passes ({len(pair_steps)}): {scientific(before)} native, {scientific(after)} with "
-            f"replay{found if len(pair_steps) >= FEWEST_PAIRS else ': too few to tell'}."
+            f"replay{comparison if len(pair_steps) >= FEWEST_PAIRS else ': too few to tell'}."
         )
     if run.lags:
         means = ((lag, run.series(f"policy_kl/k3_lag/{lag}")[1]) for lag in run.lags)
-        said = ", ".join(f"lag {lag}: {scientific(fmean(values))}" for lag, values in means if values)
-        reading += f" Tokens of older weights add to it; means by lag in versions: {said}."
+        by_lag = ", ".join(f"lag {lag}: {scientific(fmean(values))}" for lag, values in means if values)
+        reading += f" Tokens of older weights add to it; means by lag in versions: {by_lag}."
     if len(positive) < len(steps):
         reading += f" {len(steps) - len(positive)} values that are not above 0 are not shown on the log axis."
     return reading, figure
@@ -234,8 +234,8 @@ def _extreme(run: RunLines) -> Drawn:
     reading = f"{percent(fmean(trained), 3)} of tokens on average as trained, {percent(max(trained), 3)} at worst"
     if run.replay and native_steps:
         line(axes, native_steps, native, ORANGE, "native routing, same step", marker="o", markersize=5, linewidth=1.2)
-        both = f"{percent(fmean(native), 3)} native against {percent(fmean(partner), 3)} with replay"
-        reading += f"; on the steps with both passes {both}"
+        comparison = f"{percent(fmean(native), 3)} native against {percent(fmean(partner), 3)} with replay"
+        reading += f"; on the steps with both passes {comparison}"
     label, color = ("with replay (as trained)", BLUE) if run.replay else ("native routing (as trained)", ORANGE)
     line(axes, steps, trained, color, label)
     from_zero(axes, percent=True)

@@ -98,7 +98,7 @@ def _tiles(runs: Sequence[ReportedRun]) -> list[Tile]:
     rates = [(rate, run) for rate, run in known if rate is not None]
     if not rates:
         return [Tile("Held-out pass rate", "-", "no run has an evaluation")]
-    best, run = max(rates, key=lambda one: one[0])
+    best, run = max(rates, key=lambda rated: rated[0])
     worst = min(rate for rate, _ in rates)
     under = f"{run.label}, after step {run.results['heldout_step_last']}; the lowest is {percent(worst)}"
     return [Tile("Best last held-out pass rate", percent(best), under if len(rates) > 1 else run.label)]
@@ -108,7 +108,7 @@ def _panel(runs: Sequence[ReportedRun], name: str, title: str, direction: str, k
     held = key.startswith("eval/")
     kind = "eval" if held else "train"
     series = [(run.label, colour, *run.lines.series(key, kind)) for run, colour in zip(runs, COLOURS, strict=False)]
-    drawn = [one for one in series if one[2]]
+    drawn = [curve for curve in series if curve[2]]
     if not drawn:
         return missing(name, title, direction, "No run has logged it.")
     figure, axes = figure_of()

@@ -61,7 +61,7 @@ class SampleLine:
     @property
     def shown_advantages(self) -> str:
         """Return its advantages as text; "" if it was not trained on."""
-        numbers = ", ".join("not finite" if one is None else f"{one:+.3f}" for one in self.advantages)
+        numbers = ", ".join("not finite" if advantage is None else f"{advantage:+.3f}" for advantage in self.advantages)
         return f"advantage {numbers}" if numbers else ""
 
     @property
@@ -69,19 +69,19 @@ class SampleLine:
         """Return the trainer's minus the sampler's log-probability of each sampled token, in nats; NaN where a value is
         not finite."""
         pairs = zip(self.trainer_logprobs, self.sampler_logprobs, strict=True) if self.trainer_logprobs else ()
-        return [math.nan if ours is None or theirs is None else ours - theirs for ours, theirs in pairs]
+        return [math.nan if trainer is None or sampler is None else trainer - sampler for trainer, sampler in pairs]
 
     @property
     def mismatch(self) -> float:
         """Return the mean |trainer minus sampler log-probability| over the sampled tokens, in nats; NaN if it was not
         measured."""
-        sizes = [abs(one) for one in self.differences]
+        sizes = [abs(difference) for difference in self.differences]
         return sum(sizes) / len(sizes) if sizes else math.nan
 
     def layers_at(self, token: int) -> int | None:
         """Return the number of layers that differ at sampled token `token`. None for the last token, which is not
         forwarded, and if nothing was measured."""
-        row = self.prompt_tokens + token + sum(one.tokens for one in self.inserted if one.after <= token)
+        row = self.prompt_tokens + token + sum(text.tokens for text in self.inserted if text.after <= token)
         return self.differing_layers[row] if row < len(self.differing_layers) else None
 
 

@@ -25,14 +25,14 @@ def read_speeds(given: str) -> Speeds:
     numbers = []
     with suppress(ValueError):
         numbers = [float(part) for part in given.split(",")]
-    if len(numbers) == 2 and all(math.isfinite(one) and one > 0 for one in numbers):
+    if len(numbers) == 2 and all(math.isfinite(number) and number > 0 for number in numbers):
         sampled, trained = numbers
         return Speeds(sampled, trained, "as given")
-    if (found := measured_speeds(Path(given))) is None:
+    if (speeds := measured_speeds(Path(given))) is None:
         expected = "SAMPLED,TRAINED: two numbers above 0; or the folder of a run that has made a step"
         where: About = {"option": "--speeds"}
         raise ConfigError("nothing says how fast the sides are", where=where, got=given, expected=expected)
-    return found
+    return speeds
 
 
 def measured_speeds(run_dir: Path) -> Speeds | None:

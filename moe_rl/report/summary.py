@@ -138,6 +138,6 @@ def _exact(run: RunLines) -> bool | None:
 def _bytes_per_token(run: RunLines) -> float | None:
     """Return bytes of all steps / tokens of all steps, which is not the mean of the steps' ratios."""
     _, totals, ratios = run.paired("trace/bytes", "trace/bytes_per_token")
-    pairs = [(total, each) for total, each in zip(totals, ratios, strict=True) if each]
-    tokens = sum(total / each for total, each in pairs)
+    pairs = [(total, ratio) for total, ratio in zip(totals, ratios, strict=True) if ratio]
+    tokens = sum(total / ratio for total, ratio in pairs)
     return sum(total for total, _ in pairs) / tokens if tokens else None

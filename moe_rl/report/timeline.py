@@ -91,7 +91,7 @@ class Timeline(StepFile[Interval]):
         """
         sides = SIDES.get(what, ())
         if sides and end - begin >= _SHORTEST:
-            begin, end = (round(self._epoch + at, 6) for at in (begin, end))
+            begin, end = (round(self._epoch + moment, 6) for moment in (begin, end))
             self.write(Interval(side, what, begin, end, self.step) for side in sides)
 
     def rewind(self, step: int) -> None:
@@ -108,31 +108,31 @@ def read_timeline(run_dir: Path) -> list[Interval]:
 def windows(intervals: Sequence[Interval]) -> list[Window]:
     """Cut a run into its ended steps. The time between two processes of the run belongs to no step."""
     by_step: dict[int, list[Interval]] = {}
-    for one in intervals:
-        by_step.setdefault(one.step, []).append(one)
+    for interval in intervals:
+        by_step.setdefault(interval.step, []).append(interval)
     merged: dict[Side, list[tuple[float, float]]] = {
-        side: _merged(one for one in intervals if one.side == side) for side in get_args(Side)
+        side: _merged(interval for interval in intervals if interval.side == side) for side in get_args(Side)
     }
-    found, reached = [], float("-inf")
+    step_windows, reached = [], float("-inf")
     for step in sorted(by_step):
-        begin = max(reached, min(one.begin for one in by_step[step]))
-        end = max((one.end for one in by_step[step] if one.what == WEIGHTS), default=begin)
+        begin = max(reached, min(interval.begin for interval in by_step[step]))
+        end = max((interval.end for interval in by_step[step] if interval.what == WEIGHTS), default=begin)
         if end > begin:
             reached = end
             busy = {side: _within(spans, begin, end) for side, spans in merged.items()}
-            found.append(Window(step, begin, end, busy))
-    return found
+            step_windows.append(Window(step, begin, end, busy))
+    return step_windows
 
 
-def idle_share(found: Sequence[Window], side: Side) -> float:
+def idle_share(windows: Sequence[Window], side: Side) -> float:
     """Return the share of these steps' time in which a side was idle."""
-    return 1 - sum(one.busy[side] for one in found) / sum(one.end - one.begin for one in found)
+    return 1 - sum(window.busy[side] for window in windows) / sum(window.end - window.begin for window in windows)
 
 
 def _merged(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
     """Return the union of intervals as disjoint intervals, in order."""
     spans: list[tuple[float, float]] = []
-    for begin, end in sorted((one.begin, one.end) for one in intervals):
+    for begin, end in sorted((interval.begin, interval.end) for interval in intervals):
         if spans and begin <= spans[-1][1]:
             spans[-1] = spans[-1][0], max(end, spans[-1][1])
         else:

@@ -36,14 +36,16 @@ def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> str | t
         return "No time line was written."
     last = steps[-_SHOWN:]
     begin, end = last[0].begin, last[-1].end
-    shown = [one for one in intervals if one.begin < end and one.end > begin]
+    shown = [interval for interval in intervals if interval.begin < end and interval.end > begin]
     figure, axes = figure_of(wide=True, height=2.6, xlabel="seconds")
     for what, color in _COLORS:
         label: str | None = "weights" if what == WEIGHTS else what
         for side, (_, row) in _ROWS.items():
-            found = [one for one in shown if (one.what, one.side) == (what, side)]
-            starts = [max(one.begin, begin) for one in found]
-            spans = [(start - begin, min(one.end, end) - start) for one, start in zip(found, starts, strict=True)]
+            drawn = [interval for interval in shown if (interval.what, interval.side) == (what, side)]
+            starts = [max(interval.begin, begin) for interval in drawn]
+            spans = [
+                (start - begin, min(interval.end, end) - start) for interval, start in zip(drawn, starts, strict=True)
+            ]
             if spans:
                 axes.broken_barh(spans, (row - 0.36, 0.72), color=color, linewidth=0, label=label)
                 label = None
@@ -55,7 +57,7 @@ def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> str | t
     waited = "; ".join(
         f"{_ROWS[side][0]} waited {percent(idle_share(steps, side), 0)} of the time" for side in _WAITING
     )
-    reading = f"Over all {len(steps)} steps, {duration(sum(one.end - one.begin for one in steps))}: {waited}."
+    reading = f"Over all {len(steps)} steps, {duration(sum(step.end - step.begin for step in steps))}: {waited}."
     if len(last) < len(steps):
         reading += f" The last {len(last)} steps are shown."
     return reading, figure
@@ -63,9 +65,9 @@ def _timeline(intervals: Sequence[Interval], steps: Sequence[Window]) -> str | t
 
 def _steps(axes: Axes, steps: Sequence[Window], begin: float) -> None:
     """Number the steps above the rows, and separate them by lines."""
-    for one in steps:
-        axes.axvline(one.end - begin, color=INK, alpha=0.3, linewidth=0.7)
-        axes.text((one.begin + one.end) / 2 - begin, 2.55, f"{one.step}", ha="center", va="center", fontsize=8.5)
+    for step in steps:
+        axes.axvline(step.end - begin, color=INK, alpha=0.3, linewidth=0.7)
+        axes.text((step.begin + step.end) / 2 - begin, 2.55, f"{step.step}", ha="center", va="center", fontsize=8.5)
 
 
 @panel("idle", "Idle share of each side", "fraction of a step in which a side did nothing, lower is better")
@@ -75,8 +77,8 @@ def _idle(steps: Sequence[Window]) -> str | tuple[str, Figure]:
     figure, axes = figure_of()
     colors: dict[Side, str] = {"sampler": BLUE, "trainer": GREEN}
     for side, color in colors.items():
-        line(axes, [one.step for one in steps], [one.idle(side) for one in steps], color, _ROWS[side][0])
+        line(axes, [step.step for step in steps], [step.idle(side) for step in steps], color, _ROWS[side][0])
     axes.set_ylim(0, 1)
     in_percent(axes)
-    shares = {_ROWS[side][0]: percent(median(one.idle(side) for one in steps), 0) for side in _WAITING}
+    shares = {_ROWS[side][0]: percent(median(step.idle(side) for step in steps), 0) for side in _WAITING}
     return f"Median over the steps: {', '.join(f'{label} {share}' for label, share in shares.items())}.", figure

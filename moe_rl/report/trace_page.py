@@ -74,8 +74,8 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
             _coactivation(*coactivation(selection, some), spec.top_k),
         ]
         if other is not None:
-            found = compare(selection, other)
-            panels += [_layers_that_differ(found), _positions_that_differ(found)]
+            disagreement = compare(selection, other)
+            panels += [_layers_that_differ(disagreement), _positions_that_differ(disagreement)]
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
         for panel in panels:
@@ -130,8 +130,8 @@ def _coactivation(layers: tuple[int, ...], pairs_LEE: np.ndarray, top_k: int) ->
     for axes, layer, pairs_EE in zip(np.atleast_1d(every), layers, pairs_LEE, strict=True):
         lift_EE = _lift(pairs_EE, top_k)
         sure = np.where(pairs_EE >= 4 * _PRIOR, lift_EE, 0.0)
-        one, other = map(int, np.unravel_index(np.nanargmax(sure), sure.shape))
-        strongest = max(strongest, (float(sure[one, other]), layer, one, other))
+        expert, other = map(int, np.unravel_index(np.nanargmax(sure), sure.shape))
+        strongest = max(strongest, (float(sure[expert, other]), layer, expert, other))
         order = _together(lift_EE)
         _heat(figure, axes, lift_EE[np.ix_(order, order)], "seen / expected", bar=layer == layers[-1])
         axes.set_title(f"layer {layer}", fontsize=9.5)
@@ -148,30 +148,30 @@ def _coactivation(layers: tuple[int, ...], pairs_LEE: np.ndarray, top_k: int) ->
     return panel_of("coactivation", "Experts chosen together", direction, reading, figure, wide=wide)
 
 
-def _layers_that_differ(found: Disagreement) -> Panel:
+def _layers_that_differ(sums: Disagreement) -> Panel:
     figure, axes = figure_of(height=3.4, xlabel="layer")
-    sets_L, experts_L = found.sets_L / found.rows, found.experts_L / found.rows / found.top_k
-    axes.bar(found.layers, sets_L, width=0.8, color=BLUE, alpha=0.85, label="sets that differ", linewidth=0)
-    line(axes, found.layers, experts_L, ORANGE, "experts that differ", marker="o", markersize=3.2)
+    sets_L, experts_L = sums.sets_L / sums.rows, sums.experts_L / sums.rows / sums.top_k
+    axes.bar(sums.layers, sets_L, width=0.8, color=BLUE, alpha=0.85, label="sets that differ", linewidth=0)
+    line(axes, sums.layers, experts_L, ORANGE, "experts that differ", marker="o", markersize=3.2)
     from_zero(axes, least=0.01, percent=True)
     worst = int(sets_L.argmax())
     reading = (
-        f"{percent(float(sets_L.mean()), 2)} of sets differ over {found.rows:,} tokens of {found.sequences} sequences, "
-        f"{percent(float(sets_L[worst]), 2)} in layer {found.layers[worst]}; "
-        f"{percent(found.tokens / found.rows)} of tokens in at least one layer."
+        f"{percent(float(sets_L.mean()), 2)} of sets differ over {sums.rows:,} tokens of {sums.sequences} sequences, "
+        f"{percent(float(sets_L[worst]), 2)} in layer {sums.layers[worst]}; "
+        f"{percent(sums.tokens / sums.rows)} of tokens in at least one layer."
     )
     direction = "fraction of expert sets, and of single experts, in which the two stores differ"
     return panel_of("disagreement", "Disagreement per layer", direction, reading, figure)
 
 
-def _positions_that_differ(found: Disagreement) -> Panel:
+def _positions_that_differ(sums: Disagreement) -> Panel:
     figure, axes = figure_of(height=3.4, xlabel="position in the sequence")
-    seen = found.bin_sets >= min(_FEW_SETS, found.bin_sets.max())
-    share = found.bin_differ[seen] / found.bin_sets[seen]
-    middle = (np.flatnonzero(seen) + 0.5) * found.bin_rows
+    drawn = sums.bin_sets >= min(_FEW_SETS, sums.bin_sets.max())
+    share = sums.bin_differ[drawn] / sums.bin_sets[drawn]
+    middle = (np.flatnonzero(drawn) + 0.5) * sums.bin_rows
     line(axes, middle, share, BLUE, None, marker="o", markersize=3.2)
     from_zero(axes, least=0.01, percent=True)
-    reading = f"Mean of all layers, in bins of {found.bin_rows} tokens."
+    reading = f"Mean of all layers, in bins of {sums.bin_rows} tokens."
     if len(share) > 1:
         half = len(share) // 2
         reading = (
@@ -234,7 +234,7 @@ def _together(lift_EE: np.ndarray) -> np.ndarray:
 def _page(selection: Selection, facts: dict, panels: list[Panel], other: Selection | None) -> str:
     (model,) = facts["models"]
     name = Path(selection.root).name or selection.root
-    said = (
+    description = (
         f"{count(model['shards'])} shards, {binary(model['bytes'])}; {model['top_k']} of {model['num_experts']} "
         f"experts in {len(model['popularity'])} layers; model {model['fingerprint'][:16]}"
     )
@@ -247,7 +247,7 @@ def _page(selection: Selection, facts: dict, panels: list[Panel], other: Selecti
         title=f"{name} - moe_rl trace",
         kicker="moe_rl trace",
         heading=name,
-        facts=[said + (f", against {other.root}" if other else "")],
+        facts=[description + (f", against {other.root}" if other else "")],
         tiles=[
             Tile("Sequences", count(model["sequences"]), tokens),
             Tile("Bits a set", f"{model['bits_per_set']:.1f}", bounds),

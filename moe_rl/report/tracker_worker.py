@@ -164,8 +164,8 @@ class TensorBoard:
         self._writer.flush()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        found = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
-        self._add(step, summary=self._summary(value=found))
+        scalars = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
+        self._add(step, summary=self._summary(value=scalars))
         self._writer.flush()
 
     def samples(self, step: int, lines: list[SampleLine]) -> None:
@@ -248,8 +248,8 @@ class MLflow:
     def metrics(self, step: int, values: dict[str, float]) -> None:
         now = int(1000 * time.time())
         # MLflow allows only these characters, but the name of a level may have others.
-        found = [self._metric(re.sub(r"[^\w\-. :/]", "_", key), value, now, step) for key, value in values.items()]
-        self._client.log_batch(self.id, metrics=found)
+        metrics = [self._metric(re.sub(r"[^\w\-. :/]", "_", key), value, now, step) for key, value in values.items()]
+        self._client.log_batch(self.id, metrics=metrics)
 
     def samples(self, step: int, lines: list[SampleLine]) -> None:
         text = "".join(json.dumps(_shown(line)) + "\n" for line in lines)
@@ -273,8 +273,8 @@ OPEN: dict[TrackerName, type[TensorBoard] | type[WeightsAndBiases] | type[MLflow
 def _shown(line: SampleLine) -> dict[str, Any]:
     """Return the columns of a sample. A mismatch that was not measured is None, because JSON has no NaN. Advantages are
     text, because a table cannot hold lists of different lengths."""
-    found = {name: getattr(line, name) for name in _SHOWN}
-    return found | {"advantages": line.shown_advantages, "mismatch": line.mismatch if line.mismatch >= 0 else None}
+    columns = {name: getattr(line, name) for name in _SHOWN}
+    return columns | {"advantages": line.shown_advantages, "mismatch": line.mismatch if line.mismatch >= 0 else None}
 
 
 def _as_code(text: str) -> str:
@@ -298,10 +298,10 @@ class _Tail:
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            *found, rest = file.read().split(b"\n")
+            *added, rest = file.read().split(b"\n")
             self._offset = file.tell() - len(rest)
-        found, self._skip = found[self._skip :], max(0, self._skip - len(found))
-        return found
+        added, self._skip = added[self._skip :], max(0, self._skip - len(added))
+        return added
 
 
 class _Worker:
@@ -332,9 +332,9 @@ class _Worker:
             last = self._ended
             rows = [json.loads(line) for line in metrics.lines()]
             for row in rows:
-                found = {key: math.nan if value is None else value for key, value in lines.values(row).items()}
+                values = {key: math.nan if value is None else value for key, value in lines.values(row).items()}
                 with self._limited():
-                    tracker.metrics(row["step"], found)
+                    tracker.metrics(row["step"], values)
                 self._state.metrics += 1
             kept = [msgspec.json.decode(line, type=SampleLine) for line in samples.lines()]
             for step, group in itertools.groupby(kept, key=lambda line: line.step):
@@ -357,9 +357,9 @@ class _Worker:
         """Wait until the next poll or a signal from the run. One time limit covers the whole end."""
         readable, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
         if readable:
-            said = os.read(sys.stdin.fileno(), 4096)
-            self._finished = self._finished or bool(said)
-            if not said:
+            message = os.read(sys.stdin.fileno(), 4096)
+            self._finished = self._finished or bool(message)
+            if not message:
                 self._ended = True
                 faulthandler.dump_traceback_later(self._seconds, exit=True)
 

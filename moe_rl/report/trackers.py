@@ -39,21 +39,21 @@ class Trackers:
 
         A resumed run must call it first after its files are cut and before a new line is written.
         """
-        for one in self._all:
-            one.look()
+        for tracker in self._all:
+            tracker.look()
 
     def finish(self) -> None:
         """Let the trackers send the rest and the report, and wait for them within the time limit."""
         deadline = time.monotonic() + self._seconds
-        for one in self._all:
-            one.end(report=True)
-        for one in self._all:
-            one.wait(deadline)
+        for tracker in self._all:
+            tracker.end(report=True)
+        for tracker in self._all:
+            tracker.wait(deadline)
 
     def close(self) -> None:
         """Let the trackers send the rest, without waiting: each ends within its time limit."""
-        for one in self._all:
-            one.end(report=False)
+        for tracker in self._all:
+            tracker.end(report=False)
 
 
 class _Followed:

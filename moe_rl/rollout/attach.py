@@ -51,19 +51,19 @@ def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
 
 async def _problems(config: Config, facts: ModelFacts, runs_dir: Path, servers: Sequence[VllmServer]) -> list[Problem]:
     answers = await asyncio.gather(*(server.served() for server in servers), return_exceptions=True)
-    found, served = list[Problem](), dict[VllmServer, Served]()
+    problems, served = list[Problem](), dict[VllmServer, Served]()
     for server, answer in zip(servers, answers, strict=True):
         if isinstance(answer, Served):
             served[server] = answer
-            found += _differences(config, facts, server.url, answer)
+            problems += _differences(config, facts, server.url, answer)
         elif isinstance(answer, EngineError):
-            found.append(answer.message)
+            problems.append(answer.message)
         else:
-            found.append(describe("no answer", where={"url": server.url}, got=repr(answer)))
-    found += _among_each_other({server.url: answer for server, answer in served.items()})
-    if not found:
-        found += [text for server in servers if (text := await folder_problem(server, runs_dir, ""))]
-    return found
+            problems.append(describe("no answer", where={"url": server.url}, got=repr(answer)))
+    problems += _among_each_other({server.url: answer for server, answer in served.items()})
+    if not problems:
+        problems += [text for server in servers if (text := await folder_problem(server, runs_dir, ""))]
+    return problems
 
 
 def _differences(config: Config, facts: ModelFacts, url: str, served: Served) -> Iterator[Problem]:
@@ -130,14 +130,14 @@ async def folder_problem(server: VllmServer, root: Path, folder: str) -> Problem
 
     Each side writes a file that the other must read.
     """
-    ours = root / folder
+    local_folder = root / folder
     name, text = f".challenge-{secrets.token_hex(8)}", secrets.token_hex(16)
-    challenge, reply = ours / name, ours / f"{name}.answer"
-    where: About = {"key": "rollout.servers", "url": server.url, "folder": ours.absolute()}
+    challenge, reply = local_folder / name, local_folder / f"{name}.answer"
+    where: About = {"key": "rollout.servers", "url": server.url, "folder": local_folder.absolute()}
     do = "start it with this run's run.runs_dir as its trace root, on a filesystem that both share"
     what = "a server does not see the folder of this run"
     try:
-        ours.mkdir(parents=True, exist_ok=True)
+        local_folder.mkdir(parents=True, exist_ok=True)
         with open(challenge, "x", encoding="ascii") as file:
             file.write(text)
             file.flush()
@@ -152,7 +152,7 @@ async def folder_problem(server: VllmServer, root: Path, folder: str) -> Problem
             return describe(what, where=where, got="a file written there is not seen here", do=do)
         return None
     except OSError as error:
-        return describe("cannot be written", where={"key": "run.runs_dir", "folder": ours}, got=error.strerror)
+        return describe("cannot be written", where={"key": "run.runs_dir", "folder": local_folder}, got=error.strerror)
     finally:
         for path in (challenge, reply):
             path.unlink(missing_ok=True)

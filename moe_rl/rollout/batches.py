@@ -112,12 +112,12 @@ class Batches:
         """
         completions = [joined(parts) for parts in pieces]
         check_drawing(all_pieces(pieces), self.config)
-        for one in completions:
-            if one.prompt_token_ids != prompt.token_ids:
+        for completion in completions:
+            if completion.prompt_token_ids != prompt.token_ids:
                 raise RewardError(
                     "a completion belongs to another prompt than its group",
-                    where={"request": one.key, "group": number},
-                    got=f"a prompt of {len(one.prompt_token_ids)} other tokens",
+                    where={"request": completion.key, "group": number},
+                    got=f"a prompt of {len(completion.prompt_token_ids)} other tokens",
                     expected=f"those of prompt {prompt.id}",
                     do="look for what swaps or repeats groups between the sampler and the verifiers",
                     fault="another prompt",
@@ -134,10 +134,10 @@ class Batches:
             PromptGroup(
                 number,
                 prompt,
-                [one.sequences for one in trajectories],
-                [one.whole for one in trajectories],
-                [one.verdict for one in trajectories],
-                [one.verdict.reward for one in trajectories],
+                [trajectory.sequences for trajectory in trajectories],
+                [trajectory.whole for trajectory in trajectories],
+                [trajectory.verdict for trajectory in trajectories],
+                [trajectory.verdict.reward for trajectory in trajectories],
                 trajectories,
             )
         )
@@ -170,14 +170,14 @@ class Batches:
         alone = played is not None and played.credit == "branch"
         for group, index, piece, reward in trained:
             whole = group.completions[index]
-            one = Sequence.of(piece, reward, "" if piece is whole else whole.key, alone=alone)
-            sequences.append(one.judged(group.number))
+            sequence = Sequence.of(piece, reward, "" if piece is whole else whole.key, alone=alone)
+            sequences.append(sequence.judged(group.number))
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
         stored = (
-            one for group in groups for one in (all_pieces(group.pieces) if group.trajectories else group.completions)
+            part for group in groups for part in (all_pieces(group.pieces) if group.trajectories else group.completions)
         )
-        recorded = [one.routes for one in stored if one.routes is not None]
+        recorded = [part.routes for part in stored if part.routes is not None]
         written = {shard for group in groups for shard in group.shards}
         trace_bytes = sum((self.trace_root / f"{shard}.safetensors").stat().st_size for shard in written)
         same = sum(group.scored > 1 and not group.informative for group in groups)
@@ -215,7 +215,8 @@ class Batches:
             parts=group.verdicts[index].parts,
             finish_reason=piece.finish_reason,
             inserted=[
-                InsertedText(one.after, len(one.token_ids), self.codec.decode(one.token_ids)) for one in piece.inserted
+                InsertedText(insertion.after, len(insertion.token_ids), self.codec.decode(insertion.token_ids))
+                for insertion in piece.inserted
             ],
         )
 
@@ -272,8 +273,8 @@ def check_drawing(pieces: Iterable[Completion], config: Config) -> None:
 
 def _check_whose(group: PromptGroup) -> PromptGroup:
     """Check that a group's verdicts belong to its completions, and that these match the sampler's seals. Return it."""
-    parts = {id(one): one for one in (*all_pieces(group.pieces), *group.completions)}.values()
-    wrong = [one.key for one in parts if one.seal != seal_of(one.key, one.token_ids, one.logprobs)]
+    parts = {id(part): part for part in (*all_pieces(group.pieces), *group.completions)}.values()
+    wrong = [part.key for part in parts if part.seal != seal_of(part.key, part.token_ids, part.logprobs)]
     if wrong:
         raise RewardError(
             "a completion was changed after sampling",
@@ -283,13 +284,13 @@ def _check_whose(group: PromptGroup) -> PromptGroup:
             do="look for what changes completions between the sampler and the batch",
             fault="seal",
         )
-    for one, verdict in zip(group.completions, group.verdicts, strict=True):
-        if verdict.of != one.seal:
+    for completion, verdict in zip(group.completions, group.verdicts, strict=True):
+        if verdict.of != completion.seal:
             raise RewardError(
                 "a verdict belongs to another completion",
-                where={"request": one.key, "group": group.number},
+                where={"request": completion.key, "group": group.number},
                 got=f"the verdict of a completion with the seal {verdict.of or 'none'}",
-                expected=one.seal,
+                expected=completion.seal,
                 do="look for what swaps verdicts between the verifiers and the batch",
                 fault="another verdict",
             )
@@ -300,18 +301,18 @@ def episode_metrics(trajectories: Seq[Trajectory]) -> dict[str, float]:
     """Return the metrics of episodes; none without any."""
     if not trajectories:
         return {}
-    said = sum(len(one.token_ids) for played in trajectories for one in played.sequences)
-    given = sum(one.inserted for one in trajectories)
-    turns = [one.turns for one in trajectories]
+    sampled = sum(len(sequence.token_ids) for played in trajectories for sequence in played.sequences)
+    inserted = sum(trajectory.inserted for trajectory in trajectories)
+    turns = [trajectory.turns for trajectory in trajectories]
     return {
         "episode/turns_mean": _mean(turns),
         **_quantiles("episode/turns_quantile", turns),
-        "episode/undelivered": sum(one.undelivered for one in trajectories),
-        "episode/other_system": sum(one.other_system for one in trajectories),
-        "episode/branches_mean": _mean([one.branches for one in trajectories]),
-        "episode/sequences_mean": _mean([len(one.sequences) for one in trajectories]),
-        "episode/inserted_fraction": given / max(1, given + said),
-        "episode/failed": sum(not one.verdict.scored for one in trajectories),
+        "episode/undelivered": sum(trajectory.undelivered for trajectory in trajectories),
+        "episode/other_system": sum(trajectory.other_system for trajectory in trajectories),
+        "episode/branches_mean": _mean([trajectory.branches for trajectory in trajectories]),
+        "episode/sequences_mean": _mean([len(trajectory.sequences) for trajectory in trajectories]),
+        "episode/inserted_fraction": inserted / max(1, inserted + sampled),
+        "episode/failed": sum(not trajectory.verdict.scored for trajectory in trajectories),
     }
 
 
@@ -332,8 +333,8 @@ def digest_of(completions: Seq[Completion]) -> str:
     for completion in completions:
         digest.update(np.asarray(completion.token_ids, dtype="<i4").tobytes())
         digest.update(completion.logprobs.tobytes())
-        for one in completion.inserted:
-            digest.update(np.asarray([one.after, *one.token_ids], dtype="<i4").tobytes())
+        for insertion in completion.inserted:
+            digest.update(np.asarray([insertion.after, *insertion.token_ids], dtype="<i4").tobytes())
     return digest.hexdigest()
 
 
@@ -344,5 +345,5 @@ def _mean(values: Seq[float | None]) -> float:
 
 def _quantiles(family: str, values: Seq[float]) -> dict[str, float]:
     """Return a family of metrics: the 5, 25, 50, 75 and 95% quantiles."""
-    found = np.percentile(values, QUANTILES)
-    return {f"{family}/p{part:02d}": float(value) for part, value in zip(QUANTILES, found, strict=True)}
+    quantiles = np.percentile(values, QUANTILES)
+    return {f"{family}/p{part:02d}": float(value) for part, value in zip(QUANTILES, quantiles, strict=True)}

@@ -65,19 +65,19 @@ class ChildProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # A killed child cannot remove its temporary files, so this process removes their folder.
         self._scratch = Scratch()
-        ours, theirs = socket.socketpair()
-        with theirs, open(self.log_path, "ab") as log:
+        parent_end, child_end = socket.socketpair()
+        with child_end, open(self.log_path, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", module, str(child_end.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**environment, "TMPDIR": self._scratch.name},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 start_new_session=True,
             )
-        ours.settimeout(silence_seconds)
-        self._channel: Channel[Any] = Channel(ours, replies)
+        parent_end.settimeout(silence_seconds)
+        self._channel: Channel[Any] = Channel(parent_end, replies)
         self._failure = ""
         self._ending = threading.Lock()
         self._ready = False

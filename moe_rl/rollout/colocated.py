@@ -36,8 +36,8 @@ def start_engines(settings: EngineSettings, count: int) -> Sampler:
     log, engines = settings.log_path, list[VllmEngine]()
     try:
         for number in range(count):
-            own = replace(settings, log_path=log.with_stem(f"{log.stem}{number}"))
-            engines.append(VllmEngine(own, number, count, waits=False))
+            engine_settings = replace(settings, log_path=log.with_stem(f"{log.stem}{number}"))
+            engines.append(VllmEngine(engine_settings, number, count, waits=False))
         for engine in engines:
             engine.wait()
     except BaseException:
@@ -81,11 +81,11 @@ class ColocatedEngines:
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         """Score token sequences, see Sampler.score. Engine n publishes `shard`-engine<n>."""
         self._refuse_different()
-        found = await all_of(
+        by_engine = await all_of(
             engine.score(runs, shard=None if shard is None else self.shard_at(number, shard))
             for number, engine in enumerate(self.engines)
         )
-        return [scored for one in found for scored in one]
+        return [scored for of_engine in by_engine for scored in of_engine]
 
     async def counts(self) -> dict[str, int]:
         counts = await all_of(engine.counts() for engine in self.engines)
@@ -101,10 +101,12 @@ class ColocatedEngines:
         confirmed a whole update.
         """
         self._agree = False
-        held = await all_of(engine.load(_own_part(update, at)) for at, engine in enumerate(self.engines))
+        held = await all_of(engine.load(_own_part(update, number)) for number, engine in enumerate(self.engines))
         if update.final:
             named = zip(self.engines, held, strict=True)
-            check_agreement(update.version, {engine.name(): (one.version, one.digest) for engine, one in named})
+            check_agreement(
+                update.version, {engine.name(): (holding.version, holding.digest) for engine, holding in named}
+            )
             self._agree = True
 
     async def resume(self) -> None:

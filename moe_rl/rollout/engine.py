@@ -165,8 +165,8 @@ class VllmEngine:
 
         def tell(completions: list[tuple[int, Completion]]) -> None:
             try:
-                for at, completion in completions:
-                    ended(at, completion)
+                for index, completion in completions:
+                    ended(index, completion)
             except Exception as error:
                 errors.append(error)
                 self.calls.leave(number)

@@ -52,8 +52,8 @@ class Episodes:
             first: number of the first prompt within the step.
         """
         return [
-            self.request(name := episode_name(step, at, member), name, prompt, shard_name(step, number))
-            for at, prompt in enumerate(prompts, start=first)
+            self.request(name := episode_name(step, index, member), name, prompt, shard_name(step, number))
+            for index, prompt in enumerate(prompts, start=first)
             for member in range(self.config.rollout.group_size)
         ]
 

@@ -145,15 +145,17 @@ class ServerFleet:
             servers,
             root,
             served[0].vllm,
-            workers=[one.gpus for one in served],
+            workers=[answer.gpus for answer in served],
             max_lost=rollout.max_lost_servers,
             load_seconds=rollout.startup_timeout_seconds,
         )
         if not adopt:
-            torn = [server.url for server, one in zip(servers, served, strict=True) if not one.weights_whole]
+            torn = [server.url for server, answer in zip(servers, served, strict=True) if not answer.weights_whole]
             if torn:
                 raise WeightSyncError("Servers hold incomplete weights", got=", ".join(torn))
-            fleet._agree(served[0].weight_version, {number: HeldWeights.of(one) for number, one in enumerate(served)})
+            fleet._agree(
+                served[0].weight_version, {number: HeldWeights.of(answer) for number, answer in enumerate(served)}
+            )
         return fleet
 
     @property
@@ -196,7 +198,7 @@ class ServerFleet:
             self._calls -= 1
 
     async def publish(self, shard: str) -> list[str]:
-        async def one(name: str, place: int) -> bool:
+        async def publish_at(name: str, place: int) -> bool:
             if name != self.shard_at(place, shard):
                 return False  # it was lost, and is used again
             try:
@@ -209,7 +211,7 @@ class ServerFleet:
             return True
 
         left = self._left_open.pop(shard, {})
-        published = await asyncio.gather(*(one(*names) for names in left.items()))
+        published = await asyncio.gather(*(publish_at(*names) for names in left.items()))
         return [name for name, done in zip(left, published, strict=True) if not done]
 
     def shard_at(self, place: int, shard: str) -> str:
@@ -219,13 +221,13 @@ class ServerFleet:
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
         """Score token sequences, see Sampler.score. Server n publishes `shard`-server<n>."""
 
-        async def one(number: int) -> ScoredTokens:
+        async def score_on(number: int) -> ScoredTokens:
             await self._check(number, held[number])
-            own = None if shard is None else f"{shard}-server{number}"
-            return await self.server(number).score(runs, shard=own)
+            server_shard = None if shard is None else f"{shard}-server{number}"
+            return await self.server(number).score(runs, shard=server_shard)
 
         held = self.confirmed()
-        return list((await self.each(one)).values())
+        return list((await self.each(score_on)).values())
 
     async def counts(self) -> dict[str, int]:
         """Return the summed counts of the servers that are not lost, see Sampler.counts; includes work for other
@@ -257,7 +259,7 @@ class ServerFleet:
             await self._take_back(paused=not running, spares=spares)
         sources = self._sources(update.source)
 
-        async def one(number: int) -> HeldWeights:
+        async def update_server(number: int) -> HeldWeights:
             server = self.server(number)
             replaces = 0 if number in self._from_nothing else update.replaces  # it was adopted: it holds version 0
             sent = msgspec.structs.replace(update, source=sources[number], replaces=replaces)
@@ -266,7 +268,7 @@ class ServerFleet:
                 raise _UpdateRefused(f"{server.url}: {refusal(holding)}")
             return HeldWeights.of(await server.served())
 
-        held = await self.each(one, spares=spares)
+        held = await self.each(update_server, spares=spares)
         if update.final:
             self._agree(update.version, held)
 
@@ -300,8 +302,8 @@ class ServerFleet:
         self._returning.discard(number)
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_ASK_SECONDS):
-                mine, *theirs = [await one.served() for one in (server, *self.servers.values())]
-                if _same(mine) not in map(_same, theirs):
+                mine, *others = [await peer.served() for peer in (server, *self.servers.values())]
+                if _same(mine) not in map(_same, others):
                     print(f"moe_rl: server {number} came back as another server", file=sys.stderr, flush=True)
                     return
                 await server.adopt()
@@ -346,12 +348,12 @@ class ServerFleet:
             paths = [str(Path(path).resolve().relative_to(self._root)) for path in source.paths]
             return dict.fromkeys(self.servers, Files(paths))
         if isinstance(source, Broadcast):
-            found: dict[int, Source] = {}
+            sources: dict[int, Source] = {}
             rank = source.first_rank
             for number in self.servers:
-                found[number] = msgspec.structs.replace(source, first_rank=rank)
+                sources[number] = msgspec.structs.replace(source, first_rank=rank)
                 rank += self._workers[number]
-            return found
+            return sources
         if isinstance(source, Received):
             return dict.fromkeys(self.servers, source)
         message = "Servers share no memory with the trainer"
@@ -364,7 +366,9 @@ class ServerFleet:
         return self._held
 
     def _agree(self, version: int, held: dict[int, HeldWeights]) -> None:
-        check_agreement(version, {self.server(at).url: (one.version, one.digest) for at, one in held.items()})
+        check_agreement(
+            version, {self.server(number).url: (weights.version, weights.digest) for number, weights in held.items()}
+        )
         self._held = held
 
     async def each[T](self, call: Callable[[int], Awaitable[T]], *, spares: bool = True) -> dict[int, T]:

@@ -78,9 +78,9 @@ class GroupFeed:
             ended=rollouts.ledger.ended(step - 1),
             held=held,
         )
-        for one in held:
-            if one.cursor not in self.groups:
-                files.remove(one.cursor)
+        for group in held:
+            if group.cursor not in self.groups:
+                files.remove(group.cursor)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -123,7 +123,7 @@ class GroupFeed:
             self._usage.waste(group.dropped, sampled_tokens(group.pieces))
             group.leave.set()
         self._pump()
-        chosen = [self._judged(one, one.verdicts) for one in taken.groups]
+        chosen = [self._judged(group, group.verdicts) for group in taken.groups]
         batch = self.rollouts.batches.make(step, [*chosen, *refused], chosen, exact=self._exact)
         counts = await self.sampler.counts()
         self._count_lost_turns()
@@ -136,11 +136,11 @@ class GroupFeed:
             **{"pipeline/queued": len(self.groups.all("ready"))},
         )
         if self.config.rollout.dynamic_sampling_rounds > 1:
-            lacking = sum(not one.informative for one in chosen)
+            lacking = sum(not group.informative for group in chosen)
             batch.metrics.update(discarded(len(chosen) + len(refused), len(chosen), lacking))
         self._counts = counts
-        self.rollouts.store.check_published({shard for one in chosen for shard in one.shards})
-        ids = [one.prompt.id for one in chosen]
+        self.rollouts.store.check_published({shard for group in chosen for shard in group.shards})
+        ids = [group.prompt.id for group in chosen]
         self.rollouts.ledger.record(step - 1, taken.cursors, ids, batch.digest, taken.dropped)
         self.rollouts.kept.save(step, batch)
         self.files.counted(step, taken.cursors, [cursor for cursor, _ in taken.dropped])
@@ -225,7 +225,7 @@ class GroupFeed:
             self.groups.sampled(group.cursor)
             self._pump()
         if group.trajectories:
-            self._judge(group, [one.verdict for one in group.trajectories])
+            self._judge(group, [trajectory.verdict for trajectory in group.trajectories])
             return
         items = [self.rollouts.batches.item(prompt, joined(parts)) for parts in group.pieces]
         with self._usage.judging.one_more():
@@ -246,7 +246,7 @@ class GroupFeed:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if playing.done():
                 group.trajectories = playing.result()
-                group.pieces = [one.sequences for one in group.trajectories]
+                group.pieces = [trajectory.sequences for trajectory in group.trajectories]
                 self._usage.sampled += sampled_tokens(group.pieces)
         finally:
             left.cancel()
@@ -263,7 +263,7 @@ class GroupFeed:
             if self._stopping or group.dropped is not None:
                 return
             group.leave = asyncio.Event()
-            requests = [self._request(group, prompt, at) for at in lacking]
+            requests = [self._request(group, prompt, index) for index in lacking]
             self._calls += 1
             try:
                 sampled = await self.sampler.sample(
@@ -276,13 +276,13 @@ class GroupFeed:
             finally:
                 self._calls -= 1
                 self._changed.set()
-            for at, piece in zip(lacking, sampled, strict=True):
-                self._add(group, prompt, at, piece)
+            for index, piece in zip(lacking, sampled, strict=True):
+                self._add(group, prompt, index, piece)
             self._free(group, group.requests - len(unfinished(group.pieces)))
 
-    def _request(self, group: Group, prompt: Prompt, at: int) -> GenerateRequest:
+    def _request(self, group: Group, prompt: Prompt, index: int) -> GenerateRequest:
         """Return the next request of a completion, which continues the tokens sampled so far."""
-        parts, key = group.pieces[at], f"g{group.cursor}/c{at}"
+        parts, key = group.pieces[index], f"g{group.cursor}/c{index}"
         rollout = self.config.rollout
         so_far = sum((part.token_ids for part in parts), ())
         request = self.rollouts.request(
@@ -294,10 +294,10 @@ class GroupFeed:
         parent = None if self._exact else parts[-1].routes
         return replace(request, max_tokens=request.max_tokens - len(so_far), parent=parent)
 
-    def _add(self, group: Group, prompt: Prompt, at: int, piece: Completion) -> None:
+    def _add(self, group: Group, prompt: Prompt, index: int, piece: Completion) -> None:
         """Add the result of a request to its completion."""
         self._usage.sampled += len(piece.token_ids)
-        parts, cut = group.pieces[at], piece.finish_reason == "abort"
+        parts, cut = group.pieces[index], piece.finish_reason == "abort"
         if group.dropped is not None:
             self._usage.waste(group.dropped, len(piece.token_ids))
         elif cut and (self.config.rollout.stop or not self._has_room(prompt, [*parts, piece])):
@@ -311,7 +311,7 @@ class GroupFeed:
         """Return whether the next piece of a completion fits into a microbatch together with these."""
         if not self._exact:
             return True
-        so_far = sum(len(one.prompt_token_ids) + len(one.token_ids) for one in parts)
+        so_far = sum(len(part.prompt_token_ids) + len(part.token_ids) for part in parts)
         longest = len(prompt.token_ids) + self.config.rollout.max_completion_tokens
         return so_far + longest <= self.config.train.microbatch_tokens
 
@@ -340,7 +340,7 @@ class GroupFeed:
         """Keep a judged group for the steps, or drop it."""
         rollout, judged = self.config.rollout, self._judged(group, verdicts)
         self._verdicts += verdicts
-        spared = sum(not one.informative and one.scored > 0 for one in self._refused)
+        spared = sum(not refused.informative and refused.scored > 0 for refused in self._refused)
         reason: Reason | None = None
         if not judged.scored:
             reason = "failed"
@@ -353,7 +353,7 @@ class GroupFeed:
             return
         self._refused.append(judged)
         self._usage.waste(reason, sampled_tokens(group.pieces))
-        if sum(not one.scored for one in self._refused) >= rollout.prompts_per_step:
+        if sum(not refused.scored for refused in self._refused) >= rollout.prompts_per_step:
             self.rollouts.batches.check(self._verdicts)  # a step may never find enough groups
 
     def _prompt(self, group: Group) -> Prompt:
@@ -365,10 +365,10 @@ class GroupFeed:
         self.files.save(group, self._prompt(group))
 
     def _judged(self, group: Group, verdicts: Sequence[Verdict]) -> PromptGroup:
-        given = group.cursor, self._prompt(group)
+        numbered_prompt = group.cursor, self._prompt(group)
         if group.trajectories:
-            return self.rollouts.batches.played(*given, group.trajectories)
-        return self.rollouts.batches.group(*given, group.pieces, verdicts)
+            return self.rollouts.batches.played(*numbered_prompt, group.trajectories)
+        return self.rollouts.batches.group(*numbered_prompt, group.pieces, verdicts)
 
     async def _abort(self) -> None:
         """Abort all requests, and wait for the tokens that they had sampled."""

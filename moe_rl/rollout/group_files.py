@@ -108,7 +108,7 @@ class GroupFiles:
         """
         for path in self.folder.glob("*.tmp"):
             path.unlink()
-        for path in sorted(self.folder.glob("*.group"), key=lambda one: (len(one.name), one.name)):
+        for path in sorted(self.folder.glob("*.group"), key=lambda file: (len(file.name), file.name)):
             try:
                 group = self._load(path, source)
             except MoeRLError as error:

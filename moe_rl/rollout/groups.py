@@ -50,7 +50,7 @@ def all_pieces(pieces: Pieces) -> Iterable[Completion]:
 
 def unfinished(pieces: Pieces) -> list[int]:
     """Return the numbers of the unfinished completions."""
-    return [at for at, parts in enumerate(pieces) if not parts or parts[-1].finish_reason == "abort"]
+    return [index for index, parts in enumerate(pieces) if not parts or parts[-1].finish_reason == "abort"]
 
 
 def sampled_tokens(pieces: Pieces) -> int:
@@ -179,8 +179,8 @@ class Groups:
         self._groups: dict[int, Group] = {}
         self._dropped: list[tuple[int, Reason]] = []
         self._arrivals = 0
-        for one in held:
-            self._hold(one)
+        for group in held:
+            self._hold(group)
 
     def __contains__(self, cursor: int) -> bool:
         return cursor in self._groups
@@ -206,7 +206,7 @@ class Groups:
         begun = []
         while (place := self._free_place()) is not None:
             waiting = self.all("waiting")
-            group = min(waiting, key=lambda one: (one.oldest, one.cursor)) if waiting else self._admit()
+            group = min(waiting, key=lambda pending: (pending.oldest, pending.cursor)) if waiting else self._admit()
             if group is None:
                 break
             group.state, group.place = "sampling", place
@@ -266,7 +266,7 @@ class Groups:
         Raises:
             PipelineError: a group is older than max_staleness allows.
         """
-        order = sorted(self.all("ready"), key=lambda one: (self._last_step(one), one.arrival))
+        order = sorted(self.all("ready"), key=lambda group: (self._last_step(group), group.arrival))
         chosen = order[: self._batch]
         for group in chosen:
             if (age := self.step - 1 - group.oldest) > self._staleness:
@@ -315,21 +315,21 @@ class Groups:
             self._next += 1
         return self._next
 
-    def _hold(self, one: Group) -> None:
+    def _hold(self, group: Group) -> None:
         """Take over an earlier process's group, unless it has ended, has no room, or its weights are lost."""
-        overdue = one.oldest + 1 + self._staleness < self.step
-        known = one.cursor < self._next or one.cursor in self._later
+        overdue = group.oldest + 1 + self._staleness < self.step
+        known = group.cursor < self._next or group.cursor in self._later
         if (
             known
             or overdue
-            or one.newest > self.version
-            or not self._has_room([*self._groups.values(), one], self.step)
+            or group.newest > self.version
+            or not self._has_room([*self._groups.values(), group], self.step)
         ):
             return
-        self._groups[one.cursor] = one
-        self._later.add(one.cursor)
-        if one.state == "ready":
-            self._ready(one)
+        self._groups[group.cursor] = group
+        self._later.add(group.cursor)
+        if group.state == "ready":
+            self._ready(group)
 
     def _free_place(self) -> int | None:
         """Return the server with the fewest requests, if it has a free slot."""

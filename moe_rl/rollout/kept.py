@@ -98,16 +98,16 @@ class SampledStep:
     @property
     def sequences(self) -> list[Sequence]:
         """Return all sequences. Their rewards are not known yet: NaN."""
-        played = [one for group in self.trajectories for one in group]
+        played = [trajectory for group in self.trajectories for trajectory in group]
         return [
-            *(Sequence.of(one, math.nan) for group in self.completions for one in group),
-            *(Sequence.of(one, math.nan, trajectory.name) for trajectory in played for one in trajectory.sequences),
+            *(Sequence.of(completion, math.nan) for group in self.completions for completion in group),
+            *(Sequence.of(piece, math.nan, trajectory.name) for trajectory in played for piece in trajectory.sequences),
         ]
 
 
 def shards_of(recorded: Iterable[Sequence | Completion]) -> list[str]:
     """Return the names of the trace shards that hold the routes of these, sorted."""
-    return sorted({part.shard for one in recorded if one.routes is not None for part in one.routes.parts})
+    return sorted({part.shard for piece in recorded if piece.routes is not None for part in piece.routes.parts})
 
 
 def shard_name(step: int, number: int = 0) -> str:
@@ -127,8 +127,8 @@ def episode_name(step: int, prompt: int, member: int) -> str:
 
 def shard_step(name: str) -> int | None:
     """Return the step whose rollout is in a trace shard; None if the shard does not belong to a training step."""
-    found = _SHARD.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _SHARD.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def group_shard_name(cursor: int, number: int) -> str:
@@ -138,8 +138,8 @@ def group_shard_name(cursor: int, number: int) -> str:
 
 def shard_group(name: str) -> tuple[int, int] | None:
     """Return cursor and number from a name that `group_shard_name` made; None for any other shard."""
-    found = _GROUP_SHARD.fullmatch(name)
-    return (int(found[1]), int(found[2])) if found else None
+    match = _GROUP_SHARD.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def kept_steps(step: int, last: int, checkpoints: Iterable[int], ahead: int) -> set[int]:

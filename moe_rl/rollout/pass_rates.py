@@ -76,7 +76,7 @@ class _Rate:
 
     def add(self, passed: Sequence[bool | None], k: int = 1) -> None:
         """Add pass@k of a prompt, if enough of its samples could be verified. pass@1 is the share that passed."""
-        known = [one for one in passed if one is not None]
+        known = [outcome for outcome in passed if outcome is not None]
         if len(known) >= k:
             self.values.append(pass_at(k, len(known), sum(known)))
             self.samples += len(known) // k
@@ -88,15 +88,15 @@ def eval_metrics(results: Sequence[PromptResult]) -> dict[str, float]:
     A metric is NaN if no completion could be verified.
     """
     rates: dict[str, _Rate] = {}
-    several = len({one.source.name for one in results}) > 1
-    for one in results:
-        of_all = ["pass_rate", *([f"source/{one.source.name}"] if several else [])]
-        for name in of_all if one.level is None else [*of_all, f"level/{one.level}"]:
-            rates.setdefault(name, _Rate()).add(one.samples)
-        if one.source.greedy:
-            rates.setdefault("pass_rate_greedy", _Rate()).add(one.greedy)
-        for k in one.source.pass_at:
-            rates.setdefault(f"pass_at/{one.source.name}/{k}", _Rate()).add(one.samples, k)
+    several = len({result.source.name for result in results}) > 1
+    for result in results:
+        of_all = ["pass_rate", *([f"source/{result.source.name}"] if several else [])]
+        for name in of_all if result.level is None else [*of_all, f"level/{result.level}"]:
+            rates.setdefault(name, _Rate()).add(result.samples)
+        if result.source.greedy:
+            rates.setdefault("pass_rate_greedy", _Rate()).add(result.greedy)
+        for k in result.source.pass_at:
+            rates.setdefault(f"pass_at/{result.source.name}/{k}", _Rate()).add(result.samples, k)
     metrics: dict[str, float] = {}
     for name, rate in sorted(rates.items()):
         low, high = interval(rate.values, rate.samples)

@@ -13,18 +13,18 @@ from moe_rl.rollout.groups import Group, Reason
 
 def of_consumed(step: int, groups: Sequence[Group]) -> dict[str, float]:
     """Return the metrics of the groups that a step consumes. Ages are in weight versions."""
-    total = [step - 1 - one.oldest for one in groups]
-    queued = [step - 1 - one.version for one in groups]
-    pieces = [(at, piece) for one in groups for parts in one.pieces for at, piece in enumerate(parts)]
+    total = [step - 1 - group.oldest for group in groups]
+    queued = [step - 1 - group.version for group in groups]
+    pieces = [(index, piece) for group in groups for parts in group.pieces for index, piece in enumerate(parts)]
     spans = [
         (span.tokens, span.weight_version - piece.oldest_version) for _, piece in pieces for span in piece.versions
     ]
-    forwarded = sum(one.forwarded for _, one in pieces)
-    again = [piece for one in groups if not one.trajectories for parts in one.pieces for piece in parts[1:]]
+    forwarded = sum(piece.forwarded for _, piece in pieces)
+    again = [piece for group in groups if not group.trajectories for parts in group.pieces for piece in parts[1:]]
     versions = [
         len({span.weight_version for piece in parts for span in piece.versions})
-        for one in groups
-        for parts in one.pieces
+        for group in groups
+        for parts in group.pieces
     ]
     return {
         "pipeline/staleness": float(np.mean(total)),
@@ -34,7 +34,7 @@ def of_consumed(step: int, groups: Sequence[Group]) -> dict[str, float]:
         "pipeline/versions_mean": float(np.mean(versions)),
         "pipeline/versions_max": max(versions),
         "pipeline/kv_age": sum(tokens * age for tokens, age in spans) / max(1, sum(tokens for tokens, _ in spans)),
-        "pipeline/prefilled_again": sum(len(one.prompt_token_ids) for one in again) / forwarded,
+        "pipeline/prefilled_again": sum(len(piece.prompt_token_ids) for piece in again) / forwarded,
     }
 
 
@@ -105,7 +105,7 @@ class Usage:
     def worked(self) -> list[tuple[str, float, float]]:
         """Return the parts of a step that ran since the last call, with begin and end on the clock."""
         parts = {"sample": self.slots, "reward": self.judging}
-        return [(name, begin, end) for name, one in parts.items() for begin, end in one.spans()]
+        return [(name, begin, end) for name, work in parts.items() for begin, end in work.spans()]
 
     def next(self) -> dict[str, float]:
         """Return the metrics since the last step, and reset them."""

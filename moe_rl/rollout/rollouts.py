@@ -210,9 +210,9 @@ class Rollouts:
             await self._round(unjudged, number, clock)
             if number + 1 == rollout.dynamic_sampling_rounds:
                 break  # no round follows, whatever the verdicts
-            if sum(one.informative for one in await self._groups(unjudged, clock)) >= rollout.prompts_per_step:
+            if sum(group.informative for group in await self._groups(unjudged, clock)) >= rollout.prompts_per_step:
                 break
-        played = [[one.whole for one in group] for group in sampled.trajectories]
+        played = [[trajectory.whole for trajectory in group] for group in sampled.trajectories]
         flat = [completion for group in played or sampled.completions for completion in group]
         sampled.digest = digest_of(flat)
         sampled.metrics |= {
@@ -231,8 +231,8 @@ class Rollouts:
         if not sampled.trajectories:
             judging = self.verifiers.judging()
             repeated = [(p, c) for p, group in zip(unjudged.prompts, sampled.completions, strict=True) for c in group]
-            for at, (prompt, completion) in enumerate(repeated):
-                judging.add(at, self.batches.item(prompt, completion))
+            for index, (prompt, completion) in enumerate(repeated):
+                judging.add(index, self.batches.item(prompt, completion))
             judging.calls()
             unjudged.judging.append(judging)
         return unjudged
@@ -252,7 +252,7 @@ class Rollouts:
             assert self.player is not None
             with clock("sample"):
                 played = await self.player.play(self.episodes.round(step, number, prompts, first=done))
-            sampled.trajectories.extend(played[at : at + size] for at in members)
+            sampled.trajectories.extend(played[start : start + size] for start in members)
             return
         requests = [
             self.request(f"s{step}/p{p}/c{c}", prompt.token_ids, rollout.temperature)
@@ -262,20 +262,20 @@ class Rollouts:
         repeated = [prompt for prompt in prompts for _ in range(size)]
         with clock("sample"):
             completions, judging = await self._answered(repeated, requests, shard_name(step, number))
-        sampled.completions.extend(completions[at : at + size] for at in members)
+        sampled.completions.extend(completions[start : start + size] for start in members)
         unjudged.judging.append(judging)
 
     async def _groups(self, unjudged: Unjudged, clock: Clock) -> list[PromptGroup]:
         """Wait for all verdicts of a step, and return its judged groups."""
-        sampled, found = unjudged.sampled, list[Verdict]()
+        sampled, all_verdicts = unjudged.sampled, list[Verdict]()
         with clock("reward"):
             for judging in unjudged.judging:
                 with judging:
-                    found += await judging.awaited()
+                    all_verdicts += await judging.awaited()
             if sampled.trajectories:
                 played = zip(unjudged.prompts, sampled.trajectories, strict=True)
-                return [self.batches.played(n, *one) for n, one in enumerate(played)]
-            verdicts, groups = iter(found), zip(unjudged.prompts, sampled.completions, strict=True)
+                return [self.batches.played(n, *group) for n, group in enumerate(played)]
+            verdicts, groups = iter(all_verdicts), zip(unjudged.prompts, sampled.completions, strict=True)
             return [
                 self.batches.group(n, prompt, [[c] for c in completions], list(islice(verdicts, len(completions))))
                 for n, (prompt, completions) in enumerate(groups)
@@ -289,10 +289,10 @@ class Rollouts:
             prompts = [self.heldout[draw.place][1] for draw in draws]
             if self.episodes is not None:
                 assert self.player is not None
-                asked = [self.episodes.evaluation(kind, *one) for one in zip(draws, prompts, strict=True)]
-                verdicts = [one.verdict for one in await self.player.play(asked)]
+                asked = [self.episodes.evaluation(kind, *drawn) for drawn in zip(draws, prompts, strict=True)]
+                verdicts = [trajectory.verdict for trajectory in await self.player.play(asked)]
             else:
-                requests = [self._held_out(kind, *one) for one in zip(draws, prompts, strict=True)]
+                requests = [self._held_out(kind, *drawn) for drawn in zip(draws, prompts, strict=True)]
                 _, judging = await self._answered(prompts, requests, f"eval-{kind}-step{step:06d}")
                 with judging:
                     verdicts = await judging.awaited()
@@ -327,8 +327,8 @@ class Rollouts:
         with ExitStack() as stack:
             judging = stack.enter_context(self.verifiers.judging())
 
-            def ended(at: int, completion: Completion) -> None:
-                judging.add(at, self.batches.item(prompts[at], completion))
+            def ended(index: int, completion: Completion) -> None:
+                judging.add(index, self.batches.item(prompts[index], completion))
 
             never = asyncio.Event() if self.config.pipeline.by_group else None
             completions = await sample_all(self.sampler, requests, shard=shard, leave=never, ended=ended)
@@ -388,7 +388,7 @@ def canary_runs(config: Config, task: TaskPrompts) -> list[tuple[int, ...]]:
     """
     limit = min(64, config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens - 1)
     tokens = sum((prompt.token_ids for _, prompt in task.evaluated(config)[:256]), ())[: 256 // limit * limit]
-    return [run for at in range(0, len(tokens), limit) if len(run := tokens[at : at + limit]) > 1]
+    return [run for start in range(0, len(tokens), limit) if len(run := tokens[start : start + limit]) > 1]
 
 
 def generate_request(

@@ -195,22 +195,22 @@ async def sample_all(
     completions: dict[int, Completion] = {}
 
     async def share(place: int, members: Sequence[int], name: str) -> None:
-        def hear(at: int, completion: Completion) -> None:
-            ended(members[at], completion)
+        def hear(index: int, completion: Completion) -> None:
+            ended(members[index], completion)
 
         with suppress(ServerLost):
-            mine = [requests[at] for at in members]
+            mine = [requests[index] for index in members]
             sampled = await sampler.sample(place, mine, shard=name, leave=leave, ended=hear)
             completions.update(zip(members, sampled, strict=True))
 
     for attempt in itertools.count():
-        lacking = [at for at in range(len(requests)) if at not in completions]
+        lacking = [index for index in range(len(requests)) if index not in completions]
         if not lacking:
             break
         name = f"{shard}-again{attempt}" if attempt else shard
-        shares = assign([requests[at] for at in lacking], sampler.places)
-        await all_of(share(place, [lacking[at] for at in members], name) for place, members in shares.items())
-    return [completions[at] for at in range(len(requests))]
+        shares = assign([requests[index] for index in lacking], sampler.places)
+        await all_of(share(place, [lacking[index] for index in members], name) for place, members in shares.items())
+    return [completions[index] for index in range(len(requests))]
 
 
 async def all_of[T](calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -230,7 +230,9 @@ def check_agreement(version: int, held: Mapping[str, tuple[int, str]]) -> None:
     held: the version and the digest of each place's weights, by the name of the place.
     """
     if len(set(held.values())) > 1 or {number for number, _ in held.values()} != {version}:
-        got = "; ".join(f"{name}: version {one[0]}, digest {one[1] or 'none'}" for name, one in held.items())
+        got = "; ".join(
+            f"{name}: version {weights[0]}, digest {weights[1] or 'none'}" for name, weights in held.items()
+        )
         raise WeightSyncError("The sampler's places hold different weights", got=got, expected=version)
 
 
@@ -242,10 +244,10 @@ def assign(requests: Sequence[GenerateRequest], places: Sequence[int]) -> dict[i
     requests and places always give the same distribution.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
-    for at, request in enumerate(requests):
-        groups.setdefault(request.prompt_token_ids, []).append(at)
+    for index, request in enumerate(requests):
+        groups.setdefault(request.prompt_token_ids, []).append(index)
     load = {
-        members[0]: sum(len(requests[at].prompt_token_ids) + requests[at].max_tokens for at in members)
+        members[0]: sum(len(requests[index].prompt_token_ids) + requests[index].max_tokens for index in members)
         for members in groups.values()
     }
     shares: dict[int, list[int]] = {place: [] for place in places}

@@ -231,46 +231,46 @@ class VllmServer:
         names, alone = [secrets.token_hex(8) for _ in requests], leave is None and self._alone
         turn = asyncio.Semaphore(self._at_once(requests, leave))
 
-        async def one(at: int) -> None:
+        async def run_request(index: int) -> None:
             async with turn:
                 await collect(
                     self._transport,
                     client,
-                    requests[at],
-                    samples[at],
+                    requests[index],
+                    samples[index],
                     shard,
                     stream=leave is not None,
-                    priority=at if alone else 0,
-                    name=None if leave is None else names[at],
+                    priority=index if alone else 0,
+                    name=None if leave is None else names[index],
                     forever=leave is not None or alone,
                 )
 
-        async def end(at: int) -> None:
-            await asyncio.wait([calls[at]])
-            if calls[at].cancelled():
-                samples[at] = Growing(finish_reason="abort")
+        async def end(index: int) -> None:
+            await asyncio.wait([calls[index]])
+            if calls[index].cancelled():
+                samples[index] = Growing(finish_reason="abort")
                 return
-            calls[at].result()
-            if not samples[at].finish_reason:
-                raise EngineError("The vLLM server ended an answer early", where={"request": requests[at].key})
-            if not samples[at].aborted:
-                ended(at, samples[at].completion(requests[at], {}))
+            calls[index].result()
+            if not samples[index].finish_reason:
+                raise EngineError("The vLLM server ended an answer early", where={"request": requests[index].key})
+            if not samples[index].aborted:
+                ended(index, samples[index].completion(requests[index], {}))
 
         async def abort(leave: asyncio.Event) -> None:
             await leave.wait()
             while True:
-                left = [at for at, sample in enumerate(samples) if not sample.finish_reason]
-                for at in left:
-                    if not samples[at].token_ids:  # it may not have reached vLLM yet; the server drops it
-                        calls[at].cancel()
-                named = LeaveRequests([names[at] for at in left if samples[at].token_ids])
+                left = [index for index, sample in enumerate(samples) if not sample.finish_reason]
+                for index in left:
+                    if not samples[index].token_ids:  # it may not have reached vLLM yet; the server drops it
+                        calls[index].cancel()
+                named = LeaveRequests([names[index] for index in left if samples[index].token_ids])
                 await self._transport.call(client, "POST", "/moe_rl/leave", named, _NOTHING)
                 await asyncio.sleep(_LEAVE_AGAIN_SECONDS)
 
         if alone:
             await self._transport.call(client, "POST", "/moe_rl/hold", None, _NOTHING)
-        calls = [asyncio.create_task(one(at)) for at in range(len(requests))]
-        ends = [asyncio.create_task(end(at)) for at in range(len(requests))]
+        calls = [asyncio.create_task(run_request(index)) for index in range(len(requests))]
+        ends = [asyncio.create_task(end(index)) for index in range(len(requests))]
         watches = [self._together(client, len(requests)), self._watch(client)] if alone else []
         if leave is not None:
             watches = [self._watch(client), abort(leave)]

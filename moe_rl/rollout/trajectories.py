@@ -59,14 +59,14 @@ class Trajectory:
     def whole(self) -> Completion:
         """Return all tokens that the model sampled as one completion, for metrics and keys. It has no prompt and no
         record."""
-        said = self.sequences
+        sequences = self.sequences
         return Completion(
             key=self.name,
             prompt_token_ids=(),
-            token_ids=sum((one.token_ids for one in said), ()),
-            logprobs=np.concatenate([np.empty(0, np.float32), *(one.logprobs for one in said)]),
-            finish_reason=said[-1].finish_reason if said else "abort",
-            versions=sum((one.versions for one in said), ()),
+            token_ids=sum((sequence.token_ids for sequence in sequences), ()),
+            logprobs=np.concatenate([np.empty(0, np.float32), *(sequence.logprobs for sequence in sequences)]),
+            finish_reason=sequences[-1].finish_reason if sequences else "abort",
+            versions=sum((sequence.versions for sequence in sequences), ()),
             routes=None,
         )
 
@@ -77,12 +77,12 @@ class Trajectory:
     @property
     def forwarded(self) -> int:
         """Return the number of tokens that training forwards, over all sequences."""
-        return sum(one.forwarded for one in self.sequences)
+        return sum(sequence.forwarded for sequence in self.sequences)
 
     @property
     def inserted(self) -> int:
         """Return the number of tokens given to the model between its turns."""
-        return sum(len(one.token_ids) for sequence in self.sequences for one in sequence.inserted)
+        return sum(len(insertion.token_ids) for sequence in self.sequences for insertion in sequence.inserted)
 
 
 class EpisodePlayer(Protocol):

@@ -91,7 +91,7 @@ def _add(sample: Growing, answer: _Answer, key: str) -> None:
         got = bytes(answer.error)[:500].decode("utf-8", "replace") if answer.error else "no completion"
         raise EngineError("The vLLM server could not sample", where={"request": key}, got=got)
     (choice,) = answer.choices
-    logprobs = [at.logprob for at in choice.logprobs.content]
+    logprobs = [token.logprob for token in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
         raise EngineError("The vLLM server returned too few log-probabilities", where={"request": key})
     sample.add(choice.token_ids, logprobs, choice.finish_reason, choice.weight_versions, choice.stop_reason)

@@ -43,7 +43,7 @@ def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
         raise ValueError(f"the prompt looks like stored messages but is not JSON; {remedy}: {prompt[:60]!r}") from error
     if isinstance(value, list):
         return value if _are_messages(value) else prompt
-    within = next((name for name, one in value.items() if isinstance(one, list) and _are_messages(one)), None)
+    within = next((name for name, field in value.items() if isinstance(field, list) and _are_messages(field)), None)
     if within is not None:
         remedy = f"name the messages inside it with the key `prompt` of the source, as in prompt.{within}"
     elif "role" not in value or not _MESSAGES.match(prompt):
@@ -54,8 +54,8 @@ def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
 def _are_messages(value: list[Any]) -> bool:
     """Return whether all have a role, and what it says or calls."""
     return bool(value) and all(
-        isinstance(one, dict) and {"role", "from"} & one.keys() and {"content", "value", "tool_calls"} & one.keys()
-        for one in value
+        isinstance(item, dict) and {"role", "from"} & item.keys() and {"content", "value", "tool_calls"} & item.keys()
+        for item in value
     )
 
 
@@ -65,10 +65,10 @@ def listed_tools(row: dict[str, Any], column: str) -> list[Mapping[str, Any]]:
     Raises:
         ValueError: the column holds something else. The text is for the user.
     """
-    found = _stored(value_at(row, column), column) or []
-    tools = [_stored(tool, column) for tool in found] if isinstance(found, list) else []
-    if not isinstance(found, list) or not all(map(_is_tool, tools)):
-        raise _no_tools(column, found)
+    stored = _stored(value_at(row, column), column) or []
+    tools = [_stored(tool, column) for tool in stored] if isinstance(stored, list) else []
+    if not isinstance(stored, list) or not all(map(_is_tool, tools)):
+        raise _no_tools(column, stored)
     return tools
 
 
@@ -94,32 +94,32 @@ def refuse_unread(
         ValueError: there is such a column. The text is for the user.
     """
     others = {name: value for name, value in row.items() if name != column}
-    if tools_unknown and (found := next(_tool_lists(others), None)):
+    if tools_unknown and (unshown := next(_tool_lists(others), None)):
         raise ValueError(
-            f"the column {found[0]} has tools that the prompt does not show; name it with tools={found[0]} in the "
-            f"source, or set tools=null: {len(found[1])} tools"
+            f"the column {unshown[0]} has tools that the prompt does not show; name it with tools={unshown[0]} in the "
+            f"source, or set tools=null: {len(unshown[1])} tools"
         )
     first = prompt[0] if isinstance(prompt, list) and isinstance(prompt[0], Mapping) else {}
     has_system = chat.system is not None or first.get("role") in ("system", "developer")
     _, _, asks = column.rpartition(".")
-    for place, given in [*_beside(row, column), *((name, "no JSON value") for name in left_out)]:
+    for place, stored in [*_beside(row, column), *((name, "no JSON value") for name in left_out)]:
         _, _, name = place.rpartition(".")
-        is_system = name.lower().replace("_", "") in _SYSTEM and not isinstance(given, int | float)
+        is_system = name.lower().replace("_", "") in _SYSTEM and not isinstance(stored, int | float)
         if not (is_system or name in _READ or (asks, name) in _BESIDE):
             continue
-        value = _value(given)
+        value = _value(stored)
         if not value or (is_system and has_system):
             continue
         if isinstance(prompt, str) and isinstance(value, str) and value in prompt:
             continue
-        if name == "history" and not (isinstance(value, list) and all(isinstance(one, list | dict) for one in value)):
+        if name == "history" and not (isinstance(value, list) and all(isinstance(turn, list | dict) for turn in value)):
             continue
         if name != "chat_template_kwargs":
             raise ValueError(
                 f"the row has a column {place} that the prompt does not show; put it into the prompt's messages, or "
                 f"leave it out or rename it if the prompt is to be without it: {str(value)[:60]!r}"
             )
-        if isinstance(value, Mapping) and any(chat.template_kwargs.get(key) != one for key, one in value.items()):
+        if isinstance(value, Mapping) and any(chat.template_kwargs.get(key) != option for key, option in value.items()):
             raise ValueError(
                 f"the row has {place}, which are not read; set task.chat.template_kwargs for all rows, or leave the "
                 f"column out: {value}"
@@ -150,10 +150,10 @@ def says_nothing(prompt: str | list[Any]) -> bool:
     if isinstance(prompt, str):
         return prompt.strip() in ("", "[]")
     return all(
-        isinstance(one, Mapping)
-        and "role" in one
-        and not (one.keys() - {"role", "content"} or str(one.get("content") or "").strip())
-        for one in prompt
+        isinstance(message, Mapping)
+        and "role" in message
+        and not (message.keys() - {"role", "content"} or str(message.get("content") or "").strip())
+        for message in prompt
     )
 
 
@@ -170,7 +170,7 @@ def _tool_lists(value: Any, name: str = "") -> Iterator[tuple[str, list[Any]]]:
 def _is_schema(value: Any) -> bool:
     inner = value.get("function", value) if isinstance(value, Mapping) else None
     kinds = {"parameters", "input_schema", "inputSchema"}
-    return _is_tool(value) and isinstance(inner, Mapping) and any(isinstance(inner.get(one), Mapping) for one in kinds)
+    return _is_tool(value) and isinstance(inner, Mapping) and any(isinstance(inner.get(key), Mapping) for key in kinds)
 
 
 def _stored(value: Any, column: str) -> Any:
@@ -185,8 +185,8 @@ def _is_tool(tool: Any) -> bool:
     return isinstance(inner, Mapping) and isinstance(inner.get("name"), str)
 
 
-def _no_tools(column: str, found: Any) -> ValueError:
+def _no_tools(column: str, value: Any) -> ValueError:
     return ValueError(
         f"the column {column} is not a list of tools with names, nor JSON text of one; give one, or set tools=null in "
-        f"the source if the column is for something else: {str(found)[:60]!r}"
+        f"the source if the column is for something else: {str(value)[:60]!r}"
     )

@@ -40,13 +40,13 @@ def code_of(function: str) -> tuple[dict[str, Path], dict[str, str]]:
             continue
         file = Path(spec.origin).resolve()
         if any(file.is_relative_to(folder) for folder in _INSTALLED):
-            packages |= {one: importlib.metadata.version(one) for one in _distributions().get(top, ())}
+            packages |= {provider: importlib.metadata.version(provider) for provider in _distributions().get(top, ())}
             continue
         files[name] = file
         package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
         parts = name.split(".")
         todo += [(".".join(parts[:end]), beside) for end in range(1, len(parts))]
-        todo += [(one, [str(file.parent)]) for one in _imported(file, package)]
+        todo += [(module, [str(file.parent)]) for module in _imported(file, package)]
     return files, packages
 
 
@@ -63,8 +63,8 @@ def _find(name: str, path: list[str] | None = None) -> ModuleSpec | None:
     for end, name in enumerate(parts, start=1):
         whole = ".".join(parts[:end])
         # Given its full name, PathFinder looks up the parent of a folder without __init__.py, which is not imported.
-        found = (finder.find_spec(name if finder is PathFinder else whole, path) for finder in sys.meta_path)
-        if (spec := next(filter(None, found), None)) is None:
+        specs = (finder.find_spec(name if finder is PathFinder else whole, path) for finder in sys.meta_path)
+        if (spec := next(filter(None, specs), None)) is None:
             return None
         path = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
         if path is None and end < len(parts):
@@ -88,6 +88,6 @@ def _imported(file: Path, package: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
             yield module
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            names = [one.value for one in node.args[:1] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
             with suppress(ImportError):  # relative without a package
-                yield from (resolve_name(one, package) for one in names)
+                yield from (resolve_name(name, package) for name in names)

@@ -183,23 +183,23 @@ def mathematically_equal(completion: str, answer: object, stop_string: str | Non
     return float(any(_equal(right, expected, text, said, *texts) for texts in in_one_unit(expected, said)))
 
 
-def _equal(right: list[Any], expected: str, text: str, said: str, ours: str, theirs: str) -> bool:
-    """Compare two answers, which `ours` and `theirs` hold without units."""
-    verdict = _equal_texts(ours, theirs)
+def _equal(right: list[Any], expected: str, text: str, said: str, right_text: str, given_text: str) -> bool:
+    """Compare two answers, which `right_text` and `given_text` hold without units."""
+    verdict = _equal_texts(right_text, given_text)
     if verdict is not None:
         return verdict
-    ours, theirs = keep_symbol(ours), keep_symbol(theirs)
-    if ours != expected:
-        right = parse(_spelt(_boxed(ours)), parsing_timeout=None)
-    if theirs != said:
-        text = _boxed(theirs)
+    right_text, given_text = keep_symbol(right_text), keep_symbol(given_text)
+    if right_text != expected:
+        right = parse(_spelt(_boxed(right_text)), parsing_timeout=None)
+    if given_text != said:
+        text = _boxed(given_text)
     given = parse(_spelt(text), parsing_timeout=None)
     if not (_inequalities(right) and _inequalities(given) and right[0].free_symbols != given[0].free_symbols):
-        right, given = _solved(right, ours), _solved(given, theirs)
+        right, given = _solved(right, right_text), _solved(given, given_text)
     if isinstance(given[0] if given else None, Tuple) and _assignments(right):
-        right = [Tuple(*(one.rhs for one in right[0]._unsorted_args))]
-    if _symbols(right) == _symbols(given) != {"?"} and all(isinstance(one[0], And) for one in (right, given)):
-        right, given = ([one[0].as_set()] if len(one[0].free_symbols) == 1 else one for one in (right, given))
+        right = [Tuple(*(equation.rhs for equation in right[0]._unsorted_args))]
+    if _symbols(right) == _symbols(given) != {"?"} and all(isinstance(side[0], And) for side in (right, given)):
+        right, given = ([side[0].as_set()] if len(side[0].free_symbols) == 1 else side for side in (right, given))
     if _symbols(right) | _symbols(given) == {"i"}:
         right, given = _complex(right), _complex(given)
     equal = verify(
@@ -225,14 +225,14 @@ def _final(completion: str) -> tuple[str, str]:
     tagged = _TAGGED.findall(completion)
     text = tagged[-1].strip() if tagged else completion.strip()
     if "\\boxed" in text:
-        said = _END.sub("", _boxes(text))
-        return (_boxed(said), said) if said else (text, "")
+        answer = _END.sub("", _boxes(text))
+        return (_boxed(answer), answer) if answer else (text, "")
     clauses = _CLAUSE.findall(text)
-    said = _BOLD.sub(r"\1", clauses[-1] if clauses else text).strip("#`* ").rstrip(". *")
-    said = _DELIMITER.sub("", _LEAD.sub("", said, count=1)).strip()
-    if "\n" in said or len(said) > _LONGEST_ANSWER or (not tagged and not clauses and "\n" in text):
+    answer = _BOLD.sub(r"\1", clauses[-1] if clauses else text).strip("#`* ").rstrip(". *")
+    answer = _DELIMITER.sub("", _LEAD.sub("", answer, count=1)).strip()
+    if "\n" in answer or len(answer) > _LONGEST_ANSWER or (not tagged and not clauses and "\n" in text):
         return text, ""
-    return (text, said) if _SENTENCE.search(_JOINS.sub(" , ", said)) else (_boxed(said), said)
+    return (text, answer) if _SENTENCE.search(_JOINS.sub(" , ", answer)) else (_boxed(answer), answer)
 
 
 def _boxes(text: str) -> str:
@@ -240,21 +240,21 @@ def _boxes(text: str) -> str:
     not closed."""
     text = _BOX_PERCENT.sub(r"\\boxed{\1\\%}", text)
     boxes: list[str] = []
-    while (said := find_answer(text, "box")) is not None:
+    while (box := find_answer(text, "box")) is not None:
         # A box that ends earlier in the text is not next to the others.
         if boxes and find_answer(text[:-1], "box") is not None:
             break
-        boxes.insert(0, said)
+        boxes.insert(0, box)
         text = text.rpartition("\\boxed{")[0]
         joint = _JOINT.search(text)
         text = text[: joint.start() + 1] if joint else ""
     return ", ".join(boxes)
 
 
-def _boxed(said: str) -> str:
+def _boxed(answer: str) -> str:
     """Return an answer in a box, with both values where it has one plus-minus sign."""
-    both = [_PLUS_MINUS.sub(sign, said) for sign in "+-"] if len(_PLUS_MINUS.findall(said)) == 1 else [said]
-    return f"\\boxed{{{', '.join(both)}}}"
+    values = [_PLUS_MINUS.sub(sign, answer) for sign in "+-"] if len(_PLUS_MINUS.findall(answer)) == 1 else [answer]
+    return f"\\boxed{{{', '.join(values)}}}"
 
 
 def _read_answer(answer: object) -> tuple[list[Any], str]:
@@ -264,11 +264,11 @@ def _read_answer(answer: object) -> tuple[list[Any], str]:
     text = _PREAMBLE.sub("", str(answer)).removesuffix("</answer>").strip("* \n")
     text = _END.sub("", text)
     delimited = len(_DOLLAR.findall(text)) > 1 or any(mark in text for mark in ("\\boxed", "\\(", "\\["))
-    read, said = _final(text) if delimited else (_boxed(_DOLLAR.sub("", text)), text)
+    read, bare = _final(text) if delimited else (_boxed(_DOLLAR.sub("", text)), text)
     right = parse(_spelt(read), parsing_timeout=None)
     if not right:
         raise ValueError(f"math-verify finds no mathematics in the column answer: {answer!r:.80}")
-    return list(right), said or text
+    return list(right), bare or text
 
 
 def _equal_texts(expected: str, said: str) -> bool | None:
@@ -276,22 +276,26 @@ def _equal_texts(expected: str, said: str) -> bool | None:
     choice, label = _CHOICE.fullmatch(expected), _LABEL.match(said)
     if choice and label:
         return label[1].upper() == choice[1]
-    ours, theirs = (_SPACE.sub(" ", _WRAPPED.sub(r"\1", one)).strip() for one in (expected, said))
-    if ours == theirs != "" or (
-        _PROSE.fullmatch(ours) and ours.casefold().rstrip(".") == theirs.casefold().rstrip(".")
+    right, given = (_SPACE.sub(" ", _WRAPPED.sub(r"\1", text)).strip() for text in (expected, said))
+    if right == given != "" or (
+        _PROSE.fullmatch(right) and right.casefold().rstrip(".") == given.casefold().rstrip(".")
     ):
         return True
-    if _CHOICES.fullmatch(ours) and _CHOICES.fullmatch(theirs):
-        return sorted(re.findall("[A-H]", ours)) == sorted(re.findall("[A-H]", theirs)) or None
-    if _DATE.fullmatch(ours) or (_NAME.fullmatch(ours) and _NAME.fullmatch(theirs)):
-        return [int(one) for one in re.findall(r"\d+", ours)] == [int(one) for one in re.findall(r"\d+", theirs)] != []
-    based, clocks = ([pattern.fullmatch(one) for one in (ours, theirs)] for pattern in (_BASED, _CLOCK))
+    if _CHOICES.fullmatch(right) and _CHOICES.fullmatch(given):
+        return sorted(re.findall("[A-H]", right)) == sorted(re.findall("[A-H]", given)) or None
+    if _DATE.fullmatch(right) or (_NAME.fullmatch(right) and _NAME.fullmatch(given)):
+        return (
+            [int(part) for part in re.findall(r"\d+", right)] == [int(part) for part in re.findall(r"\d+", given)] != []
+        )
+    based, clocks = ([pattern.fullmatch(text) for text in (right, given)] for pattern in (_BASED, _CLOCK))
     if based[0] and based[1] and based[0].groups() != based[1].groups():
         return False
     if clocks[0] and clocks[1] and (clocks[0][3] or clocks[1][3]):
         return bool(_minutes(clocks[0]) & _minutes(clocks[1]))
-    if _UNITS.search(ours):
-        return all(re.findall(one, ours.lower()) == re.findall(one, theirs.lower()) for one in (_NUMBER, _INITIAL))
+    if _UNITS.search(right):
+        return all(
+            re.findall(pattern, right.lower()) == re.findall(pattern, given.lower()) for pattern in (_NUMBER, _INITIAL)
+        )
     return None
 
 
@@ -299,47 +303,47 @@ def _minutes(clock: re.Match[str]) -> set[int]:
     """Return the minutes of the day at which a clock shows this; two if it does not say a.m. or p.m."""
     hour, minute, half = int(clock[1]), int(clock[2] or 0), (clock[3] or "").lower()
     hours = {hour % 12 + 12 * (half == "p")} if half else {hour, hour + 12} if hour < 12 else {hour % 24, hour - 12}
-    return {60 * one + minute for one in hours}
+    return {60 * day_hour + minute for day_hour in hours}
 
 
-def _symbols(found: list[Any]) -> set[str]:
-    return {symbol.name for symbol in found[0].free_symbols} if found and isinstance(found[0], Basic) else {"?"}
+def _symbols(parsed: list[Any]) -> set[str]:
+    return {symbol.name for symbol in parsed[0].free_symbols} if parsed and isinstance(parsed[0], Basic) else {"?"}
 
 
-def _complex(found: list[Any]) -> list[Any]:
+def _complex(parsed: list[Any]) -> list[Any]:
     """Replace the symbol i by the imaginary unit."""
-    return [found[0].xreplace(dict.fromkeys(found[0].free_symbols, I)), *found[1:]]
+    return [parsed[0].xreplace(dict.fromkeys(parsed[0].free_symbols, I)), *parsed[1:]]
 
 
-def _assignments(found: list[Any]) -> bool:
+def _assignments(parsed: list[Any]) -> bool:
     """Return whether the library read a list of values, each of another symbol: x=1, y=2."""
-    if not isinstance(found[0], FiniteSet) or not all(isinstance(one, Equality) for one in found[0].args):
+    if not isinstance(parsed[0], FiniteSet) or not all(isinstance(equation, Equality) for equation in parsed[0].args):
         return False
-    return len({one.lhs for one in found[0].args if isinstance(one.lhs, Symbol)}) == len(found[0].args)
+    return len({equation.lhs for equation in parsed[0].args if isinstance(equation.lhs, Symbol)}) == len(parsed[0].args)
 
 
-def _inequalities(found: list[Any]) -> bool:
+def _inequalities(parsed: list[Any]) -> bool:
     """Return whether the library read a list of conditions on one variable, not all equations."""
     return (
-        bool(found)
-        and isinstance(found[0], FiniteSet)
-        and len(found[0].free_symbols) == 1
-        and all(isinstance(one, Boolean) and not isinstance(one, Symbol) for one in found[0].args)
-        and not all(isinstance(one, Equality) for one in found[0].args)
+        bool(parsed)
+        and isinstance(parsed[0], FiniteSet)
+        and len(parsed[0].free_symbols) == 1
+        and all(isinstance(condition, Boolean) and not isinstance(condition, Symbol) for condition in parsed[0].args)
+        and not all(isinstance(condition, Equality) for condition in parsed[0].args)
     )
 
 
-def _solved(found: list[Any], text: str) -> list[Any]:
+def _solved(parsed: list[Any], text: str) -> list[Any]:
     """Replace a list of inequalities by the numbers that fulfil it: any of them for `or`, else all. All of them can be
     meant only if some number does."""
-    if not _inequalities(found):
-        return found
+    if not _inequalities(parsed):
+        return parsed
     try:
-        parts = [one.as_set() for one in found[0].args]
+        parts = [condition.as_set() for condition in parsed[0].args]
         both, either = Intersection(*parts), Union(*parts)
     except (NotImplementedError, ValueError):
-        return found
-    return [either if _EITHER.search(text) or both.is_empty else both, *found[1:]]
+        return parsed
+    return [either if _EITHER.search(text) or both.is_empty else both, *parsed[1:]]
 
 
 def _spelt(text: str) -> str:
@@ -349,28 +353,28 @@ def _spelt(text: str) -> str:
     text = "".join(map(_sign, text))
     for spelling, instead in _COMMANDS.items():
         text = spelling.sub(instead, text)
-    text = _SCALED.sub(lambda found: f"\\times {_SCALES[found[1] or found[2]]} ", text)
-    text = _DOTTED.sub(lambda found: found[1].replace(".", "") + (f".{found[2]}" if found[2] else ""), text)
+    text = _SCALED.sub(lambda match: f"\\times {_SCALES[match[1] or match[2]]} ", text)
+    text = _DOTTED.sub(lambda match: match[1].replace(".", "") + (f".{match[2]}" if match[2] else ""), text)
     text = _REPEATING.sub(_periodic, text)
     text = _POWER.sub(r"^{\1}", _SUPERSCRIPT.sub(_raised, text))
     text = _MONEY.sub("", _MINUS.sub("-", _CURRENCY.sub("", text)))
-    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
-    text = _GROUPS.sub(lambda found: _BETWEEN.sub("", found[0]), text)
-    text = _MIXED.sub(lambda found: str(int(found[1]) + Fraction(int(found[2]), int(found[3]))), text)
-    text = _SCIENTIFIC.sub(lambda found: str(Fraction(f"{found[1]}e{found[2] or found[3] or found[4]}")), text)
+    text = _ROOT.sub(lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text)
+    text = _GROUPS.sub(lambda match: _BETWEEN.sub("", match[0]), text)
+    text = _MIXED.sub(lambda match: str(int(match[1]) + Fraction(int(match[2]), int(match[3]))), text)
+    text = _SCIENTIFIC.sub(lambda match: str(Fraction(f"{match[1]}e{match[2] or match[3] or match[4]}")), text)
     return _OR.sub(" or ", _AND.sub(" and ", text)) if _INEQUALITY.search(text) else text
 
 
-def _periodic(found: re.Match[str]) -> str:
+def _periodic(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction."""
-    before, decimals = found[1] or "0", found[2]
-    period = found[3] or found[4] or found[5]
+    before, decimals = match[1] or "0", match[2]
+    period = match[3] or match[4] or match[5]
     rest = Fraction(int(period), 10 ** len(decimals) * (10 ** len(period) - 1))
     return str(Fraction(f"{before}.{decimals or 0}") + rest)
 
 
-def _raised(found: re.Match[str]) -> str:
-    power = unicodedata.normalize("NFKC", found[0]).replace("\u2212", "-")
+def _raised(match: re.Match[str]) -> str:
+    power = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
     return f"^{{{power}}}"
 
 
@@ -397,10 +401,10 @@ def _far_apart(right: Any, given: Any) -> bool:
     The library compares only decimals, so it would take all tiny numbers for equal. Percentages are not evaluated: one
     equals the number with and without the sign.
     """
-    if not all(isinstance(one, Expr) and one.is_number and not one.has(UnevaluatedExpr) for one in (right, given)):
+    if not all(isinstance(side, Expr) and side.is_number and not side.has(UnevaluatedExpr) for side in (right, given)):
         return False
     try:
-        ours, theirs = (one.doit().evalf(30) for one in (right, given))
-        return bool(abs(ours - theirs) > _RELATIVE * max(abs(ours), abs(theirs)))
+        first, second = (side.doit().evalf(30) for side in (right, given))
+        return bool(abs(first - second) > _RELATIVE * max(abs(first), abs(second)))
     except TypeError:  # not ordered numbers, such as nan
         return False

@@ -52,10 +52,10 @@ class PromptFile:
         if source.kind not in ("jsonl", "parquet") or not data.is_file() or data.stat().st_size < SMALLEST_BYTES:
             return None
         hasher = xxhash.xxh3_128()
-        given = source.model_dump(mode="json", exclude={"data", "weight", "prompts"})
+        settings = source.model_dump(mode="json", exclude={"data", "weight", "prompts"})
         chat = None if config.task.chat is None else config.task.chat.model_dump(mode="json")
         limits = [config.rollout.max_prompt_tokens, config.task.environment is not None]
-        hasher.update(json.dumps([given, chat, limits, importlib.metadata.version("transformers")]).encode())
+        hasher.update(json.dumps([settings, chat, limits, importlib.metadata.version("transformers")]).encode())
         code = sorted(Path(__file__).parent.glob("*.py"))
         tokenizer = sorted(file for file in config.model.path.iterdir() if file.suffix in _TOKENIZERS)
         for file in (*code, *tokenizer, data):
@@ -95,14 +95,14 @@ class PromptTable(Sequence[Prompt]):
         return len(self._begins) - 1
 
     @overload
-    def __getitem__(self, at: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
     @overload
-    def __getitem__(self, at: slice) -> list[Prompt]: ...
-    def __getitem__(self, at: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(at, slice):
-            return [self[one] for one in range(*at.indices(len(self)))]
-        at = range(len(self))[at]
-        begin, end = self._begins[at : at + 2].tolist()
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        begin, end = self._begins[index : index + 2].tolist()
         (tokens,) = _COUNT.unpack_from(self._data, begin)
         token_ids = struct.unpack_from(f"<{tokens}i", self._data, begin + _COUNT.size)
         name, text, columns, messages, level = json.loads(self._data[begin + _COUNT.size + 4 * tokens : end])

@@ -47,11 +47,11 @@ class StepPrompts:
 
     def consumed(self) -> list[int]:
         """Return the cursors of its prompts."""
-        return [at for first, count in self.cursors for at in range(first, first + count)]
+        return [cursor for first, count in self.cursors for cursor in range(first, first + count)]
 
     def ended(self) -> list[int]:
         """Return the cursors of all prompts that end with this line."""
-        return self.consumed() + [at for at, _ in self.dropped]
+        return self.consumed() + [cursor for cursor, _ in self.dropped]
 
     def ids_in(self, source: PromptSource) -> list[str]:
         """Return a source's prompt ids at these cursors."""
@@ -242,8 +242,8 @@ class PromptLedger:
         lines, tail = self._read()
         ended = Ended()
         for number, entry in enumerate(self._entries(lines, ended), start=1):
-            found = zip(entry.consumed(), entry.prompts, entry.ids_in(source), strict=True)
-            if wrong := next((one for one in found if one[1] != one[2]), None):
+            consumed = zip(entry.consumed(), entry.prompts, entry.ids_in(source), strict=True)
+            if wrong := next((prompt for prompt in consumed if prompt[1] != prompt[2]), None):
                 cursor, got, expected = wrong
                 raise self._wrong(number, "prompt", got, f"{expected}, at cursor {cursor}")
         if whole and ended.above:

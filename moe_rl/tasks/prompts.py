@@ -73,44 +73,45 @@ class TaskPrompts:
     @property
     def count(self) -> int | None:
         """Return the number of training prompts; None if a source is endless."""
-        counts = [one.count for one in self.train]
+        counts = [prompt_set.count for prompt_set in self.train]
         return None if None in counts else sum(count or 0 for count in counts)
 
     def _sets(self) -> Iterator[tuple[str, PromptSet]]:
         """Yield each set of prompts together with its config key."""
-        yield from (("task.train", one) for one in self.train)
-        yield from (("task.heldout", one) for one in self.heldout)
+        yield from (("task.train", prompt_set) for prompt_set in self.train)
+        yield from (("task.heldout", prompt_set) for prompt_set in self.heldout)
 
     def columns(self) -> dict[str, Columns]:
         """Return the columns of each source; for an endless source those of its first items."""
         return {
-            f"source {one.name} of {key}": Columns.of(one.prompts, one.named, one.left_out) for key, one in self._sets()
+            f"source {prompt_set.name} of {key}": Columns.of(prompt_set.prompts, prompt_set.named, prompt_set.left_out)
+            for key, prompt_set in self._sets()
         }
 
     @property
     def has_chats(self) -> bool:
         """Return whether a prompt went through the model's chat template."""
-        return any(prompt.messages is not None for _, one in self._sets() for prompt in one.prompts)
+        return any(prompt.messages is not None for _, prompt_set in self._sets() for prompt in prompt_set.prompts)
 
     def first(self, each: int) -> list[Prompt]:
         """Return the first `each` prompts of every set."""
-        return [prompt for _, one in self._sets() for prompt in one.prompts[:each]]
+        return [prompt for _, prompt_set in self._sets() for prompt in prompt_set.prompts[:each]]
 
     def notes(self) -> list[str]:
         """Return a line about each source, then the other notes."""
         sources = [
-            f"{key} {one.name}: " + "; ".join([f"{one.count or 'endless'} prompts", *one.notes])
-            for key, one in self._sets()
+            f"{key} {prompt_set.name}: " + "; ".join([f"{prompt_set.count or 'endless'} prompts", *prompt_set.notes])
+            for key, prompt_set in self._sets()
         ]
         return [*sources, *self.told]
 
     def evaluated(self, config: Config) -> list[tuple[HeldoutSourceConfig, Prompt]]:
         """Return the prompts that every evaluation uses, each with its source, chosen by the seed of the run."""
         chosen = []
-        for source, one in zip(config.task.heldout, self.heldout, strict=True):
-            count, each = one.count, config.eval.prompts if source.prompts is None else source.prompts
-            order = range(each) if count is None else np.random.default_rng(config.run.seed).permutation(count)[:each]
-            chosen += [(source, one.item(at)) for at in order]
+        for source, prompt_set in zip(config.task.heldout, self.heldout, strict=True):
+            count, limit = prompt_set.count, config.eval.prompts if source.prompts is None else source.prompts
+            order = range(limit) if count is None else np.random.default_rng(config.run.seed).permutation(count)[:limit]
+            chosen += [(source, prompt_set.item(index)) for index in order]
         return chosen
 
 
@@ -120,19 +121,19 @@ def load_task(config: Config, codec: TextCodec) -> TaskPrompts:
     Raises:
         DataError: with every problem; equal problems of a source are merged, with their count.
     """
-    maker, found, sets = _PromptMaker(config, codec), list[Problem](), dict[str, list[PromptSet]]()
+    maker, problems, sets = _PromptMaker(config, codec), list[Problem](), dict[str, list[PromptSet]]()
     for key, sources in (("train", config.task.train), ("heldout", config.task.heldout)):
         sets[key] = []
-        for at, source in enumerate(sources):
+        for index, source in enumerate(sources):
             try:
-                sets[key].append(maker.read(source, f"task.{key}.{at}"))
+                sets[key].append(maker.read(source, f"task.{key}.{index}"))
             except DataError as error:
-                found += error.problems
-    if found:
-        raise DataError(list(dict.fromkeys(found)))
+                problems += error.problems
+    if problems:
+        raise DataError(list(dict.fromkeys(problems)))
     task = TaskPrompts(codec, tuple(sets["train"]), tuple(sets["heldout"]))
-    if found := list(number_problems(config, task.count, [one.count for one in task.heldout])):
-        raise DataError(found)
+    if problems := list(number_problems(config, task.count, [prompt_set.count for prompt_set in task.heldout])):
+        raise DataError(problems)
     return task
 
 
@@ -202,8 +203,8 @@ class _PromptMaker:
         if (file := PromptFile.of(source, self._config)) is None:
             return self._finite(source, key, weight, [])
         if (kept := file.read()) is not None:
-            prompts, said = kept
-            left_out, notes = frozenset(said["left_out"]), tuple(said["notes"])
+            prompts, kept_notes = kept
+            left_out, notes = frozenset(kept_notes["left_out"]), tuple(kept_notes["notes"])
             return PromptSet(source.name, prompts, None, (source.prompt, source.answer), weight, left_out, notes)
         try:
             with closing(PromptWriter(file)) as writer:
@@ -244,11 +245,11 @@ class _PromptMaker:
         notes += [f"{self._spelling} spell special tokens, which count as text there"] if self._spelling else []
         if isinstance(prompts, PromptWriter):
             notes += [f"kept for the next start in {source.data}.{source.name}.prompts"]
-            found: Sequence[Prompt] = prompts.finish({"left_out": sorted(left_out), "notes": notes})
+            finished: Sequence[Prompt] = prompts.finish({"left_out": sorted(left_out), "notes": notes})
         else:
-            found = prompts
+            finished = prompts
         named = (source.prompt, source.answer)
-        return PromptSet(source.name, found, None, named, weight, frozenset(left_out), tuple(notes))
+        return PromptSet(source.name, finished, None, named, weight, frozenset(left_out), tuple(notes))
 
     def _endless(self, source: PromptSourceConfig, key: str, weight: float) -> PromptSet:
         item = open_generator(source, key)
@@ -277,22 +278,22 @@ class _PromptMaker:
     ) -> Prompt:
         """Return the prompt of a row. left_out: columns without a JSON value. Raises _Unfit."""
         plays = self._config.task.environment is not None
-        found = {name: value_at(row, name) for name in self._named(source)}
-        for column, value in found.items():
+        values = {name: value_at(row, name) for name in self._named(source)}
+        for column, value in values.items():
             if value is None:
                 lacks = f"the row lacks the column {column}, or has null or no JSON value there"
                 got = f"only {', '.join(row)}" if row else "no column"
                 raise _Unfit(lacks, got, kind="missing")
         if source.answer is not None:
-            row = row | {"answer": found[source.answer]}
+            row = row | {"answer": values[source.answer]}
         text, token_ids, messages = self._row_text(row) if plays else self._tokenised(source, row, left_out)
         return Prompt(
-            id=f"{source.name}/{number if source.id is None else _id(source.id, found[source.id])}",
+            id=f"{source.name}/{number if source.id is None else _id(source.id, values[source.id])}",
             text=text,
             token_ids=token_ids,
             columns=row,
             messages=messages,
-            level=None if source.level is None else _level(source.level, found[source.level]),
+            level=None if source.level is None else _level(source.level, values[source.level]),
         )
 
     def _named(self, source: PromptSourceConfig) -> list[str]:
@@ -372,10 +373,10 @@ class PromptSource:
     """
 
     def __init__(self, sets: Sequence[PromptSet], seed: int):
-        if not sets or any(one.count == 0 for one in sets):
+        if not sets or any(prompt_set.count == 0 for prompt_set in sets):
             raise DataError("a prompt source needs at least one prompt of each set")
         self._sets = tuple(sets)
-        weights = [Fraction(one.weight) for one in sets]
+        weights = [Fraction(prompt_set.weight) for prompt_set in sets]
         self._shares = [weight / sum(weights) for weight in weights]
         self._seed = seed
         self._epochs = [-1] * len(sets)
@@ -387,9 +388,9 @@ class PromptSource:
             raise ValueError(describe("no such prompts", got=f"cursor {cursor}, count {count}", expected="0 or more"))
         taken, prompts = self._taken(cursor), []
         for _ in range(count):
-            at = self._next(taken)
-            prompts.append(self._item(at, taken[at]))
-            taken[at] += 1
+            index = self._next(taken)
+            prompts.append(self._item(index, taken[index]))
+            taken[index] += 1
         return prompts
 
     def _taken(self, cursor: int) -> list[int]:
@@ -409,18 +410,18 @@ class PromptSource:
         """Return the number of the set whose next prompt is due first. Ties go to the first set."""
         if len(taken) == 1:
             return 0
-        return min(range(len(taken)), key=lambda at: ((2 * taken[at] + 1) / self._shares[at], at))
+        return min(range(len(taken)), key=lambda index: ((2 * taken[index] + 1) / self._shares[index], index))
 
-    def _item(self, at: int, number: int) -> Prompt:
-        one = self._sets[at]
-        if one.count is None:
-            return one.item(number)
-        epoch, place = divmod(number, len(one.prompts))
-        if epoch != self._epochs[at]:
+    def _item(self, index: int, number: int) -> Prompt:
+        prompt_set = self._sets[index]
+        if prompt_set.count is None:
+            return prompt_set.item(number)
+        epoch, place = divmod(number, len(prompt_set.prompts))
+        if epoch != self._epochs[index]:
             # This sorts raw words of the bit generator instead of calling Generator.permutation. A resumed run needs
             # the same order, and numpy guarantees the streams of Philox and SeedSequence but not of Generator's
             # methods.
-            seed = np.random.SeedSequence(self._seed, spawn_key=(epoch, at) if at else (epoch,))
-            words = np.random.Philox(seed).random_raw(len(one.prompts))
-            self._orders[at], self._epochs[at] = np.argsort(words, kind="stable"), epoch
-        return one.item(self._orders[at][place])
+            seed = np.random.SeedSequence(self._seed, spawn_key=(epoch, index) if index else (epoch,))
+            words = np.random.Philox(seed).random_raw(len(prompt_set.prompts))
+            self._orders[index], self._epochs[index] = np.argsort(words, kind="stable"), epoch
+        return prompt_set.item(self._orders[index][place])

@@ -55,7 +55,9 @@ class Columns:
                 lacking.setdefault(name, first)
                 if name in BUILT_IN and name not in named and name not in other and _differs(prompt, name):
                     other.add(name)
-            lacking |= {name: prompt.id for name, one in lacking.items() if one is None and name not in prompt.columns}
+            lacking |= {
+                name: prompt.id for name, first_id in lacking.items() if first_id is None and name not in prompt.columns
+            }
             first = first or prompt.id
         return cls(lacking, frozenset(other), left_out)
 
@@ -68,8 +70,8 @@ class Columns:
 
 def _differs(prompt: Prompt, name: str) -> bool:
     """Return whether the prompt's column differs from the built-in argument of the same name."""
-    own = {"prompt": prompt.text, "messages": None if prompt.messages is None else [*map(dict, prompt.messages)]}
-    return name in prompt.columns and (name not in own or prompt.columns[name] != own[name])
+    built_in = {"prompt": prompt.text, "messages": None if prompt.messages is None else [*map(dict, prompt.messages)]}
+    return name in prompt.columns and (name not in built_in or prompt.columns[name] != built_in[name])
 
 
 def argument_problems(

@@ -242,14 +242,14 @@ def _dataset(source: PromptSourceConfig, key: str) -> Iterator[Any]:
     saved = (Path(source.data) / "dataset_info.json").is_file() or (Path(source.data) / "dataset_dict.json").is_file()
     try:
         if saved:
-            found = datasets.load_from_disk(source.data)
+            loaded = datasets.load_from_disk(source.data)
         else:
-            found = datasets.load_dataset(source.data, source.config, split=source.split)
-            one = next(iter(found.values())) if isinstance(found, dict) else found
-            if one.info.builder_name == "csv":  # a cell is text: the library makes 7 of 007, and null of NA
-                texts = datasets.Features(dict.fromkeys(one.column_names, datasets.Value("string")))
+            loaded = datasets.load_dataset(source.data, source.config, split=source.split)
+            split = next(iter(loaded.values())) if isinstance(loaded, dict) else loaded
+            if split.info.builder_name == "csv":  # a cell is text: the library makes 7 of 007, and null of NA
+                texts = datasets.Features(dict.fromkeys(split.column_names, datasets.Value("string")))
                 how = {"features": texts, "keep_default_na": False, "na_values": [""]}
-                found = datasets.load_dataset(source.data, source.config, split=source.split, **how)
+                loaded = datasets.load_dataset(source.data, source.config, split=source.split, **how)
     except Exception as error:  # the library passes on errors of other libraries
         do = "correct the name, the configuration or the files"
         if source.may_be_on_the_hub:
@@ -264,15 +264,15 @@ def _dataset(source: PromptSourceConfig, key: str) -> Iterator[Any]:
             do=do,
             fault="data set",
         ) from error
-    if isinstance(found, dict):
-        if source.split not in found:
+    if isinstance(loaded, dict):
+        if source.split not in loaded:
             raise DataError(
                 "the data set has no such split",
                 where={**where, "key": f"{key}.split"},
                 got=source.split or "none given",
-                expected=f"one of {', '.join(found)}",
+                expected=f"one of {', '.join(loaded)}",
             )
-        found = found[source.split]
+        loaded = loaded[source.split]
     elif saved and source.split is not None:
         raise DataError(
             "the folder has only one split",
@@ -281,7 +281,7 @@ def _dataset(source: PromptSourceConfig, key: str) -> Iterator[Any]:
             do="remove it",
         )
     # The Arrow format decodes no image or sound.
-    yield from found.with_format("arrow").iter(batch_size=1000)
+    yield from loaded.with_format("arrow").iter(batch_size=1000)
 
 
 def _library(module: str, source: PromptSourceConfig, key: str) -> Any:

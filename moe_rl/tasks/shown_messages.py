@@ -63,7 +63,7 @@ class _Words:
         made = dict(message)
         for name, value in message.items():
             if name == "tool_calls" and value:
-                made[name] = [self._call(number, one) for one in value]
+                made[name] = [self._call(number, call) for call in value]
             elif name == "tool_call_id" and isinstance(value, str):
                 made[name] = self.id(value)
             elif name == "content" and isinstance(value, list):
@@ -83,34 +83,34 @@ class _Words:
         function["arguments"] = self._arguments(number, function.get("arguments"))
         return {**made, "function": function} if isinstance(inner, Mapping) else {**made, **function}
 
-    def _arguments(self, number: int, given: Any) -> Any:
+    def _arguments(self, number: int, arguments: Any) -> Any:
         """Return arguments with one word as name and one as value, in the form of the given arguments."""
-        told = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
-        value = _json(given) if isinstance(given, str) else given
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+        value = _json(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(value, Mapping):
-            return self.text(given, number, "tool_calls") if isinstance(given, str) else given
-        made = {self.new(number, "tool_calls", told): self.new(number, "tool_calls", told)} if value else {}
-        return json.dumps(made) if isinstance(given, str) else made
+            return self.text(arguments, number, "tool_calls") if isinstance(arguments, str) else arguments
+        made = {self.new(number, "tool_calls", text): self.new(number, "tool_calls", text)} if value else {}
+        return json.dumps(made) if isinstance(arguments, str) else made
 
-    def tool(self, at: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    def tool(self, number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
         inner = tool.get("function")
         function = dict(inner if isinstance(inner, Mapping) else tool)
-        name = f"tools.{at}"
-        told = str(function.get("name"))
+        name = f"tools.{number}"
+        tool_name = str(function.get("name"))
         for key in ("name", "description"):
             if isinstance(function.get(key), str):
-                function[key] = self.new(None, name, told) if function[key].strip() else function[key]
+                function[key] = self.new(None, name, tool_name) if function[key].strip() else function[key]
         parameters = function.get("parameters")
         if isinstance(parameters, Mapping) and parameters.get("properties"):
             if not isinstance(parameters["properties"], Mapping):
-                raise NotShown(f"the properties of a tool's parameters are no object: {told!r}", None, name)
-            given = [one for one in parameters["properties"].values() if isinstance(one, Mapping)]
+                raise NotShown(f"the properties of a tool's parameters are no object: {tool_name!r}", None, name)
+            schemas = [schema for schema in parameters["properties"].values() if isinstance(schema, Mapping)]
             made: dict[str, Any] = {"type": "string"}
-            if any(one.get("description") for one in given):
-                made["description"] = self.new(None, name, told)
-            if any(one.get("enum") for one in given):
-                made["enum"] = [self.new(None, name, told)]
-            properties = {self.new(None, name, told): made}
+            if any(schema.get("description") for schema in schemas):
+                made["description"] = self.new(None, name, tool_name)
+            if any(schema.get("enum") for schema in schemas):
+                made["enum"] = [self.new(None, name, tool_name)]
+            properties = {self.new(None, name, tool_name): made}
             function["parameters"] = {**parameters, "properties": properties, "required": list(properties)}
         return {**tool, "function": function} if isinstance(inner, Mapping) else function
 
@@ -133,7 +133,7 @@ def shown_whole(messages: Chat, tools: Chat, render: Render) -> tuple[Chat, str]
             return spelt, text
         except ValueError as error:
             refusals.append(error)
-    raise next((one for one in refusals if isinstance(one, NotShown)), refusals[0])
+    raise next((refusal for refusal in refusals if isinstance(refusal, NotShown)), refusals[0])
 
 
 def _spellings(messages: Chat) -> Iterator[Chat]:
@@ -141,7 +141,9 @@ def _spellings(messages: Chat) -> Iterator[Chat]:
     if any(message.get("tool_calls") for message in messages):
         for convert in (None, json.loads, json.dumps):
             for nothing in (None, ""):
-                yield [_spelt(one, nothing, convert) if one.get("tool_calls") else one for one in messages]
+                yield [
+                    _spelt(message, nothing, convert) if message.get("tool_calls") else message for message in messages
+                ]
 
 
 def _spelt(message: Mapping[str, Any], nothing: str | None, convert: Callable[[Any], Any] | None) -> Mapping[str, Any]:
@@ -149,10 +151,10 @@ def _spelt(message: Mapping[str, Any], nothing: str | None, convert: Callable[[A
         inner = call.get("function", call) if isinstance(call, Mapping) else None
         if convert is None or not isinstance(inner, Mapping):
             return call
-        given = inner.get("arguments")
-        if given is not None and isinstance(given, str) != (convert is json.dumps):
+        arguments = inner.get("arguments")
+        if arguments is not None and isinstance(arguments, str) != (convert is json.dumps):
             with suppress(ValueError):  # a text that is no JSON
-                inner = {**inner, "arguments": convert(given)}
+                inner = {**inner, "arguments": convert(arguments)}
         return {**call, "function": inner} if "function" in call else {"type": "function", "function": inner}
 
     return {**message, "content": message.get("content") or nothing, "tool_calls": [*map(spelt, message["tool_calls"])]}
@@ -175,7 +177,7 @@ def check_shown(messages: Chat, tools: Chat, render: Render, *, start: int = 0, 
     """
     words = _Words()
     marked = [words.message(number, message) for number, message in enumerate(messages) if number >= start]
-    marked_tools = [words.tool(at, tool) for at, tool in enumerate(tools)]
+    marked_tools = [words.tool(index, tool) for index, tool in enumerate(tools)]
     text = render(marked, marked_tools)
     asked = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for word, place in words.places.items():
@@ -198,7 +200,7 @@ def check_shown(messages: Chat, tools: Chat, render: Render, *, start: int = 0, 
                 or name in ("role", "content", "tool_calls")
             ):
                 continue
-            without = [{**one} for one in marked]
+            without = [{**marked_message} for marked_message in marked]
             del without[number - start][name]
             if render(without, marked_tools) == text:
                 raise _not_shown(messages, number, name, value)

@@ -34,13 +34,13 @@ class Spelling:
         Raises:
             ValueError: ordinary tokens cannot spell one. The text is for the user.
         """
-        found: list[int] = []
-        for one in ids:
-            text, ordinary = self.tokens.get(one, ("", (one,)))
+        tokens: list[int] = []
+        for token in ids:
+            text, ordinary = self.tokens.get(token, ("", (token,)))
             if not ordinary:
                 raise ValueError(f"a text has a special token that no other tokens spell: {text!r}")
-            found += ordinary
-        return tuple(found)
+            tokens += ordinary
+        return tuple(tokens)
 
 
 class SpecialTokens:
@@ -50,11 +50,11 @@ class SpecialTokens:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._texts = sorted(
-            (one.content for one in added.values() if one.special or _LOOKS_SPECIAL.fullmatch(one.content)),
+            (token.content for token in added.values() if token.special or _LOOKS_SPECIAL.fullmatch(token.content)),
             key=len,
             reverse=True,
         )
-        self._ids = {number for number, one in added.items() if one.content in set(self._texts)}
+        self._ids = {number for number, token in added.items() if token.content in set(self._texts)}
         self._pattern = re.compile("|".join(map(re.escape, self._texts))) if self._texts else None
 
     @cached_property
@@ -64,33 +64,33 @@ class SpecialTokens:
     def hidden(self, messages: Chat, tools: Chat) -> tuple[Chat, Chat] | None:
         """Return copies of messages and tools with a stand-in for each special token that they spell, in names and
         arguments too; None if they spell none."""
-        found: list[str] = []
-        made = [self._replaced(one, found) for one in messages], [self._replaced(one, found) for one in tools]
-        return made if found else None
+        texts: list[str] = []
+        made = [self._replaced(message, texts) for message in messages], [self._replaced(tool, texts) for tool in tools]
+        return made if texts else None
 
-    def _replaced(self, value: Any, found: list[str]) -> Any:
+    def _replaced(self, value: Any, texts: list[str]) -> Any:
         if isinstance(value, str) and self._pattern is not None:
             spelt = self._pattern.findall(value)
-            found += spelt
+            texts += spelt
             return self._pattern.sub(lambda match: self._stand_ins[match[0]], value) if spelt else value
         if isinstance(value, Mapping):
             return {
-                self._replaced(name, found): one if name == "role" else self._replaced(one, found)
-                for name, one in value.items()
+                self._replaced(name, texts): item if name == "role" else self._replaced(item, texts)
+                for name, item in value.items()
             }
-        return [self._replaced(one, found) for one in value] if isinstance(value, list | tuple) else value
+        return [self._replaced(item, texts) for item in value] if isinstance(value, list | tuple) else value
 
     def teach(self, tokenizer: Tokenizer) -> Spelling:
         """Add the stand-ins to another instance of the tokenizer."""
         words = self._stand_ins
         tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words.values()])
-        found = {}
+        tokens = {}
         for text, word in words.items():
             number = tokenizer.token_to_id(word)
             assert number is not None, "it was added"
             ids = self._ordinary(text)
-            found[number] = text, () if self._ids.intersection(ids) else ids
-        return Spelling(found)
+            tokens[number] = text, () if self._ids.intersection(ids) else ids
+        return Spelling(tokens)
 
     @cached_property
     def _without(self) -> Tokenizer:

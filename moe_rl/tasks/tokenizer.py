@@ -26,7 +26,7 @@ _UNKNOWN = "\ufffd"
 # themselves, all others with the letters from U+0100 on.
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTES = {chr(byte): bytes([byte]) for byte in _PRINTED} | {
-    chr(0x100 + at): bytes([byte]) for at, byte in enumerate(sorted(set(range(0x100)) - set(_PRINTED)))
+    chr(0x100 + offset): bytes([byte]) for offset, byte in enumerate(sorted(set(range(0x100)) - set(_PRINTED)))
 }
 # A single-byte token in a character vocabulary.
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -68,11 +68,11 @@ class TextCodec:
                 "and generation_config.json",
             )
 
-        for at, text in enumerate(stop):
+        for index, text in enumerate(stop):
             if text.strip() not in self.decode(self.encode(text)):
                 raise DataError(
                     "no tokens of the tokenizer decode to this text, so it would never end a completion",
-                    where={"key": f"rollout.stop.{at}", "folder": model_path},
+                    where={"key": f"rollout.stop.{index}", "folder": model_path},
                     got=repr(text),
                     expected=f"a text like {self.decode(self.encode(text))!r}",
                     do="correct it, or use the model's tokenizer",
@@ -82,7 +82,7 @@ class TextCodec:
     def control_tokens(self) -> frozenset[int]:
         """Return the ids of special tokens."""
         added = self._tokenizer.get_added_tokens_decoder()
-        return frozenset(token for token, one in added.items() if one.special)
+        return frozenset(token for token, added_token in added.items() if added_token.special)
 
     @property
     def vocabulary(self) -> int:
@@ -128,12 +128,12 @@ class TextCodec:
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token. Joined, they are the UTF-8 of `decode`'s text, except that a part of a
         character keeps its bytes where the text has U+FFFD."""
-        found, text = [self._bytes(token) for token in ids], self.decode(ids)
-        whole = b"".join(found)
+        pieces, text = [self._bytes(token) for token in ids], self.decode(ids)
+        whole = b"".join(pieces)
         spaces = len(whole) - len(whole.lstrip(b" "))
         if spaces > len(text) - len(text.lstrip(" ")):  # some tokenizers drop a space at the start
-            found[0] = found[0][1:]
-        return found
+            pieces[0] = pieces[0][1:]
+        return pieces
 
     def _bytes(self, token: int) -> bytes:
         name = self._tokenizer.id_to_token(token)
@@ -157,10 +157,10 @@ class TextCodec:
             return text
         # The sampler skips ids that are unknown to the tokenizer, and keeps a space at the start that some tokenizers
         # drop.
-        found = re.compile(f"{_UNKNOWN}*".join(map(re.escape, stop)))
-        if (match := found.search(text)) is not None:
+        pattern = re.compile(f"{_UNKNOWN}*".join(map(re.escape, stop)))
+        if (match := pattern.search(text)) is not None:
             return text[: match.start()]
-        if found.match(f" {text}"):
+        if pattern.match(f" {text}"):
             return ""
         raise DataError(
             "the tokens of a completion do not decode to the stop string that ended it",
@@ -248,21 +248,21 @@ class ChatTemplate:
         Raises:
             ValueError: a model cannot answer the prompt as a chat. The text is for the user.
         """
-        own = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(one) for one in prompt]
-        for role in {one["role"] for one in own} - _ROLES:
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(item) for item in prompt]
+        for role in {message["role"] for message in chat} - _ROLES:
             if not role or not re.search(rf"['\"]{re.escape(role)}['\"]", self._template):
                 raise ValueError(
                     f"the chat template knows no such role; rename it to one of {sorted(_ROLES)}: {role!r}"
                 )
-        if not own:
+        if not chat:
             raise ValueError("the prompt has no message")
-        if own[-1]["role"] == "assistant":
+        if chat[-1]["role"] == "assistant":
             raise ValueError("the last message is the assistant's, so there is nothing to answer")
         if self._chat.system is None:
-            return tuple(own)
-        if own[0]["role"] == "system":
+            return tuple(chat)
+        if chat[0]["role"] == "system":
             raise ValueError("the prompt has its own system message, but task.chat.system sets another")
-        return ({"role": "system", "content": self._chat.system}, *own)
+        return ({"role": "system", "content": self._chat.system}, *chat)
 
     def history(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of messages without the beginning of an answer, with the settings' system message and tools.
@@ -290,23 +290,23 @@ class ChatTemplate:
         Raises:
             ValueError: see `render`.
         """
-        given = self._tools(tools)
-        spelt, text = shown_whole(messages, given, self._text)
-        hidden = codec.special_tokens.hidden(spelt, given)
+        offered = self._tools(tools)
+        spelt, text = shown_whole(messages, offered, self._text)
+        hidden = codec.special_tokens.hidden(spelt, offered)
         if hidden is None:
             return text, codec.encode(text), False
         return text, codec.encode_hidden(self._text(*hidden)), True
 
-    def _tools(self, own: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def _tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return the tools of a prompt: its own, or those of the settings."""
-        if own and self._chat.tools:
+        if tools and self._chat.tools:
             raise ValueError("the row has its own tools, but task.chat.tools sets others")
-        if own and not re.search(r"\btools\b", self._tokenizer.get_chat_template(tools=list(own))):
+        if tools and not re.search(r"\btools\b", self._tokenizer.get_chat_template(tools=list(tools))):
             raise ValueError(
                 "the model's chat template shows no tools, but the row has some; set tools=null in the source to "
-                f"train without them: {len(own)} tools"
+                f"train without them: {len(tools)} tools"
             )
-        return own or self._chat.tools
+        return tools or self._chat.tools
 
     def _text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
@@ -352,22 +352,22 @@ def _is_text(part: Any) -> bool:
     return part.get("type", "text") in _TEXTS and not more
 
 
-def _calls(given: Any) -> list[Any]:
+def _calls(stored: Any) -> list[Any]:
     """Return the tool calls of a message, which may be stored as JSON text, the whole list or each call. A call without
     arguments has none.
 
     Raises:
         ValueError: they are something else. The text is for the user.
     """
-    if not given or given == "null":
+    if not stored or stored == "null":
         return []
     try:
-        found = plain_json(given) if isinstance(given, str) else given
-        calls = [plain_json(call) if isinstance(call, str) else call for call in found or ()]
+        value = plain_json(stored) if isinstance(stored, str) else stored
+        calls = [plain_json(call) if isinstance(call, str) else call for call in value or ()]
         return [_call(call) for call in calls]
     except (ValueError, TypeError) as error:
         text = "the tool_calls of a message are not a list of calls with a name and arguments, nor JSON text of one"
-        raise ValueError(f"{text}: {str(given)[:60]!r}") from error
+        raise ValueError(f"{text}: {str(stored)[:60]!r}") from error
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def _call(call: Any) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise TypeError
-    if (given := inner.get("arguments")) is not None and str(given).strip():
+    if (arguments := inner.get("arguments")) is not None and str(arguments).strip():
         return dict(call)
     if "parameters" in inner or "input" in inner:
         raise TypeError

@@ -75,7 +75,7 @@ def endless_problem(
         if set(model_stops) & {*after} or not codec.control_tokens & {*after}:
             return None
     stops = ", ".join(f"{codec.decode((token,))!r} ({token})" for token in model_stops)
-    token = next((one for one in after if one in codec.control_tokens), None)
+    token = next((candidate for candidate in after if candidate in codec.control_tokens), None)
     if token is not None:
         return describe(
             f"no completion would end: the chat template ends {which} with another token",

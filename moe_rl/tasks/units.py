@@ -156,23 +156,23 @@ def in_one_unit(expected: str, said: str) -> list[tuple[str, str]]:
     this there are two pairs, one of which must be equal. Texts without units stay as they are.
     """
     if re.search(r"\u00a3|\\pounds|GBP", expected + said):
-        expected, said = (re.sub(r"(?<!\\)\bpounds?\b", "GBP", one) for one in (expected, said))
-    ours, theirs = _quantity(expected), _quantity(said)
-    ours = ours or (theirs and _quantity(expected, loose=True))
-    theirs = theirs or (ours and _quantity(said, loose=True))
-    if ours and theirs:
-        (right, unit), (given, other) = ours, theirs
+        expected, said = (re.sub(r"(?<!\\)\bpounds?\b", "GBP", text) for text in (expected, said))
+    expected_quantity, said_quantity = _quantity(expected), _quantity(said)
+    expected_quantity = expected_quantity or (said_quantity and _quantity(expected, loose=True))
+    said_quantity = said_quantity or (expected_quantity and _quantity(said, loose=True))
+    if expected_quantity and said_quantity:
+        (right, unit), (given, other) = expected_quantity, said_quantity
         if {unit[1], other[1]} == {_DEGREE, _RADIAN}:
-            return [(_radians(*ours), _radians(*theirs))]
+            return [(_radians(*expected_quantity), _radians(*said_quantity))]
         if {unit[1], other[1]} == {_CELSIUS, _FAHRENHEIT}:
-            return [(_celsius(*ours), _celsius(*theirs))]
+            return [(_celsius(*expected_quantity), _celsius(*said_quantity))]
         if unit[1] != other[1]:
             return []
         return [(right, given) if unit[0] == other[0] else (_times(right, unit[0]), _times(given, other[0]))]
-    expected, said = (_WORDS.sub(r"\1", _ALL_TEXT.sub(r"\1", one)) for one in (expected, said))
-    if ours:
-        return [(one, said) for one in _bare(ours, said)]
-    return [(expected, one) for one in _bare(theirs, expected)] if theirs else [(expected, said)]
+    expected, said = (_WORDS.sub(r"\1", _ALL_TEXT.sub(r"\1", text)) for text in (expected, said))
+    if expected_quantity:
+        return [(number, said) for number in _bare(expected_quantity, said)]
+    return [(expected, number) for number in _bare(said_quantity, expected)] if said_quantity else [(expected, said)]
 
 
 def _bare(quantity: tuple[str, Unit], other: str) -> list[str]:
@@ -187,10 +187,10 @@ def _bare(quantity: tuple[str, Unit], other: str) -> list[str]:
 
 def keep_symbol(text: str) -> str:
     """Write the last letter of a product so that the library does not drop it as a unit: 2m."""
-    found = _SYMBOL.search(text)
-    if found is None or "\\text" in text or _ENDS.search(text) or re.search("(?<!\\\\)[A-Za-z]{4}", text):
+    match = _SYMBOL.search(text)
+    if match is None or "\\text" in text or _ENDS.search(text) or re.search("(?<!\\\\)[A-Za-z]{4}", text):
         return text
-    if found[1] and _unit(found[1] + found[2]):
+    if match[1] and _unit(match[1] + match[2]):
         return text
     return f"{text[:-1]}{{{text[-1]}}}"
 
@@ -206,7 +206,7 @@ def _celsius(number: str, unit: Unit) -> str:
 def _times(number: str, size: Fraction) -> str:
     plain = _THOUSANDS.sub("", number)
     if _DECIMALS.fullmatch(plain):
-        return _DECIMAL.sub(lambda found: str(Fraction(found[0]) * size), plain)
+        return _DECIMAL.sub(lambda match: str(Fraction(match[0]) * size), plain)
     return rf"({number})\cdot\frac{{{size.numerator}}}{{{size.denominator}}}"
 
 
@@ -220,7 +220,7 @@ def _quantity(text: str, *, loose: bool = False) -> tuple[str, Unit] | None:
     text = _UNMARKED.sub("", text)
     text = re.sub(" +", " ", text)
     text = _FRACTION.sub(rf" {_MARK}\1/\2", text)
-    text = "".join(f"^{unicodedata.normalize('NFKC', one)}" if one in "\u00b2\u00b3" else one for one in text)
+    text = "".join(f"^{unicodedata.normalize('NFKC', glyph)}" if glyph in "\u00b2\u00b3" else glyph for glyph in text)
     text = _NAMED.sub("", text.strip(), count=1) if text.count("=") == 1 else text.strip()
     if currency := _BEFORE.fullmatch(text):
         sign, name, rest = currency.groups()
@@ -250,13 +250,13 @@ def _quantity(text: str, *, loose: bool = False) -> tuple[str, Unit] | None:
 def _parts(text: str) -> tuple[str, Unit] | None:
     """Return the sum of several numbers with units of one dimension: 1 hour 30 minutes."""
     total, last, end, dimension, count = Fraction(0), Fraction(0), 0, None, 0
-    while (found := _PARTS.match(text, end)) is not None:
-        unit = _unit(found[2])
+    while (match := _PARTS.match(text, end)) is not None:
+        unit = _unit(match[2])
         if unit is None or (dimension is not None and (unit[1] != dimension or unit[0] >= last)):
             return None
         last, dimension = unit
-        total, count = total + Fraction(found[1]) * last, count + 1
-        end = _JOINED.match(text, found.end()).end()  # type: ignore[union-attr]
+        total, count = total + Fraction(match[1]) * last, count + 1
+        end = _JOINED.match(text, match.end()).end()  # type: ignore[union-attr]
     if count < 2 or end < len(text) or dimension is None:
         return None
     return str(total), (Fraction(1), dimension)
@@ -268,29 +268,29 @@ def _unit(text: str) -> Unit | None:
     size, powers, end = Fraction(1), dict[str, int](), 0
     text = text.strip(f" {_MARK}.")
     while end < len(text):
-        found = _FACTOR.match(text, end)
-        if found is None or (single := _single(found[3])) is None:
+        match = _FACTOR.match(text, end)
+        if match is None or (single := _single(match[3])) is None:
             return None
-        word = found[2] or found[4] or ""
+        word = match[2] or match[4] or ""
         power = _POWERS.get(word) or int(re.sub(r"[^-\d]", "", word) or 1)
-        power = -power if found[1] else power
+        power = -power if match[1] else power
         size *= single[0] ** power
         for base, times in single[1]:
             powers[base] = powers.get(base, 0) + times * power
-        end = found.end()
+        end = match.end()
     return (size, tuple(sorted((base, power) for base, power in powers.items() if power))) if powers else None
 
 
 def _single(word: str) -> Unit | None:
     """Return one unit: a name, a plural, or either after a prefix."""
     spellings = [word, word.removesuffix("s"), word.removesuffix("es")] if len(word) > 2 else [word]
-    for one in [*spellings, *(one.lower() for one in spellings if len(one) > 3)]:
-        if one in _NAMES:
-            return _defined(_NAMES[one])
+    for name in [*spellings, *(spelling.lower() for spelling in spellings if len(spelling) > 3)]:
+        if name in _NAMES:
+            return _defined(_NAMES[name])
         for names, times in _PREFIXES.items():
             for prefix in names.split():
-                rest = one.removeprefix(prefix)
-                if rest != one and _NAMES.get(rest) in _PREFIXED and (len(prefix) > 2) == (len(rest) > 3):
+                rest = name.removeprefix(prefix)
+                if rest != name and _NAMES.get(rest) in _PREFIXED and (len(prefix) > 2) == (len(rest) > 3):
                     size, powers = _defined(_NAMES[rest])
                     return times * size, powers
     return None

@@ -96,7 +96,7 @@ class VerifierPlace:
             if self.process is not None:
                 return
             if not self._parameters:
-                named = [name for name, one in self._load.functions.items() if one.settings is None]
+                named = [name for name, function in self._load.functions.items() if function.settings is None]
                 refuse_rewards(problems, named)
         raise RewardError(
             "no new verifier process starts, although an earlier one did",

@@ -115,7 +115,7 @@ class _Function:
         if not isinstance(value, list | tuple) or len(value) != len(rows):
             got = f"{len(value)} items" if isinstance(value, list | tuple) else type(value).__name__
             return Raised(f"returned {got}, expected a list of {len(rows)} numbers")
-        return Returned([_number(one) for one in value])
+        return Returned([_number(reward) for reward in value])
 
 
 async def _wait_for(awaitable: Any) -> object:

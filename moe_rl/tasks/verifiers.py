@@ -63,9 +63,9 @@ class RewardItem:
         if absent := [name for name in parameters.needed if name not in BUILT_IN and name not in self.columns]:
             raise ValueError(f"the prompt's row has no column {', '.join(absent)}")
         built_in = {name: getattr(self, name) for name in BUILT_IN}
-        found = {**self.columns, **built_in}
+        values = {**self.columns, **built_in}
         others = self.columns if parameters.others else ()
-        return {name: found[name] for name in (*parameters.needed, *parameters.optional, *others) if name in found}
+        return {name: values[name] for name in (*parameters.needed, *parameters.optional, *others) if name in values}
 
 
 def _empty(prompt: Prompt) -> RewardItem:
@@ -118,7 +118,7 @@ class VerifierPool:
         generators: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         memory_limit_mib: int = 4096,
     ):
-        functions = {name: one.function for name, one in rewards.items() if isinstance(one, FunctionReward)}
+        functions = {name: reward.function for name, reward in rewards.items() if isinstance(reward, FunctionReward)}
         problems = {name: dotted_path_problem(function) for name, function in functions.items()}
         refuse_rewards({name: problem for name, problem in problems.items() if problem}, functions)
         self.rewards, self.timeout = dict(rewards), timeout_seconds
@@ -206,11 +206,11 @@ class VerifierPool:
         if not readers:
             return []
         with self.judging(readers) as judging:
-            for number, one in enumerate(prompts):
-                judging.add(number, _empty(one))
+            for number, prompt in enumerate(prompts):
+                judging.add(number, _empty(prompt))
             verdicts = judging.verdicts()
-        told = zip(prompts, verdicts, strict=True)
-        bad = [f"{one.id}: {verdict.detail}" for one, verdict in told if not verdict.scored]
+        judged = zip(prompts, verdicts, strict=True)
+        bad = [f"{prompt.id}: {verdict.detail}" for prompt, verdict in judged if not verdict.scored]
         if len(bad) > limit * len(prompts):
             raise RewardError(
                 "right answers cannot be read",
@@ -288,7 +288,7 @@ class Judging:
 
     def __init__(self, pool: VerifierPool, rewards: Mapping[str, RewardConfig]):
         self._pool, self._rewards = pool, rewards
-        batched = {name: one for name, one in rewards.items() if one.batch is not None}
+        batched = {name: reward for name, reward in rewards.items() if reward.batch is not None}
         self._single, self._batched = [name for name in rewards if name not in batched], batched
         self._results: list[Scores] = []  # of every item that has arrived
         self._seals: list[str] = []  # of these items
@@ -307,7 +307,7 @@ class Judging:
 
     def add(self, number: int, item: RewardItem) -> None:
         """Add an item. The items are numbered from 0. If a number is added again, the last item counts."""
-        at = self._places[number] = len(self._results)
+        place = self._places[number] = len(self._results)
         result: Scores = {}
         row: _Row = {}
         self._results.append(result)
@@ -321,9 +321,9 @@ class Judging:
         if result:
             row = {}
         if row and self._single:
-            self._call([at], {name: [row[name][1]] for name in self._single}, self._pool.timeout)
+            self._call([place], {name: [row[name][1]] for name in self._single}, self._pool.timeout)
         if self._batched:
-            self._rows[number] = at, row
+            self._rows[number] = place, row
             while self._next in self._rows:
                 self._fill(*self._rows.pop(self._next))
                 self._next += 1
@@ -345,13 +345,13 @@ class Judging:
         self.calls()
         try:
             for job, call in self._calls:
-                for at, found in zip(job.items, call.result(), strict=True):
-                    self._results[at] |= found
+                for place, scores in zip(job.items, call.result(), strict=True):
+                    self._results[place] |= scores
         except BaseException:
             self._pool.close()
             raise
         places = [self._places[number] for number in sorted(self._places)]
-        return [replace(self._verdict(self._results[at]), of=self._seals[at]) for at in places]
+        return [replace(self._verdict(self._results[place]), of=self._seals[place]) for place in places]
 
     async def awaited(self) -> list[Verdict]:
         """Return what `verdicts` returns, in an event loop. Cancelling it drops the calls that no worker has begun."""
@@ -359,20 +359,20 @@ class Judging:
             await asyncio.wrap_future(call)
         return self.verdicts()
 
-    def _fill(self, at: int, row: _Row) -> None:
+    def _fill(self, place: int, row: _Row) -> None:
         """Put an item into a batch of each reward that takes batches, and start the full ones."""
         for name, reward in self._batched.items():
             if name in row:
                 arguments, encoded = row[name]  # the items of a batch have the same arguments
                 batch = self._open.setdefault((name, arguments), [])
-                batch.append((at, encoded))
+                batch.append((place, encoded))
                 if len(batch) == reward.batch:
                     self._call_batch(name, arguments)
 
     def _call_batch(self, name: str, arguments: tuple[str, ...]) -> None:
         batch = self._open.pop((name, arguments))
         limit = self._batched[name].limit_seconds or self._pool.timeout
-        self._call([at for at, _ in batch], {name: [encoded for _, encoded in batch]}, limit)
+        self._call([place for place, _ in batch], {name: [encoded for _, encoded in batch]}, limit)
 
     def _call(self, items: list[int], calls: dict[str, list[bytes]], limit: float) -> None:
         job = VerifierJob(items, calls, limit)
@@ -387,7 +387,7 @@ class Judging:
                 return Verdict("failed", None, detail=f"{name}: {value}")
             if value is not None:
                 parts[name] = value
-        reward = sum(one.weight * parts[name] for name, one in self._rewards.items())
+        reward = sum(config.weight * parts[name] for name, config in self._rewards.items())
         if not abs(reward) <= LARGEST_REWARD:  # `not <=` also catches NaN
             detail = f"the weighted sum of the rewards is {reward}, expected {REWARD_RANGE}: {parts}"
             return Verdict("failed", None, detail=detail)

@@ -63,33 +63,33 @@ class WorkerProcess[Answer: Message]:
         self._tail, self._tail_bytes = b"", tail_bytes
         environment = _environment(python, variables)
         self._mark = mark_children(environment)
-        ours, theirs = socket.socketpair()
+        our_socket, their_socket = socket.socketpair()
         self._output, their_output = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [str(python or sys.executable), "-P", "-u", "-X", "faulthandler", "-m", module]
-                + [str(theirs.fileno()), str(os.getpid())],
+                + [str(their_socket.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[their_socket.fileno()],
                 start_new_session=True,
             )
         except BaseException:
-            ours.close()
+            our_socket.close()
             os.close(self._output)
             raise
         finally:
-            theirs.close()
+            their_socket.close()
             os.close(their_output)
         self.pid = self._process.pid
         # A closed socket is not enough to detect the end of the process, because its forked children may keep it open.
         self._pidfd = os.pidfd_open(self.pid)
-        self._channel = Channel(ours, answers, longest)
+        self._channel = Channel(our_socket, answers, longest)
         os.set_blocking(self._output, False)
         self._poll = select.poll()
-        for file in (ours, self._output, self._pidfd):
+        for file in (our_socket, self._output, self._pidfd):
             self._poll.register(file, select.POLLIN)
 
     def send(self, message: Message, deadline: float) -> None:

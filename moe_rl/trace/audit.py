@@ -61,13 +61,13 @@ def faults(selection: Selection) -> list[str]:
     if selection.whole:
         problems += [f"{MANIFEST}, line {line}: damaged" for line in before.damaged]
     for shard in selection.shards:
-        found = verify(store, shard)
+        shard_problems = verify(store, shard)
         try:
-            found = found or _not_routes(store, shard)
+            shard_problems = shard_problems or _not_routes(store, shard)
         except TraceError as error:
-            found = [str(error)]
-        if found and not _removed(store, shard):
-            problems += found
+            shard_problems = [str(error)]
+        if shard_problems and not _removed(store, shard):
+            problems += shard_problems
     if selection.whole:
         # A writer adds its line before its shard, which may have appeared meanwhile.
         there = {*selection.shards, *store.shards()}

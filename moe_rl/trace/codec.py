@@ -112,8 +112,8 @@ def encode_chunk(
             best, size = Codec.ENUM, enum_size
     if not short and ranked.applies(num_experts, top_k):
         limit = size * (1 - _GAIN)
-        seen = count_experts(routes[:: ranked.SAMPLE], num_experts) if counted is None else counted
-        if ranked.expected_bits(seen, len(routes), top_k) * len(ids_NK) / 8 < limit:
+        tally = count_experts(routes[:: ranked.SAMPLE], num_experts) if counted is None else counted
+        if ranked.expected_bits(tally, len(routes), top_k) * len(ids_NK) / 8 < limit:
             counted = count_experts(routes, num_experts) if counted is None else counted
             blocks = _compress_blocks(ranked.encode(routes, counted))
             if len(blocks) < limit:
@@ -230,16 +230,16 @@ def _bad_set(ids_NK: np.ndarray, num_experts: int, layers: int, *, ascending: bo
     high = (ids_NK >= num_experts).any(axis=1)
     ordered_NK = ids_NK if ascending else np.sort(ids_NK, axis=1)
     repeated = (ordered_NK[:, 1:] <= ordered_NK[:, :-1]).any(axis=1)
-    at = int(np.flatnonzero(high | repeated)[0])
+    row = int(np.flatnonzero(high | repeated)[0])
     what = "chosen twice or out of order" if ascending else "chosen twice"
     return TraceError(
         "an expert of a chunk is out of range"
-        if (ids_NK[at] >= num_experts).any()
+        if (ids_NK[row] >= num_experts).any()
         else f"an expert of a chunk is {what}",
-        where={"token": at // layers, "layer": at % layers},
-        got=" ".join(map(str, ids_NK[at, :MAX_COLUMNS])),
+        where={"token": row // layers, "layer": row % layers},
+        got=" ".join(map(str, ids_NK[row, :MAX_COLUMNS])),
         expected=f"different ids below {num_experts}" + (", ascending" if ascending else ""),
-        fault="no expert" if (ids_NK[at] >= num_experts).any() else "expert order",
+        fault="no expert" if (ids_NK[row] >= num_experts).any() else "expert order",
     )
 
 

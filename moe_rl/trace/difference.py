@@ -53,58 +53,58 @@ def compare(here: Selection, there: Selection) -> Disagreement:
         TraceError: no sequence is in both stores, or two records with the same key have different numbers of experts
             or no layer in common.
     """
-    ours, theirs = _by_key(here), _by_key(there)
-    common = [key for key in ours if key in theirs]
-    longest = max((ours[key].rows for key in common), default=0)
+    refs, other_refs = _by_key(here), _by_key(there)
+    common = [key for key in refs if key in other_refs]
+    longest = max((refs[key].rows for key in common), default=0)
     if not longest:
         raise TraceError(
             "the stores have no sequence in common",
             where={"folder": here.root, "other": there.root},
-            got=f"{len(ours)} and {len(theirs)} keys",
+            got=f"{len(refs)} and {len(other_refs)} keys",
             do="compare recordings of the same requests",
         )
-    found = Disagreement(len(common), len(ours) - len(common), len(theirs) - len(common), -(-longest // _BINS))
+    sums = Disagreement(len(common), len(refs) - len(common), len(other_refs) - len(common), -(-longest // _BINS))
     for key in common:
-        one, other = _read(here, ours[key]), _read(there, theirs[key])
-        shared = tuple(layer for layer in one.layers if layer in other.layers)
-        found.layers = shared if key == common[0] else found.layers
-        models = {(record.spec.num_experts, record.spec.top_k) for record in (one, other)}
-        if len(models) > 1 or shared != found.layers:
+        first, other = _read(here, refs[key]), _read(there, other_refs[key])
+        shared = tuple(layer for layer in first.layers if layer in other.layers)
+        sums.layers = shared if key == common[0] else sums.layers
+        models = {(record.spec.num_experts, record.spec.top_k) for record in (first, other)}
+        if len(models) > 1 or shared != sums.layers:
             raise TraceError("records with one key have different models or layers", where={"record": key}, got=shared)
-        found.top_k, length = one.spec.top_k, _same_tokens(one, other)
-        found.shorter += length < min(len(one.routes), len(other.routes))
-        a = np.sort(one.routes[:length, [one.layers.index(layer) for layer in shared]], axis=2)
+        sums.top_k, length = first.spec.top_k, _same_tokens(first, other)
+        sums.shorter += length < min(len(first.routes), len(other.routes))
+        a = np.sort(first.routes[:length, [first.layers.index(layer) for layer in shared]], axis=2)
         b = np.sort(other.routes[:length, [other.layers.index(layer) for layer in shared]], axis=2)
         differ_TL = (a != b).any(axis=2)
         missing_TL = (a[..., None] != b[..., None, :]).all(axis=3).sum(axis=2)
-        found.sets_L = found.sets_L + differ_TL.sum(axis=0)
-        found.experts_L = found.experts_L + missing_TL.sum(axis=0)
-        found.rows += length
-        found.tokens += int(differ_TL.any(axis=1).sum())
-        at = np.arange(length) // found.bin_rows
-        found.bin_sets += np.bincount(at, minlength=_BINS) * len(shared)
-        found.bin_differ += np.bincount(at, weights=differ_TL.sum(axis=1), minlength=_BINS).astype(np.int64)
-    if not found.rows or not found.layers:
+        sums.sets_L = sums.sets_L + differ_TL.sum(axis=0)
+        sums.experts_L = sums.experts_L + missing_TL.sum(axis=0)
+        sums.rows += length
+        sums.tokens += int(differ_TL.any(axis=1).sum())
+        bins = np.arange(length) // sums.bin_rows
+        sums.bin_sets += np.bincount(bins, minlength=_BINS) * len(shared)
+        sums.bin_differ += np.bincount(bins, weights=differ_TL.sum(axis=1), minlength=_BINS).astype(np.int64)
+    if not sums.rows or not sums.layers:
         raise TraceError(
             "the stores have no token or no layer in common", where={"folder": here.root, "other": there.root}
         )
-    return found
+    return sums
 
 
 def _by_key(selection: Selection) -> dict[str, RouteRef]:
     """Return references by key, with the parts of all pipeline stages (same key and rows) in one reference."""
-    found: dict[str, RouteRef] = {}
+    refs: dict[str, RouteRef] = {}
     for ref in references(selection):
-        known = found.get(ref.key)
-        found[ref.key] = ref if known is None else RouteRef(ref.key, min(known.rows, ref.rows), known.parts + ref.parts)
-    return found
+        known = refs.get(ref.key)
+        refs[ref.key] = ref if known is None else RouteRef(ref.key, min(known.rows, ref.rows), known.parts + ref.parts)
+    return refs
 
 
 def _read(selection: Selection, ref: RouteRef) -> RouteRecord:
     return selection.store.read(ref, layers=selection.store.info(ref).layers)
 
 
-def _same_tokens(one: RouteRecord, other: RouteRecord) -> int:
-    length = min(len(one.token_ids), len(other.token_ids))
-    different = np.flatnonzero(one.token_ids[:length] != other.token_ids[:length])
+def _same_tokens(record: RouteRecord, other: RouteRecord) -> int:
+    length = min(len(record.token_ids), len(other.token_ids))
+    different = np.flatnonzero(record.token_ids[:length] != other.token_ids[:length])
     return int(different[0]) if len(different) else length

@@ -55,11 +55,11 @@ def decode(data: np.ndarray, sets: int, top_k: int, num_experts: int, dtype: np.
         )
     total = comb(num_experts, top_k)
     if sets and int(ranks.max()) >= total:
-        at = int(np.flatnonzero(ranks >= np.uint64(total))[0])
+        index = int(np.flatnonzero(ranks >= np.uint64(total))[0])
         raise TraceError(
             "the rank is too large for a set of experts",
-            where={"set": at},
-            got=int(ranks[at]),
+            where={"set": index},
+            got=int(ranks[index]),
             expected=f"below {total}",
             fault="no set",
         )

@@ -69,16 +69,16 @@ class LocalFile:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _read(self, at: int, size: int) -> bytes:
+    def _read(self, offset: int, size: int) -> bytes:
         try:
-            data = os.pread(self._fd, size, at)
+            data = os.pread(self._fd, size, offset)
             while len(data) < size:
-                more = os.pread(self._fd, size - len(data), at + len(data))
+                more = os.pread(self._fd, size - len(data), offset + len(data))
                 if not more:
-                    raise TraceError("file ends too early", got=f"{len(data)} bytes at {at}", expected=size)
+                    raise TraceError("file ends too early", got=f"{len(data)} bytes at {offset}", expected=size)
                 data += more
         except (OSError, MemoryError) as error:
-            raise TraceError(f"bytes {at} to {at + size} cannot be read ({error!r})") from error
+            raise TraceError(f"bytes {offset} to {offset + size} cannot be read ({error!r})") from error
         return data
 
 
@@ -161,13 +161,13 @@ def _runs(ranges: Iterable[Range]) -> Iterator[list[Range]]:
         yield run
 
 
-def write_all(fd: int, data: Buffer, at: int) -> None:
+def write_all(fd: int, data: Buffer, offset: int) -> None:
     view = memoryview(data)
     if view.nbytes:  # cast() refuses an empty view of several dimensions
         left = view.cast("B")
         while left:
-            done = os.pwrite(fd, left, at)
-            left, at = left[done:], at + done
+            done = os.pwrite(fd, left, offset)
+            left, offset = left[done:], offset + done
 
 
 def create_locked(root: Path, name: str) -> tuple[int, Path]:

@@ -143,8 +143,8 @@ def build_frame(
     body += varint(parent.depth if parent else 0)
     if parent:
         body += varint(parent.rows) + parent.digest + varint(len(parent.shard)) + parent.shard.encode("ascii")
-    for at in range(0, rows, block):
-        ids = token_ids[at : at + block]
+    for start in range(0, rows, block):
+        ids = token_ids[start : start + block]
         kind, data = pack_ints(ids)
         body += varint(len(data) << 3 | kind) + _checksum(np.ascontiguousarray(ids, "<i4"))
         sections.append(data)
@@ -152,8 +152,8 @@ def build_frame(
     if rows * shard.spec.top_k >= COUNTS_FROM * experts:
         counts = np.zeros((len(shard.layers), experts), np.int64)
     for first, last in shard.groups:
-        for at in range(0, rows, block):
-            chunk = routes[at : at + block, first:last]
+        for start in range(0, rows, block):
+            chunk = routes[start : start + block, first:last]
             counted = None if counts is None else counts[first:last]
             kind, data = encode_chunk(chunk, experts, keep_order=shard.keep_order, counts=counted)
             body += varint(kind) + varint(len(data)) + _checksum(data)

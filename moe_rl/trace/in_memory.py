@@ -62,10 +62,10 @@ class MemoryTrace:
         ids, spec = as_token_ids(token_ids, where=where).copy(), self.spec
         check_routes(routes, spec, rows=len(ids), where=where)
         spans = check_spans(spans, rows=len(ids), where=where)
-        own = np.array(routes, spec.dtype, order="C")
-        own.flags.writeable = ids.flags.writeable = False
-        self._records[key] = RouteRecord(key, own, ids, spans, False, spec, 0, spec.moe_layers)
-        return signed(RouteRef(key, len(ids), ()), own, spec.moe_layers, ids, versions=versions_of_rows(spans))
+        own_routes = np.array(routes, spec.dtype, order="C")
+        own_routes.flags.writeable = ids.flags.writeable = False
+        self._records[key] = RouteRecord(key, own_routes, ids, spans, False, spec, 0, spec.moe_layers)
+        return signed(RouteRef(key, len(ids), ()), own_routes, spec.moe_layers, ids, versions=versions_of_rows(spans))
 
     def read(self, ref: RouteRef, *, layers: Sequence[int] | None = None, rows: Rows | None = None) -> RouteRecord:
         """Return the record that `ref` names, or its part, as TraceStore.read does. Raises TraceError."""

@@ -52,18 +52,18 @@ def select(target: str) -> Selection:
 
     Raises TraceError if the folder or file does not exist.
     """
-    root, one = str(target).rstrip("/"), None
+    root, shard = str(target).rstrip("/"), None
     if root.endswith(SUFFIX):
         root, _, name = root.rpartition("/")
-        one = check_name(name.removesuffix(SUFFIX))
+        shard = check_name(name.removesuffix(SUFFIX))
         root = root or "."
     if "://" not in root and not Path(root).is_dir():
         raise TraceError("there is no such store", where={"folder": root}, do="give the folder that holds the shards")
     store = TraceStore(root)
     shards = tuple(store.shards())
-    if one is not None and one not in shards:
-        raise TraceError("there is no such shard", where={"folder": root}, got=one)
-    return Selection(root, store, shards if one is None else (one,), whole=one is None)
+    if shard is not None and shard not in shards:
+        raise TraceError("there is no such shard", where={"folder": root}, got=shard)
+    return Selection(root, store, shards if shard is None else (shard,), whole=shard is None)
 
 
 def references(selection: Selection, pattern: str = "*") -> Iterator[RouteRef]:
@@ -142,13 +142,13 @@ def coactivation(selection: Selection, layers: Sequence[int]) -> tuple[tuple[int
             continue
         record = selection.store.read(ref, layers=wanted, rows=(info.rows - info.own_rows, info.rows))
         experts = info.spec.num_experts
-        for at, layer in enumerate(wanted):
+        for column, layer in enumerate(wanted):
             chosen = np.zeros((len(record.routes), experts), np.float32)
-            np.put_along_axis(chosen, record.routes[:, at].astype(np.int64), 1, axis=1)
+            np.put_along_axis(chosen, record.routes[:, column].astype(np.int64), 1, axis=1)
             counts[layer] = counts.get(layer, 0) + (chosen.T @ chosen).astype(np.int64)
             rows[layer] += len(chosen)
-    found = tuple(sorted(counts))
-    return found, np.stack([counts[layer] for layer in found])
+    recorded = tuple(sorted(counts))
+    return recorded, np.stack([counts[layer] for layer in recorded])
 
 
 def _models(selection: Selection) -> list[_Model]:
@@ -157,15 +157,15 @@ def _models(selection: Selection) -> list[_Model]:
     library = Library(selection.root)
     for shard in selection.shards:
         with Reading(library) as reading:
-            index, found = reading.records(shard)
+            index, records = reading.records(shard)
         header, spec = index.header, index.header.spec
         model = models.setdefault(spec, _Model(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64)))
         model.shards.append(shard)
         model.bytes += index.bytes
-        for _, tip in found:
+        for _, tip in records:
             _add(model, tip)
         columns = [spec.moe_layers.index(layer) for layer in header.layers]
-        model.counts_LE[columns] += _counts(selection.store, header, found)
+        model.counts_LE[columns] += _counts(selection.store, header, records)
     return list(models.values())
 
 
@@ -188,11 +188,11 @@ def _add(model: _Model, tip: Found) -> None:
     model.aux.update(array.name for array in frame.aux)
 
 
-def _counts(store: TraceStore, header: ShardHeader, found: Sequence[tuple[RoutePart, Found]]) -> np.ndarray:
+def _counts(store: TraceStore, header: ShardHeader, records: Sequence[tuple[RoutePart, Found]]) -> np.ndarray:
     """Count how often each expert was chosen in the own rows of a shard's records: int64 [L, E] for its layers."""
     counts = np.zeros((len(header.layers), header.spec.num_experts), np.int64)
     items, rows = [], 0
-    for at, (part, tip) in enumerate(found):
+    for index, (part, tip) in enumerate(records):
         frame = tip.frame
         ref = RouteRef(frame.key, frame.rows, (part,))
         if frame.counts is not None and frame.parent is None:
@@ -200,7 +200,7 @@ def _counts(store: TraceStore, header: ShardHeader, found: Sequence[tuple[RouteP
         else:
             items.append((ref, (frame.rows - frame.own_rows, frame.rows)))
             rows += frame.own_rows
-        if items and (rows >= _DECODED or at == len(found) - 1):
+        if items and (rows >= _DECODED or index == len(records) - 1):
             out = np.empty((rows, len(header.layers), header.spec.top_k), header.spec.dtype)
             store.read_batch(items, out, layers=header.layers)
             counts += count_experts(out, header.spec.num_experts)
@@ -294,11 +294,11 @@ def measure(selection: Selection, *, max_bytes: int = 64 << 20) -> dict[str, obj
     chunks = [
         (
             record.spec.num_experts,
-            np.ascontiguousarray(record.routes[at : at + _TOKEN_BLOCK, layer : layer + _LAYER_GROUP]),
+            np.ascontiguousarray(record.routes[token : token + _TOKEN_BLOCK, layer : layer + _LAYER_GROUP]),
         )
         for record in records
         for layer in range(0, len(record.layers), _LAYER_GROUP)
-        for at in range(0, len(record.routes), _TOKEN_BLOCK)
+        for token in range(0, len(record.routes), _TOKEN_BLOCK)
     ]
     coded = [(experts, chunk.shape, *encode_chunk(chunk, experts)) for experts, chunk in chunks]
 

@@ -176,17 +176,17 @@ class Reading:
                     _check_continues(child, self._found[part], where)
             new = [part for entries in wanted.values() for part in entries]
             needed = [
-                (parent_part(part, found.frame.parent), {"shard": part.shard, "record": found.frame.key}, found)
-                for part, found in ((part, self._found[part]) for part in new)
-                if follow and found.frame.parent is not None
+                (parent_part(part, record.frame.parent), {"shard": part.shard, "record": record.frame.key}, record)
+                for part, record in ((part, self._found[part]) for part in new)
+                if follow and record.frame.parent is not None
             ]
 
     def chain(self, part: RoutePart, rows: int, where: About) -> list[RowSegment]:
         """Return the records that together hold the first `rows` rows of a found record, oldest first."""
         segments = []
         while True:
-            found = self._found[part]
-            frame = found.frame
+            record = self._found[part]
+            frame = record.frame
             if rows > frame.rows:
                 raise TraceError(
                     "record has fewer rows than the reference",
@@ -198,7 +198,7 @@ class Reading:
                 )
             before = frame.parent.rows if frame.parent else 0
             if rows > before:
-                segments.append(RowSegment(found, before, rows - before))
+                segments.append(RowSegment(record, before, rows - before))
             if frame.parent is None:
                 return segments[::-1]
             part, rows = parent_part(part, frame.parent), min(rows, before)
@@ -219,9 +219,11 @@ class Reading:
         order = sorted(entries, key=lambda part: entries[part].start)
         ranges = []
         for part in order:
-            at = index.start + entries[part].start
-            ranges.append((at, at + (entries[part].size if entries[part].size <= _PAGE else entries[part].head_bytes)))
-        for part, data, (at, _) in zip(order, self.fetch(shard, ranges), ranges, strict=True):
+            start = index.start + entries[part].start
+            ranges.append(
+                (start, start + (entries[part].size if entries[part].size <= _PAGE else entries[part].head_bytes))
+            )
+        for part, data, (start, _) in zip(order, self.fetch(shard, ranges), ranges, strict=True):
             entry = entries[part]
             try:
                 frame = parse_head(index.header, data[: entry.head_bytes])
@@ -230,17 +232,17 @@ class Reading:
                 if frame.size != entry.size:
                     raise TraceError("its sections do not make up the frame")
             except TraceError as error:
-                raise damaged(shard, part.digest, at, entry.head_bytes, str(error)) from error
+                raise damaged(shard, part.digest, start, entry.head_bytes, str(error)) from error
             # Copied: a view would keep the whole read buffer alive.
             page = memoryview(bytes(data)) if entry.size <= _PAGE else None
-            self._found[part] = Found(index, frame, entry.aborted, at, page)
+            self._found[part] = Found(index, frame, entry.aborted, start, page)
 
 
-def damaged(shard: str, record: str, at: int, size: int, got: str) -> TraceError:
-    """Return the error for `size` bytes at `at` that are not what the record, by key or digest, says of them."""
+def damaged(shard: str, record: str, offset: int, size: int, got: str) -> TraceError:
+    """Return the error for `size` bytes at `offset` that are not what the record, by key or digest, says of them."""
     return TraceError(
         "record is damaged",
-        where={"shard": shard, "record": record, "bytes": f"{at} to {at + size}"},
+        where={"shard": shard, "record": record, "bytes": f"{offset} to {offset + size}"},
         got=got,
         do="drop the sequence or sample it again, and check the disk; other records stay readable",
         fault="damaged record",
@@ -254,12 +256,12 @@ def read_index(file: File, shard: str) -> ShardIndex:
         raise TraceError("it was never sealed; recover() saves its complete records")
     if header.name != shard:
         raise TraceError("it was published under another name", got=header.name, fault="another name")
-    at, size = start + header.frame_bytes, header.index_bytes
-    if at + size != file.size:
-        raise TraceError(f"it has {file.size} bytes where its header says {at + size}")
+    offset, size = start + header.frame_bytes, header.index_bytes
+    if offset + size != file.size:
+        raise TraceError(f"it has {file.size} bytes where its header says {offset + size}")
     if size > MAX_INDEX:
         raise TraceError(f"its index has {size} bytes, at most {MAX_INDEX} are allowed")
-    (raw,) = file.fetch([(at, at + size)])
+    (raw,) = file.fetch([(offset, offset + size)])
     parents, entries = parse_index(header, bytes(raw))
     return ShardIndex(header, digest, parents, entries, start, file.size)
 
@@ -301,19 +303,19 @@ def parent_part(part: RoutePart, parent: Parent) -> RoutePart:
 
 
 def _check_continues(child: Found, parent: Found, where: About) -> None:
-    ours, theirs, link = child.shard.header, parent.shard.header, child.frame.parent
+    header, other, link = child.shard.header, parent.shard.header, child.frame.parent
     assert link is not None, "it was followed to the parent"
-    if (ours.spec, ours.layers, ours.keep_order) != (theirs.spec, theirs.layers, theirs.keep_order):
+    if (header.spec, header.layers, header.keep_order) != (other.spec, other.layers, other.keep_order):
         raise TraceError(
             "record continues a record of another model or of other layers",
             where=where,
-            got=f"shard {theirs.name}",
-            expected=f"the model, layers and order of shard {ours.name}",
+            got=f"shard {other.name}",
+            expected=f"the model, layers and order of shard {header.name}",
         )
     if link.depth != parent.frame.depth + 1 or link.rows > parent.frame.rows:
         raise TraceError(
             "record does not match the record that it continues",
             where=where,
-            got=f"{parent.frame.rows} rows at depth {parent.frame.depth} in shard {theirs.name}",
+            got=f"{parent.frame.rows} rows at depth {parent.frame.depth} in shard {other.name}",
             expected=f"{link.rows} rows at depth {link.depth - 1}",
         )

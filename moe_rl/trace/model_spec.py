@@ -54,19 +54,19 @@ def checkpoint_spec(
     file, raw = Path(folder) / "config.json", read_config(folder)
     try:
         facts = facts_of(raw, file)
-        found, derived = Experts("", facts.num_experts, facts.top_k, facts.layers), TraceSpec.of(facts).layer_map
+        sizes, derived = Experts("", facts.num_experts, facts.top_k, facts.layers), TraceSpec.of(facts).layer_map
     except ConfigError:
         known = find_experts(raw)
         if known is None or (layer_map is None and FAMILIES.keys() & set(raw.get("architectures") or ())):
             raise
-        found, derived = known, None
+        sizes, derived = known, None
     values: dict[str, tuple[Any, Any]] = {
-        "num_experts": (num_experts, found.num_experts),
-        "top_k": (top_k, found.top_k),
+        "num_experts": (num_experts, sizes.num_experts),
+        "top_k": (top_k, sizes.top_k),
         "layer_map": (None if layer_map is None else read_layer_map(layer_map), derived),
     }
-    for field, (given, told) in values.items():
-        if given is None and told is None:
+    for field, (given, value) in values.items():
+        if given is None and value is None:
             raise ConfigError(
                 "config.json does not say it in a way that is known here",
                 where={"field": field, "file": file},
@@ -74,16 +74,16 @@ def checkpoint_spec(
                 expected=f"{' or '.join(FAMILIES)}, or that it is given",
                 do=_GIVE[field],
             )
-        if field != "layer_map" and None not in (given, told) and given != told:
-            raise TraceError("contradicts config.json", where={"field": field, "file": file}, got=given, expected=told)
-    experts, chosen, letters = (told if given is None else given for given, told in values.values())
+        if field != "layer_map" and None not in (given, value) and given != value:
+            raise TraceError("contradicts config.json", where={"field": field, "file": file}, got=given, expected=value)
+    experts, chosen, letters = (value if given is None else given for given, value in values.values())
     spec = TraceSpec(fingerprint_of(raw) if fingerprint is None else fingerprint, experts, chosen, letters)
     decoder = sum(letter in "dmh" for letter in spec.layer_map)
-    if found.layers not in (None, decoder):
+    if sizes.layers not in (None, decoder):
         raise TraceError(
             "not the layers of this model",
             where={"field": "layer_map", "file": file},
             got=f"{decoder} letters d, m and h",
-            expected=f"{found.layers}, the decoder layers of config.json",
+            expected=f"{sizes.layers}, the decoder layers of config.json",
         )
     return spec

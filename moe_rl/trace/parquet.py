@@ -123,5 +123,5 @@ def _table(pa: Any, record: RouteRecord, per: str, schema: Any) -> Any:
     if per == "layer":
         columns += [pa.array(np.tile(np.array(record.layers, np.int16), rows)), sets(record.routes)]
     else:
-        columns += [sets(record.routes[:, at]) for at in range(layers)]
+        columns += [sets(record.routes[:, layer]) for layer in range(layers)]
     return pa.Table.from_arrays(columns, schema=schema)

@@ -44,13 +44,13 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
-def varint_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
+def varint_at(data: bytes | memoryview, offset: int) -> tuple[int, int]:
     """Return (value, offset of the next field). Raises TraceError as Cursor does."""
     value = shift = 0
-    for byte in data[at : at + _LONGEST]:
-        at += 1
+    for byte in data[offset : offset + _LONGEST]:
+        offset += 1
         if byte < 128:
-            return value | byte << shift, at
+            return value | byte << shift, offset
         value |= (byte & 127) << shift
         shift += 7
     raise TraceError("a number is too large" if shift == 7 * _LONGEST else "a number is cut short")
@@ -61,8 +61,8 @@ class Cursor:
 
     __slots__ = ("at", "data")
 
-    def __init__(self, data: bytes | memoryview, at: int = 0):
-        self.data, self.at = data, at
+    def __init__(self, data: bytes | memoryview, start: int = 0):
+        self.data, self.at = data, start
 
     def varint(self) -> int:
         value, self.at = varint_at(self.data, self.at)

@@ -48,8 +48,8 @@ def count_experts(routes: np.ndarray, num_experts: int) -> np.ndarray:
     # The first number of each layer's experts, in the smallest type: long rows of narrow integers are added fast.
     first = np.repeat(np.arange(0, size, num_experts, dtype=np.min_scalar_type(size)), top_k)
     counts = np.zeros(size, np.int64)
-    for at in range(0, len(routes), _COUNTED):
-        tokens = routes[at : at + _COUNTED]
+    for start in range(0, len(routes), _COUNTED):
+        tokens = routes[start : start + _COUNTED]
         counts += np.bincount((tokens.reshape(len(tokens), -1) + first).reshape(-1), minlength=size)
     return counts.reshape(layers, num_experts)
 
@@ -129,11 +129,11 @@ def _relabel(values_LKT: np.ndarray, table_LE: np.ndarray) -> np.ndarray:
 def _bad_set(numbers_KN: np.ndarray, tokens: int, num_experts: int) -> TraceError:
     numbers_NK = numbers_KN.T
     wrong = (numbers_NK >= num_experts).any(axis=1) | (numbers_NK[:, 1:] <= numbers_NK[:, :-1]).any(axis=1)
-    at = int(np.flatnonzero(wrong)[0])
+    row = int(np.flatnonzero(wrong)[0])
     return TraceError(
         "the numbers are not a set of experts",
-        where={"token": at % tokens, "layer": at // tokens},
-        got=" ".join(map(str, numbers_NK[at])),
+        where={"token": row % tokens, "layer": row // tokens},
+        got=" ".join(map(str, numbers_NK[row])),
         expected=f"different numbers below {num_experts}, ascending",
         fault="no set",
     )

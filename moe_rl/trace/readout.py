@@ -124,27 +124,27 @@ def _parts_of(
 def _join(reading: Reading, ref: RouteRef, parts: list[RoutePart], layers: tuple[int, ...]) -> Joined:
     shares = []
     for part in parts:
-        found = reading.tip(part)
-        if found.frame.key != ref.key:
+        record = reading.tip(part)
+        if record.frame.key != ref.key:
             raise TraceError(
                 "reference names another request than its record",
                 where=_where(ref, part),
-                got=f"record of {found.frame.key}",
+                got=f"record of {record.frame.key}",
                 do="sample the sequence again",
                 fault="another request",
             )
-        shares.append(JoinedPart(part, found.shard.header.layers, reading.chain(part, ref.rows, _where(ref, part))))
-    one = shares[0]
+        shares.append(JoinedPart(part, record.shard.header.layers, reading.chain(part, ref.rows, _where(ref, part))))
+    share = shares[0]
     for other in shares[1:]:
         for what, differ in (
-            ("spans", _spans(one) != _spans(other)),
-            ("tokens", not _same_tokens(reading, one, other, ref.rows)),
+            ("spans", _spans(share) != _spans(other)),
+            ("tokens", not _same_tokens(reading, share, other, ref.rows)),
         ):
             if differ:
                 raise TraceError(
                     f"parts of a record have different {what}",
                     where={"record": ref.key},
-                    got=f"shards {one.part.shard} and {other.part.shard}",
+                    got=f"shards {share.part.shard} and {other.part.shard}",
                     do="join only what the stages of one engine recorded of one request",
                     fault=what,
                 )
@@ -153,7 +153,7 @@ def _join(reading: Reading, ref: RouteRef, parts: list[RoutePart], layers: tuple
         layers=layers,
         columns={layer: column for column, layer in enumerate(layers)},
         spec=reading.tip(parts[0]).shard.header.spec,
-        spans=_spans(one),
+        spans=_spans(share),
         aborted=any(reading.tip(part).aborted for part in parts),
     )
 
@@ -164,7 +164,7 @@ def _spans(part: JoinedPart) -> tuple[Span, ...]:
     )
 
 
-def _same_tokens(reading: Reading, one: JoinedPart, other: JoinedPart, rows: int) -> bool:
+def _same_tokens(reading: Reading, share: JoinedPart, other: JoinedPart, rows: int) -> bool:
     """Compare tokens by digest if the parts are cut alike, as one engine's parts are; otherwise token by token."""
 
     def cut(part: JoinedPart) -> list:
@@ -174,9 +174,9 @@ def _same_tokens(reading: Reading, one: JoinedPart, other: JoinedPart, rows: int
         ]
 
     ids, readout = np.empty((2, rows), "<i4"), Readout(reading)
-    if alike := cut(one) == cut(other):
+    if alike := cut(share) == cut(other):
         return alike
-    for part, out in zip((one, other), ids, strict=True):
+    for part, out in zip((share, other), ids, strict=True):
         readout.tokens(part.segments, (0, rows), out)
     readout.run()
     return np.array_equal(*ids)
@@ -217,25 +217,25 @@ class Readout:
 
         `columns` maps each wanted layer to its column of `out`; other columns are not touched.
         """
-        for found, own, block, taken, at in _blocks(segments, rows):
-            header, blocks = found.shard.header, len(found.frame.tokens)
+        for record, block_rows, block, taken, start in _blocks(segments, rows):
+            header, blocks = record.shard.header, len(record.frame.tokens)
             for group, (first, last) in enumerate(header.groups):
                 layers = [i for i, layer in enumerate(header.layers[first:last]) if layer in columns]
                 if layers:
                     number = group * blocks + block
-                    shape = (own, last - first, header.spec.top_k)
-                    chunk = self._section(found, blocks + number, found.frame.chunks[number], shape)
+                    shape = (block_rows, last - first, header.spec.top_k)
+                    chunk = self._section(record, blocks + number, record.frame.chunks[number], shape)
                     into = [columns[header.layers[first + i]] for i in layers]
                     # With slices on both sides, a chunk can be decoded in place.
                     part = (taken, slice(None) if len(layers) == last - first else layers)
                     to = slice(into[0], into[-1] + 1) if into[-1] - into[0] == len(into) - 1 else into
-                    chunk.copies.append((part, out[at : at + taken.stop - taken.start], (slice(None), to)))
+                    chunk.copies.append((part, out[start : start + taken.stop - taken.start], (slice(None), to)))
 
     def tokens(self, segments: Iterable[RowSegment], rows: tuple[int, int], out: np.ndarray) -> None:
         """Plan to fill out [T] with the token ids of rows [first, last) of a sequence."""
-        for found, own, block, taken, at in _blocks(segments, rows):
-            tokens = self._section(found, block, found.frame.tokens[block], (own,))
-            tokens.copies.append((taken, out[at : at + taken.stop - taken.start], slice(None)))
+        for record, block_rows, block, taken, start in _blocks(segments, rows):
+            tokens = self._section(record, block, record.frame.tokens[block], (block_rows,))
+            tokens.copies.append((taken, out[start : start + taken.stop - taken.start], slice(None)))
 
     def run(self) -> None:
         """Fetch, check and decode everything. Raises TraceError with shard, record and bytes."""
@@ -275,39 +275,39 @@ class Readout:
                 by_shard[shard].append(wanted)
         for shard, sections in by_shard.items():
             starts = [wanted.found.at + wanted.section.start for wanted in sections]
-            ranges = [(at, at + wanted.section.size) for at, wanted in zip(starts, sections, strict=True)]
+            ranges = [(start, start + wanted.section.size) for start, wanted in zip(starts, sections, strict=True)]
             yield from zip(sections, self._reading.fetch(shard, ranges), strict=True)
 
     def _section(
-        self, found: Found, number: int, section: FrameSection, shape: tuple[int] | tuple[int, int, int]
+        self, record: Found, number: int, section: FrameSection, shape: tuple[int] | tuple[int, int, int]
     ) -> _WantedSection:
-        place = (found.shard.header.name, found.at, number)
-        return self._sections.setdefault(place, _WantedSection(found, section, shape))
+        place = (record.shard.header.name, record.at, number)
+        return self._sections.setdefault(place, _WantedSection(record, section, shape))
 
 
-def unpacked(reading: Reading, found: Found, section: FrameSection, what: str, unpack: Callable[[memoryview], T]) -> T:
+def unpacked(reading: Reading, record: Found, section: FrameSection, what: str, unpack: Callable[[memoryview], T]) -> T:
     """Return one section's stored bytes after checking them. `what` names the section in the message."""
-    if found.page is not None:
-        data = section.of(found.page)
+    if record.page is not None:
+        data = section.of(record.page)
     else:
-        at = found.at + section.start
-        (data,) = reading.fetch(found.shard.header.name, [(at, at + section.size)])
+        start = record.at + section.start
+        (data,) = reading.fetch(record.shard.header.name, [(start, start + section.size)])
     if checksum(data) != section.checksum:
-        raise _damaged(found, section, f"the checksum of its {what} differs")
+        raise _damaged(record, section, f"the checksum of its {what} differs")
     try:
         return unpack(data)
     except TraceError as error:
-        raise _damaged(found, section, str(error)) from error
+        raise _damaged(record, section, str(error)) from error
 
 
-def _damaged(found: Found, section: FrameSection, fault: str) -> TraceError:
-    return damaged(found.shard.header.name, found.frame.key, found.at + section.start, section.size, fault)
+def _damaged(record: Found, section: FrameSection, fault: str) -> TraceError:
+    return damaged(record.shard.header.name, record.frame.key, record.at + section.start, section.size, fault)
 
 
 def _blocks(segments: Iterable[RowSegment], rows: tuple[int, int]) -> Iterable[tuple[Found, int, int, slice, int]]:
     """Yield for each token block touched: record, rows of the block, its number, the wanted rows, their destination."""
     for segment in segments:
-        size, own = segment.found.shard.header.token_block, segment.found.frame.own_rows
+        size, total = segment.found.shard.header.token_block, segment.found.frame.own_rows
         first = max(rows[0] - segment.first, 0)
         last = min(rows[1] - segment.first, segment.rows)
         if first >= last:  # a segment that ends before the first wanted row
@@ -315,7 +315,7 @@ def _blocks(segments: Iterable[RowSegment], rows: tuple[int, int]) -> Iterable[t
         for start in range(first - first % size, last, size):
             begin, end = max(first, start), min(last, start + size)
             taken = slice(begin - start, end - start)
-            yield segment.found, min(own, start + size) - start, start // size, taken, segment.first + begin - rows[0]
+            yield segment.found, min(total, start + size) - start, start // size, taken, segment.first + begin - rows[0]
 
 
 def _in_place(wanted: _WantedSection, dtype: np.dtype) -> np.ndarray | None:

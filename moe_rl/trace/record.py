@@ -202,11 +202,11 @@ def as_token_ids(token_ids: Sequence[int] | np.ndarray, *, where: About) -> np.n
             do="pass the forwarded tokens of one sequence",
         )
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 2**31 - 1):
-        at = int(np.flatnonzero((ids < 0) | (ids > 2**31 - 1))[0])
+        position = int(np.flatnonzero((ids < 0) | (ids > 2**31 - 1))[0])
         raise RouteValidationError(
             "token id out of range",
-            where={**where, "token": at},
-            got=int(ids[at]),
+            where={**where, "token": position},
+            got=int(ids[position]),
             expected="0 to 2147483647",
             do="pass the forwarded tokens only, no padding",
             fault="token id",

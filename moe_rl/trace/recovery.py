@@ -70,12 +70,12 @@ def recover(path: Path | str, name: str) -> Recovered:
                 fault="unfinished",
             ) from error
         try:
-            header, _, at = read_header(file)
+            header, _, offset = read_header(file)
         except TraceError as error:
             raise TraceError(
                 "file cannot be recovered", where={"file": path}, got=str(error), fault="damaged file"
             ) from error
-        end = at + header.frame_bytes if header.sealed else file.size
+        end = offset + header.frame_bytes if header.sealed else file.size
         refs, fault = [], ""
         with ShardWriter(
             path.parent,
@@ -86,20 +86,20 @@ def recover(path: Path | str, name: str) -> Recovered:
             token_block=header.token_block,
             keep_order=header.keep_order,
         ) as writer:
-            while at < end:
+            while offset < end:
                 try:
-                    frame, data = _frame(file, header, at, end)
+                    frame, data = _frame(file, header, offset, end)
                     refs.append(writer.adopt(frame, data))
                 except TraceError as error:
                     if writer.closed:  # writing the new shard failed
                         raise
                     fault = str(error)
                     break
-                at += frame.size
+                offset += frame.size
             published = writer.publish()
     finally:
         file.close()
-    return Recovered(published, tuple(refs), file.size - at, fault)
+    return Recovered(published, tuple(refs), file.size - offset, fault)
 
 
 def recover_shard(root: Path, name: str, seconds: float) -> None:
@@ -112,9 +112,9 @@ def recover_shard(root: Path, name: str, seconds: float) -> None:
     pattern = re.compile(rf"\.({re.escape(name)}(?:\.pp\d+of\d+)?)\.[0-9a-f]{{8}}{re.escape(TMP)}")
     deadline = time.monotonic() + seconds
     for path in root.iterdir():
-        while found := pattern.fullmatch(path.name):
+        while match := pattern.fullmatch(path.name):
             with suppress(TraceError):
-                recover(path, found[1])
+                recover(path, match[1])
                 path.unlink()
                 break
             if time.monotonic() > deadline:
@@ -122,17 +122,17 @@ def recover_shard(root: Path, name: str, seconds: float) -> None:
             time.sleep(_POLL_SECONDS)
 
 
-def _frame(file: LocalFile, header: ShardHeader, at: int, end: int) -> tuple[Frame, bytes]:
-    """Read the frame at offset `at` and check all of it. Raises TraceError."""
-    (start,) = file.fetch([(at, min(at + 14, end))])
+def _frame(file: LocalFile, header: ShardHeader, offset: int, end: int) -> tuple[Frame, bytes]:
+    """Read the frame at `offset` and check all of it. Raises TraceError."""
+    (start,) = file.fetch([(offset, min(offset + 14, end))])
     size = head_size(start)
-    if at + size > end:
+    if offset + size > end:
         raise TraceError("the file ends within a frame's header")
-    (head,) = file.fetch([(at, at + size)])
+    (head,) = file.fetch([(offset, offset + size)])
     frame = parse_head(header, head)
-    if at + frame.size > end:
+    if offset + frame.size > end:
         raise TraceError("the file ends within a frame")
-    (data,) = file.fetch([(at, at + frame.size)])
+    (data,) = file.fetch([(offset, offset + frame.size)])
     block = header.token_block
     for number, section in enumerate(frame.tokens):
         rows = min(block, frame.own_rows - number * block)

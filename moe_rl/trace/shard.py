@@ -102,7 +102,7 @@ class ShardHeader:
     def groups(self) -> tuple[tuple[int, int], ...]:
         """Return the layer groups as [first, last) positions in `layers`."""
         count = len(self.layers)
-        return tuple((at, min(at + self.layer_group, count)) for at in range(0, count, self.layer_group))
+        return tuple((first, min(first + self.layer_group, count)) for first in range(0, count, self.layer_group))
 
 
 class IndexEntry(NamedTuple):
@@ -221,16 +221,16 @@ def parse_index(header: ShardHeader, raw: bytes) -> tuple[tuple[str, ...], dict[
         raise TraceError("its index does not list its parents")
     parents = tuple(check_name(cursor.text(), "a parent shard of it") for _ in range(count))
     entries: dict[bytes, IndexEntry] = {}
-    start, at = 0, cursor.at
+    start, offset = 0, cursor.at
     for _ in range(header.records):
-        size, at = varint_at(raw, at)
-        head, at = varint_at(raw, at)
-        entries[raw[at : at + 8]] = IndexEntry(start, size, head >> 1, bool(head & 1))
+        size, offset = varint_at(raw, offset)
+        head, offset = varint_at(raw, offset)
+        entries[raw[offset : offset + 8]] = IndexEntry(start, size, head >> 1, bool(head & 1))
         if head >> 1 > size:
             raise TraceError("a frame's header is longer than the frame, according to the index")
         start += size
-        at += 8
-    if at != len(raw) or start != header.frame_bytes:
+        offset += 8
+    if offset != len(raw) or start != header.frame_bytes:
         raise TraceError("its index does not cover its frames")
     if len(entries) != header.records:
         raise TraceError("its index names a record twice", fault="record twice")

@@ -101,7 +101,7 @@ def rows_total(ref: RouteRef) -> int:
 
 def added(sums: Iterable[str]) -> str:
     """Add the checksums of one sequence whose layers, or rows, were summed separately."""
-    return f"{sum(int(one, 16) for one in sums) % (1 << _BITS):016x}"
+    return f"{sum(int(checksum, 16) for checksum in sums) % (1 << _BITS):016x}"
 
 
 def signed(

@@ -67,10 +67,10 @@ def spans_of_rows(weight_versions: np.ndarray, *, cached: int, prompt: int) -> t
     changes = np.flatnonzero(weight_versions[1:] != weight_versions[:-1]) + 1
     bounds = sorted({0, min(cached, rows), min(max(cached, prompt), rows), *changes.tolist(), rows})
 
-    def kind(at: int) -> Provenance:
-        return Provenance.CACHED if at < cached else Provenance.PREFILL if at < prompt else Provenance.DECODE
+    def kind(row: int) -> Provenance:
+        return Provenance.CACHED if row < cached else Provenance.PREFILL if row < prompt else Provenance.DECODE
 
-    return tuple(Span(end - at, int(weight_versions[at]), kind(at)) for at, end in pairwise(bounds))
+    return tuple(Span(end - start, int(weight_versions[start]), kind(start)) for start, end in pairwise(bounds))
 
 
 def versions_of_rows(spans: Iterable[Span]) -> np.ndarray:

@@ -72,16 +72,16 @@ class TraceStore:
         records = []
         with Reading(self._library) as reading:
             readout = Readout(reading)
-            found = join(reading, [ref for ref, _ in items], wanted)
-            for (ref, _), (first, last), joined in zip(items, spans, found, strict=True):
+            joins = join(reading, [ref for ref, _ in items], wanted)
+            for (ref, _), (first, last), joined in zip(items, spans, joins, strict=True):
                 routes = _empty((last - first, len(joined.layers), joined.spec.top_k), joined.spec.dtype, ref.key)
                 token_ids = np.empty(last - first, "<i4")
                 readout.tokens(joined.parts[0].segments, (first, last), token_ids)
                 for part in joined.parts:
                     readout.routes(part.segments, joined.columns, (first, last), routes)
-                own = cut_spans(joined.spans, first, last)
+                trimmed = cut_spans(joined.spans, first, last)
                 records.append(
-                    RouteRecord(ref.key, routes, token_ids, own, joined.aborted, joined.spec, first, joined.layers)
+                    RouteRecord(ref.key, routes, token_ids, trimmed, joined.aborted, joined.spec, first, joined.layers)
                 )
             readout.run()
         for record in records:
@@ -107,14 +107,14 @@ class TraceStore:
         wanted = None if layers is None else tuple(layers)
         spans = [check_rows(ref, rows) for ref, rows in items]
         _check_out(out, sum(last - first for first, last in spans))
-        at = 0
+        start = 0
         with Reading(self._library) as reading:
             readout = Readout(reading)
-            for one, (first, last) in zip(join(reading, [ref for ref, _ in items], wanted), spans, strict=True):
-                _check_out(out, len(out), one)
-                for part in one.parts:
-                    readout.routes(part.segments, one.columns, (first, last), out[at : at + last - first])
-                at += last - first
+            for joined, (first, last) in zip(join(reading, [ref for ref, _ in items], wanted), spans, strict=True):
+                _check_out(out, len(out), joined)
+                for part in joined.parts:
+                    readout.routes(part.segments, joined.columns, (first, last), out[start : start + last - first])
+                start += last - first
             readout.run()
 
     def info(self, ref: RouteRef) -> RecordInfo:
@@ -162,12 +162,12 @@ class TraceStore:
         with Reading(self._library) as reading:
             join(reading, [ref], None, complete=False)
             for part in ref.parts:
-                found = reading.tip(part)
-                for array in found.frame.aux:
+                record = reading.tip(part)
+                for array in record.frame.aux:
                     if array.name == name:
                         size = math.prod(array.shape) * array.dtype.itemsize
                         unpack = partial(unpack_bytes, bool(array.section.kind), size=size)
-                        raw = unpacked(reading, found, array.section, f"array {name!r}", unpack)
+                        raw = unpacked(reading, record, array.section, f"array {name!r}", unpack)
                         return np.frombuffer(raw, array.dtype).reshape(array.shape)
             names = [array.name for part in ref.parts for array in reading.tip(part).frame.aux]
         raise TraceError(
@@ -181,8 +181,8 @@ class TraceStore:
     def records(self, shard: str) -> list[RouteRef]:
         """Return references to all records of a shard, in the order of writing. Raises TraceError."""
         with Reading(self._library) as reading:
-            _, found = reading.records(shard)
-        return [RouteRef(tip.frame.key, tip.frame.rows, (part,)) for part, tip in found]
+            _, records = reading.records(shard)
+        return [RouteRef(tip.frame.key, tip.frame.rows, (part,)) for part, tip in records]
 
     def shards(self) -> list[str]:
         """Return the names of the published shards, sorted."""
@@ -287,24 +287,24 @@ def _parent(reading: Reading, ref: RouteRef) -> RouteRef | None:
 
 def _count(reading: Reading, segment: RowSegment) -> np.ndarray:
     """Count the experts [L, E] of a segment."""
-    found, frame, header = segment.found, segment.found.frame, segment.found.shard.header
+    record, frame, header = segment.found, segment.found.frame, segment.found.shard.header
     shape = (len(header.layers), header.spec.num_experts)
     # Stored counts cover all rows. The rows that a segment omits are decoded and subtracted: the last row of a whole
     # record, the completion of a parent. If the segment is shorter than these rows, it is decoded instead.
     if frame.counts is None or segment.rows < frame.own_rows - segment.rows:
-        return _decode_and_count(reading, found, 0, segment.rows)
+        return _decode_and_count(reading, record, 0, segment.rows)
     unpack = partial(unpack_ints, frame.counts.kind, count=math.prod(shape))
-    counts = unpacked(reading, found, frame.counts, "expert counts", unpack).astype(np.int64).reshape(shape)
-    return counts - _decode_and_count(reading, found, segment.rows, frame.own_rows)
+    counts = unpacked(reading, record, frame.counts, "expert counts", unpack).astype(np.int64).reshape(shape)
+    return counts - _decode_and_count(reading, record, segment.rows, frame.own_rows)
 
 
-def _decode_and_count(reading: Reading, found: Found, first: int, last: int) -> np.ndarray:
-    header = found.shard.header
+def _decode_and_count(reading: Reading, record: Found, first: int, last: int) -> np.ndarray:
+    header = record.shard.header
     shape = (last - first, len(header.layers), header.spec.top_k)
-    routes = _empty(shape, header.spec.dtype, found.frame.key)
+    routes = _empty(shape, header.spec.dtype, record.frame.key)
     readout = Readout(reading)
     columns = {layer: column for column, layer in enumerate(header.layers)}
-    readout.routes([RowSegment(found, 0, found.frame.own_rows)], columns, (first, last), routes)
+    readout.routes([RowSegment(record, 0, record.frame.own_rows)], columns, (first, last), routes)
     readout.run()
     return count_experts(routes, header.spec.num_experts)
 
@@ -332,12 +332,12 @@ def check_rows(ref: RouteRef, rows: Rows | None) -> Rows:
     return first, last
 
 
-def _check_out(out: np.ndarray, total: int, one: Joined | RouteRecord | None = None) -> None:
-    shape = (total, *out.shape[1:]) if one is None else (total, len(one.layers), one.spec.top_k)
-    if out.shape != shape or (one is not None and not np.can_cast(one.spec.dtype, out.dtype)):
+def _check_out(out: np.ndarray, total: int, record: Joined | RouteRecord | None = None) -> None:
+    shape = (total, *out.shape[1:]) if record is None else (total, len(record.layers), record.spec.top_k)
+    if out.shape != shape or (record is not None and not np.can_cast(record.spec.dtype, out.dtype)):
         raise TraceError(
             "array cannot take the routes",
             got=f"{out.dtype} of shape {out.shape}",
-            expected=f"{one.spec.dtype if one else 'integers'} or wider of shape {shape}",
+            expected=f"{record.spec.dtype if record else 'integers'} or wider of shape {shape}",
             fault="array",
         )

@@ -205,13 +205,13 @@ def _same_tokens(record: RouteRecord, token_ids: np.ndarray, where: About) -> No
     if len(recorded) == len(token_ids) and np.array_equal(recorded, token_ids):
         return
     different = np.flatnonzero(recorded[: len(token_ids)] != token_ids[: len(recorded)])
-    at = int(different[0]) if len(different) else min(len(recorded), len(token_ids))
+    row = int(different[0]) if len(different) else min(len(recorded), len(token_ids))
     got, expected = (
-        f"token id {ids[at]}" if at < len(ids) else f"an end after {len(ids)} tokens" for ids in (recorded, token_ids)
+        f"token id {ids[row]}" if row < len(ids) else f"an end after {len(ids)} tokens" for ids in (recorded, token_ids)
     )
     raise RouteValidationError(
         "routes were recorded from other tokens",
-        where={**where, "token": record.first_row + at},
+        where={**where, "token": record.first_row + row},
         got=f"{got}, {max(1, len(different))} tokens differ",
         expected=expected,
         do="feed prompt + completion[:-1] exactly as the sampler forwarded it, or drop the sequence",

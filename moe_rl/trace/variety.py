@@ -76,20 +76,20 @@ def _check_layers(routes: np.ndarray, num_experts: int, layers: Sequence[int], w
     for column in range(columns):
         first.setdefault(routes[:_ROWS, column].tobytes(), []).append(column)
     for alike in first.values():
-        for at, one in enumerate(alike):
-            for other in alike[at + 1 :]:
-                if not (routes[:, one] == routes[:, other]).all():
+        for index, column in enumerate(alike):
+            for other in alike[index + 1 :]:
+                if not (routes[:, column] == routes[:, other]).all():
                     continue
                 chosen = np.zeros((rows, num_experts), bool)
-                np.put_along_axis(chosen, routes[:, one].astype(np.int64), True, 1)
+                np.put_along_axis(chosen, routes[:, column].astype(np.int64), True, 1)
                 _, classes = np.unique(chosen, axis=1, return_counts=True)
                 log = sum(math.lgamma(size + 1) for size in classes) - math.lgamma(num_experts + 1)
                 if log + math.log(columns * (columns - 1) / 2) < math.log(_CHANCE):
                     sets = len(np.unique(chosen, axis=0))
                     raise RouteValidationError(
                         "two layers have the same routes for every token, which no model does",
-                        where={**where, "layers": f"{layers[one]} and {layers[other]}"},
-                        got=f"{rows} equal rows with {sets} different sets, {routes[0, one].tolist()} in token 0",
+                        where={**where, "layers": f"{layers[column]} and {layers[other]}"},
+                        got=f"{rows} equal rows with {sets} different sets, {routes[0, column].tolist()} in token 0",
                         expected="each layer's own choice",
                         do="look at the recorder: the rows of one layer were written to both columns",
                         fault="equal pair",

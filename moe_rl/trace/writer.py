@@ -199,7 +199,7 @@ class ShardWriter:
         fd = self._open_fd()
         index = index_bytes(
             self._parents,
-            ((one.size, one.head_bytes, one.aborted, digest) for digest, one in self._frames.items()),
+            ((entry.size, entry.head_bytes, entry.aborted, digest) for digest, entry in self._frames.items()),
         )
         sealed = replace(
             self._header,
@@ -274,10 +274,10 @@ class ShardWriter:
 
     def _link(self, ref: RouteRef, where: About) -> Parent:
         """Return the parent as a frame names it, after checking that a reader will find it."""
-        found = None
+        link = None
         for part in ref.parts:
-            found = found or self._parent(ref, part)
-        if found is None:
+            link = link or self._parent(ref, part)
+        if link is None:
             raise TraceError(
                 "parent has no part with this writer's model, layers and order",
                 where=where,
@@ -285,7 +285,7 @@ class ShardWriter:
                 do="give the reference that a writer of the same layers returned",
                 fault="parent",
             )
-        parent, rows = found
+        parent, rows = link
         shards = self._parents | {parent.shard}
         if not 0 <= ref.rows <= rows or len(shards) > MAX_PARENTS:
             raise TraceError(
@@ -300,16 +300,16 @@ class ShardWriter:
 
     def _parent(self, ref: RouteRef, part: RoutePart) -> tuple[Parent, int] | None:
         where: About = {"shard": part.shard, "record": ref.key}
-        ours = self._header
+        header = self._header
         with Reading(self._library) as reading:
-            theirs = reading.shard(part.shard, where).header
-            if (ours.spec, ours.layers, ours.keep_order) != (theirs.spec, theirs.layers, theirs.keep_order):
+            other = reading.shard(part.shard, where).header
+            if (header.spec, header.layers, header.keep_order) != (other.spec, other.layers, other.keep_order):
                 return None
             reading.find([(part, where)], follow=False)
             frame = reading.tip(part).frame
         if frame.key != ref.key:
             return None
-        shard = "" if part.shard == ours.name else part.shard
+        shard = "" if part.shard == header.name else part.shard
         return Parent(shard, frame.digest, ref.rows, frame.depth + 1), frame.rows
 
     def _unsealed(self) -> tuple[LocalFile, ShardIndex]:

@@ -87,7 +87,7 @@ class Canary:
     def __init__(self, runs: Seq[tuple[int, ...]], store: TraceStore, spec: TraceSpec):
         """runs: token ids, at least 2 in each run, the same on all ranks."""
         self.runs, self.store, self.spec = tuple(runs), store, spec
-        self._sequences = [_sequence(f"canary/{at}", run) for at, run in enumerate(self.runs)]
+        self._sequences = [_sequence(f"canary/{index}", run) for index, run in enumerate(self.runs)]
         self._fed = [np.array(run[:-1], np.int64) for run in self.runs]
         self._work: list[Work] = []
         # The samplers' scores of the runs, and the records that each sampler published, by its name.
@@ -119,20 +119,20 @@ class Canary:
         self.store.remove(*self._shards())  # left by a run that ended during a comparison
         self.scored, self.records = sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"), {}
 
-    def _heard(self, ours: np.ndarray, witness: np.ndarray, version: int, exact: float) -> Heard:
+    def _heard(self, trainer_logprobs: np.ndarray, witness: np.ndarray, version: int, exact: float) -> Heard:
         heard, scores = [], dict[str, np.ndarray]()
-        for one in self.scored:
-            scores[one.by] = np.concatenate(one.logprobs)
-            apart = np.abs(ours - scores[one.by])
+        for scored in self.scored:
+            scores[scored.by] = np.concatenate(scored.logprobs)
+            apart = np.abs(trainer_logprobs - scores[scored.by])
             suspects = self._suspects(apart, witness, exact) if exact else ""
-            if one.routes:
-                heard.append(self._align(one, apart, witness, version, suspects))
+            if scored.routes:
+                heard.append(self._align(scored, apart, witness, version, suspects))
             else:
-                heard.append(Heard(float(apart.mean()), float(apart.mean()), one.by, suspects=suspects))
+                heard.append(Heard(float(apart.mean()), float(apart.mean()), scored.by, suspects=suspects))
         self.store.remove(*self._shards())
-        worst = max(heard, key=lambda one: math.inf if math.isnan(one.settled) else one.settled)
-        recorded = sum(one.mismatch is not None for one in heard) / len(heard)
-        return replace(worst, recorded=recorded, change=self._change(version, ours, scores))
+        worst = max(heard, key=lambda result: math.inf if math.isnan(result.settled) else result.settled)
+        recorded = sum(result.mismatch is not None for result in heard) / len(heard)
+        return replace(worst, recorded=recorded, change=self._change(version, trainer_logprobs, scores))
 
     def _change(self, version: int, ours: np.ndarray, scores: dict[str, np.ndarray]) -> tuple[float, float, str] | None:
         """Return the change since the version before, as in Heard, and remember this version."""
@@ -214,12 +214,12 @@ class Canary:
             validate(record, token_ids=fed, spec=self.spec, weight_version=version, ref=ref)
         routes = np.concatenate([record.routes for record in records]).transpose(1, 0, 2).astype(np.int64)
         lengths = list(map(len, self._fed))
-        found, power = compare_routes(routes, witness, lengths, self.spec.moe_layers, self.spec.num_experts)
-        if found:
+        problems, power = compare_routes(routes, witness, lengths, self.spec.moe_layers, self.spec.num_experts)
+        if problems:
             raise WeightSyncError(
                 "sampler and trainer route the canary differently",
                 where={"version": version, "sampler": scored.by, **after_lr(self._lr)},
-                got="; ".join(found),
+                got="; ".join(problems),
                 expected="in each layer the experts that the trainer's routers choose",
                 do="look at the export of these layers, starting with the first: its router and all before it; "
                 f"then at the recorder. The trace keeps the routes in shard {scored.routes[0].parts[0].shard}",
@@ -247,20 +247,20 @@ class Canary:
         for fed in self._fed:
             run = slice(start, start + len(fed))
             first = int(np.argmax(differs[run])) if differs[run].any() else len(fed)
-            for at in range(start, start + first):
-                np.put_along_axis(cleared, witness[:, at], True, 1)
+            for row in range(start, start + first):
+                np.put_along_axis(cleared, witness[:, row], True, 1)
             if first < len(fed):
                 taken = np.zeros((layers, experts), bool)
                 np.put_along_axis(taken, witness[:, start + first], True, 1)
                 guilty &= taken
             start = run.stop
-        found = np.argwhere(guilty & ~cleared).tolist()
+        suspects = np.argwhere(guilty & ~cleared).tolist()
         if not cleared.any():
             return "every token differs: look at what they all pass through, embeddings, norms, attention, the head"
-        if not found:
+        if not suspects:
             return f"{int(differs.sum())} of {len(apart)} tokens differ, which no single expert explains"
-        named = [f"expert {expert} of layer {self.spec.moe_layers[layer]}" for layer, expert in found[:4]]
-        more = f" or {len(found) - 4} others" if len(found) > 4 else ""
+        named = [f"expert {expert} of layer {self.spec.moe_layers[layer]}" for layer, expert in suspects[:4]]
+        more = f" or {len(suspects) - 4} others" if len(suspects) > 4 else ""
         return f"the tokens that differ are those that take {' or '.join(named)}{more}"
 
 
@@ -280,8 +280,8 @@ def compare_routes(
     position = np.concatenate([np.arange(length) for length in lengths])
     sample = LayerSample.of_choice(np.ascontiguousarray(routes), witness, experts, sequence, position)
     claims = [judge(tests, History()) for tests in layer_tests(sample, layers, fresh=True)]
-    found = [text for claim in claims for text in claim.found]
-    return found or confused_experts(routes, witness, layers, experts), min(claim.power for claim in claims)
+    problems = [text for claim in claims for text in claim.found]
+    return problems or confused_experts(routes, witness, layers, experts), min(claim.power for claim in claims)
 
 
 def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], experts: int) -> list[str]:
@@ -296,21 +296,21 @@ def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], 
     1).
     """
     needed = math.log(len(layers) * experts * (experts - 1) / 2 / ALPHA)
-    found = []
-    for at, layer in enumerate(layers):
+    problems = []
+    for index, layer in enumerate(layers):
         theirs, ours = (np.zeros((routes.shape[1], experts), bool) for _ in range(2))
-        np.put_along_axis(theirs, routes[at], True, 1)
-        np.put_along_axis(ours, witness[at], True, 1)
+        np.put_along_axis(theirs, routes[index], True, 1)
+        np.put_along_axis(ours, witness[index], True, 1)
         only_ours, only_theirs = (ours & ~theirs).astype(np.int64), (theirs & ~ours).astype(np.int64)
         moved = only_ours.T @ only_theirs  # [E, E]: rows where only the trainer took one, only the sampler the other
-        one = ours.astype(np.int64)
-        apart = one.T @ (1 - one)  # rows where the trainer took one and not the other
+        taken = ours.astype(np.int64)
+        apart = taken.T @ (1 - taken)  # rows where the trainer took one and not the other
         for a, b in np.argwhere(np.triu((moved > 0) & (moved.T > 0), 1)).tolist():
             rows, exchanged = int(apart[a, b] + apart[b, a]), int(moved[a, b] + moved[b, a])
             share = exchanged / rows
             if share > _CONFUSED and rows * divergence(share, _CONFUSED) >= needed:
-                found.append(f"layer {layer} has experts {a} and {b} exchanged: in {exchanged} of {rows} rows")
-    return found
+                problems.append(f"layer {layer} has experts {a} and {b} exchanged: in {exchanged} of {rows} rows")
+    return problems
 
 
 def divergence(mean: float, expected: float) -> float:

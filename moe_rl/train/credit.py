@@ -56,7 +56,7 @@ def give_credit(
     else:
         values = [math.nan] * len(units.rewards)
     if turns:
-        cap = next((one.high for one in objective.corrections if one.rule == "vtrace"), None)
+        cap = next((correction.high for correction in objective.corrections if correction.rule == "vtrace"), None)
         weights = None if cap is None else _turn_weights(cap, sequences, shares)
         values = _to_go(sequences, turns, values, weights)
     credit: dict[str, list[float]] = {}
@@ -68,9 +68,9 @@ def give_credit(
     metrics["objective/zero_advantage_fraction"] = sum(value == 0 for value in known) / len(known)
     # A sequence without an advantage is in no share.
     for share in shares:
-        share.credit.update((one.key, credit[one.key]) for one in share.all)
+        share.credit.update((sequence.key, credit[sequence.key]) for sequence in share.all)
         for work in share.work:
-            work.microbatch.give_advantages([credit[one.key] for one in share.all])
+            work.microbatch.give_advantages([credit[sequence.key] for sequence in share.all])
     limit = objective.second_moment_limit
     return metrics if limit is None else metrics | trust(limit, shares)
 
@@ -83,18 +83,18 @@ def trust(limit: float, shares: list[Share]) -> dict[str, float]:
     """
     means = []
     for share in shares:
-        found = []
-        for one in share.work:
-            batch = one.microbatch
-            found.append(
-                second_moment.squares(one.old_logprobs, batch.rollout_logprobs, batch.advantages, batch.sequence_ids)
+        squares = []
+        for work in share.work:
+            batch = work.microbatch
+            squares.append(
+                second_moment.squares(work.old_logprobs, batch.rollout_logprobs, batch.advantages, batch.sequence_ids)
             )
-        mine = [values[region] for values, region in found] if world.speaks_for_its_sequences() else []
+        mine = [values[region] for values, region in squares] if world.speaks_for_its_sequences() else []
         empty = torch.empty(0, dtype=torch.float64, device=world.device())
         everyone = world.concatenate(torch.cat([empty, *mine])).cpu().numpy()
         largest = second_moment.largest_kept(everyone, limit)
-        for one, (values, region) in zip(share.work, found, strict=True):
-            one.trusted = ~region | (values <= largest)
+        for work, (values, region) in zip(share.work, squares, strict=True):
+            work.trusted = ~region | (values <= largest)
         means.append(everyone.mean() if len(everyone) else 0.0)
     return {"objective/second_moment": sum(means) / len(means)}
 
@@ -127,11 +127,11 @@ def _to_go(
     Args:
         values: Of each turn, whose reward was compared with those of all turns of its group.
     """
-    places = {(sequences[number].completion, turn.number): at for at, (number, turn) in enumerate(turns)}
+    places = {(sequences[number].completion, turn.number): index for index, (number, turn) in enumerate(turns)}
     to_go = [value for value in values if value is not None]  # every turn has a reward
-    for (episode, _), at in sorted(places.items(), reverse=True):  # a turn has a larger number than its parent
-        if (parent := turns[at][1].parent) is not None:
-            to_go[places[episode, parent]] += to_go[at] * (weights[at] if weights else 1.0)
+    for (episode, _), index in sorted(places.items(), reverse=True):  # a turn has a larger number than its parent
+        if (parent := turns[index][1].parent) is not None:
+            to_go[places[episode, parent]] += to_go[index] * (weights[index] if weights else 1.0)
     return [*to_go]
 
 
@@ -183,7 +183,7 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[Share])
         MoeRLError: Two ranks report the same sequence.
     """
     where = {sequence.key: number for number, sequence in enumerate(sequences)}
-    found = []
+    totals = []
     for share in shares if world.speaks_for_its_sequences() else ():
         for work in share.work:
             microbatch = work.microbatch
@@ -195,8 +195,8 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[Share])
             counts = torch.bincount(microbatch.sequence_ids, minlength=len(microbatch.indices))
             sums_here = torch.segment_reduce(tokens, "sum", lengths=counts, initial=0)
             keys = [share.all[index].key for index in microbatch.indices]
-            found += [(where[key], total) for key, total in zip(keys, sums_here.tolist(), strict=True)]
-    return _from_all(found, list(where))
+            totals += [(where[key], total) for key, total in zip(keys, sums_here.tolist(), strict=True)]
+    return _from_all(totals, list(where))
 
 
 def _turn_weights(cap: float, sequences: list[Sequence], shares: list[Share]) -> list[float]:
@@ -205,24 +205,24 @@ def _turn_weights(cap: float, sequences: list[Sequence], shares: list[Share]) ->
     starts, turns = dict[str, int](), 0
     for sequence in sequences:
         starts[sequence.key], turns = turns, turns + len(sequence.turns)
-    found = []
+    totals = []
     for share in shares if world.speaks_for_its_sequences() else ():
         for work in share.work:
             batch = work.microbatch
             drift = work.old_logprobs.double() - batch.rollout_logprobs.double()
             sums = iter(sum_by_sequence(drift, batch.advantages, batch.sequence_ids).tolist())
             for sequence in (share.all[index] for index in batch.indices):
-                found += [(starts[sequence.key] + n, next(sums)) for n in range(len(sequence.turns))]
+                totals += [(starts[sequence.key] + n, next(sums)) for n in range(len(sequence.turns))]
     names = [sequence.key for sequence in sequences for _ in sequence.turns]
-    return [1.0 if one is None else math.exp(min(one, math.log(cap))) for one in _from_all(found, names)]
+    return [1.0 if total is None else math.exp(min(total, math.log(cap))) for total in _from_all(totals, names)]
 
 
-def _from_all(found: list[tuple[int, float]], names: list[str]) -> list[float | None]:
+def _from_all(reports: list[tuple[int, float]], names: list[str]) -> list[float | None]:
     """Return the number that a rank found for each of `names`: None for one that no rank found, NaN for one that is
     not finite. Raises MoeRLError if two ranks found one."""
     sums, speakers = [0.0] * len(names), [0] * len(names)
-    for at, value in found:
-        sums[at], speakers[at] = value, speakers[at] + 1
+    for index, value in reports:
+        sums[index], speakers[index] = value, speakers[index] + 1
     reduced = world.all_reduce([*sums, *speakers])
     totals, spoke = reduced[: len(names)], reduced[len(names) :]
     if max(spoke) > 1:

@@ -67,7 +67,7 @@ class Guards:
         return {
             "skipped": self.skipped,
             "lost": self.lost,
-            "canary": [list(one) for one in self.canary],
+            "canary": [list(pair) for pair in self.canary],
             "same_version": [self.same, list(self.open), self.apart],
         }
 
@@ -139,15 +139,15 @@ class Guards:
         """
         if heard.change is None or self.skipped or not before:
             return
-        ours, theirs, by = heard.change
-        visible = ours / max(float(np.median(before)), _FLOOR)
-        same = visible > _VISIBLE_IF_NOTHING_CHANGED and not theirs > 0  # also NaN
-        if same or (visible > _VISIBLE and not theirs >= _FOLLOWS * ours):
+        trainer_change, sampler_change, by = heard.change
+        visible = trainer_change / max(float(np.median(before)), _FLOOR)
+        same = visible > _VISIBLE_IF_NOTHING_CHANGED and not sampler_change > 0  # also NaN
+        if same or (visible > _VISIBLE and not sampler_change >= _FOLLOWS * trainer_change):
             raise WeightSyncError(
                 "an update has not reached a sampler, which scores tokens as it did before",
                 where={"version": version, "sampler": by, **after_lr(self.lr)},
-                got=f"a canary that changed by {theirs:.3g} nats",
-                expected=f"about {ours:.3g}, as on the trainer's side",
+                got=f"a canary that changed by {sampler_change:.3g} nats",
+                expected=f"about {trainer_change:.3g}, as on the trainer's side",
                 do="the digest of what arrived was right, so look at what happens after that: a copy of the weights "
                 "that the sampler computes with and does not load into, or an export of old tensors",
             )
@@ -216,15 +216,15 @@ class Guards:
         limits = {"policy_kl/k3": self.settings.max_policy_kl,
                   "policy/extreme_fraction": self.settings.max_extreme_fraction}  # fmt: skip
         # A value that is not finite is never within the limit.
-        found = [
+        reasons = [
             f"{key} = {metrics[key]:.3g}, above {limit:g}"
             for key, limit in limits.items()
             if not (math.isfinite(metrics[key]) and metrics[key] <= limit)
         ]
         passed, reward = metrics["reward/pass_rate"], metrics["reward/mean"]
         if metrics["rollout/truncated_fraction"] == 1 and passed == 0 and reward <= 0:
-            found.append(f"every completion truncated, none passed, mean reward {reward:.3g}")
-        return found
+            reasons.append(f"every completion truncated, none passed, mean reward {reward:.3g}")
+        return reasons
 
 
 def computes_alike(config: Config) -> bool:

@@ -80,12 +80,12 @@ class Concerned:
 def of_canary(canary: Canary, version: int, by: str = "") -> list[Concerned]:
     """Take the canary's runs with one sampler's results. by: its name; "" means the sampler compared last."""
     by = by or next(reversed(canary.records), canary.scored[0].by)
-    scored = next(one for one in canary.scored if one.by == by)
+    scored = next(result for result in canary.scored if result.by == by)
     read = canary.records.get(by)
     records = [None] * len(canary.runs) if read is None else [record.routes for record in read]
     return [
-        Concerned(f"canary/{at}", run, logprobs, (VersionSpan(len(run) - 1, version),), record=record, plain=True)
-        for at, (run, logprobs, record) in enumerate(zip(canary.runs, scored.logprobs, records, strict=True))
+        Concerned(f"canary/{index}", run, logprobs, (VersionSpan(len(run) - 1, version),), record=record, plain=True)
+        for index, (run, logprobs, record) in enumerate(zip(canary.runs, scored.logprobs, records, strict=True))
     ]
 
 
@@ -149,10 +149,10 @@ class EvidenceKeeper:
         try:
             self.note(f"step {step}: a check ends the run, which keeps evidence first. {error}")
             with without_mode():
-                told = _Keeping(self, error, step, version, updates, list(work())).run(sequences)
+                note = _Keeping(self, error, step, version, updates, list(work())).run(sequences)
         except Exception as failure:  # it must not hide the error
-            told = f"evidence of this could not be kept: {type(failure).__name__}: {failure}"
-        error.add_note(told)
+            note = f"evidence of this could not be kept: {type(failure).__name__}: {failure}"
+        error.add_note(note)
 
 
 class _Keeping:
@@ -193,7 +193,7 @@ class _Keeping:
         if first:
             with self._failing(begun):
                 chosen = self._chosen(sequences())
-                begun.runs = [(one.key, one.tokens) for one in chosen]
+                begun.runs = [(sequence.key, sequence.tokens) for sequence in chosen]
                 name = evidence_folder.name_of(self.evidence.step, self.evidence.what)
                 begun.place = str(evidence_folder.begin(run, name))
         begun = self._told(begun)
@@ -233,11 +233,11 @@ class _Keeping:
         room = (self.limit - self.weight_bytes if fits else self.limit) // (2 * self.row_bytes)
         rows = min(_ROWS, self.config.train.microbatch_tokens, room)
         message, chosen = str(self.error), list[Concerned]()
-        for one in sorted(sequences, key=lambda one: one.key not in message):
+        for sequence in sorted(sequences, key=lambda sequence: sequence.key not in message):
             if len(chosen) == _SEQUENCES or rows < 1:
                 break
-            if len(one.tokens) > 1:
-                chosen.append(replace(one, tokens=one.tokens[: rows + 1]))
+            if len(sequence.tokens) > 1:
+                chosen.append(replace(sequence, tokens=sequence.tokens[: rows + 1]))
                 rows -= len(chosen[-1].tokens) - 1
         if (left := len(sequences) - len(chosen)) > 0:
             self.evidence.left_out.append(f"{left} of {len(sequences)} sequences")
@@ -258,28 +258,28 @@ class _Keeping:
         ends = np.cumsum([len(run) - 1 for run in runs])[:-1]
         parts = (logprobs.astype(np.float32), chosen.transpose(1, 0, 2).astype(np.uint16), logits.transpose(1, 0, 2))
         names, cut = ("trainer_logprobs", "chosen", "trainer_logits"), (np.split(part, ends) for part in parts)
-        return [dict(zip(names, one, strict=True)) for one in zip(*cut, strict=True)]
+        return [dict(zip(names, arrays, strict=True)) for arrays in zip(*cut, strict=True)]
 
     def _applied(self, rows: dict[str, int]) -> dict[str, np.ndarray]:
         """Return the routes that the step's passes should replay. rows: number of rows of each sequence."""
         mine = []
         for work in self.work:
             table = work.table
-            for at, name in enumerate(table.names):
+            for index, name in enumerate(table.names):
                 if name in rows:
-                    here = table.places.recorded & (table.places.sequence == at)
+                    here = table.places.recorded & (table.places.sequence == index)
                     routes = np.stack([table.routes[layer].cpu().numpy()[here] for layer in table.routes])
                     positions = table.places.position[here].tolist()
                     mine.append(_Applied(name, list(table.routes), positions, routes.astype(np.uint16).tobytes()))
         shape = (len(self.spec.moe_layers), self.spec.top_k)
-        found: dict[str, np.ndarray] = {}
-        for part in [one for parts in world.gather(mine, list[_Applied]) for one in parts]:
-            routes = found.setdefault(part.key, np.full((rows[part.key], *shape), ABSENT, np.uint16))
-            given = np.frombuffer(part.routes, np.uint16).reshape(len(part.layers), len(part.positions), -1)
+        applied: dict[str, np.ndarray] = {}
+        for part in [part for parts in world.gather(mine, list[_Applied]) for part in parts]:
+            routes = applied.setdefault(part.key, np.full((rows[part.key], *shape), ABSENT, np.uint16))
+            by_layer = np.frombuffer(part.routes, np.uint16).reshape(len(part.layers), len(part.positions), -1)
             kept = np.flatnonzero(np.array(part.positions) < rows[part.key])
             columns = np.array([self.spec.moe_layers.index(layer) for layer in part.layers], np.int64)
-            routes[np.ix_(np.array(part.positions, np.int64)[kept], columns)] = given[:, kept].transpose(1, 0, 2)
-        return found
+            routes[np.ix_(np.array(part.positions, np.int64)[kept], columns)] = by_layer[:, kept].transpose(1, 0, 2)
+        return applied
 
     def _write_weights(self, place: Path) -> list[KeptWeights]:
         """Write the trainer's weights, if they fit."""
@@ -317,19 +317,19 @@ class _Keeping:
     ) -> None:
         """Write on rank 0 all but the trainer's weights."""
         evidence, arrays = self.evidence, dict[str, np.ndarray]()
-        for number, (one, seen) in enumerate(zip(chosen, followed, strict=True)):
-            rows = len(one.tokens) - 1
-            kept, read = self._record(one, rows)
+        for number, (sequence, results) in enumerate(zip(chosen, followed, strict=True)):
+            rows = len(sequence.tokens) - 1
+            kept, read = self._record(sequence, rows)
             known = {
-                "tokens": np.array(one.tokens, np.int32),
-                "sampler_logprobs": one.logprobs[:rows],
-                "applied": applied.get(one.key),
+                "tokens": np.array(sequence.tokens, np.int32),
+                "sampler_logprobs": sequence.logprobs[:rows],
+                "applied": applied.get(sequence.key),
                 **read,
-                **seen,
+                **results,
             }
             arrays |= {f"{number}/{name}": array for name, array in known.items() if array is not None}
             evidence.sequences.append(kept)
-        made = {version for one in evidence.sequences for version, _ in one.versions}
+        made = {version for kept_rows in evidence.sequences for version, _ in kept_rows.versions}
         staleness = evidence.version - min(made, default=evidence.version)
         used = sum(array.nbytes for array in arrays.values())
         if evidence_folder.size_of(hidden) + used > self.limit:
@@ -337,28 +337,28 @@ class _Keeping:
             shutil.rmtree(hidden / evidence_folder.WEIGHTS)
             self._too_large()
             weights = []
-        weights = weights + self._older(hidden, used, made - {one.version for one in weights if not one.updates})
+        weights = weights + self._older(hidden, used, made - {saved.version for saved in weights if not saved.updates})
         evidence = replace(evidence, weights=weights, staleness=staleness)
-        if any(one.plain for one in chosen):
+        if any(sequence.plain for sequence in chosen):
             evidence = replace(evidence, temperature=1.0, truncated=False)
         evidence_folder.write(hidden, evidence, arrays)
 
-    def _record(self, one: Concerned, rows: int) -> tuple[KeptRows, dict[str, np.ndarray]]:
+    def _record(self, sequence: Concerned, rows: int) -> tuple[KeptRows, dict[str, np.ndarray]]:
         """Read what the sampler recorded for the first rows of a sequence, by the names in ARRAYS."""
-        spans, ref = tuple((span.weight_version, span.tokens) for span in one.versions), one.ref
-        if one.record is not None:
-            return KeptRows(one.key, _cut(spans, rows)), {"record": one.record[:rows].astype(np.uint16)}
-        kept = KeptRows(one.key, _cut(spans, rows, ahead=True))
+        spans, ref = tuple((span.weight_version, span.tokens) for span in sequence.versions), sequence.ref
+        if sequence.record is not None:
+            return KeptRows(sequence.key, _cut(spans, rows)), {"record": sequence.record[:rows].astype(np.uint16)}
+        kept = KeptRows(sequence.key, _cut(spans, rows, ahead=True))
         if ref is None:
             return kept, {}
         try:
             read = self.store.read(ref)
         except TraceError as error:
-            self.evidence.left_out.append(f"the record of {one.key}: {error}")
+            self.evidence.left_out.append(f"the record of {sequence.key}: {error}")
             return kept, {}
         shape, first = (rows, len(self.spec.moe_layers)), min(read.first_row, rows)
         record = np.full((*shape, self.spec.top_k), ABSENT, np.uint16)
-        found: dict[str, np.ndarray] = {"record": record}
+        arrays: dict[str, np.ndarray] = {"record": record}
         record[first : first + len(read.routes)] = read.routes[: rows - first]
         made = tuple((span.weight_version, span.rows) for span in read.spans)
         made = ((made[0][0], first + made[0][1]), *made[1:])
@@ -368,11 +368,11 @@ class _Keeping:
             again = signed(ref, read.routes, self.spec.moe_layers, read.token_ids, versions=row_versions)
             intact = again.source_sum == ref.source_sum
         with suppress(TraceError):  # no logits were recorded
-            at = self.store.aux(ref, "router_logits_rows").astype(np.int64)
+            logit_rows = self.store.aux(ref, "router_logits_rows").astype(np.int64)
             logits = np.full((*shape, self.spec.num_experts), np.nan, np.float32)
-            logits[at[at < rows]] = self.store.aux(ref, "router_logits")[at < rows]
-            found["sampler_logits"] = logits
-        return KeptRows(one.key, _cut(made, rows), intact), found
+            logits[logit_rows[logit_rows < rows]] = self.store.aux(ref, "router_logits")[logit_rows < rows]
+            arrays["sampler_logits"] = logits
+        return KeptRows(sequence.key, _cut(made, rows), intact), arrays
 
     def _older(self, hidden: Path, used: int, versions: set[int]) -> list[KeptWeights]:
         """Return where the weights of these versions are. Those in the run folder are linked if they fit, so that they
@@ -380,23 +380,23 @@ class _Keeping:
 
         used: bytes that are still to be written.
         """
-        found = []
+        weights = []
         exported, saved = (dict(checkpoints.complete(path)) for path in (self.folder.exports, self.folder.checkpoints))
         for version in sorted(versions):
             if version == 0 and self.config.model.from_run is None:
-                found.append(KeptWeights(0, str(self.config.model.path), published=True))
+                weights.append(KeptWeights(0, str(self.config.model.path), published=True))
             elif source := exported.get(version) or saved.get(version):
                 name = f"{evidence_folder.WEIGHTS}/{source.name}"
                 if evidence_folder.size_of(source) + evidence_folder.size_of(hidden) + used <= self.limit:
                     shutil.copytree(source, hidden / name, copy_function=_link)
                 else:
                     name = str(source)
-                found.append(KeptWeights(version, name, published=version in exported))
+                weights.append(KeptWeights(version, name, published=version in exported))
             else:
                 self.evidence.left_out.append(
                     f"the weights of version {version}: the run has no checkpoint and no export of them"
                 )
-        return found
+        return weights
 
 
 @dataclass(slots=True)
@@ -426,14 +426,14 @@ def _cut(spans: tuple[tuple[int, int], ...], rows: int, *, ahead: bool = False) 
     """
     if ahead and spans:
         spans = ((spans[0][0], spans[0][1] + max(0, rows - sum(count for _, count in spans))), *spans[1:])
-    found, left = list[tuple[int, int]](), rows
+    kept, left = list[tuple[int, int]](), rows
     for version, count in spans:
         took = min(count, left)
-        before = found.pop()[1] if found and found[-1][0] == version else 0
+        before = kept.pop()[1] if kept and kept[-1][0] == version else 0
         if before + took:
-            found.append((version, before + took))
+            kept.append((version, before + took))
         left -= took
-    return tuple(found)
+    return tuple(kept)
 
 
 def _link(source: str, target: str) -> None:

@@ -50,8 +50,8 @@ class Progress:
     def best(self) -> tuple[int, float] | None:
         """The step of the best evaluation and its value of eval.best; ties go to the earliest. None if there is no
         evaluation."""
-        found = self._values()
-        return max(found, key=lambda one: (one[1], -one[0])) if found else None
+        evaluations = self._values()
+        return max(evaluations, key=lambda step_value: (step_value[1], -step_value[0])) if evaluations else None
 
     @property
     def best_step(self) -> int | None:

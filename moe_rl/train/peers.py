@@ -304,7 +304,7 @@ class Peers:
             self._moved = HERE.moves, now
         states = {**self._wire.heard[1], self.rank: self._state()}
         if self.rank == 0 and not self._wire.hangs:
-            marks = [(one["phase"], one["part"], one["step"], one["moves"]) for one in states.values()]
+            marks = [(state["phase"], state["part"], state["step"], state["moves"]) for state in states.values()]
             still = self._stillness.look((self._phase, self._part), marks, passed)
             self._wire.hangs = still is not None
         elif self._wire.hangs and not self._report:
@@ -312,7 +312,7 @@ class Peers:
             self._report, self._reported = {"begun": begun, "still": now - self._moved[1]}, now
             self._wire.beat()
         elif self.rank == 0 and (
-            all("begun" in one for one in states.values()) or now > self._reported + _REPORT_SECONDS
+            all("begun" in state for state in states.values()) or now > self._reported + _REPORT_SECONDS
         ):
             late, why = hangs.late(states)
             self._end(

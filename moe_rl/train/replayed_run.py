@@ -49,17 +49,17 @@ def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
     """
     if config.run.replays is None:
         return []
-    theirs = RunFolder(config.run.replays)
-    where: About = {"key": "run.replays", "folder": theirs.path}
+    folder = RunFolder(config.run.replays)
+    where: About = {"key": "run.replays", "folder": folder.path}
     try:
-        own = load_config(theirs.config)
-        history, last = read_history(theirs.path), last_step(theirs.path)
+        earlier = load_config(folder.config)
+        history, last = read_history(folder.path), last_step(folder.path)
     except MoeRLError as error:
         return [describe(str(error), where=where, expected="the folder of a run")]
-    found = [wrong for wrong in (edited(theirs, where), change_problem(own, config, MAY_DIFFER, where)) if wrong]
-    if goes_on(theirs):
-        found.append(describe("that run is still going", where=where, do="wait until it ends", fault="goes on"))
-    stretched = own.train.optimizer.schedule != "constant" and own.train.optimizer.decay_steps is None
+    problems = [wrong for wrong in (edited(folder, where), change_problem(earlier, config, MAY_DIFFER, where)) if wrong]
+    if goes_on(folder):
+        problems.append(describe("that run is still going", where=where, do="wait until it ends", fault="goes on"))
+    stretched = earlier.train.optimizer.schedule != "constant" and earlier.train.optimizer.decay_steps is None
     steered = sorted(
         {
             key
@@ -69,7 +69,7 @@ def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
         }
     )
     if steered:
-        found.append(
+        problems.append(
             describe(
                 "that run changed its learning rate on the way, so no single config can train it again",
                 where=where,
@@ -79,18 +79,18 @@ def replay_problems(config: Config, task: TaskPrompts | None) -> list[Problem]:
             )
         )
     if last == 0:
-        found.append(describe("that run has trained no step", where=where, fault="no step"))
-    if found or task is None:
-        return found
-    return _kept_problems(theirs, own, task, last, where)
+        problems.append(describe("that run has trained no step", where=where, fault="no step"))
+    if problems or task is None:
+        return problems
+    return _kept_problems(folder, earlier, task, last, where)
 
 
-def _kept_problems(theirs: RunFolder, own: Config, task: TaskPrompts, last: int, where: About) -> list[Problem]:
+def _kept_problems(folder: RunFolder, earlier: Config, task: TaskPrompts, last: int, where: About) -> list[Problem]:
     """Say which steps from 1 to `last` are not kept, or were changed."""
-    store = TraceStore(theirs.trace)
-    kept, shards = KeptRollouts(theirs.rollouts, store), set(store.shards())
-    ledger, source = PromptLedger.of_run(theirs.path, own.pipeline), PromptSource(task.train, own.run.seed)
-    found, absent = list[Problem](), list[int]()
+    store = TraceStore(folder.trace)
+    kept, shards = KeptRollouts(folder.rollouts, store), set(store.shards())
+    ledger, source = PromptLedger.of_run(folder.path, earlier.pipeline), PromptSource(task.train, earlier.run.seed)
+    problems, absent = list[Problem](), list[int]()
     for step in range(1, last + 1):
         try:
             _, batch = kept.entered(step, ledger, source, kept.load)
@@ -98,25 +98,25 @@ def _kept_problems(theirs: RunFolder, own: Config, task: TaskPrompts, last: int,
             if error.message.fault == "absent":
                 absent.append(step)
             else:
-                found.append(describe(str(error), where={**where, "step": step}))
+                problems.append(describe(str(error), where={**where, "step": step}))
         except MoeRLError as error:
-            found.append(describe(str(error), where={**where, "step": step}))
+            problems.append(describe(str(error), where={**where, "step": step}))
         else:
             if gone := [name for name in shards_of(batch.sequences) if name not in shards]:
-                found.append(
+                problems.append(
                     describe("routes of a step are gone", where={**where, "step": step, "shard": gone[0]}, fault="gone")
                 )
     if absent:
         shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        found.append(
+        problems.append(
             describe(
                 "that run has not kept the rollouts of all its steps",
                 where=where,
                 got=f"no rollouts of step {shown}",
                 expected=f"those of steps 1 to {last}",
                 do=f"a run that is to be replayed needs replay.keep_shards of at least run.steps; it had "
-                f"{own.replay.keep_shards}",
+                f"{earlier.replay.keep_shards}",
                 fault="absent",
             )
         )
-    return found
+    return problems

@@ -175,11 +175,11 @@ def _restore_rollouts(trainer: Trainer, main: RankZero, done: int) -> None:
     if isinstance(rollouts, ReplayedRollouts):  # the kept rollouts are another run's
         rollouts.ledger.rewind(done)
         return
-    found = _take_left_behind(trainer, main, rollouts, done)
-    rollouts.left_behind = None if isinstance(found, SampledStep) else found
+    batch = _take_left_behind(trainer, main, rollouts, done)
+    rollouts.left_behind = None if isinstance(batch, SampledStep) else batch
     entered = done + (rollouts.left_behind is not None)
     rollouts.ledger.verify(rollouts.source, steps=entered, whole=not trainer.config.pipeline.by_group)
-    rollouts.retain(set(range(done + 1 + (found is not None))))
+    rollouts.retain(set(range(done + 1 + (batch is not None))))
     trainer.store.collect_garbage()
     for shard in trainer.store.unpublished():
         main.log.note(f"shard {shard} is not in the trace manifest; it is not used for training")
@@ -220,7 +220,7 @@ def _take_left_behind(
         main.log.note(f"the run has made all its {done} steps; run.steps=N makes it longer")
         return None
     try:
-        _, found = left_behind(
+        _, batch = left_behind(
             step,
             rollouts.ledger,
             rollouts.source,
@@ -235,12 +235,12 @@ def _take_left_behind(
         how = f"again: {error}" if dropped else "next: no rollouts of it were finished"
         main.log.note(f"{begun}; steps repeated: {dropped}. Step {step} is sampled {how}")
         return None
-    judged = isinstance(found, RolloutBatch)
+    judged = isinstance(batch, RolloutBatch)
     dropped = rollouts.ledger.rewind(step if judged else done)
-    what = f"{len(found.sequences)} sequences that were sampled for it before"
+    what = f"{len(batch.sequences)} sequences that were sampled for it before"
     then = f"is trained on the {what}" if judged else f"judges the {what} again"
     main.log.note(f"{begun}; steps repeated: {dropped + judged}. Step {step} {then}")
-    return found
+    return batch
 
 
 def left_behind(

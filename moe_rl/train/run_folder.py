@@ -171,15 +171,15 @@ def start_problems(config: Config) -> list[Problem]:
         return []
     where: About = {"key": "model.from_run", "folder": start.from_run}
     try:
-        theirs = load_config(RunFolder(start.from_run).config)
+        start_config = load_config(RunFolder(start.from_run).config)
         checkpoint_folder.find(start.from_run / checkpoint_folder.FOLDER, start.from_step)
     except MoeRLError as error:
         return [describe(str(error), where=where, expected="a run folder with this checkpoint")]
-    found = []
+    problems = []
     with suppress(ConfigError):  # a model that is gone: then loading the checkpoint shows what differs
-        tensors, ours = (expected_tensors(read_model(one.model.path)) for one in (theirs, config))
-        if wrong := [name for name in {**tensors, **ours} if tensors.get(name) != ours.get(name)]:
-            found.append(
+        tensors, expected = (expected_tensors(read_model(settings.model.path)) for settings in (start_config, config))
+        if wrong := [name for name in {**tensors, **expected} if tensors.get(name) != expected.get(name)]:
+            problems.append(
                 describe(
                     "that run trained another model",
                     where=where,
@@ -189,9 +189,9 @@ def start_problems(config: Config) -> list[Problem]:
             )
     if start.from_optimizer:
         for key in ("dtype", "distributed_optimizer"):
-            their, our = getattr(theirs.train, key), getattr(config.train, key)
+            their, our = getattr(start_config.train, key), getattr(config.train, key)
             if their != our:
-                found.append(
+                problems.append(
                     describe(
                         "the optimizer of that run has another form",
                         where={"key": f"train.{key}", "given": "model.from_optimizer is true"},
@@ -199,13 +199,13 @@ def start_problems(config: Config) -> list[Problem]:
                         expected=f"{their}, as in {start.from_run}",
                     )
                 )
-    return found
+    return problems
 
 
 def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Return (old, new) value of each key that differs, by dotted key. A key that one of them lacks has None there."""
-    both = [run_config.flat(config.model_dump(mode="json")) for config in (old, new)]
-    return {key: (before, after) for key, (before, after) in run_config.differing(both)}
+    flattened = [run_config.flat(config.model_dump(mode="json")) for config in (old, new)]
+    return {key: (before, after) for key, (before, after) in run_config.differing(flattened)}
 
 
 def change_problem(old: Config, new: Config, may_change: Sequence[str], where: About) -> Problem | None:
@@ -230,7 +230,7 @@ def change_problem(old: Config, new: Config, may_change: Sequence[str], where: A
 
 def _only_moved(*sources: Sequence[dict[str, Any]]) -> bool:
     """Return whether lists of prompt sources differ only in their paths. `run_inputs` compares the content."""
-    before, after = ([{**one, "data": ""} for one in several] for several in sources)
+    before, after = ([{**source, "data": ""} for source in several] for several in sources)
     return before == after
 
 

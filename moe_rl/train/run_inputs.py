@@ -63,7 +63,7 @@ class RunInput:
 def read_inputs(config: Config, task: TaskPrompts) -> list[RunInput]:
     """Return the inputs of a run as they are now. Runs no code of the user."""
     sections = (("train", task.train), ("heldout", task.heldout))
-    rows = [_of_prompts(f"{section}/{one.name}", one) for section, sets in sections for one in sets]
+    rows = [_of_prompts(f"{section}/{source.name}", source) for section, sets in sections for source in sets]
     return [*_of_model(config.model.path), *rows, *_of_code(config)]
 
 
@@ -89,7 +89,7 @@ def changed_inputs(folder: RunFolder | None, config: Config, inputs: Sequence[Ru
     """
     if (earlier := _earlier(folder, config)) is None:
         return {}
-    return _compared(earlier, _read(earlier), config, {one.name: one for one in inputs})
+    return _compared(earlier, _read(earlier), config, {run_input.name: run_input for run_input in inputs})
 
 
 def _compared(
@@ -119,42 +119,42 @@ def input_problems(
     """
     if (earlier := _earlier(folder, config)) is None:
         return []
-    now = {one.name: one for one in inputs}
+    now = {run_input.name: run_input for run_input in inputs}
     try:
         before = _read(earlier)
         changed = _compared(earlier, before, config, now)
     except MoeRLError as error:
         return [error.message]
     known = {"/".join(name.split("/")[:end]) for name in (*before, *now) for end in range(1, name.count("/") + 2)}
-    found = [
+    problems = [
         describe(
             "there is no such input of the run",
             where={"option": "--accept"},
             got=name,
-            expected=f"one of {', '.join(sorted({one.partition('/')[0] for one in known}))}, or a name under it",
+            expected=f"one of {', '.join(sorted({group.partition('/')[0] for group in known}))}, or a name under it",
             do=did_you_mean(name, known),
         )
         for name in accepted
         if name not in known
     ]
-    wrong = [name for name in changed if not any(name == one or name.startswith(f"{one}/") for one in accepted)]
+    wrong = [name for name in changed if not any(name == group or name.startswith(f"{group}/") for group in accepted)]
     if wrong:
         where: About = {"folder": earlier.path, "file": FILE}
-        told = [f"{name}: {_told(before.get(name), now.get(name))}" for name in wrong]
+        changes = [f"{name}: {_told(before.get(name), now.get(name))}" for name in wrong]
         groups = dict.fromkeys(name if name.startswith(("train/", "heldout/")) else name.partition("/")[0]
                                for name in wrong)  # fmt: skip
-        found.append(
+        problems.append(
             describe(
                 "what the run reads has changed since it began",
                 where=where,
-                got=first_of(told),
+                got=first_of(changes),
                 expected="all of it as it was",
                 do="put it back, or start a new run. To continue with the change: "
                 + " ".join(f"--accept {group}" for group in groups),
                 fault="inputs",
             )
         )
-    return found
+    return problems
 
 
 def _earlier(folder: RunFolder | None, config: Config) -> RunFolder | None:
@@ -171,7 +171,7 @@ def _read(folder: RunFolder) -> dict[str, RunInput]:
             do="start a new run, with model.from_run to continue with its weights",
             fault="absent",
         )
-    return {one.name: one for one in read_lines(folder.path / FILE, RunInput)}
+    return {run_input.name: run_input for run_input in read_lines(folder.path / FILE, RunInput)}
 
 
 def _told(old: RunInput | None, new: RunInput | None) -> str:
@@ -190,8 +190,8 @@ def _told(old: RunInput | None, new: RunInput | None) -> str:
     return "; ".join(parts) or "its rows are in another order"
 
 
-def _of_prompts(name: str, one: PromptSet) -> RunInput:
-    rows = {prompt.id: _of_row(prompt) for prompt in one.prompts}
+def _of_prompts(name: str, source: PromptSet) -> RunInput:
+    rows = {prompt.id: _of_row(prompt) for prompt in source.prompts}
     return RunInput(name, xxhash.xxh3_128_hexdigest(json.dumps(list(rows.items())).encode()), rows)
 
 
@@ -219,14 +219,16 @@ def _of_file(path: Path) -> str:
         if size <= _WHOLE_BYTES:
             digest.update(file.read())
         else:
-            for at in (*range(0, size, _STRIDE), max(0, size - _BLOCK)):
-                digest.update(os.pread(file.fileno(), _BLOCK, at))
+            for offset in (*range(0, size, _STRIDE), max(0, size - _BLOCK)):
+                digest.update(os.pread(file.fileno(), _BLOCK, offset))
     return digest.hexdigest()
 
 
 def _of_code(config: Config) -> Iterator[RunInput]:
     task = config.task
-    functions = {f"reward/{name}": one.function for name, one in task.rewards.items() if one.kind == "function"}
+    functions = {
+        f"reward/{name}": reward.function for name, reward in task.rewards.items() if reward.kind == "function"
+    }
     if task.environment is not None:
         functions["environment"] = task.environment.run
     packages: dict[str, str] = {}
@@ -234,7 +236,7 @@ def _of_code(config: Config) -> Iterator[RunInput]:
         files, imported = code_of(function)
         packages |= imported
         yield from (RunInput(f"{name}/{module}", _of_file(file)) for module, file in sorted(files.items()))
-    used = {_PACKAGES.get(one.kind, "") for one in task.rewards.values()}
+    used = {_PACKAGES.get(reward.kind, "") for reward in task.rewards.values()}
     used |= {_PACKAGES["reasoning_gym"]} if task.generators else set()
     used |= {"renderers"} if task.environment is not None else set()
     for package in filter(None, used):

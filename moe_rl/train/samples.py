@@ -41,18 +41,18 @@ def gather_views(keys: Seq[str], passes: Seq[ScoredWork]) -> dict[str, list[View
     """Return the views of all ranks of these sequences. All ranks call it together."""
     if not keys:
         return {}
-    mine = [view for one in passes for view in _views(frozenset(keys), one)]
-    found: dict[str, list[View]] = {key: [] for key in keys}
+    mine = [view for scored in passes for view in _views(frozenset(keys), scored)]
+    by_key: dict[str, list[View]] = {key: [] for key in keys}
     for views in world.gather(mine, list[View]):
         for view in views:
-            found[view.key].append(view)
-    return found
+            by_key[view.key].append(view)
+    return by_key
 
 
 def _views(keys: frozenset[str], scored: ScoredWork) -> list[View]:
-    speaks, found = world.speaks_for_its_sequences(), []
+    speaks, views = world.speaks_for_its_sequences(), []
     for number, work in enumerate(scored.work):
-        wanted = [(at, name) for at, name in enumerate(work.table.names) if name in keys]
+        wanted = [(index, name) for index, name in enumerate(work.table.names) if name in keys]
         if not wanted:
             continue
         places, batch = work.table.places, work.microbatch
@@ -60,14 +60,14 @@ def _views(keys: frozenset[str], scored: ScoredWork) -> list[View]:
         differing = np.zeros(len(positions), np.int64)
         if scored.seen.compared:
             differing = scored.seen.compared[number].differs.sum(0).cpu().numpy()
-        for at, name in wanted:
+        for index, name in wanted:
             values, advantages = [], []
             if speaks:
-                values = scored.logprobs[number].split(batch.counts)[at].tolist()
-                advantages = batch.advantages.split(batch.units)[at].tolist()
-            mine = sequence == at
-            found.append(View(name, values, advantages, positions[mine].tolist(), differing[mine].tolist()))
-    return found
+                values = scored.logprobs[number].split(batch.counts)[index].tolist()
+                advantages = batch.advantages.split(batch.units)[index].tolist()
+            mine = sequence == index
+            views.append(View(name, values, advantages, positions[mine].tolist(), differing[mine].tolist()))
+    return views
 
 
 def lines(
@@ -91,7 +91,7 @@ def _line(step: int, sample: KeptSample, sequence: Sequence, views: Seq[View]) -
         completion=sample.completion,
         reward=sequence.reward,
         parts=sample.parts,
-        advantages=[one if math.isfinite(one) else None for one in (spoken[0].advantages if spoken else ())],
+        advantages=[value if math.isfinite(value) else None for value in (spoken[0].advantages if spoken else ())],
         finish_reason=sample.finish_reason,
         versions=sequence.versions,
         prompt_tokens=len(sequence.prompt_token_ids),

@@ -39,37 +39,37 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
     owner = np.repeat(np.arange(len(tokens)), counts)
     beyond = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if beyond.size:
-        at = beyond[0]
+        first = beyond[0]
         raise _refused(
             sequence,
             "sampling support has an id that is not in the vocabulary",
             fault="vocabulary",
-            token=owner[at],
-            got=ids[at],
+            token=owner[first],
+            got=ids[first],
             expected=f"0 to {vocabulary - 1}",
         )
     # One number for each (token, id). These numbers ascend exactly when the ids of each token do.
     keys = owner * vocabulary + ids
     unordered = np.flatnonzero(np.diff(keys) <= 0)
     if unordered.size:
-        at = unordered[0] + 1
+        first = unordered[0] + 1
         raise _refused(
             sequence,
             "sampling support is not in ascending order",
             fault="order",
-            token=owner[at],
-            got=f"id {ids[at]} after {ids[at - 1]}",
+            token=owner[first],
+            got=f"id {ids[first]} after {ids[first - 1]}",
         )
     restricted = np.flatnonzero(counts)
     absent = restricted[~np.isin(restricted * vocabulary + tokens[restricted], keys)]
     if absent.size:
-        at = absent[0]
+        first = absent[0]
         raise _refused(
             sequence,
             "the sampled token is not in its own sampling support",
             fault="absent",
-            token=at,
-            got=f"token {tokens[at]} and {counts[at]} other ids",
+            token=first,
+            got=f"token {tokens[first]} and {counts[first]} other ids",
         )
     return SamplingSupport(counts, ids)
 
@@ -86,7 +86,7 @@ def read_head(store: TraceStore, sequence: Sequence, vocabulary: int, size: int)
             twice, has logprobs that form no distribution, or gives the sampled token a logprob that differs from the
             completion's. The message names request and token.
     """
-    ids, logprobs = (one[: len(sequence.token_ids)] for one in _drawn(store, sequence, "head_ids", "head_logprobs"))
+    ids, logprobs = (array[: len(sequence.token_ids)] for array in _drawn(store, sequence, "head_ids", "head_logprobs"))
     wanted = (len(sequence.token_ids), min(size, vocabulary))
     if ids.shape != wanted or logprobs.shape != wanted:
         raise _refused(
@@ -106,8 +106,8 @@ def read_head(store: TraceStore, sequence: Sequence, vocabulary: int, size: int)
         ("sampled", "gives the sampled token another logprob than the completion", ~(apart < 1e-3)),
     ):
         if wrong.any():
-            at = int(np.flatnonzero(wrong.reshape(len(ids), -1).any(1))[0])
-            raise _refused(sequence, f"sampler head {what}", fault=fault, token=at, got=f"ids {ids[at][:8].tolist()}")
+            row = int(np.flatnonzero(wrong.reshape(len(ids), -1).any(1))[0])
+            raise _refused(sequence, f"sampler head {what}", fault=fault, token=row, got=f"ids {ids[row][:8].tolist()}")
     return SamplerHead(ids, logprobs)
 
 
@@ -120,7 +120,7 @@ def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tu
     ref, positions, end = sequence.routes, sequence.positions, len(sequence.token_ids)
     while True:
         try:
-            one, other, info = store.aux(ref, first), store.aux(ref, second), store.info(ref)
+            array, other, info = store.aux(ref, first), store.aux(ref, second), store.info(ref)
         except TraceError as error:
             raise _refused(sequence, f"{first} cannot be read", fault="unreadable", got=error) from error
         # A record that continues another has entries only for its own tokens. Those of earlier tokens are in the
@@ -129,25 +129,25 @@ def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tu
         if info.parent is not None and not (
             # A record may share only the prompt of another completion, all of it: then nothing was drawn before. If the
             # parent has one of our tokens, this record has one entry fewer.
-            end > 0 and positions[0] == info.parent.rows and len(one) == info.held_rows + ref.start + 1 - positions[0]
+            end > 0 and positions[0] == info.parent.rows and len(array) == info.held_rows + ref.start + 1 - positions[0]
         ):
             before = int(np.searchsorted(positions[:end], info.parent.rows + 1))
         # The row of position p - 1 gave the token at position p. vLLM may find a stop string late: then more tokens
         # were drawn than the sequence has.
         begin = positions[before] if before < end else len(sequence.prompt_token_ids) + before
-        drawn, own = info.held_rows + ref.start + 1 - begin, end - before
-        if len(one) != drawn or drawn < own:
+        drawn, own_tokens = info.held_rows + ref.start + 1 - begin, end - before
+        if len(array) != drawn or drawn < own_tokens:
             raise _refused(
                 sequence,
                 f"{first} belongs to other tokens",
-                got=f"an entry for {len(one)} tokens",
+                got=f"an entry for {len(array)} tokens",
                 fault="tokens",
-                expected=max(drawn, own),
+                expected=max(drawn, own_tokens),
             )
         if ones:  # drop what was drawn late, after an earlier turn
-            ids = int(one[:own].sum()) if first == "support_counts" else own
-            one, other = one[:own], other[:ids]
-        ones.insert(0, one)
+            ids = int(array[:own_tokens].sum()) if first == "support_counts" else own_tokens
+            array, other = array[:own_tokens], other[:ids]
+        ones.insert(0, array)
         others.insert(0, other)
         if info.parent is None or not before:
             return np.concatenate(ones), np.concatenate(others)

@@ -61,7 +61,7 @@ def assign(
     in_a_round = world.microbatches_in_a_round()
 
     def whole(size: _Sizes, plan: Plan) -> Plan:
-        of_sequences = [[sorted(i for at in one for i in size.completions[at]) for one in rank] for rank in plan]
+        of_sequences = [[sorted(i for c in batch for i in size.completions[c]) for batch in rank] for rank in plan]
         return fill_rounds(of_sequences, in_a_round)
 
     by_length = [whole(size, packing.pack(size.lengths, ranks=ranks, microbatch_tokens=budget)) for size in sizes]
@@ -76,11 +76,11 @@ def assign(
 
     counted = np.zeros((len(completions), len(spec.moe_layers), parts), np.int32)
     with world.agreed():
-        for at in range(dist.get_rank(), len(completions), dist.get_world_size()):
-            for ref in completions[at]:
+        for index in range(dist.get_rank(), len(completions), dist.get_world_size()):
+            for ref in completions[index]:
                 if ref is not None:
                     by_slot = np.take_along_axis(expert_counts(store, ref, spec), placement, axis=1)
-                    counted[at] += load_of(by_slot[None], parts)[0]
+                    counted[index] += load_of(by_slot[None], parts)[0]
     loads = torch.from_numpy(counted).to(world.device())
     dist.all_reduce(loads)
     of_update = np.split(loads.cpu().numpy(), np.cumsum([len(size.lengths) for size in sizes])[:-1])
@@ -250,7 +250,7 @@ class Shares:
         plans = [plan for plan, _ in planned]
         with world.agreed():
             shares = self._read(updates, plans, weight_version)
-        tables = [one.table for share in shares for one in share.work]
+        tables = [work.table for share in shares for work in share.work]
         return shares, {
             **self._loads(tables, sequences, placement),
             "routing/dropped_sequences": dropped,
@@ -279,7 +279,7 @@ class Shares:
             least_copied_rows=placement.least_copied_rows,
             node_ranks=placement.node_ranks,
         )
-        plans = plan_dispatch([one.table for one in work], rules)
+        plans = plan_dispatch([item.table for item in work], rules)
         limit, (peak,) = replay.max_rows, world.all_reduce([plans.peak], dist.ReduceOp.MAX)
         if limit is not None and peak > limit:
             raise ReplayError(
@@ -289,8 +289,8 @@ class Shares:
                 expected=f"at most {limit} (replay.max_rows)",
                 do="lower train.microbatch_tokens, try train.packing: load, or raise replay.max_rows",
             )
-        for one, plan in zip(work, plans.by_microbatch, strict=True):
-            one.plan = plan
+        for item, plan in zip(work, plans.by_microbatch, strict=True):
+            item.plan = plan
         if not placement.copies:
             return peak, None
         fullest, rows = world.all_reduce([plans.fullest, plans.rows])
@@ -321,12 +321,12 @@ class Shares:
     def _read(self, updates: list[list[Sequence]], plans: list[Plan], weight_version: int) -> list[Share]:
         """Read this rank's part of every update. `updates` holds the sequences of each."""
         shares, rank, longest = [], world.data_parallel()[0], self.config.rollout.max_completion_tokens
-        for ours, plan in zip(updates, plans, strict=True):
+        for sequences, plan in zip(updates, plans, strict=True):
             work = []
             for indices in plan[rank]:
-                packed = [ours[i] for i in indices]
+                packed = [sequences[i] for i in indices]
                 supports, heads = self._distributions(packed)
-                microbatch = pack(ours, indices, world.device(), world.context_parallel(), supports, heads)
+                microbatch = pack(sequences, indices, world.device(), world.context_parallel(), supports, heads)
                 table = microbatch.read_routes(
                     self.store, packed, self.spec, weight_version=weight_version, layers=self.layers, policy=self.rows
                 )
@@ -334,8 +334,8 @@ class Shares:
                 if self.config.pipeline.kv == "keep":
                     lags = with_keys(lags, microbatch.sequence_ids)
                 work.append(Work(microbatch, table, old_logprobs=old, lags=lags))
-            divided = divisors(self.config.objective.name, ours, longest)
-            shares.append(Share(work, *divided, all=tuple(ours)))
+            divided = divisors(self.config.objective.name, sequences, longest)
+            shares.append(Share(work, *divided, all=tuple(sequences)))
         return shares
 
     def _distributions(self, packed: list[Sequence]) -> tuple[list[SamplingSupport] | None, list[SamplerHead] | None]:

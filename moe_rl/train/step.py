@@ -62,9 +62,9 @@ def check_reference(policy: Policy, reference: ReferencePolicy) -> None:
         ReplayError: A weight differs. Raised on all ranks, with its name in Megatron's model.
     """
     with world.agreed("reference policy"):
-        for own, other in zip(policy.chunks, reference.chunks, strict=True):
+        for chunk, other in zip(policy.chunks, reference.chunks, strict=True):
             of_reference = dict(other.named_parameters())
-            for name, weight in own.named_parameters():
+            for name, weight in chunk.named_parameters():
                 name = name.removeprefix("module.")
                 if not torch.equal(weight, of_reference[name]):
                     raise ReplayError(
@@ -88,8 +88,8 @@ class TemperatureProbe:
         self.temperature, self.other = temperature, 1.0 if temperature != 1 else 2.0
         self._work = work[: world.microbatches_in_a_round()]
         self._scored = [
-            policy.score(self._work, mode, f"temperature {at:g}", temperature=at).logprobs
-            for at in (self.temperature, self.other)
+            policy.score(self._work, mode, f"temperature {value:g}", temperature=value).logprobs
+            for value in (self.temperature, self.other)
         ]
 
     def check(self, seen: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
@@ -104,14 +104,14 @@ class TemperatureProbe:
         sums = torch.zeros(6, dtype=torch.float64, device=world.device())
         for number, work in enumerate(self._work if world.speaks_for_its_sequences() else ()):
             right, other = (scores[number].double() for scores in self._scored)
-            for at, given in ((0, seen[number][0].double()), (2, work.microbatch.rollout_logprobs.double())):
-                sums[at] += (given - right).abs().sum()
-                sums[at + 1] += (given - other).abs().sum()
+            for slot, logprobs in ((0, seen[number][0].double()), (2, work.microbatch.rollout_logprobs.double())):
+                sums[slot] += (logprobs - right).abs().sum()
+                sums[slot + 1] += (logprobs - other).abs().sum()
             sums[4] += (right - other).abs().sum()
             sums[5] += (right < _UNCERTAIN).sum()
         trainer, trainer_other, sampler, sampler_other, apart, uncertain = world.all_reduce(sums.tolist())
-        found = {"trainer": (trainer, trainer_other), "sampler": (sampler, sampler_other)}
-        for side, (here, there) in found.items():
+        distances = {"trainer": (trainer, trainer_other), "sampler": (sampler, sampler_other)}
+        for side, (here, there) in distances.items():
             if there < here and apart > _CLEAR * there:
                 raise self._wrong(f"the {side}'s log-probabilities are those of temperature {self.other:g}")
         if uncertain and not apart:
@@ -141,7 +141,7 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
     Raises:
         ReplayError: A sequence came twice, or with the reward or group of another sequence. The message names it.
     """
-    counts = Counter(one.key for one in sequences)
+    counts = Counter(sequence.key for sequence in sequences)
     counts.update(key for key in before if key in counts)
     if twice := [key for key, count in counts.items() if count > 1]:
         raise ReplayError(
@@ -152,7 +152,11 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
             do="look for a group that the feed gave twice, or rollouts of another step",
             fault="delivered twice",
         ).by_all()
-    wrong = [one.key for one, group in zip(sequences, group_ids, strict=True) if one.verdict != one.verdict_of(group)]
+    wrong = [
+        sequence.key
+        for sequence, group in zip(sequences, group_ids, strict=True)
+        if sequence.verdict != sequence.verdict_of(group)
+    ]
     if wrong:
         raise ReplayError(
             "a sequence does not have the reward and the group that it was judged with",
@@ -175,32 +179,32 @@ def check_update(share: Share, calls: Mapping[int, int]) -> None:
         ReplayError: A sequence did not enter the loss exactly once, or entered it with tokens, log-probabilities,
             places or advantages that are not its own. Raised on all ranks, naming the sequence.
     """
-    place = {one.key: at for at, one in enumerate(share.all)}
+    place = {sequence.key: index for index, sequence in enumerate(share.all)}
     counts, wrong = (np.zeros(len(share.all)) for _ in range(2))
     computes = world.is_last_stage()
     for number, work in enumerate(share.work):
         packed = [share.all[i] for i in work.microbatch.indices]
-        for one in packed:
-            counts[place[one.key]] += calls.get(number, 0) if computes else 1
+        for sequence in packed:
+            counts[place[sequence.key]] += calls.get(number, 0) if computes else 1
         if computes:
             seals, credit = work.microbatch.seals(packed), work.microbatch.given_advantages()
-            for one, seal, given in zip(packed, seals, credit, strict=True):
-                own = np.asarray(share.credit[one.key], np.float32)
-                if seal != one.seal or not np.array_equal(given, own, equal_nan=True):
-                    wrong[place[one.key]] += 1
+            for sequence, seal, advantages in zip(packed, seals, credit, strict=True):
+                expected = np.asarray(share.credit[sequence.key], np.float32)
+                if seal != sequence.seal or not np.array_equal(advantages, expected, equal_nan=True):
+                    wrong[place[sequence.key]] += 1
     ranks = dist.get_world_size() // world.data_parallel()[1]  # that work on the same sequences
     reduced = np.array(world.all_reduce([*counts, *wrong])).reshape(2, -1)
     if uneven := np.flatnonzero(reduced[0] != ranks).tolist():
-        told = [f"{share.all[at].key} {reduced[0, at] / ranks:g} times" for at in uneven]
+        times = [f"{share.all[index].key} {reduced[0, index] / ranks:g} times" for index in uneven]
         raise ReplayError(
             "an update did not learn from each of its sequences exactly once",
             where={"request": share.all[uneven[0]].key},
-            got=f"{len(uneven)} of {len(share.all)} sequences: {first_of(told)}",
+            got=f"{len(uneven)} of {len(share.all)} sequences: {first_of(times)}",
             expected="once each, over all ranks and microbatches",
             do=f"{_REPORT}: a microbatch was replaced, repeated or left out after the batch was divided",
             fault="not once",
         ).by_all()
-    if other := [share.all[at].key for at in np.flatnonzero(reduced[1])]:
+    if other := [share.all[index].key for index in np.flatnonzero(reduced[1])]:
         raise ReplayError(
             "an update learned from something other than what was sampled and judged",
             where={"request": other[0]},
@@ -261,10 +265,10 @@ class TrainStep:
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
         self.work, shown = [], Shown()
-        check_batch(sequences, group_ids, [key for at, keys in self._trained.items() if at != step for key in keys])
+        check_batch(sequences, group_ids, [key for past, keys in self._trained.items() if past != step for key in keys])
         # The first update's forward pass runs on the step's starting weights. So it also gives the old logprobs of its
         # own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
-        own = objective.old_logprobs == "trainer" and replay != "r2" and not objective.needs_old_first
+        own_old = objective.old_logprobs == "trainer" and replay != "r2" and not objective.needs_old_first
         first, probe = policy.updates == 0, None
         if first and isinstance(self.reference, ReferencePolicy) and policy.moves == 0:
             check_reference(policy, self.reference)
@@ -272,15 +276,15 @@ class TrainStep:
             placement = self.placement.start_step(step, sequences)
         with clock("routes"):
             shares, fallback = self.shares.divide(sequences, group_ids, weight_version, policy.placement)
-            work = [one for share in shares for one in share.work]
-            later = [one for share in shares[own:] for one in share.work]
+            work = [item for share in shares for item in share.work]
+            later = [item for share in shares[own_old:] for item in share.work]
             mode: Mode = "observe" if replay == "off" else "replay"
             align = None
             if replay == "r3":
                 self.work = work
                 if self.config.guards.alignment:
                     tested = work if objective.old_logprobs == "trainer" else shares[0].work
-                    places = [one.table.places for one in tested]
+                    places = [item.table.places for item in tested]
                     align = AlignmentTest(
                         policy.layers,
                         places,
@@ -299,11 +303,11 @@ class TrainStep:
                 )
                 shown.tallies.append(scored.seen.tally)
                 shown.add(scored)
-                for one, logprobs in zip(later, scored.logprobs, strict=True):
-                    one.old_logprobs = logprobs
+                for item, logprobs in zip(later, scored.logprobs, strict=True):
+                    item.old_logprobs = logprobs
                 if replay == "r2":
-                    for one, table in zip(later, scored.seen.recorded, strict=True):
-                        one.table = table
+                    for item, table in zip(later, scored.seen.recorded, strict=True):
+                        item.table = table
                     shown.peak_rows, shown.copied_excess = self.shares.plan_rows(policy, work, step)
             if measure_native and replay == "r3":
                 scored = policy.score(work, "observe", f"step {step} native logprobs", Watch(native=True))
@@ -315,8 +319,8 @@ class TrainStep:
         credit = give_credit(objective, sequences, group_ids, shares)
         with clock("train"):
             for number, share in enumerate(shares):
-                observed = number == 0 and (own or objective.old_logprobs != "trainer")
-                loss = UpdateLoss(objective, share, shown.sums, own_old=own and number == 0)
+                observed = number == 0 and (own_old or objective.old_logprobs != "trainer")
+                loss = UpdateLoss(objective, share, shown.sums, own_old=own_old and number == 0)
                 result, seen = policy.update(
                     share.work,
                     loss,
@@ -332,8 +336,8 @@ class TrainStep:
                     shown.add(ScoredWork(share.work, *loss.scored(), seen))
                 self.guards.after_update(result, step=step, update=number)
         # Sequences of still earlier steps were sampled by weights that are too old: the validator refuses them.
-        keys, oldest = {step: [one.key for one in sequences]}, step - self.config.pipeline.lag
-        self._trained = {at: of_step for at, of_step in (self._trained | keys).items() if at > oldest}
+        keys, oldest = {step: [sequence.key for sequence in sequences]}, step - self.config.pipeline.lag
+        self._trained = {past: of_step for past, of_step in (self._trained | keys).items() if past > oldest}
         self.views = gather_views(samples, shown.passes)
         metrics = step_metrics(self.config, self.spec, shown, by_layer=measure_native)
         self.work = []  # the device may be the sampler's next

@@ -82,10 +82,10 @@ class Shown:
 def mismatch_of(scored: Iterable[tuple[Work, torch.Tensor]]) -> MismatchSums:
     """Compare the trainer's logprobs [N] of each microbatch with the sampler's."""
     total = MismatchSums.empty(world.device())
-    for one, values in scored:
-        batch = one.microbatch
+    for work, values in scored:
+        batch = work.microbatch
         sequences = len(batch.advantages)
-        total = total.merge(MismatchSums.of(values, batch.rollout_logprobs, batch.sequence_ids, sequences, one.lags))
+        total = total.merge(MismatchSums.of(values, batch.rollout_logprobs, batch.sequence_ids, sequences, work.lags))
     return total
 
 
@@ -102,12 +102,12 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
     if by_layer:
         layers = _by_layer(shown.tallies, spec.moe_layers)
         metrics |= {f"routing/{name}_mismatch_layer/{layer:03d}": fraction for layer, fraction in layers.items()}
-    mismatch = _global(mismatch_of(pair for one in shown.passes for pair in one.pairs))
+    mismatch = _global(mismatch_of(pair for scored in shown.passes for pair in scored.pairs))
     measured = mismatch.metrics()
     metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
     metrics |= _by_lag(shown.tallies, name, mismatch, ahead=config.pipeline.lag > 0)
     metrics |= {
-        "policy/entropy": _mean_entropy([values for one in shown.passes for values in one.entropies]),
+        "policy/entropy": _mean_entropy([values for scored in shown.passes for values in scored.entropies]),
         "optim/grad_norm": sum(result.grad_norm for result in results) / len(results),
         "optim/lr": results[-1].lr,
         "optim/skipped": sum(not result.applied for result in results),
@@ -185,7 +185,7 @@ def _alignment(alignment: Alignment, tallies: list[Tally]) -> dict[str, float]:
 def _compared(tallies: list[Tally], name: str, top_k: int) -> dict[str, float]:
     """Return how far the routers' own choice differs from the record, over all (token, layer) positions."""
     counts = ("mismatch", "shared", "margin", "positions", "token_mismatch", "tokens")
-    wrong, shared, margin, positions, wrong_tokens, tokens = _sums(tallies, *(f"native_{one}" for one in counts))
+    wrong, shared, margin, positions, wrong_tokens, tokens = _sums(tallies, *(f"native_{count}" for count in counts))
     metrics = {
         f"routing/{name}_mismatch": wrong / max(positions, 1),
         f"routing/{name}_overlap": shared / max(positions * top_k, 1),

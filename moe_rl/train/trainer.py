@@ -306,15 +306,15 @@ class Trainer:
             check_counts(map(unwrap, self.policy.chunks), self.facts)
             self.unproven_adapters = False
         exact = guards.canary_limit if guards.exact else 0.0
-        own: list[Native] = []
+        native: list[Native] = []
 
         def score() -> None:
-            own.append(self.canary.natively(self.policy, version))
+            native.append(self.canary.natively(self.policy, version))
 
         with without_mode():
             sent = self.sender.send(engine, version, beside=score)
         with self.evidence.of(version, version, lambda: of_canary(self.canary, version)), without_mode():
-            heard = self.canary.compare(own[0], engine, version, exact=exact)
+            heard = self.canary.compare(native[0], engine, version, exact=exact)
         with self.evidence.of(version, version, lambda: of_canary(self.canary, version, heard.by), alike=True):
             guards.after_sync(version, heard)
         return {"sync/bytes": sent} | heard.metrics()

@@ -181,7 +181,7 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
     # Imported late, so that errors in the arguments are reported quickly.
     import uvloop
 
-    ours = arguments.fixed(
+    fixed = arguments.fixed(
         settings.model, capture=settings.capture, recording=recording, reads_text=settings.reads_text
     ) | {
         "host": address,
@@ -197,15 +197,15 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
     sizes = (
         arguments.unsized(share_given=share_given) if settings.sizes is None else arguments.completed(settings.sizes)
     )
-    given = _vllm_arguments(ours, sizes, settings.further)
-    uvloop.run(_run(given, listener, document, settings.ready_file))
+    parsed = _vllm_arguments(fixed, sizes, settings.further)
+    uvloop.run(_run(parsed, listener, document, settings.ready_file))
 
 
-def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], further: Sequence[str]):
+def _vllm_arguments(fixed: Mapping[str, object], sizes: Mapping[str, object], further: Sequence[str]):
     """Return the arguments of vLLM's server.
 
     Args:
-        ours: arguments that the command line may not change.
+        fixed: arguments that the command line may not change.
         sizes: arguments of the config, which the command line may override.
         further: the command line after "--".
     """
@@ -218,10 +218,10 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
     # With expert parallelism workers need only their own experts of an update, and keep no others until a layer is
     # complete. An event of a stream has 16 tokens, since each event costs the trainer 40 us.
     parser.set_defaults(**{"enable_expert_parallel": True, "stream_interval": 16, **sizes})
-    given = parser.parse_args(list(further))
-    if given.load_format == "dummy":  # nothing is read, and a run sends all weights before the server samples
-        ours = {name: value for name, value in ours.items() if name != "load_format"}
-        draft = given.speculative_config
+    parsed = parser.parse_args(list(further))
+    if parsed.load_format == "dummy":  # nothing is read, and a run sends all weights before the server samples
+        fixed = {name: value for name, value in fixed.items() if name != "load_format"}
+        draft = parsed.speculative_config
         if draft and not _NO_WEIGHTS & {draft.get("method"), draft.get("model")}:
             raise EngineError(
                 "A run sends weights to the model, and none to its draft",
@@ -230,42 +230,42 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
                 do="leave it out: the draft is then read from its checkpoint",
             )
     # Other listeners and authentication settings would bypass the gate.
-    for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
-        if (value := getattr(given, name)) != parser.get_default(name):
+    for name in (*fixed, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
+        if (value := getattr(parsed, name)) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             raise EngineError("An argument of vLLM is reserved", where={"option": option}, got=value)
-    if given.data_parallel_size > 1:
+    if parsed.data_parallel_size > 1:
         raise EngineError(
             "A server is one replica of the weights: data-parallel engines see each other's tokens",
             where={"option": "--data-parallel-size"},
-            got=given.data_parallel_size,
+            got=parsed.data_parallel_size,
             expected=1,
             do="start that many servers, and name each in rollout.servers",
         )
-    if given.enable_eplb:
+    if parsed.enable_eplb:
         raise EngineError(
             "vLLM loads weight updates without considering experts that its load balancer has moved",
             where={"option": "--enable-eplb"},
             do="leave it out",
         )
-    vars(given).update(ours)
-    validate_parsed_serve_args(given)
-    return given
+    vars(parsed).update(fixed)
+    validate_parsed_serve_args(parsed)
+    return parsed
 
 
-async def _run(given, listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
+async def _run(parsed, listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
 
     # Without a tokenizer vLLM tries a chat template in vain, and would log a traceback.
     logging.getLogger("vllm.renderers.base").addFilter(lambda line: "warmup failed" not in str(line.msg))
-    async with build_async_engine_client(given) as engine:
+    async with build_async_engine_client(parsed) as engine:
         if not any(await engine.collective_rpc("moe_rl_records")):
             raise EngineError("vLLM did not attach the recorder", got=f"capture {document['capture']}")
         await engine.update_weight_version("0")
         announcement = asyncio.create_task(_announce(listener, document, ready_file))
         url = document["url"]
         try:
-            end = await build_and_serve(engine, url, listener, given, timeout_graceful_shutdown=_LEAVE_SECONDS)
+            end = await build_and_serve(engine, url, listener, parsed, timeout_graceful_shutdown=_LEAVE_SECONDS)
         finally:
             announcement.cancel()
     await end
@@ -281,5 +281,5 @@ async def _announce(listener: socket.socket, document: dict[str, object], ready_
         unfinished = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
         unfinished.write_text(json.dumps(document | {"vllm": vllm.__version__}, indent=2) + "\n", encoding="utf-8")
         unfinished.replace(ready_file)
-    said = "serving on {url}, token in {token_file}, routes in {trace_root}".format_map(document)
-    print(said, flush=True)
+    line = "serving on {url}, token in {token_file}, routes in {trace_root}".format_map(document)
+    print(line, flush=True)

@@ -111,16 +111,16 @@ def moe_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-    found = [
+    pairs = [
         (int(module.layer_id), module)
         for module in model.modules()
         if isinstance(module, (MoERunner, RoutedExpertsCaptureSource))
     ]
-    modules = dict(sorted(found, key=lambda item: item[0]))
-    if not modules or len(modules) != len(found):
+    modules = dict(sorted(pairs, key=lambda item: item[0]))
+    if not modules or len(modules) != len(pairs):
         raise EngineError(
             "Routes cannot be recorded for this model",
-            got="no MoE layer" if not found else f"several in one decoder layer: {sorted(n for n, _ in found)}",
+            got="no MoE layer" if not pairs else f"several in one decoder layer: {sorted(n for n, _ in pairs)}",
             do="take a mixture-of-experts model, or turn recording off",
         )
     return modules

@@ -112,7 +112,7 @@ class ScoredCall(RunningCall):
     """Scores token sequences."""
 
     def publish(self, source: WorkerSource | NativeSource) -> None:
-        sequences = {one.key: list(one.prompt_token_ids[:-1]) for one in self.requests}
+        sequences = {request.key: list(request.prompt_token_ids[:-1]) for request in self.requests}
         source.publish(str(self.number), self.shard, sequences)
 
     def reply(self, refs: dict[str, RouteRef]) -> wire.Reply:
@@ -246,28 +246,28 @@ class ChildEngine:
     def news(self) -> list[wire.RequestsEnded]:
         """Return ended completions: all those of ended calls, and of others as many as delay a step by less than a
         millisecond."""
-        found: dict[int, list[tuple[int, Completion]]] = {}
+        ended: dict[int, list[tuple[int, Completion]]] = {}
         later: list[tuple[RunningCall, int]] = []
         tokens = 0
-        for call, at in self._ended:
+        for call, index in self._ended:
             if call.number in self.running and tokens >= _TOLD_TOKENS:
-                later.append((call, at))
+                later.append((call, index))
                 continue
-            tokens += len(call.outputs[at].token_ids)
+            tokens += len(call.outputs[index].token_ids)
             with suppress(EngineError):  # the reply to the call reports the fault
-                completion = call.outputs[at].completion(call.requests[at], {})
-                found.setdefault(call.number, []).append((at, completion))
+                completion = call.outputs[index].completion(call.requests[index], {})
+                ended.setdefault(call.number, []).append((index, completion))
         self._ended = later
-        return [wire.RequestsEnded(number, completions) for number, completions in found.items()]
+        return [wire.RequestsEnded(number, completions) for number, completions in ended.items()]
 
     def leave(self, number: int) -> None:
         """Abort the unfinished requests of a call, if it is still running."""
         if (call := self.running.get(number)) is None:
             return
-        left = [at for at, output in enumerate(call.outputs) if not output.finish_reason]
-        self._llm.llm_engine.abort_request([f"{number}-{at}" for at in left])
-        for at in left:
-            call.outputs[at].abort()
+        left = [index for index, output in enumerate(call.outputs) if not output.finish_reason]
+        self._llm.llm_engine.abort_request([f"{number}-{index}" for index in left])
+        for index in left:
+            call.outputs[index].abort()
         call.unfinished = 0
 
     def _generate(self, number: int, call: wire.Generate) -> None:
@@ -308,20 +308,20 @@ class ChildEngine:
                 call.source.open(call.shard)
             (self._left_open.add if call.keep_open else self._left_open.discard)(call.shard)
         self.running[call.number] = call
-        for at, (token_ids, params) in enumerate(prompts):
+        for index, (token_ids, params) in enumerate(prompts):
             # Cached prefixes are shared within one version of the weights.
             prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._version)}
-            self._llm.llm_engine.add_request(f"{call.number}-{at}", prompt, params)
+            self._llm.llm_engine.add_request(f"{call.number}-{index}", prompt, params)
 
     def _advance(self) -> None:
         for result in self._llm.llm_engine.step():
-            number, _, at = result.request_id.partition("-")
+            number, _, index = result.request_id.partition("-")
             call = self.running[int(number)]
-            call.outputs[int(at)].take(result, self._version)
+            call.outputs[int(index)].take(result, self._version)
             if result.finished:
                 call.unfinished -= 1
                 if isinstance(call, SampledCall):
-                    self._ended.append((call, int(at)))
+                    self._ended.append((call, int(index)))
 
     def _end(self, call: RunningCall, *, wait: bool) -> wire.Reply | Exception | None:
         """Return the reply of a call, or the error, after which its shard is abandoned.

@@ -93,9 +93,9 @@ class Extras:
             first += count
         if wanted:
             logits = self._buffer[[row for *_, row in wanted]].cpu().numpy()
-            for (request, position, _), one in zip(wanted, logits, strict=True):
+            for (request, position, _), row_logits in zip(wanted, logits, strict=True):
                 # A token may be computed again after a preemption: the first pass counts, as for routes.
-                self._logits.setdefault(request.number, {}).setdefault(position, one)
+                self._logits.setdefault(request.number, {}).setdefault(position, row_logits)
 
     def drop(self, request: Recorded) -> None:
         """Forget a request that is not stored."""
@@ -119,13 +119,13 @@ class Extras:
             )
         drawn = [sampled[p] for p in positions]
         if self._support and not request.greedy:
-            aux["support_counts"] = np.asarray([len(one.support) for one in drawn], np.uint32)
-            aux["support_ids"] = np.concatenate([_NOTHING, *(one.support for one in drawn)])
+            aux["support_counts"] = np.asarray([len(distribution.support) for distribution in drawn], np.uint32)
+            aux["support_ids"] = np.concatenate([_NOTHING, *(distribution.support for distribution in drawn)])
         if self._log_normalizer and not request.greedy:
-            aux["log_normalizer"] = np.asarray([one.mass for one in drawn], np.float32)
+            aux["log_normalizer"] = np.asarray([distribution.mass for distribution in drawn], np.float32)
         if self._head and not request.greedy:
-            aux["head_ids"] = np.stack([one.head_ids for one in drawn])
-            aux["head_logprobs"] = np.stack([one.head_logprobs for one in drawn])
+            aux["head_ids"] = np.stack([distribution.head_ids for distribution in drawn])
+            aux["head_logprobs"] = np.stack([distribution.head_logprobs for distribution in drawn])
         if self._fraction:
             kept = sorted(p for p in logits if p < rows)
             layers, experts = self._buffer.shape[1:]
@@ -175,8 +175,8 @@ class Extras:
         heads = _heads(logprobs, rows, self._head) if self._head else {}
         for row, request in wanted:
             value = float(mass[row]) if mass is not None else 0.0
-            one = _Drawn(supports.get(row, _NOTHING), value, *heads.get(row, _NO_HEAD))
-            self._sampled.setdefault(request.number, {}).setdefault(request.forwarded, one)
+            distribution = _Drawn(supports.get(row, _NOTHING), value, *heads.get(row, _NO_HEAD))
+            self._sampled.setdefault(request.number, {}).setdefault(request.forwarded, distribution)
 
 
 _NOTHING = np.zeros(0, np.int32)
@@ -205,9 +205,9 @@ def _supports(possible: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
     twice."""
     complete = possible.all(-1).cpu().numpy()
     restricted = [row for row in rows if not complete[row]]
-    found = possible[restricted].nonzero().cpu().numpy()
-    ends = np.searchsorted(found[:, 0], np.arange(1, len(restricted)))
-    return dict(zip(restricted, np.split(found[:, 1].astype(np.int32), ends), strict=True)) if restricted else {}
+    pairs = possible[restricted].nonzero().cpu().numpy()
+    ends = np.searchsorted(pairs[:, 0], np.arange(1, len(restricted)))
+    return dict(zip(restricted, np.split(pairs[:, 1].astype(np.int32), ends), strict=True)) if restricted else {}
 
 
 def _watch_routers(worker, moe_modules: Mapping[int, torch.nn.Module]) -> Tensor:

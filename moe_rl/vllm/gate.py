@@ -98,10 +98,10 @@ class Gate:
             return _error(503 if engine.errored else 500, f"{type(error).__name__}: {error}")
 
     def _admits(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1:
+        credentials = [value for name, value in headers if name == b"authorization"]
+        if len(credentials) != 1:
             return False
-        scheme, _, token = given[0].partition(b" ")
+        scheme, _, token = credentials[0].partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token, self._token)
 
 
@@ -116,11 +116,11 @@ class Admitted:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body)).encode())]
         left = [{"type": "http.request", "body": self.body}]
 
-        async def ours():
+        async def receive_body():
             # The client's body was read completely, so its next message can only be a disconnect.
             return left.pop() if left else await receive()
 
-        return scope | {"headers": headers, "query_string": b""}, ours
+        return scope | {"headers": headers, "query_string": b""}, receive_body
 
 
 def _no_route(path: str) -> str:

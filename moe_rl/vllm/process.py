@@ -41,7 +41,7 @@ def child_environment(capture: str, number: int = 0, engines: int = 1) -> dict[s
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
     root = str(Path(moe_rl.__file__).resolve().parents[1])
-    ours = {
+    settings = {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [inherited.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
         # Half the cores: waiting threads spin, and with two threads on two busy cores sampling was several times slower
@@ -56,8 +56,8 @@ def child_environment(capture: str, number: int = 0, engines: int = 1) -> dict[s
     if engines > 1:
         gpus = inherited.get("CUDA_VISIBLE_DEVICES")
         visible = [str(gpu) for gpu in range(engines)] if gpus is None else gpus.split(",")
-        ours["CUDA_VISIBLE_DEVICES"] = "".join(visible[number : number + 1])  # none without GPUs
-    return inherited | ours | model_runner(capture)
+        settings["CUDA_VISIBLE_DEVICES"] = "".join(visible[number : number + 1])  # none without GPUs
+    return inherited | settings | model_runner(capture)
 
 
 class Scratch:

@@ -112,7 +112,7 @@ class SlotJournal:
 
     def awaits(self, sink: str) -> bool:
         """Return whether rows for a shard are still to be taken."""
-        return any(one.sink == sink for one in self._leaving)
+        return any(leaving.sink == sink for leaving in self._leaving)
 
     def work_off(self, *, wait: bool = False) -> None:
         """Run the callbacks that are ready, in order. Wait for copies if `wait` is set or too many are in flight.
@@ -134,7 +134,7 @@ class SlotJournal:
             self._take(1)
 
     def _give(self, allotted: Allotted, slots: SlotTable) -> None:
-        lose = [at for at, one in enumerate(self._leaving) if not one.blocks.isdisjoint(allotted.fresh)]
+        lose = [index for index, leaving in enumerate(self._leaving) if not leaving.blocks.isdisjoint(allotted.fresh)]
         self._take(lose[-1] + 1 if lose else 0)
         allotted.apply(slots)
 
@@ -271,8 +271,8 @@ class Recorder:
         for new in scheduled.scheduled_new_reqs:
             self._begin(new, allotted)
         cached = scheduled.scheduled_cached_reqs
-        for at, request_id in enumerate(cached.req_ids):
-            blocks, computed = cached.new_block_ids[at], cached.num_computed_tokens[at]
+        for index, request_id in enumerate(cached.req_ids):
+            blocks, computed = cached.new_block_ids[index], cached.num_computed_tokens[index]
             self._continue(request_id, blocks, computed, allotted, resumed=request_id in cached.resumed_req_ids)
         self._journal.give(allotted, self._slots)
         for source, target in scheduled.kv_cache_block_copies or ():
@@ -405,7 +405,7 @@ class Recorder:
     def _name_of_step(self, scheduled) -> str:
         """Return the seed for choosing witnessed rows: the first request of the step and its position."""
         requests = (self._requests[request_id] for request_id in scheduled.num_scheduled_tokens)
-        return next((f"{one.ask.key} {one.forwarded}" for one in requests if one.ask is not None), "")
+        return next((f"{request.ask.key} {request.forwarded}" for request in requests if request.ask is not None), "")
 
     def _see(self, witness: RouterWitness, version: int, in_step: Sequence[tuple[Recorded, int]]) -> None:
         whose = witness.whose(in_step)
@@ -455,12 +455,12 @@ class Recorder:
         prompt = request.prompt[: len(rows)]
         wrong = np.flatnonzero(rows.token_ids[: len(prompt)] != prompt)
         if wrong.size:
-            at = wrong[0]
+            position = wrong[0]
             raise EngineError(
                 "A recorded row belongs to a token that is not in the prompt there",
-                where={**who, "position": at},
-                got=int(rows.token_ids[at]),
-                expected=int(prompt[at]),
+                where={**who, "position": position},
+                got=int(rows.token_ids[position]),
+                expected=int(prompt[position]),
                 do="check that this vLLM has the version of its patch series",
                 fault="another token",
             )
@@ -484,7 +484,7 @@ def _pipeline(layers: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
         return 0, 1, layers
     everyones: list[tuple[int, ...]] = [()] * group.world_size
     torch.distributed.all_gather_object(everyones, layers, group=group.cpu_group)
-    return group.rank_in_group, group.world_size, tuple(sorted(layer for one in everyones for layer in one))
+    return group.rank_in_group, group.world_size, tuple(sorted(layer for of_stage in everyones for layer in of_stage))
 
 
 def _attention_group(config) -> tuple[int, int, int]:
@@ -492,11 +492,11 @@ def _attention_group(config) -> tuple[int, int, int]:
     block."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, UniformTypeKVCacheSpecs
 
-    for at, group in enumerate(config.kv_cache_groups):
+    for index, group in enumerate(config.kv_cache_groups):
         spec = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs):
             spec = next(iter(spec.kv_cache_specs.values()))
         # RSWASpec is a FullAttentionSpec too, but frees blocks that leave its window.
         if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
-            return at, config.num_blocks, spec.block_size
+            return index, config.num_blocks, spec.block_size
     raise EngineError("Recording needs full attention", got="a model without full attention", do="turn recording off")

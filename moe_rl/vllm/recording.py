@@ -106,19 +106,19 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
 
     Raises TraceError if the request cannot be recorded that way.
     """
-    given = {name: value for name, value in (extra_args or {}).items() if str(name).startswith(PREFIX)}
-    if not given:
+    args = {name: value for name, value in (extra_args or {}).items() if str(name).startswith(PREFIX)}
+    if not args:
         return None
-    unknown = sorted(given.keys() - _NAMES)
-    if unknown or not {"moe_rl_key", "moe_rl_sink"} <= given.keys():
+    unknown = sorted(args.keys() - _NAMES)
+    if unknown or not {"moe_rl_key", "moe_rl_sink"} <= args.keys():
         raise TraceError(
             "a request cannot be recorded",
             where={"request": request_id, "field": "extra_args"},
-            got=sorted(given),
+            got=sorted(args),
             expected="moe_rl_key and moe_rl_sink, and optionally " + ", ".join(sorted(_NAMES))[:120],
         )
-    key, sink = check_key(given["moe_rl_key"]), check_name(given["moe_rl_sink"])
-    samples = _count(given.get("moe_rl_samples", 1), "moe_rl_samples", request_id)
+    key, sink = check_key(args["moe_rl_key"]), check_name(args["moe_rl_sink"])
+    samples = _count(args.get("moe_rl_samples", 1), "moe_rl_samples", request_id)
     if samples > 1:
         numbered = _SAMPLE.match(request_id)
         if numbered is None or int(numbered[1]) >= samples:
@@ -128,8 +128,8 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
                 got=f"{samples} samples",
             )
         key = check_key(f"{key}/{numbered[1]}")
-    parent = _parent(given.get("moe_rl_parent"), request_id)
-    start = _count(given.get("moe_rl_start", 0), "moe_rl_start", request_id)
+    parent = _parent(args.get("moe_rl_parent"), request_id)
+    start = _count(args.get("moe_rl_start", 0), "moe_rl_start", request_id)
     if parent is not None and start:
         raise TraceError(
             "a request has both a parent and a first row",

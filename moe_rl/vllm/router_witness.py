@@ -89,7 +89,7 @@ class Ranking:
             # The last kept group scores at least `inside`, the first one left out at most `outside`.
             inside, outside = np.sort(least, -1)[:, -self.kept, None], np.sort(most, -1)[:, -self.kept - 1, None]
             size = scores.shape[1] // self.groups
-            certain, possible = (np.repeat(one, size, 1) for one in (least > outside, most >= inside))
+            certain, possible = (np.repeat(mask, size, 1) for mask in (least > outside, most >= inside))
         last = np.sort(np.where(certain, low, -np.inf), -1)[:, -self.top_k, None]
         if scores.shape[1] == self.top_k:
             return certain, possible
@@ -127,7 +127,9 @@ class RouterWitness:
         if pipeline_stages > 1 or config.speculative_config is not None or not config.model_config.enforce_eager:
             return None
         routers = {layer: getattr(module, "router", None) for layer, module in modules.items()}
-        known = all(hasattr(one, "_compute_routing") and Ranking.of(one, 0.0) is not None for one in routers.values())
+        known = all(
+            hasattr(router, "_compute_routing") and Ranking.of(router, 0.0) is not None for router in routers.values()
+        )
         return cls(worker, routers) if known else None
 
     def begin_step(self, tokens: int, seed: str) -> None:
@@ -147,14 +149,14 @@ class RouterWitness:
 
         in_step lists the step's requests in row order, with their numbers of tokens.
         """
-        found, first, wanted = [], 0, iter(range(*self._rows.indices(self._tokens)))
+        chosen, first, wanted = [], 0, iter(range(*self._rows.indices(self._tokens)))
         row = next(wanted, None)
         for request, count in in_step:
             while row is not None and row < first + count:
-                found.append((request, request.forwarded - count + row - first))
+                chosen.append((request, request.forwarded - count + row - first))
                 row = next(wanted, None)
             first += count
-        return found
+        return chosen
 
     def take(self, weight_version: int, logits: np.ndarray, whose: Sequence[tuple[Recorded, int]]) -> None:
         """Store which experts the logits [W, L, E] of these rows allow, for this weight version."""
@@ -162,14 +164,14 @@ class RouterWitness:
             made = [Ranking.of(router, self._exactness) for router in self._routers.values()]
             self._rankings = (weight_version, made)
         kept = [
-            at
-            for at, (request, position) in enumerate(whose)
+            index
+            for index, (request, position) in enumerate(whose)
             if request.ask is not None
             and len(self._seen.get(request.number, ())) < _ROWS_OF_REQUEST
             # A row computed again after a preemption, perhaps with newer weights, is not the recorded row.
             and (request.kept is None or position >= len(request.kept))
         ]
-        kept = [at for at in kept if np.isfinite(logits[at]).all()]
+        kept = [index for index in kept if np.isfinite(logits[index]).all()]
         if not kept:
             return
         bounds = [
@@ -177,9 +179,9 @@ class RouterWitness:
             for column, ranking in enumerate(self._rankings[1])
             if ranking is not None
         ]
-        must, may = (np.packbits(np.stack([one[side] for one in bounds], 1), -1) for side in (0, 1))
-        for row, at in enumerate(kept):
-            request, position = whose[at]
+        must, may = (np.packbits(np.stack([pair[side] for pair in bounds], 1), -1) for side in (0, 1))
+        for row, index in enumerate(kept):
+            request, position = whose[index]
             self._seen.setdefault(request.number, {})[position] = must[row], may[row]
 
     def check(self, request: Recorded, rows: Rows) -> int:
@@ -187,28 +189,28 @@ class RouterWitness:
 
         Raises EngineError with request, position and layer if a row does not fit.
         """
-        seen = self._seen.pop(request.number, {})
-        positions = sorted(position for position in seen if position < len(rows))
+        witnessed = self._seen.pop(request.number, {})
+        positions = sorted(position for position in witnessed if position < len(rows))
         if not positions:
             return 0
         routes = rows.routes[positions].astype(np.int64)  # [W, L, K]
         must, may = (
-            np.unpackbits(np.stack([seen[p][side] for p in positions]), -1, count=self._experts).astype(bool)
+            np.unpackbits(np.stack([witnessed[p][side] for p in positions]), -1, count=self._experts).astype(bool)
             for side in (0, 1)
         )
         chosen = np.zeros(must.shape, bool)
         np.put_along_axis(chosen, routes, True, -1)
         wrong = ((must & ~chosen) | (chosen & ~may)).any(-1)
         if wrong.any():
-            at, column = np.argwhere(wrong)[0].tolist()
+            row, column = np.argwhere(wrong)[0].tolist()
             layer = list(self._routers)[column]
-            among = np.flatnonzero(may[at, column]).tolist()
+            among = np.flatnonzero(may[row, column]).tolist()
             got = (
-                f"experts {sorted(routes[at, column].tolist())}, and {int(wrong.sum())} of {wrong.size} sets are wrong"
+                f"experts {sorted(routes[row, column].tolist())}, and {int(wrong.sum())} of {wrong.size} sets are wrong"
             )
             raise EngineError(
                 "A row is not what the router chose by its logits",
-                where={"request": request.ask.key if request.ask else "?", "position": positions[at], "layer": layer},
+                where={"request": request.ask.key if request.ask else "?", "position": positions[row], "layer": layer},
                 got=got,
                 expected=f"{routes.shape[2]} of {among}",
                 do="look at the recorder: rows of another token or another layer, or that were not written; "

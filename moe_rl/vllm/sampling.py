@@ -91,16 +91,16 @@ class Growing:
         return last if last in request.stop_token_ids else None
 
     def _spans(self, key: str) -> tuple[VersionSpan, ...]:
-        found = self.versions or ()
-        spans = tuple(VersionSpan(span.end - span.start, int(span.version)) for span in found)
-        bounds = [0, *(span.end for span in found)]
-        rising = all(one.weight_version < next_.weight_version for one, next_ in pairwise(spans))
+        reported = self.versions or ()
+        spans = tuple(VersionSpan(span.end - span.start, int(span.version)) for span in reported)
+        bounds = [0, *(span.end for span in reported)]
+        rising = all(span.weight_version < next_.weight_version for span, next_ in pairwise(spans))
         rising = rising and all(span.tokens > 0 for span in spans)
-        if [span.start for span in found] != bounds[:-1] or bounds[-1] != len(self.token_ids) or not rising:
+        if [span.start for span in reported] != bounds[:-1] or bounds[-1] != len(self.token_ids) or not rising:
             raise EngineError(
                 "vLLM did not report which weights sampled each token of a completion",
                 where={"request": key},
-                got=[(span.version, span.start, span.end) for span in found] or "no version",
+                got=[(span.version, span.start, span.end) for span in reported] or "no version",
                 expected=f"rising versions for tokens 0 to {len(self.token_ids)}",
                 fault="versions",
             )
@@ -134,20 +134,20 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
         vocabulary: number of rows of the embeddings, which may exceed the tokenizer's number of ids.
         reads_text: whether vLLM has a tokenizer.
     """
-    seen = set()
+    keys = set()
     for request in requests:
         fault = _fault(request, max_model_len, vocabulary)
         if fault is None and request.stop and not reads_text:
             do = "start the sampler with rollout.stop, so that it reads text"
             fault = "stop", "stop strings", "stop tokens only", do
-        if fault is None and request.key in seen:
+        if fault is None and request.key in keys:
             fault = "key", "a key used twice", "another one", ""
         if fault is not None:
             name, got, expected, do = fault
             where: About = {"request": request.key}
             text = "A request cannot be sampled"
             raise RequestRefused(text, where=where, got=got, expected=expected, do=do, fault=name)
-        seen.add(request.key)
+        keys.add(request.key)
 
 
 def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: int) -> None:
@@ -194,13 +194,15 @@ def _unknown(
 
 def scoring(runs: Sequence[Sequence[int]], *, record: bool) -> list[GenerateRequest]:
     """Return requests that make an engine forward these token sequences as prompts; their samples are ignored."""
-    return [GenerateRequest(f"scored/{at}", tuple(run), 0, 1, 0.0, (), record=record) for at, run in enumerate(runs)]
+    return [
+        GenerateRequest(f"scored/{index}", tuple(run), 0, 1, 0.0, (), record=record) for index, run in enumerate(runs)
+    ]
 
 
 def prompt_logprobs(result, token_ids: Sequence[int]) -> np.ndarray:
     """Return float32 [n - 1], the log-probabilities of a prompt's tokens but the first, from vLLM's output."""
     scored = zip(result.prompt_logprobs[1:], token_ids[1:], strict=True)
-    return np.asarray([at[token].logprob for at, token in scored], np.float32)
+    return np.asarray([by_token[token].logprob for by_token, token in scored], np.float32)
 
 
 def parameters(request: GenerateRequest, ask: RecordingRequest | None) -> dict[str, object]:

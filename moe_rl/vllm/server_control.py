@@ -112,8 +112,8 @@ class Control:
             raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences")
         await _settle(engine, message.sink, message.sequences if message.keep_open else None)
         call = secrets.token_hex(8)
-        given = message.sink, message.sequences, message.aborted, message.keep_open
-        await _call(engine, "moe_rl_publish", call, *given)
+        publication = message.sink, message.sequences, message.aborted, message.keep_open
+        await _call(engine, "moe_rl_publish", call, *publication)
         while not all(await _call(engine, "moe_rl_published", call)):
             await asyncio.sleep(_SETTLE_POLL_SECONDS)
         return join_parts(await _call(engine, "moe_rl_claims", call))
@@ -218,24 +218,24 @@ class Control:
         # In a pause vLLM would give it cached prefixes from the weights before the update.
         await self._goes_on.wait()
         self._refuse_torn_weights(engine)
-        given, asked = message.sampling_params, message.sampling_params.extra_args
+        params, asked = message.sampling_params, message.sampling_params.extra_args
         if asked is not None:
             parse(msgspec.to_builtins(asked), asked.moe_rl_key)
         request = GenerateRequest(
             asked.moe_rl_key if asked is not None else "",
             tuple(message.token_ids),
-            given.seed,
-            given.max_tokens,
-            given.temperature,
-            tuple(given.stop_token_ids),
-            given.top_k,
-            given.top_p,
-            given.min_p,
-            stop=tuple(given.stop),
+            params.seed,
+            params.max_tokens,
+            params.temperature,
+            tuple(params.stop_token_ids),
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            stop=tuple(params.stop),
         )
         sampling.check([request], **_limits(engine), reads_text=_reads_text(engine))
         salt = str(self._holding.version)
-        return control.SaltedGeneration(message.token_ids, given, message.stream, message.priority, salt, message.name)
+        return control.SaltedGeneration(message.token_ids, params, message.stream, message.priority, salt, message.name)
 
     async def _score(self, engine, message: control.Scoring) -> control.Scores:
         self._refuse_torn_weights(engine)
@@ -325,7 +325,7 @@ async def _scored(
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    async def one(request: GenerateRequest, ask: RecordingRequest | None) -> list[float]:
+    async def score(request: GenerateRequest, ask: RecordingRequest | None) -> list[float]:
         tokens = list(request.prompt_token_ids)
         params = SamplingParams(**sampling.parameters(request, ask), prompt_logprobs=0)
         name = f"score-{secrets.token_hex(8)}"
@@ -333,7 +333,7 @@ async def _scored(
             last = output
         return sampling.prompt_logprobs(last, tokens).tolist()
 
-    return await asyncio.gather(*map(one, requests, asks))
+    return await asyncio.gather(*map(score, requests, asks))
 
 
 async def _stop(engine) -> None:

@@ -383,11 +383,11 @@ def _check_fresh(rows: Rows, began: int, inherited: np.ndarray, key: str) -> Non
     older = rows.weight_versions < began
     older[: len(inherited)] &= rows.weight_versions[: len(inherited)] != inherited
     if older.any():
-        at = int(np.argmax(older))
+        position = int(np.argmax(older))
         raise EngineError(
             "Rows are older than the weights at which their request began",
-            where={"request": key, "position": at},
-            got=f"weight version {rows.weight_versions[at]}, {int(older.sum())} rows",
+            where={"request": key, "position": position},
+            got=f"weight version {rows.weight_versions[position]}, {int(older.sum())} rows",
             expected=f"weight version {began}",
             do="share cached prefixes within one version: salt them with it, or empty the cache after an update",
             fault="stale prefix cache",
@@ -400,16 +400,16 @@ def _check_parent(sink: _Sink, parent: RouteRef, rows: Rows, key: str) -> np.nda
     if known is None:
         record = sink.writer.store.read(parent, layers=())
         known = record.token_ids, versions_of_rows(record.spans)
-    theirs, versions = (one[: parent.rows] for one in known)
-    mine = rows.token_ids[: len(theirs)]
-    wrong = np.flatnonzero(mine != theirs[: len(mine)])
-    if wrong.size or len(mine) < len(theirs):
-        at = int(wrong[0]) if wrong.size else len(mine)
+    parent_tokens, versions = (array[: parent.rows] for array in known)
+    mine = rows.token_ids[: len(parent_tokens)]
+    wrong = np.flatnonzero(mine != parent_tokens[: len(mine)])
+    if wrong.size or len(mine) < len(parent_tokens):
+        position = int(wrong[0]) if wrong.size else len(mine)
         raise TraceError(
             "a sequence does not continue its parent",
-            where={"request": key, "parent": parent.key, "position": at},
-            got=int(mine[at]) if at < len(mine) else "the end",
-            expected=int(theirs[at]),
+            where={"request": key, "parent": parent.key, "position": position},
+            got=int(mine[position]) if position < len(mine) else "the end",
+            expected=int(parent_tokens[position]),
             do="give the whole dialogue so far as the prompt",
         )
     return versions

@@ -43,22 +43,22 @@ class UsedMemory:
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an uninitialised array in the first gap that is large enough; in new memory if there is none or the
         array is small."""
-        size, at = math.prod(shape) * dtype.itemsize, 0
+        size, start = math.prod(shape) * dtype.itemsize, 0
         if size < _SMALL:
             return np.empty(shape, dtype)
         while self._returned:
             del self._lent[self._returned.popleft()]
         room = -(-size // _ALIGNED) * _ALIGNED
         for first, end in sorted(self._lent.items()):
-            if first - at >= room:
+            if first - start >= room:
                 break
-            at = end
-        if at + room > len(self._memory):
+            start = end
+        if start + room > len(self._memory):
             return np.empty(shape, dtype)
-        self._lent[at] = at + room
+        self._lent[start] = start + room
         # Views of this array keep it alive. If the memory were an array, views would keep that array alive instead.
-        part = np.frombuffer(self._memory, np.uint8, size, at)
-        weakref.finalize(part, self._returned.append, at)
+        part = np.frombuffer(self._memory, np.uint8, size, start)
+        weakref.finalize(part, self._returned.append, start)
         return part.view(dtype).reshape(shape)
 
 
@@ -196,23 +196,23 @@ class SlotTable:
         """
         wrong = np.flatnonzero((slots < 0) | (slots >= len(self._positions)) | ((slots - positions) % self.block_size))
         if wrong.size:
-            at = wrong[0]
+            token = wrong[0]
             raise EngineError(
                 "vLLM's KV slots do not match its positions",
-                where={"token": at, "position": positions[at]},
-                got=f"slot {slots[at]}",
-                expected=f"one that is {positions[at] % self.block_size} modulo {self.block_size}",
+                where={"token": token, "position": positions[token]},
+                got=f"slot {slots[token]}",
+                expected=f"one that is {positions[token] % self.block_size} modulo {self.block_size}",
                 do="check that this vLLM has the version of its patch series",
                 fault="slots",
             )
         if not may_repeat:
             before = np.flatnonzero(self._positions[slots] != _EMPTY)
             if before.size or len(np.unique(slots)) != len(slots):
-                at = before[0] if before.size else 0
+                token = before[0] if before.size else 0
                 raise EngineError(
                     "A row was recorded twice",
-                    where={"token": at, "position": positions[at], "slot": slots[at]},
-                    got=f"a slot that holds position {self._positions[slots[at]]}",
+                    where={"token": token, "position": positions[token], "slot": slots[token]},
+                    got=f"a slot that holds position {self._positions[slots[token]]}",
                     expected="a slot not written since its block got its owner",
                     do="look for a step that ran twice",
                     fault="twice",
@@ -229,7 +229,7 @@ class SlotTable:
         Raises EngineError, with `who` and the position, if a block was given away or a row was never written.
         """
         positions = np.arange(start, stop)
-        at = positions // self.block_size
+        block_indices = positions // self.block_size
         if stop > len(table.blocks) * self.block_size:
             raise EngineError(
                 "A request has more tokens than its KV blocks hold",
@@ -238,9 +238,9 @@ class SlotTable:
                 expected=f"at most {len(table.blocks) * self.block_size}",
                 fault="blocks",
             )
-        blocks = np.asarray(table.blocks, np.int64)[at]
+        blocks = np.asarray(table.blocks, np.int64)[block_indices]
         slots = blocks * self.block_size + positions % self.block_size
-        taken = np.flatnonzero(self._owner[blocks] != np.asarray(table.owners, np.int64)[at])
+        taken = np.flatnonzero(self._owner[blocks] != np.asarray(table.owners, np.int64)[block_indices])
         missing = np.flatnonzero(self._positions[slots] != positions)
         if taken.size or missing.size:
             first = (taken if taken.size else missing)[0]

@@ -130,8 +130,8 @@ class Receiver:
         """
         buckets, number = list(_buckets(source, infos)), self._received
         links = list(zip(self._senders, self._stores, strict=True))
-        for at, (sender, store) in enumerate(links):
-            if _told(sender, store.get, _plan(number)) != _plan_digest([run for by, run in buckets if by == at]):
+        for index, (sender, store) in enumerate(links):
+            if _told(sender, store.get, _plan(number)) != _plan_digest([run for by, run in buckets if by == index]):
                 raise WeightSyncError(
                     "A rank sends other tensors than were announced", where=_where(sender), fault="buckets"
                 )
@@ -142,20 +142,20 @@ class Receiver:
             self._groups.append(_told(sender, self._join, sender, store))
         if buckets:
             self._begin(*buckets[0])
-        for (at, run), following in zip(buckets, [*buckets[1:], None], strict=True):
-            octets = _told(self._senders[at], self._under_way.end)
+        for (index, run), following in zip(buckets, [*buckets[1:], None], strict=True):
+            octets = _told(self._senders[index], self._under_way.end)
             if following is not None:
                 self._begin(*following)
             take(list(unpacked(octets, run)))
             del octets  # else three buckets would be held
 
     def _join(self, sender: SenderAt, store: dist.Store) -> Communicator:
-        own = own_address(sender.address, sender.port)
-        return _joined(store, own, self._rank, self._way[1], self._device)
+        address = own_address(sender.address, sender.port)
+        return _joined(store, address, self._rank, self._way[1], self._device)
 
-    def _begin(self, at: int, run: Sequence[TensorInfo]) -> None:
+    def _begin(self, index: int, run: Sequence[TensorInfo]) -> None:
         octets = torch.empty(sum(info.size for info in run), dtype=torch.uint8, device=self._device)
-        _told(self._senders[at], self._under_way.begin, self._groups[at], octets)
+        _told(self._senders[index], self._under_way.begin, self._groups[index], octets)
 
     def close(self) -> None:
         for group in self._groups:
@@ -188,7 +188,7 @@ def _way(source: Broadcast) -> tuple[list[SenderAt], int, int]:
 
 def _buckets(source: Broadcast, infos: Sequence[TensorInfo]) -> Iterator[tuple[int, Sequence[TensorInfo]]]:
     """Yield, for each bucket, its sender's index and its tensors."""
-    named, tensors = {at for at, _ in source.buckets}, sum(count for _, count in source.buckets)
+    named, tensors = {index for index, _ in source.buckets}, sum(count for _, count in source.buckets)
     if tensors != len(infos) or not named <= set(range(len(source.senders))):
         raise WeightSyncError(
             "The buckets of a broadcast are not those of its tensors",
@@ -197,8 +197,8 @@ def _buckets(source: Broadcast, infos: Sequence[TensorInfo]) -> Iterator[tuple[i
             fault="buckets",
         )
     rest = iter(infos)
-    for at, count in source.buckets:
-        yield at, list(islice(rest, count))
+    for index, count in source.buckets:
+        yield index, list(islice(rest, count))
 
 
 def _plan(number: int) -> str:
@@ -207,8 +207,8 @@ def _plan(number: int) -> str:
 
 def _plan_digest(buckets: Sequence[Sequence[TensorInfo]]) -> bytes:
     """Return a digest of what each bucket holds. Gloo ends the process if the two ends expect different sizes."""
-    told = [[(info.name, info.dtype, info.shape) for info in run] for run in buckets]
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(told)).encode()
+    plan = [[(info.name, info.dtype, info.shape) for info in run] for run in buckets]
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(plan)).encode()
 
 
 def _ready(number: int, rank: int) -> str:
@@ -218,14 +218,14 @@ def _ready(number: int, rank: int) -> str:
 def _store_of(sender: SenderAt) -> dist.Store:
     try:
         store = dist.TCPStore(sender.address, sender.port, timeout=_REACHED, wait_for_workers=False)
-        found = store.get(_RANK).decode()
+        rank = store.get(_RANK).decode()
     except RuntimeError as error:
         do = "let the samplers' hosts reach this rank's host, or send from rank 0 only: rollout.weight_senders=1"
         message = describe("The trainer cannot be reached", where=_where(sender), got=error, do=do)
         raise WeightSyncError(message) from error
-    if found != str(sender.rank):
+    if rank != str(sender.rank):
         raise WeightSyncError(
-            "Another rank of the trainer sends from this address", where=_where(sender), got=found, expected=sender.rank
+            "Another rank of the trainer sends from this address", where=_where(sender), got=rank, expected=sender.rank
         )
     store.set_timeout(_TIMEOUT)
     return store

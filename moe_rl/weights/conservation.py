@@ -86,8 +86,8 @@ class PartSums:
 
     def add(self, part: str, values: Tensor, dtype: torch.dtype) -> None:
         """Add elements of a part, cast to `dtype`: bfloat16 or float32. Nothing refers to `values` afterwards."""
-        at, count = self.parts[part], values.numel()
-        self._elements[at] += count
+        number, count = self.parts[part], values.numel()
+        self._elements[number] += count
         if not count:
             return
         small = count <= min(_SMALL, self._chunk)
@@ -96,11 +96,11 @@ class PartSums:
             self._dtype = dtype
         if small:
             self._put(values)
-            self._waiting.append((at, self._filled + count))
+            self._waiting.append((number, self._filled + count))
             return
         for piece in values.reshape(-1).split(self._chunk):
             self._put(piece)
-            self._sums[at] += self._mixed(len(piece)).sum(dtype=torch.int64)
+            self._sums[number] += self._mixed(len(piece)).sum(dtype=torch.int64)
 
     def content(self) -> Content:
         """Return the sums of all elements so far."""
@@ -117,10 +117,10 @@ class PartSums:
         if self._dtype not in self._given:
             self._given[self._dtype] = torch.empty(self._chunk, dtype=self._dtype, device=self._sums.device)
         start = self._filled
-        given = self._given[self._dtype][start : start + values.numel()]
-        given.view(values.shape).copy_(values)
+        slot = self._given[self._dtype][start : start + values.numel()]
+        slot.view(values.shape).copy_(values)
         if not self._signed_zeros:
-            given.add_(0.0)
+            slot.add_(0.0)
 
     def _mix(self) -> None:
         """Add the waiting elements to the sums of their parts."""
@@ -149,8 +149,8 @@ def _names(name: str, experts: int) -> Iterator[str]:
         return
     front, what, bias = stacked.groups()
     for expert in range(experts):
-        for one in ("gate_proj", "up_proj") if what == "gate_up_proj" else (what,):
-            yield f"{front}.{expert}.{one}.{'bias' if bias else 'weight'}"
+        for projection in ("gate_proj", "up_proj") if what == "gate_up_proj" else (what,):
+            yield f"{front}.{expert}.{projection}.{'bias' if bias else 'weight'}"
 
 
 def cut(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -160,7 +160,7 @@ def cut(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
         return
     halves = stacked[2] == "gate_up_proj"
-    pieces = (piece for one in tensor for piece in ((one[..., ::2], one[..., 1::2]) if halves else (one,)))
+    pieces = (piece for expert in tensor for piece in ((expert[..., ::2], expert[..., 1::2]) if halves else (expert,)))
     yield from zip(_names(name, len(tensor)), pieces, strict=True)
 
 
@@ -217,13 +217,13 @@ class Conservation:
 
 def difference(exported: Content, held: Content, before: tuple[int, Content] | None, version: int) -> str:
     """Say which parts were exported wrongly, see `differences`. Return "" when all are right."""
-    found = differences(exported, held, before)
-    if not found:
+    problems = differences(exported, held, before)
+    if not problems:
         return ""
     return describe(
         "the exported weights are not what the trainer holds",
         where={"version": version},
-        got=f"{len(found)} of {len(held.parts)} parts of the model wrong: {first_of(found)}",
+        got=f"{len(problems)} of {len(held.parts)} parts of the model wrong: {first_of(problems)}",
         expected="every part as the trainer holds it",
         do="look for what names, gathers or keeps these tensors between the optimizer and the sampler, as "
         "moe_rl/megatron/hf_map.py does; nothing has been sampled from them",
@@ -242,38 +242,41 @@ def differences(got: Content, held: Content, before: tuple[int, Content] | None)
     ages = [(held, "")] + ([(before[1], f" was in version {before[0]}")] if before else [])
     for content, when in reversed(ages):
         names = list(content.parts)
-        known |= {tuple(one): f"what {place(names[at])}{when or ' is'}" for at, one in enumerate(_columns(content))}
+        known |= {
+            tuple(column): f"what {place(names[number])}{when or ' is'}"
+            for number, column in enumerate(_columns(content))
+        }
     names, columns = list(held.parts), _columns(got)
     earlier = _columns(before[1]) if before else None
-    found = []
-    for at in wrong:
-        total, elements = columns[at]
+    problems = []
+    for number in wrong:
+        total, elements = columns[number]
         if not elements:
             what = "nothing"
-        elif elements != held.table[1, at]:
-            what = f"{elements} elements for {int(held.table[1, at])}"
-        elif earlier is not None and before is not None and earlier[at] == columns[at]:
+        elif elements != held.table[1, number]:
+            what = f"{elements} elements for {int(held.table[1, number])}"
+        elif earlier is not None and before is not None and earlier[number] == columns[number]:
             what = f"stale, what it was in version {before[0]}"
         else:
-            what = "only zeros" if _all_zeros(total, elements) else known.get(columns[at], "other values")
-        found.append(f"{place(names[at])}: {what}")
-    return found
+            what = "only zeros" if _all_zeros(total, elements) else known.get(columns[number], "other values")
+        problems.append(f"{place(names[number])}: {what}")
+    return problems
 
 
 def _all_zeros(total: int, elements: int) -> bool:
     """Return whether a sum is that of this many zeros, of either sign. Other values have such a sum in at most one case
     in a billion."""
-    return any(total % one == 0 and 0 <= total // one <= elements for one in _NEGATIVE_ZEROS)
+    return any(total % term == 0 and 0 <= total // term <= elements for term in _NEGATIVE_ZEROS)
 
 
 def place(part: str) -> str:
     """Name a part in words: layer 3, expert 5, up_proj.weight."""
-    found = _PLACE.fullmatch(part)
-    if found is None:
+    match = _PLACE.fullmatch(part)
+    if match is None:
         return part
-    layer, expert, rest = found.groups()
+    layer, expert, rest = match.groups()
     return f"layer {layer}, " + (f"expert {expert}, {rest}" if expert else rest)
 
 
 def _columns(content: Content) -> list[tuple[int, ...]]:
-    return [tuple(one) for one in content.table.T.tolist()]
+    return [tuple(column) for column in content.table.T.tolist()]

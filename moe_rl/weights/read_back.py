@@ -81,9 +81,9 @@ class ReadBack:
         on_part: Callable[[], None] = lambda: None,
     ):
         self._device, self._on_part = device, on_part
-        self._parts = {part: at for at, part in enumerate(dict.fromkeys(map(_joined, parts_of(shapes))))}
+        self._parts = {part: index for index, part in enumerate(dict.fromkeys(map(_joined, parts_of(shapes))))}
         self._readings = list(_readings(model, shapes, dtype))
-        self._dtypes = {one.part: one.dtype for one in self._readings}
+        self._dtypes = {reading.part: reading.dtype for reading in self._readings}
         self._confirmed: PartSums | None = None
         self._before: tuple[int, Content] | None = None
         if unread := [part for part in self._parts if part not in self._dtypes]:
@@ -97,8 +97,8 @@ class ReadBack:
         """Add tensors whose digests are right, before vLLM gets them."""
         assert self._confirmed is not None
         for name, tensor in tensors.items():
-            for one, piece in cut(name, tensor):
-                part = _joined(one)
+            for piece_name, piece in cut(name, tensor):
+                part = _joined(piece_name)
                 if part in self._dtypes:
                     self._confirmed.add(part, piece, self._dtypes[part])
 
@@ -106,18 +106,18 @@ class ReadBack:
         """Name the parts that the model computes with otherwise than they were confirmed as `version`."""
         assert self._confirmed is not None
         held, self._confirmed = self._confirmed.content(), None
-        live = self._sums({str(at): at for at in range(len(self._readings))})
-        for at, one in enumerate(self._readings):
-            for tensor in one.read():
-                live.add(str(at), tensor, one.dtype)
+        live = self._sums({str(index): index for index in range(len(self._readings))})
+        for index, reading in enumerate(self._readings):
+            for tensor in reading.read():
+                live.add(str(index), tensor, reading.dtype)
             self._on_part()
         table = held.table.clone()
-        for one, total in zip(self._readings, live.content().table[0].tolist(), strict=True):
-            if total != held.table[0, self._parts[one.part]]:
-                table[0, self._parts[one.part]] = total
-        found = differences(Content(self._parts, table.cpu()), Content(self._parts, held.table.cpu()), self._before)
+        for reading, total in zip(self._readings, live.content().table[0].tolist(), strict=True):
+            if total != held.table[0, self._parts[reading.part]]:
+                table[0, self._parts[reading.part]] = total
+        problems = differences(Content(self._parts, table.cpu()), Content(self._parts, held.table.cpu()), self._before)
         self._before = (version, Content(self._parts, held.table.cpu()))
-        return found
+        return problems
 
     def _sums(self, parts: Mapping[str, int]) -> PartSums:
         chunk = _ONE_THREAD if self._device.type == "cpu" else None
@@ -126,10 +126,10 @@ class ReadBack:
 
 def _joined(part: str) -> str:
     """Return the name under which a part is compared: vLLM holds the gate and the up matrix of an expert as one."""
-    found = _EXPERT.fullmatch(part)
-    if found is None or found[3] == "down":
+    match = _EXPERT.fullmatch(part)
+    if match is None or match[3] == "down":
         return part
-    return f"{found[1]}.experts.{found[2]}.gate_up_proj.{found[4]}"
+    return f"{match[1]}.experts.{match[2]}.gate_up_proj.{match[4]}"
 
 
 def _readings(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[_Reading]:
@@ -138,38 +138,42 @@ def _readings(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: to
     if mapper is not None:
         mapper = replace(mapper, orig_to_new_stacked={})  # it would hide which rows of a merged matrix are meant
     merged = {
-        one: (whole, at)
+        name: (whole, index)
         for whole, ones in getattr(model, "packed_modules_mapping", {}).items()
-        for at, one in enumerate(ones)
+        for index, name in enumerate(ones)
     }
     seen = set[str]()
     for name, shape in shapes.items():
         for part in parts_of({name: shape}):
-            if found := _EXPERT.fullmatch(part):
+            if match := _EXPERT.fullmatch(part):
                 if (joined := _joined(part)) not in seen:
                     seen.add(joined)
-                    yield from _of_expert(modules, joined, found, dtype)
+                    yield from _of_expert(modules, joined, match, dtype)
                 continue
-            own = name if mapper is None else mapper.map_name(name)
-            yield from _of_module(modules, part, own or "", shape, merged, dtype)
+            vllm_name = name if mapper is None else mapper.map_name(name)
+            yield from _of_module(modules, part, vllm_name or "", shape, merged, dtype)
             if name == EMBEDDING and HEAD not in shapes:
                 yield from _of_module(modules, part, HEAD, shape, merged, dtype)
 
 
 def _of_expert(
-    modules: Mapping[str, nn.Module], part: str, found: re.Match[str], dtype: torch.dtype
+    modules: Mapping[str, nn.Module], part: str, match: re.Match[str], dtype: torch.dtype
 ) -> Iterator[_Reading]:
-    prefix, kind, leaf = f"{found[1]}.experts", found[3], found[4]
-    layers = [one for name, one in modules.items() if name.startswith(f"{prefix}.") and isinstance(one, RoutedExperts)]
+    prefix, kind, leaf = f"{match[1]}.experts", match[3], match[4]
+    layers = [
+        module
+        for name, module in modules.items()
+        if name.startswith(f"{prefix}.") and isinstance(module, RoutedExperts)
+    ]
     layer = layers[0] if layers else modules.get(prefix)
     if not isinstance(layer, RoutedExperts) or not isinstance(layer.quant_method, _PLAIN):
         return
     config = layer.moe_config
-    at = layer._map_global_expert_id_to_local_expert_id(int(found[2]))
-    if at < 0 or config.moe_parallel_config.tp_size > 1 or config.num_experts != config.num_logical_experts:
+    local_expert = layer._map_global_expert_id_to_local_expert_id(int(match[2]))
+    if local_expert < 0 or config.moe_parallel_config.tp_size > 1 or config.num_experts != config.num_logical_experts:
         return
     parameter = f"{'w2' if kind == 'down' else 'w13'}_{leaf}"
-    yield _Reading(part, dtype, lambda: iter([getattr(layer, parameter)[at]]))
+    yield _Reading(part, dtype, lambda: iter([getattr(layer, parameter)[local_expert]]))
 
 
 def _of_module(
@@ -185,12 +189,12 @@ def _of_module(
     module, first = modules.get(path), 0
     if module is None:
         above, _, last = path.rpartition(".")
-        whole, at = merged.get(last, ("", 0))
+        whole, index = merged.get(last, ("", 0))
         module = modules.get(f"{above}.{whole}")
         sizes = getattr(module, "output_partition_sizes", ())
-        if at >= len(sizes) or sizes[at] != shape[0]:
+        if index >= len(sizes) or sizes[index] != shape[0]:
             return  # another worker has a share of these rows
-        first = sum(sizes[:at])
+        first = sum(sizes[:index])
     parameter = getattr(module, leaf, None)
     if not isinstance(module, nn.Module) or not isinstance(parameter, Tensor):
         return
@@ -203,10 +207,10 @@ def _of_module(
         yield _Reading(part, kind, partial(_by_identity, module, rows, kind))
     if parameter.numel() and parameter.shape[1:] == shape[1:] and len(parameter) >= rows.stop:
         yield _Reading(part, kind, lambda: iter([getattr(module, leaf)[rows]]))
-    for one in modules.values():  # latent attention multiplies by halves of this matrix
-        halves = getattr(one, "W_UV", None), getattr(one, "W_UK_T", None)
-        if leaf == "weight" and getattr(one, "kv_b_proj", None) is module and None not in halves:
-            yield _Reading(part, kind, partial(_halves, one))
+    for candidate in modules.values():  # latent attention multiplies by halves of this matrix
+        halves = getattr(candidate, "W_UV", None), getattr(candidate, "W_UK_T", None)
+        if leaf == "weight" and getattr(candidate, "kv_b_proj", None) is module and None not in halves:
+            yield _Reading(part, kind, partial(_halves, candidate))
 
 
 def _packed(module: nn.Module) -> bool:

@@ -52,7 +52,7 @@ def merged(
             b = adapters[f"{module}.lora_B.weight"]
             weight = (weight.double() + merge.scale * (b.to(device).double() @ a.to(device).double())).to(weight.dtype)
         some[name] = weight.to(getattr(torch, infos[name].dtype)).contiguous()
-        if sum(one.nbytes for one in some.values()) >= _BYTES:
+        if sum(tensor.nbytes for tensor in some.values()) >= _BYTES:
             yield some
             some = {}
     if some:

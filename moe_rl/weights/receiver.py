@@ -58,8 +58,8 @@ def collect_experts(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
-            own = {name for name, _ in layer.named_parameters(recurse=False)} - SKIP_LOAD_TENSORS
-            if own == _WEIGHTS and layer.moe_config.num_experts == layer.moe_config.num_logical_experts:
+            names = {name for name, _ in layer.named_parameters(recurse=False)} - SKIP_LOAD_TENSORS
+            if names == _WEIGHTS and layer.moe_config.num_experts == layer.moe_config.num_logical_experts:
                 _collect(layer)
 
 
@@ -74,7 +74,7 @@ def experts_of(layer: RoutedExperts, parameter: str) -> set[tuple[str, int]]:
 def _collect(layer: RoutedExperts) -> None:
     """Wrap the loaders of a layer's weights, to keep the tensors until all have come."""
     info = get_layerwise_info(layer)
-    missing = {(name, *one) for name in _WEIGHTS for one in experts_of(layer, name)}
+    missing = {(name, *pair) for name in _WEIGHTS for pair in experts_of(layer, name)}
     # Asked once for each expert, and not for each of its tensors: on a GPU the host waits for the answer.
     experts = range(layer.moe_config.num_logical_experts)
     here = {expert for expert in experts if layer._map_global_expert_id_to_local_expert_id(expert) != -1}
@@ -180,10 +180,10 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
         self.intake = Intake(self._shapes, dtype_name(self.model_config.dtype))
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        told = lambda: self.on_progress()  # noqa: E731 - late binding: on_progress is set afterwards
+        progress = lambda: self.on_progress()  # noqa: E731 - late binding: on_progress is set afterwards
         self._read_back: ReadBack | None = None
         self._reader = Reader(
-            self.intake, folder, self._load, self.device, rank=rank, on_tensor=told, before_load=self._confirmed
+            self.intake, folder, self._load, self.device, rank=rank, on_tensor=progress, before_load=self._confirmed
         )
         self.under_way = False
         self._open = False
@@ -288,24 +288,24 @@ def not_loaded(model: torch.nn.Module) -> list[str]:
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue
         parameters = layer.named_parameters(recurse=False)
-        own = [key for key, parameter in parameters if parameter.numel() and key not in SKIP_LOAD_TENSORS]
-        lost += [f"{name}.{key}" if name else key for key in _lacking(layer, info, own)]
+        keys = [key for key, parameter in parameters if parameter.numel() and key not in SKIP_LOAD_TENSORS]
+        lost += [f"{name}.{key}" if name else key for key in _lacking(layer, info, keys)]
     return lost
 
 
-def _lacking(layer: torch.nn.Module, info: LayerReloadingInfo, own: list[str]) -> list[str]:
+def _lacking(layer: torch.nn.Module, info: LayerReloadingInfo, keys: list[str]) -> list[str]:
     """Return the parameters that a layer still waits for, except those that wait only for padding.
 
     Nobody sends padding: extra rows of a vocabulary, or of experts for some kernels.
     """
     came = {parameter for parameter, _ in info.loaded_weights}
-    lacking = [key for key in own if key not in came]
+    lacking = [key for key in keys if key not in came]
     if lacking:
         return lacking
     if isinstance(layer, LinearBase):
-        return own  # no padding here: a shard is missing (query, key, value, gate or up)
+        return keys  # no padding here: a shard is missing (query, key, value, gate or up)
     if isinstance(layer, RoutedExperts):
-        return [key for key in own if _lacks_experts(layer, info, key)]
+        return [key for key in keys if _lacks_experts(layer, info, key)]
     return []
 
 

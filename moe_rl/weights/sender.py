@@ -117,9 +117,9 @@ class WeightSender:
     def check_start(self, checkpoint: Checkpoint) -> int:
         """Check before the first update that the export equals the checkpoint, see `start`. Returns the tensor
         count."""
-        found = check_start(self._exported(host=True), checkpoint, self._ranks)
+        count = check_start(self._exported(host=True), checkpoint, self._ranks)
         self._conservation.settled(self._policy.content(self._dtype, updated=False), 0)
-        return found
+        return count
 
     def send(self, sampler: Recipient | None, version: int, *, beside: Callable[[], None] = lambda: None) -> int:
         """Have the sampler load and confirm all weights as `version`, or the adapters and what they make of its
@@ -169,8 +169,8 @@ class WeightSender:
         tensors = [msgspec.structs.replace(info, digest=known[info.name]) for info in whole]
         self._conservation.settle(self._ranks.device())
         adapters = [info for run in self._rounds(host=False) for info in run.infos]
-        everyone = [self._ranks.gather(one, list[TensorInfo]) for one in (adapters, tensors)]
-        sent, made = ([info for rank in one for info in rank] for one in everyone)
+        everyone = [self._ranks.gather(infos, list[TensorInfo]) for infos in (adapters, tensors)]
+        sent, made = ([info for rank in ranks for info in rank] for ranks in everyone)
         return Merge(train.lora.alpha / train.lora.rank, train.dtype, sent, made)
 
     def _settle(self) -> None:
@@ -202,9 +202,9 @@ class WeightSender:
         dist.barrier()
         sent, number = 0, 0
         waiting: list[Bucket] = []
-        for at in range(count):
-            everyone = self._ranks.gather(way.bucket(rounds[at].tensors if at < len(rounds) else ()), Bucket)
-            final = at == count - 1
+        for index in range(count):
+            everyone = self._ranks.gather(way.bucket(rounds[index].tensors if index < len(rounds) else ()), Bucket)
+            final = index == count - 1
             if final:
                 self._settle()
             if sampler is not None:
@@ -234,8 +234,8 @@ class WeightSender:
             stream.hand_over()
             self._settle()
             return 0
-        told = _Workers(sampler.workers, sampler.address) if sampler is not None else _Workers(0, "")
-        workers, *others = self._ranks.gather(told, _Workers)
+        own_workers = _Workers(sampler.workers, sampler.address) if sampler is not None else _Workers(0, "")
+        workers, *others = self._ranks.gather(own_workers, _Workers)
         # Samplers that reach the trainer by a loopback address reach no other host.
         near = is_loopback(workers.address) and not _one_host(1 + len(others))
         stream = WeightStream(
@@ -247,7 +247,7 @@ class WeightSender:
             take_part(stream, self._sender, self._ranks, self._settle)
             return 0
         assert self._sender is not None  # rank 0 always sends
-        senders = [at for ranks_at in places for at in ranks_at]
+        senders = [sender for ranks_at in places for sender in ranks_at]
         return broadcast(stream, self._sender, senders, sampler, self._ranks, part, self._settle)
 
     def _listen(self, workers: _Workers, stream: WeightStream) -> None:

@@ -49,8 +49,8 @@ def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -
             if name in known and (problem := _difference(name, tensor, checkpoint, search=not problems)):
                 problems.append(problem)
     everyone = ranks.gather(Seen(names, problems), Seen)
-    times = Counter(name for one in everyone for name in one.names)
-    problems = [problem for one in everyone for problem in one.problems]
+    times = Counter(name for report in everyone for name in report.names)
+    problems = [problem for report in everyone for problem in report.problems]
     wrong = [first_of(problems)] if problems else []
     wrong += _named("not exported", known - times.keys())
     wrong += _named("exported and not in the checkpoint", times.keys() - known)
@@ -81,10 +81,10 @@ def _difference(name: str, tensor: Tensor, checkpoint: Checkpoint, *, search: bo
     else:
         wrong = (_bits(tensor) != _bits(expected)).flatten()
         first = int(wrong.nonzero()[0])
-        at = [int(one) for one in torch.unravel_index(torch.tensor(first), expected.shape)]
+        position = [int(index) for index in torch.unravel_index(torch.tensor(first), expected.shape)]
         values = f"{tensor.flatten()[first].item():.6g} for {expected.flatten()[first].item():.6g}"
-        how = f"{int(wrong.sum())} of {expected.numel()} elements, the first at {at}: {values}"
-    also = f"; it is {found}" if search and (found := _looks_like(name, tensor, expected, checkpoint)) else ""
+        how = f"{int(wrong.sum())} of {expected.numel()} elements, the first at {position}: {values}"
+    also = f"; it is {match}" if search and (match := _looks_like(name, tensor, expected, checkpoint)) else ""
     return f"{name}: {how}{also}"
 
 
@@ -95,15 +95,15 @@ def _looks_like(name: str, tensor: Tensor, expected: Tensor, checkpoint: Checkpo
         return "all zeros"
     parts = name.split(".")
     for other in checkpoint.names:  # tensors whose names differ in one place: layer, expert or kind
-        theirs = other.split(".")
-        near = len(theirs) == len(parts) and sum(a != b for a, b in zip(parts, theirs, strict=True)) == 1
+        other_parts = other.split(".")
+        near = len(other_parts) == len(parts) and sum(a != b for a, b in zip(parts, other_parts, strict=True)) == 1
         if near and _same(tensor, checkpoint.whole(other).to(tensor.dtype)):
             return f"the checkpoint's {other}"
     return ""
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape and torch.equal(_bits(tensor), _bits(other))
 
 
 def _bits(tensor: Tensor) -> Tensor:

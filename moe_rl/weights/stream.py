@@ -105,23 +105,23 @@ class WeightStream:
         announced = Announced([run.infos for run in rounds], ranks.stage())
         everyone = ranks.gather(announced, Announced)
         self.rank = dist.get_rank() if len(everyone) > 1 else 0
-        exporting = [rank for rank, one in enumerate(everyone) if rank == 0 or any(one.rounds)]
+        exporting = [rank for rank, export in enumerate(everyone) if rank == 0 or any(export.rounds)]
         blocks = [number * min(senders, len(exporting)) // len(exporting) for number in range(len(exporting))]
         self.senders = [exporting[blocks.index(block)] for block in range(blocks[-1] + 1)]
         # Ranks without tensors may have rounds, in which they give other ranks parts of tensors.
         self._sender = dict.fromkeys(range(len(everyone)), 0) | dict(zip(exporting, blocks, strict=True))
-        each = [(rank, at) for rank, one in enumerate(everyone) for at in range(len(one.rounds))]
-        order = sorted(each, key=lambda one: (everyone[one[0]].stage, one[1], one[0]))
-        full = [(rank, everyone[rank].rounds[at]) for rank, at in order if everyone[rank].rounds[at]]
+        places = [(rank, index) for rank, export in enumerate(everyone) for index in range(len(export.rounds))]
+        order = sorted(places, key=lambda place: (everyone[place[0]].stage, place[1], place[0]))
+        full = [(rank, everyone[rank].rounds[index]) for rank, index in order if everyone[rank].rounds[index]]
         self.infos = [info for _, infos in full for info in infos]
         self.buckets = [(self._sender[rank], len(infos)) for rank, infos in full]
         self.sends = self.rank in self.senders
         self.own = [infos for rank, infos in full if self.senders[self._sender[rank]] == self.rank]
         """The tensors of each bucket that this rank sends."""
         self._passing = [
-            (rank, at, everyone[rank].rounds[at])
-            for rank, at in order
-            if rank == self.rank or (everyone[rank].rounds[at] and self.senders[self._sender[rank]] == self.rank)
+            (rank, index, everyone[rank].rounds[index])
+            for rank, index in order
+            if rank == self.rank or (everyone[rank].rounds[index] and self.senders[self._sender[rank]] == self.rank)
         ]
         self._rounds = rounds
         self._digests, self._told = TensorDigests(), dict[str, str]()  # of this rank's tensors; of those of other ranks
@@ -133,16 +133,16 @@ class WeightStream:
         Another rank may need this one's part in that round before it can send its own. A receive that is asked for
         earlier runs on the GPU until then, and a cudaFree in this rank would wait for it: both would wait for ever.
         """
-        for own, run in groupby(self._passing, key=lambda passed: passed[0] == self.rank):
-            if own:
-                for _, at, _ in run:
-                    for name, tensor in self._rounds[at].tensors:
+        for is_own, run in groupby(self._passing, key=lambda passed: passed[0] == self.rank):
+            if is_own:
+                for _, index, _ in run:
+                    for name, tensor in self._rounds[index].tensors:
                         self._digests.add(name, tensor)
                         yield name, tensor
                 continue
-            theirs = list(run)
-            arrivals = self._arrivals(theirs)
-            for _, _, infos in theirs:
+            rounds = list(run)
+            arrivals = self._arrivals(rounds)
+            for _, _, infos in rounds:
                 yield from self._handed_over(next(arrivals), infos)
 
     def digested(self, infos: list[TensorInfo]) -> list[TensorInfo]:
@@ -152,8 +152,8 @@ class WeightStream:
 
     def all_digested(self, ranks: Ranks) -> list[TensorInfo]:
         """Return `infos` with the digests of all tensors, after all are sent. All ranks call this together."""
-        own = self.digested([info for infos in self.own for info in infos]) if self.sends else []
-        known = {info.name: info for one in ranks.gather(own, list[TensorInfo]) for info in one}
+        digested = self.digested([info for infos in self.own for info in infos]) if self.sends else []
+        known = {info.name: info for infos in ranks.gather(digested, list[TensorInfo]) for info in infos}
         return [known[info.name] for info in self.infos]
 
     def hand_over(self) -> None:
@@ -168,8 +168,8 @@ class WeightStream:
             tensors = _noted(as_announced(infos, run.tensors), digests)
             octets = packed(infos, tensors, self.device, after=_DIGEST_BYTES * len(infos))
             if infos:
-                told = bytearray.fromhex("".join(digests.read()[info.name] for info in infos))
-                octets[-len(told) :] = torch.frombuffer(told, dtype=torch.uint8)
+                digest_bytes = bytearray.fromhex("".join(digests.read()[info.name] for info in infos))
+                octets[-len(digest_bytes) :] = torch.frombuffer(digest_bytes, dtype=torch.uint8)
                 dist.send(octets, self.senders[self._sender[self.rank]])
             del octets  # otherwise the bytes of two rounds would be held at once
 
@@ -189,8 +189,8 @@ class WeightStream:
 
     def _handed_over(self, octets: Tensor, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a round of another rank, and note their digests."""
-        told = octets[-_DIGEST_BYTES * len(infos) :].cpu().view(len(infos), _DIGEST_BYTES)
-        self._told |= {info.name: bytes(digest.tolist()).hex() for info, digest in zip(infos, told, strict=True)}
+        digests = octets[-_DIGEST_BYTES * len(infos) :].cpu().view(len(infos), _DIGEST_BYTES)
+        self._told |= {info.name: bytes(digest.tolist()).hex() for info, digest in zip(infos, digests, strict=True)}
         yield from unpacked(octets, infos)
 
 
@@ -231,8 +231,8 @@ def broadcast(
     finally:
         failed = sending.stop()
     if failed is not None:
-        theirs = f"{refused}. " if refused is not None else ""
-        raise WeightSyncError(f"{theirs}The broadcast of weights failed on the trainer: {failed}") from failed
+        refusal = f"{refused}. " if refused is not None else ""
+        raise WeightSyncError(f"{refusal}The broadcast of weights failed on the trainer: {failed}") from failed
     if refused is not None:
         raise refused
     settle()

@@ -35,8 +35,8 @@ def reached_by_all(others: Iterable[tuple[str, int]]) -> str:
     Some of them may be this host itself. The address is a loopback address only if all are. Raises OSError as
     `own_address` does.
     """
-    found = [own_address(*other) for other in others]
-    return next((address for address in found if not is_loopback(address)), found[0])
+    addresses = [own_address(*other) for other in others]
+    return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
 
 def is_loopback(address: str) -> bool:

@@ -131,7 +131,7 @@ async def _post(url: str, body: bytes) -> tuple[int, bytes]:
 
 def _refusal(status: int, answer: bytes) -> ChatError:
     try:
-        told = json.loads(answer)["error"]
-        return ChatError(status, told["code"], told["message"])
+        error = json.loads(answer)["error"]
+        return ChatError(status, error["code"], error["message"])
     except (ValueError, KeyError, TypeError):
         return ChatError(status, "unknown", answer.decode(errors="replace")[:200])

@@ -248,8 +248,8 @@ def _asked(process: WorkerProcess[EpisodeAnswer], message: Message, deadline: fl
 
 
 def _checked(rewards: float | list[float], seconds: float) -> Episode:
-    found = rewards if isinstance(rewards, list) else [rewards]
-    wrong = [one for one in found if not abs(one) <= LARGEST_REWARD]  # `not <=` also catches NaN
+    values = rewards if isinstance(rewards, list) else [rewards]
+    wrong = [reward for reward in values if not abs(reward) <= LARGEST_REWARD]  # `not <=` also catches NaN
     if wrong:
         return Episode(None, f"returned {wrong[0]}, expected {REWARD_RANGE}", seconds=seconds)
     return Episode(tuple(rewards) if isinstance(rewards, list) else rewards, seconds=seconds)

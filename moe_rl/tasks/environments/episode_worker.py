@@ -135,13 +135,13 @@ async def _run(environment: Callable[..., Any], play: Play, options: bytes) -> o
 
 def _rewards(value: object) -> Played | Broken:
     """Return the environment's result as numbers. The pool checks their size."""
-    found = value if isinstance(value, list) else [value]
+    values = value if isinstance(value, list) else [value]
     rewards = []
-    for at, one in enumerate(found):
-        if isinstance(one, bool) or not isinstance(one, numbers.Real):
-            place = f" for turn {at}" if isinstance(value, list) else ""
-            return Broken(f"returned {type(one).__name__}{place}, expected a finite number", "")
-        rewards.append(float(one))
+    for turn, reward in enumerate(values):
+        if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
+            place = f" for turn {turn}" if isinstance(value, list) else ""
+            return Broken(f"returned {type(reward).__name__}{place}, expected a finite number", "")
+        rewards.append(float(reward))
     return Played(rewards if isinstance(value, list) else rewards[0])
 
 

@@ -73,8 +73,8 @@ class GatewayOwner:
         answer = await self._post("/sessions", {"group": group} | self._limits)
         if answer.status_code != 200:
             raise self._refused(answer)
-        told = answer.json()
-        return SessionAccess(told["session"], told["url"], told["base_url"], told["key"], self._turns, self._tokens)
+        body = answer.json()
+        return SessionAccess(body["session"], body["url"], body["base_url"], body["key"], self._turns, self._tokens)
 
     async def finish(self, name: str) -> tuple[dict[str, Any], str]:
         """Finish a session. Return its counts, and the fault that the gateway found in it ("" for none).
@@ -85,9 +85,9 @@ class GatewayOwner:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _BUSY_SECONDS
         while (answer := await self._post(f"/sessions/{name}/finish", {})).status_code == 409:
-            told = answer.json()
-            if told["code"] != "busy" or loop.time() > deadline:
-                return {}, told["error"]
+            body = answer.json()
+            if body["code"] != "busy" or loop.time() > deadline:
+                return {}, body["error"]
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
         if answer.status_code != 200:
             raise self._refused(answer)
@@ -118,11 +118,11 @@ async def play_rows(
     """
     places = asyncio.Semaphore(pool.concurrent)
 
-    async def one(number: int) -> PlayedRow:
+    async def play(number: int) -> PlayedRow:
         async with places:
             return await _play(number, rows[number], pool, owner)
 
-    tasks = [asyncio.create_task(one(number)) for number in range(len(rows))]
+    tasks = [asyncio.create_task(play(number)) for number in range(len(rows))]
     try:
         for ended in asyncio.as_completed(tasks):
             yield await ended

@@ -218,7 +218,7 @@ def moe_columns(columns: int, spec: TraceSpec) -> tuple[int, ...] | None:
         return spec.moe_layers
     if columns == decoder_layers(spec):
         sent = [letter for letter in spec.layer_map if letter != "t"]
-        return tuple(at for at, letter in enumerate(sent) if letter in "mr")
+        return tuple(column for column, letter in enumerate(sent) if letter in "mr")
     return None
 
 
@@ -263,11 +263,11 @@ def _base64(payload: object, where: About) -> bytes:
         raise TraceError("payload is not base64", where=where, got=str(error)) from error
 
 
-def _check_size(said: int, got: int, shape: tuple[int, ...], where: About, *, slack: int = 0) -> None:
-    if min(shape, default=0) < 0 or not got - slack <= said <= got:
+def _check_size(size: int, got: int, shape: tuple[int, ...], where: About, *, slack: int = 0) -> None:
+    if min(shape, default=0) < 0 or not got - slack <= size <= got:
         raise TraceError(
             "payload does not have the size of its shape",
             where=where,
             got=f"{got} bytes",
-            expected=f"{said if said < 1 << 63 else 'an impossible number of'} bytes for shape {str(shape)[:80]}",
+            expected=f"{size if size < 1 << 63 else 'an impossible number of'} bytes for shape {str(shape)[:80]}",
         )

@@ -92,9 +92,9 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
             except TraceError as error:
                 raise TraceError("line cannot be imported", where={**error.about, **where}, got=error) from error
             versions = versions_of_rows(record.spans)
-            own = rows_of(record.routes, record.layers, record.token_ids, record.first_row, versions=versions)
+            placed = rows_of(record.routes, record.layers, record.token_ids, record.first_row, versions=versions)
             tokens[ref.key] = record.token_ids if before is None else np.concatenate([before, record.token_ids])
-            sums[ref.key] = own if parent is None else np.concatenate([sums[parent.key][: record.first_row], own])
+            sums[ref.key] = placed if parent is None else np.concatenate([sums[parent.key][: record.first_row], placed])
             refs[ref.key] = replace(ref, source_sum=total(ref.key, sums[ref.key]))
             if record.aborted:
                 writer.mark_aborted(record.key)
@@ -159,7 +159,7 @@ def lint_array(
 
 def _unless_known(error: TraceError, findings: list[Finding]) -> list[Finding]:
     """Return the error that stopped the import as a finding, unless the linter has found the cause."""
-    return [] if any(one.certain for one in findings) else [Finding("import", "sequence", str(error))]
+    return [] if any(finding.certain for finding in findings) else [Finding("import", "sequence", str(error))]
 
 
 def _array_record(path: Path, tokens: Path, spec: TraceSpec, form: str, key: str, weight_version: int) -> RouteRecord:
@@ -196,8 +196,8 @@ def _split(line: _Line, form: str, where: About) -> list[_Item]:
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise TraceError("choices of the reply are not objects", where=where)
     items = []
-    for at, choice in enumerate(choices):
-        key = line.key if len(choices) == 1 else f"{line.key}/{at}"
+    for index, choice in enumerate(choices):
+        key = line.key if len(choices) == 1 else f"{line.key}/{index}"
         prompt = line.prompt_token_ids or choice.get("prompt_token_ids") or line.response.get("prompt_token_ids")
         items.append(_Item(key, prompt, choice, line))
     return items

@@ -103,7 +103,7 @@ def _shape(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | np.nd
 def _dense_layers(routes: np.ndarray, columns: Sequence[int]) -> list[Finding]:
     """Check arrays with all decoder layers: engines leave zeros for layers without a router."""
     total = routes.shape[1]
-    dense = [at for at in range(total) if at not in set(columns)]
+    dense = [layer for layer in range(total) if layer not in set(columns)]
     findings = [
         Finding(
             "dense layers included",
@@ -112,9 +112,9 @@ def _dense_layers(routes: np.ndarray, columns: Sequence[int]) -> list[Finding]:
             certain=False,
         )
     ]
-    written = {at for at in range(total) if routes[:, at].any()}
+    written = {layer for layer in range(total) if routes[:, layer].any()}
     if written & set(dense):
-        mirrored = written == {total - 1 - at for at in columns}
+        mirrored = written == {total - 1 - column for column in columns}
         rule = "layers in reverse" if mirrored and written != set(columns) else "layer map"
         text = (
             "the layers without routes are where they would be if the array were in reverse"
@@ -139,7 +139,7 @@ def _ids(moe: np.ndarray, spec: TraceSpec, layers: Sequence[int], empty: np.ndar
     sets = moe[~empty]
     rows = np.flatnonzero(~empty)
 
-    def found(bad: np.ndarray, rule: str, text: str) -> None:
+    def report(bad: np.ndarray, rule: str, text: str) -> None:
         if bad.any():
             token, layer = (int(i) for i in np.argwhere(bad)[0])
             where = f"token {rows[token]}, layer {layers[layer]}: {sets[token, layer].tolist()[:12]}; {bad.sum()} sets"
@@ -149,19 +149,19 @@ def _ids(moe: np.ndarray, spec: TraceSpec, layers: Sequence[int], empty: np.ndar
         return findings
     blank = (sets == 0).all(axis=2) & (moe.shape[2] > 1)
     blank &= ~blank.all(axis=0)  # whole layers are reported below
-    found(blank, "all-zero sets", "the layer was not captured for these tokens")
+    report(blank, "all-zero sets", "the layer was not captured for these tokens")
     low = (sets < 0).any(axis=2)
     wrapped = np.iinfo(moe.dtype).max < spec.num_experts - 1
-    found(low, "negative ids", "ids above the type's range have wrapped" if wrapped else "no route was captured there")
+    report(low, "negative ids", "ids above the type's range have wrapped" if wrapped else "no route was captured there")
     high = (sets >= spec.num_experts).any(axis=2)
     top = int(sets.max())
     text = f"the model has {spec.num_experts} experts; the largest id is {top}"
     if spec.num_experts <= top < 2 * spec.num_experts:
         text += ". Physical ids, recorded after load balancing gave experts replicas, look like this"
-    found(high, "out of range", text)
+    report(high, "out of range", text)
     ordered = np.sort(sets, axis=2)
     twice = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2) & ~(sets == 0).all(axis=2) & ~low
-    found(twice, "duplicate ids", "a router chooses distinct experts")
+    report(twice, "duplicate ids", "a router chooses distinct experts")
     if spec.num_experts > 256 and np.iinfo(moe.dtype).max > 255 and top < 256 and not low.any():
         # Log of the probability that no set has an id above 255 if experts are equally loaded; below -30, skew cannot
         # explain it.
@@ -192,7 +192,7 @@ def _rows(moe: np.ndarray, spec: TraceSpec, token_ids: np.ndarray | None, empty:
 
 def _layers(moe: np.ndarray, spec: TraceSpec, layers: Sequence[int]) -> list[Finding]:
     findings = []
-    zero = [layers[at] for at in range(moe.shape[1]) if not moe[:, at].any() and moe.shape[2] > 1]
+    zero = [layers[column] for column in range(moe.shape[1]) if not moe[:, column].any() and moe.shape[2] > 1]
     if zero and len(zero) < moe.shape[1]:
         text = "not captured: a router without a hook, or a fused kernel that does not report"
         findings.append(Finding("all-zero layers", f"layers {_some(zero)}", text))
@@ -200,13 +200,21 @@ def _layers(moe: np.ndarray, spec: TraceSpec, layers: Sequence[int]) -> list[Fin
         return findings
     # Whether two layers cannot have the same routes by chance.
     certain = math.comb(spec.num_experts, moe.shape[2]) ** min(len(moe), 20) > _MANY_ROUTES
-    constant = [layers[at] for at in range(moe.shape[1]) if moe[:, at].any() and (moe[:, at] == moe[:1, at]).all()]
+    constant = [
+        layers[column]
+        for column in range(moe.shape[1])
+        if moe[:, column].any() and (moe[:, column] == moe[:1, column]).all()
+    ]
     if constant:
         text = "every token has the same set: a buffer that was filled once"
         findings.append(
             Finding("constant layers", f"layers {_some(constant)}", text, certain=certain and len(constant) > 1)
         )
-    equal = [layers[at] for at in range(1, moe.shape[1]) if moe[:, at].any() and (moe[:, at] == moe[:, at - 1]).all()]
+    equal = [
+        layers[column]
+        for column in range(1, moe.shape[1])
+        if moe[:, column].any() and (moe[:, column] == moe[:, column - 1]).all()
+    ]
     if equal:
         text = "same routes as the layer before: two layers share one buffer"
         findings.append(Finding("repeated layers", f"layers {_some(equal)}", text, certain=certain))
@@ -255,10 +263,10 @@ def _agreement(sets: np.ndarray, token_ids: np.ndarray, empty: np.ndarray, shift
     rows = rows[~empty[rows + shift]]
     order = rows[np.argsort(token_ids[rows], kind="stable")]
     equal = token_ids[order[1:]] == token_ids[order[:-1]]
-    one, other = sets[order[:-1][equal] + shift], sets[order[1:][equal] + shift]
-    if len(one) < _FEW_PAIRS:
+    earlier, other = sets[order[:-1][equal] + shift], sets[order[1:][equal] + shift]
+    if len(earlier) < _FEW_PAIRS:
         return None
-    share = (one[:, :, None] == other[:, None, :]).sum(axis=(1, 2)) / sets.shape[1]
+    share = (earlier[:, :, None] == other[:, None, :]).sum(axis=(1, 2)) / sets.shape[1]
     return float(share.mean()), float(share.std() / np.sqrt(len(share)))
 
 
@@ -266,5 +274,5 @@ def _some(numbers: Sequence[int]) -> str:
     """Format the first few numbers as ranges, with the total count."""
     runs = groupby(enumerate(numbers), lambda item: item[1] - item[0])
     ranges = [[number for _, number in run] for _, run in runs]
-    text = ", ".join(f"{one[0]} to {one[-1]}" if len(one) > 1 else f"{one[0]}" for one in ranges[:4])
+    text = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ranges[:4])
     return text if len(ranges) <= 4 else f"{text}, ...; {len(numbers)} in all"

@@ -72,12 +72,12 @@ def decode_megatron(path: Path, spec: TraceSpec) -> np.ndarray:
             do="give the layer map of the model, and a trace of all its pipeline stages",
         )
     for layer in layers:
-        for number, (one, first) in enumerate(zip_longest(passes[layer], passes[layers[0]])):
-            if one != first:
+        for number, (forward, first) in enumerate(zip_longest(passes[layer], passes[layers[0]])):
+            if forward != first:
                 raise TraceError(
                     "a layer has other passes than the first one",
                     where={**about, "layer": layer},
-                    got=f"pass {number}: {'none' if one is None else f'step {one[0]} with {one[1]} rows'}",
+                    got=f"pass {number}: {'none' if forward is None else f'step {forward[0]} with {forward[1]} rows'}",
                     expected="none" if first is None else f"step {first[0]} with {first[1]} rows",
                     do="trace one request alone, without recomputation",
                 )

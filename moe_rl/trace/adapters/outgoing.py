@@ -63,13 +63,13 @@ def to_megatron(
             expected=f"positions below {len(routes[sequence[row]])}, the rows of its routes",
             do="feed the forwarded tokens only: prompt + completion without the last token",
         )
-    found = []
+    targets = []
     for column in columns:
-        flat = np.concatenate([one[:, column] for one in routes]).astype(np.int64)
+        flat = np.concatenate([sequence_routes[:, column] for sequence_routes in routes]).astype(np.int64)
         rows = spread.copy()
         rows[real] = flat[starts[sequence[real]] + position[real]]
-        found.append(rows)
-    return found
+        targets.append(rows)
+    return targets
 
 
 def to_nemo(routes: np.ndarray, num_experts: int) -> str:
@@ -94,7 +94,7 @@ def to_prime_rl(routes: np.ndarray, start: int = 0) -> dict[str, object]:
 def to_slime(routes: np.ndarray, layer_map: str) -> str:
     """Return the int32 of all decoder layers in base64. layer_map: letters as in TraceSpec; layers without a record are
     zeros."""
-    layers = [at for at, letter in enumerate(letter for letter in layer_map if letter != "t") if letter in "mr"]
+    layers = [layer for layer, letter in enumerate(letter for letter in layer_map if letter != "t") if letter in "mr"]
     whole = np.zeros((len(routes), sum(letter != "t" for letter in layer_map), routes.shape[2]), "<i4")
     whole[:, layers] = routes
     return _base64(whole)
@@ -111,16 +111,16 @@ def to_verl(
         prompts: Tokens of each prompt.
     """
     whole = np.zeros((len(routes), prompt_length + response_length, *routes[0].shape[1:]), np.int16)
-    for at, (one, prompt) in enumerate(zip(routes, prompts, strict=True)):
+    for sequence, (sequence_routes, prompt) in enumerate(zip(routes, prompts, strict=True)):
         start = prompt_length - prompt
-        if start < 0 or start + len(one) > whole.shape[1]:
+        if start < 0 or start + len(sequence_routes) > whole.shape[1]:
             raise TraceError(
                 "a sequence is longer than the padded batch",
-                where={"sequence": at},
-                got=f"{prompt} prompt tokens, {len(one)} rows",
+                where={"sequence": sequence},
+                got=f"{prompt} prompt tokens, {len(sequence_routes)} rows",
                 expected=f"{prompt_length} prompt tokens, {response_length} more",
             )
-        whole[at, start : start + len(one)] = one
+        whole[sequence, start : start + len(sequence_routes)] = sequence_routes
     return whole
 
 

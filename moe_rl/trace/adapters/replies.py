@@ -157,14 +157,14 @@ def from_array(
 
 def first_row(payload: object, start: int, where: About) -> int:
     """Return the position of a payload's first row: the payload's own start, else `start` from its line."""
-    said = payload.get("start") if isinstance(payload, Mapping) else None
-    if said is None:
+    first = payload.get("start") if isinstance(payload, Mapping) else None
+    if first is None:
         return start
-    if type(said) is not int or start not in (0, said):
+    if type(first) is not int or start not in (0, first):
         raise TraceError(
-            "routed_experts begin at another row", where=where, got=repr(said)[:80], expected=start or "a number"
+            "routed_experts begin at another row", where=where, got=repr(first)[:80], expected=start or "a number"
         )
-    return said
+    return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +216,16 @@ def _versions(spans: object, where: About) -> list[tuple[int, int]]:
     )
     if not isinstance(spans, list) or not spans:
         raise wrong
-    found, at = [], 0
+    pairs, end = [], 0
     for span in spans:
-        if not isinstance(span, Mapping) or span.get("start") != at or not isinstance(span.get("end"), int):
+        if not isinstance(span, Mapping) or span.get("start") != end or not isinstance(span.get("end"), int):
             raise wrong
         version = str(span.get("version"))
-        if not (version.isascii() and version.isdigit() and len(version) <= 18 and span["end"] >= at):
+        if not (version.isascii() and version.isdigit() and len(version) <= 18 and span["end"] >= end):
             raise wrong
-        found.append((span["end"] - at, int(version)))
-        at = span["end"]
-    return found
+        pairs.append((span["end"] - end, int(version)))
+        end = span["end"]
+    return pairs
 
 
 def _version_of_rows(versions: int | list[tuple[int, int]], rows: int, prompt: int, where: About) -> int | np.ndarray:

@@ -50,9 +50,9 @@ async def run(session: AgentSession, row: dict[str, Any]) -> list[float]:
     address = urlsplit(url)._replace(scheme="wss" if url.startswith("https") else "ws").geturl()
     # The time limit of the episode is the only one. No proxy is used.
     async with connect(f"{address}/ws", max_size=_LONGEST_ANSWER, open_timeout=None, proxy=None) as server:
-        told = await _asked(server, url, "reset", row.get("reset", {}))
-        while not told.get("done"):
-            messages.append({"role": "user", "content": json.dumps(told["observation"], ensure_ascii=False)})
+        result = await _asked(server, url, "reset", row.get("reset", {}))
+        while not result.get("done"):
+            messages.append({"role": "user", "content": json.dumps(result["observation"], ensure_ascii=False)})
             try:
                 reply = await session.chat(messages, **row.get("sampling", {}))
             except ChatError as error:
@@ -61,10 +61,10 @@ async def run(session: AgentSession, row: dict[str, Any]) -> list[float]:
                 raise
             messages.append(reply)
             try:
-                told = await _asked(server, url, "step", _action(reply["content"] or "", schema))
+                result = await _asked(server, url, "step", _action(reply["content"] or "", schema))
             except _RefusedAction as error:
-                told = {"observation": {"error": str(error)}, "reward": 0.0}
-            rewards.append(float(told.get("reward") or 0.0))
+                result = {"observation": {"error": str(error)}, "reward": 0.0}
+            rewards.append(float(result.get("reward") or 0.0))
         await server.send(json.dumps({"type": "close"}))
     return rewards
 
@@ -127,10 +127,10 @@ async def _asked(server: ClientConnection, url: str, kind: str, data: dict[str, 
     """
     await server.send(json.dumps({"type": kind, "data": data}))
     answer = json.loads(await server.recv())
-    told: dict[str, Any] = answer["data"]
+    payload: dict[str, Any] = answer["data"]
     if answer["type"] == "observation":
-        return told
-    if kind == "step" and told.get("code") == "VALIDATION_ERROR":
-        faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in told.get("errors", [])]
-        raise _RefusedAction("; ".join(faults) or told["message"])
-    raise EngineError(f"an OpenEnv server failed at {kind}", where={"url": url}, got=json.dumps(told)[:500])
+        return payload
+    if kind == "step" and payload.get("code") == "VALIDATION_ERROR":
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in payload.get("errors", [])]
+        raise _RefusedAction("; ".join(faults) or payload["message"])
+    raise EngineError(f"an OpenEnv server failed at {kind}", where={"url": url}, got=json.dumps(payload)[:500])

@@ -45,11 +45,11 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
     while not done:
         turn, observation = game.get_observation()
         # Observations repeat the player's own moves, which the model already has.
-        told = "\n".join(text for sender, text, _ in observation if sender != turn)
+        observed = "\n".join(text for sender, text, _ in observation if sender != turn)
         if turn != player:
-            move = opponent(told)
+            move = opponent(observed)
         else:
-            messages.append({"role": "user", "content": told})
+            messages.append({"role": "user", "content": observed})
             try:
                 reply = await session.chat(messages, **row.get("sampling", {}))
             except ChatError as error:
@@ -74,5 +74,5 @@ def _opponent(path: str | None, players: int) -> Callable[[str], str]:
     if path is None:
         return str
     module, _, name = path.rpartition(".")
-    found: Callable[[str], str] = getattr(importlib.import_module(module), name)
-    return found
+    opponent: Callable[[str], str] = getattr(importlib.import_module(module), name)
+    return opponent

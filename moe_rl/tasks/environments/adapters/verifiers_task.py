@@ -47,8 +47,8 @@ async def run(session: AgentSession, row: dict[str, Any]) -> float:
         (slot,) = environment.slots(task)
         episode = await environment.run_slot(slot, context)
     if not episode.ok:
-        faults = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
-        got = "; ".join(f"{one.type}: {one.message}" for one in faults) or "no error"
+        faults = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        got = "; ".join(f"{fault.type}: {fault.message}" for fault in faults) or "no error"
         raise RewardError("an episode of verifiers failed", got=got)
     return _reward(episode, row.get("seat"))
 

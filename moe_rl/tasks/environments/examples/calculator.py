@@ -45,8 +45,8 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:/\d+)?")
 
 async def run(session: AgentSession, row: dict[str, Any]) -> float:
     """Return 1 if the model's last number is the row's answer, else 0."""
-    said, _ = await converse(session, row["question"], TOOL, answer, _MOST_TOKENS)
-    return float(is_right(said, row["answer"]))
+    text, _ = await converse(session, row["question"], TOOL, answer, _MOST_TOKENS)
+    return float(is_right(text, row["answer"]))
 
 
 async def converse(
@@ -133,8 +133,8 @@ def _value(node: ast.AST) -> Fraction:
     raise ValueError(f"cannot compute {ast.unparse(node)!r}")
 
 
-def _same(said: str, wanted: Fraction) -> bool:
+def _same(number: str, wanted: Fraction) -> bool:
     try:
-        return Fraction(said) == wanted
+        return Fraction(number) == wanted
     except (ValueError, ZeroDivisionError):
         return False

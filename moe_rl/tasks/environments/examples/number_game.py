@@ -27,11 +27,11 @@ async def run(session: AgentSession, row: dict[str, Any]) -> list[float]:
         guess = re.search(r"\d+", reply["content"] or "")
         if guess is None:
             rewards.append(-0.1)
-            told = "Say a number."
+            hint = "Say a number."
         elif int(guess[0]) == secret:
             return [*rewards, 1.0]
         else:
             rewards.append(0.0)
-            told = "Higher." if int(guess[0]) < secret else "Lower."
-        messages += [reply, {"role": "user", "content": told}]
+            hint = "Higher." if int(guess[0]) < secret else "Lower."
+        messages += [reply, {"role": "user", "content": hint}]
     return rewards

@@ -15,8 +15,8 @@ from moe_rl.tasks.environments.agent_session import AgentSession
 
 async def run(session: AgentSession, row: dict[str, Any]) -> float:
     """Return 1 if the agent's final text contains the row's answer, else 0."""
-    said = await answer_and_check(AsyncOpenAI(base_url=session.base_url, api_key=session.key), row["question"])
-    return float(str(row["answer"]) in said)
+    text = await answer_and_check(AsyncOpenAI(base_url=session.base_url, api_key=session.key), row["question"])
+    return float(str(row["answer"]) in text)
 
 
 async def answer_and_check(client: AsyncOpenAI, question: str) -> str:

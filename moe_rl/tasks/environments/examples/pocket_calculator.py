@@ -21,8 +21,8 @@ _OPERATION = re.compile(r"-?\d+[+*-]-?\d+")
 
 async def run(session: AgentSession, row: dict[str, Any]) -> float:
     """Return 1 for the right answer, less 0.1 for each call that was not needed; else 0."""
-    said, calls = await calculator.converse(session, row["question"], TOOL, answer, MOST_TOKENS)
-    return reward(said, calls, row)
+    text, calls = await calculator.converse(session, row["question"], TOOL, answer, MOST_TOKENS)
+    return reward(text, calls, row)
 
 
 def reward(said: str, calls: int, row: dict[str, Any]) -> float:
