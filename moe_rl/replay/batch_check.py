@@ -223,7 +223,7 @@ def _copies(tokens: Seq[np.ndarray], arrays: Seq[np.ndarray], names: Seq[str]) -
         if len(array) < _FEW_ROWS or array.ndim != 3:
             continue
         other = numbers.setdefault(array[-_FEW_ROWS:].tobytes(), number)
-        ids, other_ids = tokens[number], tokens[other]
+        ids, other_ids = tokens[number][: len(array)], tokens[other][: len(array)]  # a record may lack rows
         if other == number or len(arrays[other]) != len(array) or (array[1:] == array[:-1]).all():
             continue
         apart = np.flatnonzero(ids[: len(other_ids)] != other_ids[: len(ids)])

@@ -373,7 +373,9 @@ class AuditStep:
         )
 
     def _experts(self) -> int:
-        return max((scores.shape[1] for scores in self._scores.values()), default=1)
+        """Return the number of a layer's experts; as many as the record names if no router has run."""
+        named = max((int(np.max(array, initial=0)) for array in self.batch.routes), default=0) + 1
+        return max((scores.shape[1] for scores in self._scores.values()), default=named)
 
 
 def row_places(

@@ -142,8 +142,11 @@ def test_a_router_that_is_a_plain_function_is_named_by_its_layer():
         fed = fed.roll(1, 0)
         step.forward(0)
         gate(torch.randn(12, 8))
-    watch.close()
     assert step.report.names[:2] == ["run twice", "rows shifted"] and step.report.replayed == 1
+    with watch.step(tokens, routes, [row_places([0], [12])]) as step:
+        pass
+    assert step.report.names == ["not run"] and not step.report.record.faults, "the record is sound"
+    watch.close()
     gate(torch.randn(3, 8))  # the hooks are gone
 
 

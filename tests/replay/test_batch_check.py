@@ -113,6 +113,9 @@ def test_the_routes_of_another_sequence_are_refused():
     copied[3] = copied[6]
     report = check(copied, scores=None)
     assert refused(report) == {"copied"} and "6" in report.faults[0] and "3" in report.faults[0]
+    assert TOKENS[3][-1] != TOKENS[6][-1]
+    short = [array[:-1] if number in (3, 6) else array for number, array in enumerate(copied)]
+    assert refused(check(short, scores=None)) == {"rows", "copied"}
 
 
 def test_the_witness_of_one_rank_sees_its_own_rows_only():
