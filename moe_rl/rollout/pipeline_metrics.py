@@ -15,11 +15,9 @@ def of_consumed(step: int, groups: Sequence[Group]) -> dict[str, float]:
     """Return the metrics of the groups that a step consumes. Ages are in weight versions."""
     total = [step - 1 - group.oldest for group in groups]
     queued = [step - 1 - group.version for group in groups]
-    pieces = [(index, piece) for group in groups for parts in group.pieces for index, piece in enumerate(parts)]
-    spans = [
-        (span.tokens, span.weight_version - piece.oldest_version) for _, piece in pieces for span in piece.versions
-    ]
-    forwarded = sum(piece.forwarded for _, piece in pieces)
+    pieces = [piece for group in groups for parts in group.pieces for piece in parts]
+    spans = [(span.tokens, span.weight_version - piece.oldest_version) for piece in pieces for span in piece.versions]
+    forwarded = sum(piece.forwarded for piece in pieces)
     again = [piece for group in groups if not group.trajectories for parts in group.pieces for piece in parts[1:]]
     versions = [
         len({span.weight_version for piece in parts for span in piece.versions})
