@@ -33,9 +33,9 @@ class Transfer:
 def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, one_host: bool) -> Transfer:
     """Resolve `rollout.weight_transfer`, including "auto".
 
-    A GPU shared by trainer and sampler hands weights over in place. Separate GPUs use NCCL, which allows one process
-    per GPU. On CPUs, and for several engines that share GPUs with ranks, one host uses shared memory, and several hosts
-    use a folder.
+    GPUs shared by trainer and samplers hand weights over in place; several engines need all ranks on their host.
+    Separate GPUs use NCCL, which allows one process per GPU. Else one host uses shared memory, and several hosts use a
+    folder.
 
     Args:
         gpu: whether trainer and samplers compute on GPUs.
@@ -43,9 +43,9 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
     """
     child, shared = place == "child", place != "servers"
     near = shared and one_host
-    if gpu and (child or not shared):
-        auto: Way = "cuda_ipc" if child else "broadcast"
-        why = {"cuda_ipc": "one GPU holds trainer and sampler", "broadcast": "from GPU to GPU"}[auto]
+    if gpu and (child or near or not shared):
+        auto: Way = "cuda_ipc" if shared else "broadcast"
+        why = {"cuda_ipc": "trainer and sampler are on the same GPUs", "broadcast": "from GPU to GPU"}[auto]
     else:
         auto = "shared_memory" if near else "disk"
         why = {"shared_memory": "one host holds trainer and sampler", "disk": "they share a folder, not a host"}[auto]
@@ -53,7 +53,7 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
         return Transfer(auto, f"{why}; chosen by rollout.weight_transfer auto")
     obstacles = {
         "shared_memory": "" if near else "engines that rank 0 starts, on the host of all trainer ranks",
-        "cuda_ipc": "" if gpu and child else "one engine that rank 0 starts, on its GPU",
+        "cuda_ipc": "" if gpu and (child or near) else "engines that rank 0 starts on GPUs of ranks, all on its host",
         "broadcast": "servers, on their own GPUs: NCCL allows one process per GPU" if gpu and shared else "",
         "disk": "",
     }

@@ -1,14 +1,15 @@
-"""Sends an update through a GPU buffer that trainer rank 0 and the sampler share, in vLLM's packed IPC chunks.
+"""Sends an update through GPU buffers that trainer ranks share with engines, in vLLM's packed IPC chunks.
 
-The tests use a buffer of one process where two processes would map one. One H200 has run it: docs/measurements/gpu.md.
+Here rank 0 packs the stream of all ranks for one engine; for several see `handles`. The tests use a buffer of one
+process where two processes would map one. One H200 has run it: docs/measurements/gpu.md.
 
-The buffer's handle travels as typed fields; vLLM would pickle it over HTTP. vLLM copies the buffer before it answers
-the call, so the trainer may then fill the buffer again.
+A buffer's handle travels as typed fields; vLLM would pickle it over HTTP. vLLM copies the buffer before it answers the
+call, so the trainer may then fill the buffer again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +19,35 @@ from vllm.distributed.weight_transfer.packed_tensor import (
     packed_ipc_producer,
 )
 
-from moe_rl.weights.update import CudaBuffer, CudaIpc, TensorInfo
+from moe_rl.errors import WeightSyncError
+from moe_rl.weights.handles import arguments_of, buffer_of
+from moe_rl.weights.stream import Recipient, WeightStream
+from moe_rl.weights.update import CudaIpc, TensorInfo, WeightUpdate
+
+
+def by_cuda_ipc(
+    stream: WeightStream,
+    sampler: Recipient,
+    part: Callable[..., WeightUpdate],
+    bucket_bytes: int,
+    settle: Callable[[], None],
+) -> int:
+    """Send the stream through a buffer on the GPU that rank 0 and the sampler share, one part per filling of the
+    buffer.
+
+    Arguments and errors are those of `stream.broadcast`. The sampler has copied the buffer when it answers a call.
+    """
+    gpu = str(torch.cuda.get_device_properties(stream.device).uuid)
+    largest, sent = max(info.size for info in stream.infos), 0
+    for number, (names, source) in enumerate(packed(iter(stream), max(bucket_bytes, largest), gpu)):
+        infos = stream.digested(stream.infos[sent : sent + len(names)])
+        sent += len(names)
+        final = sent == len(stream.infos)
+        if final:
+            settle()
+        sampler.update_weights(part(number=number, final=final, tensors=infos, source=source))
+    torch.cuda.ipc_collect()
+    return sum(info.size for info in stream.infos)
 
 
 def packed(
@@ -26,46 +55,31 @@ def packed(
 ) -> Iterator[tuple[list[str], CudaIpc]]:
     """Yield the names of the tensors now in the buffer, and the buffer. `bucket_bytes` must fit the largest tensor."""
     for chunk in packed_ipc_producer(tensors, gpu_uuid, lambda item: item[1], bucket_bytes):
-        yield chunk.names, CudaIpc(buffer_of(gpu_uuid, chunk.ipc_handle[gpu_uuid]))
+        yield chunk.names, CudaIpc([buffer_of(gpu_uuid, chunk.ipc_handle[gpu_uuid])])
 
 
 def unpacked(
     source: CudaIpc, infos: Sequence[TensorInfo], device: torch.device, importer: PackedBufferImporter
 ) -> list[tuple[str, Tensor]]:
-    """Return copies of the tensors in the buffer. `importer` is vLLM's, one for all chunks of an update."""
+    """Return copies of the tensors in the buffer on this GPU. `importer` is vLLM's, one for all chunks of an update.
+
+    Raises:
+        WeightSyncError: no buffer is on this GPU.
+    """
+    arguments = {buffer.gpu_uuid: arguments_of(buffer) for buffer in source.buffers}
+    if (own := str(torch.cuda.get_device_properties(device).uuid)) not in arguments:
+        raise WeightSyncError(
+            "The trainer has no weights on the GPU of this engine",
+            got=own,
+            expected=" or ".join(arguments),
+            do="give engine n and rank n the same GPU, or set rollout.weight_transfer to shared_memory",
+        )
     return packed_ipc_consumer(
-        {source.buffer.gpu_uuid: arguments_of(source.buffer)},
+        arguments,
         [info.name for info in infos],
         [list(info.shape) for info in infos],
         [info.dtype for info in infos],
         [info.size for info in infos],
         device.index,
         importer,
-    )
-
-
-def buffer_of(gpu_uuid: str, arguments: tuple) -> CudaBuffer:
-    """Describe a buffer by the arguments of torch's `rebuild_cuda_tensor` that differ between buffers."""
-    _, size, _, _, _, _, device, handle, storage_bytes, offset, _, counter, counter_offset, event, sync = arguments
-    return CudaBuffer(gpu_uuid, size[0], device, handle, storage_bytes, offset, counter, counter_offset, event, sync)
-
-
-def arguments_of(buffer: CudaBuffer) -> tuple:
-    """Return the arguments of torch's `rebuild_cuda_tensor` for a buffer; the inverse of `buffer_of`."""
-    return (
-        torch.Tensor,
-        torch.Size([buffer.size]),
-        (1,),
-        0,
-        torch.storage.TypedStorage,
-        torch.uint8,
-        buffer.device,
-        buffer.storage_handle,
-        buffer.storage_bytes,
-        buffer.storage_offset,
-        False,
-        buffer.counter_handle,
-        buffer.counter_offset,
-        buffer.event_handle,
-        buffer.event_sync,
     )

@@ -21,10 +21,11 @@ from moe_rl.planning.transfer import Place, Way, weight_transfer
 from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.conservation import Conservation, Content
 from moe_rl.weights.digest import TensorDigests, dtype_name
+from moe_rl.weights.handles import HandleWay
 from moe_rl.weights.shared_disk import DiskWay
 from moe_rl.weights.shared_memory import MemoryWay
 from moe_rl.weights.start import Checkpoint, check_start
-from moe_rl.weights.stream import Ranks, Recipient, Round, WeightStream, broadcast, by_cuda_ipc, take_part
+from moe_rl.weights.stream import Ranks, Recipient, Round, WeightStream, broadcast, take_part
 from moe_rl.weights.update import Bucket, Merge, SenderAt, TensorInfo, WeightUpdate, is_loopback, own_address
 
 FP8_BLOCK = 128
@@ -73,7 +74,7 @@ class WeightSender:
 
     One rank of one replica exports each tensor, in rounds. In each round, every rank puts one bucket of its tensors
     where the sampler finds it, and rank 0 has the sampler load these buckets. A rank therefore holds one bucket at a
-    time, whatever the size of the model and of its share. For broadcasts and CUDA IPC see `stream`.
+    time, whatever the size of the model and of its share. For broadcasts, and CUDA IPC to one engine, see `stream`.
     """
 
     def __init__(
@@ -106,10 +107,14 @@ class WeightSender:
         self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._bucket_bytes = int(rollout.weight_bucket_mib * 2**20)
         self._named = way or _way(rollout, ranks)
-        disk, memory = self._named == "disk", self._named == "shared_memory"
-        self._way: DiskWay | MemoryWay | None = None
-        if disk or memory:
-            self._way = DiskWay(folder, dist.get_rank()) if disk else MemoryWay()
+        self._way: DiskWay | MemoryWay | HandleWay | None = None
+        if self._named == "disk":
+            self._way = DiskWay(folder, dist.get_rank())
+        elif self._named == "shared_memory":
+            self._way = MemoryWay()
+        elif self._named == "cuda_ipc" and rollout.engines > 1:
+            self._way = HandleWay(ranks, rollout.engines)
+            self._bucket_bytes //= dist.get_world_size()  # a rank with an engine holds the buckets of all
         self._sender: Sender | None = None
         self._conservation = Conservation()
         self._held, self._moves = 0, policy.moves
@@ -191,12 +196,12 @@ class WeightSender:
 
     def _place(
         self,
-        way: DiskWay | MemoryWay,
+        way: DiskWay | MemoryWay | HandleWay,
         sampler: Recipient | None,
         part: Callable[..., WeightUpdate],
         beside: Callable[[], None],
     ) -> int:
-        rounds = self._rounds(host=True)
+        rounds = self._rounds(host=way.on_host)
         count = max(self._ranks.gather(len(rounds), int))
         way.begin()
         dist.barrier()
@@ -204,6 +209,7 @@ class WeightSender:
         waiting: list[Bucket] = []
         for index in range(count):
             everyone = self._ranks.gather(way.bucket(rounds[index].tensors if index < len(rounds) else ()), Bucket)
+            way.spread(everyone)
             final = index == count - 1
             if final:
                 self._settle()
@@ -230,6 +236,9 @@ class WeightSender:
         if self._named == "cuda_ipc":
             stream = WeightStream(self._rounds(host=False), self._ranks)
             if sampler is not None:
+                # Imported here: vLLM's packed buckets take seconds to import, and only this way needs them.
+                from moe_rl.weights.cuda_ipc import by_cuda_ipc
+
                 return by_cuda_ipc(stream, sampler, part, self._bucket_bytes, self._settle)
             stream.hand_over()
             self._settle()

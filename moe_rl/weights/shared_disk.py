@@ -26,7 +26,7 @@ class DiskWay:
     The sampler is called once, when all files are written, so it checks everything before it loads anything.
     """
 
-    one_call = True
+    one_call, on_host = True, True
 
     def __init__(self, folder: Path, rank: int):
         self._folder, self._rank, self._written = folder / "update", rank, 0
@@ -45,6 +45,9 @@ class DiskWay:
         infos = [info_of(name, tensor) for name, tensor in held.items()]
         write_part(path, held)
         return Bucket(infos, str(path.absolute()))
+
+    def spread(self, buckets: Sequence[Bucket]) -> None:
+        """Do nothing: the sampler sees the folder."""
 
     def source(self, buckets: Sequence[Bucket]) -> Files:
         """Tell the sampler where to find the buckets of all ranks, in order."""

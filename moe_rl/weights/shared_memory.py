@@ -27,7 +27,7 @@ class MemoryWay:
     The sampler is called for each round of buckets. A rank has one segment and refills it in each round.
     """
 
-    one_call = False
+    one_call, on_host = False, True
 
     def __init__(self):
         self._writer = SegmentWriter()
@@ -43,6 +43,9 @@ class MemoryWay:
             infos.append(info_of(name, tensor))
             self._writer.append(tensor)
         return Bucket(infos, self._writer.segment() if infos else None)
+
+    def spread(self, buckets: Sequence[Bucket]) -> None:
+        """Do nothing: the sampler can read all segments."""
 
     def source(self, buckets: Sequence[Bucket]) -> SharedMemory:
         """Tell the sampler where to find the buckets of all ranks, in order."""

@@ -1,4 +1,4 @@
-"""Streams the tensors of all ranks through the ranks that send, for updates by broadcast or CUDA IPC."""
+"""Streams the tensors of all ranks through the ranks that send: by broadcast, or by CUDA IPC to one engine."""
 
 from __future__ import annotations
 
@@ -263,34 +263,6 @@ def take_part(stream: WeightStream, sender: Sender | None, ranks: Ranks, settle:
             raise WeightSyncError(message) from error
     settle()
     stream.all_digested(ranks)
-
-
-def by_cuda_ipc(
-    stream: WeightStream,
-    sampler: Recipient,
-    part: Callable[..., WeightUpdate],
-    bucket_bytes: int,
-    settle: Callable[[], None],
-) -> int:
-    """Send the stream through a buffer on the GPU that rank 0 and the sampler share, one part per filling of the
-    buffer.
-
-    Arguments and errors are those of `broadcast`. The sampler has copied the buffer when it answers a call.
-    """
-    # Imported here: vLLM's packed buckets take seconds to import, and only this way needs them.
-    from moe_rl.weights.cuda_ipc import packed
-
-    gpu = str(torch.cuda.get_device_properties(stream.device).uuid)
-    largest, sent = max(info.size for info in stream.infos), 0
-    for number, (names, source) in enumerate(packed(iter(stream), max(bucket_bytes, largest), gpu)):
-        infos = stream.digested(stream.infos[sent : sent + len(names)])
-        sent += len(names)
-        final = sent == len(stream.infos)
-        if final:
-            settle()
-        sampler.update_weights(part(number=number, final=final, tensors=infos, source=source))
-    torch.cuda.ipc_collect()
-    return sum(info.size for info in stream.infos)
 
 
 class _Sending:

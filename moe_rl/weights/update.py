@@ -143,9 +143,10 @@ class CudaBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CudaIpc(msgspec.Struct, frozen=True, tag="cuda_ipc", forbid_unknown_fields=True):
-    """Says that the tensors are packed without gaps in a buffer on the GPU that rank 0 and the sampler share."""
+    """Says that the tensors are packed without gaps in a buffer on the GPU of each engine, which a rank shares with
+    it."""
 
-    buffer: CudaBuffer
+    buffers: Annotated[list[CudaBuffer], msgspec.Meta(min_length=1)]
 
 
 Source = Files | SharedMemory | Broadcast | Received | CudaIpc

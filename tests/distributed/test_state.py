@@ -77,6 +77,7 @@ for one in LAYOUTS:
         f"{one} reference": ("reference", one, "float32"),
         f"{one} seeded": ("seeded", one, "float32"),
         **{f"{one} {way}": ("streamed", one, "float32", way) for way in WAYS},
+        f"{one} handed": ("handed", one, "float32"),
     }
     WRITES |= {f"{one} from two": one, f"{one} from two-bfloat16": f"{one} copied"}
 
@@ -183,6 +184,16 @@ def test_weights_leave_in_buckets_and_a_rank_holds_no_more_than_these(checkpoint
             assert tensors <= 2 * largest_tensor
             most = BUCKET + 64 * len(whole) if way == "shared_memory" else 2 * max(BUCKET, largest_tensor)
             assert BUCKET // 2 < memory <= most or (memory == 0 and layout == "TP2-ETP2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_engine_beside_the_ranks_gets_all_weights_through_the_buffer_of_its_rank(checkpoint, seen, layout):
+    whole = load_file(checkpoint / "model.safetensors")
+    engines, told, intact = seen(f"{layout} handed")[0]
+    total, largest_tensor = (f(t.nbytes for t in whole.values()) for f in (sum, max))
+    for weights, parts in engines:
+        assert equal(weights, whole) and parts >= total // (BUCKET + 2 * largest_tensor) >= 10
+    assert "got other weights than were sent" in told and intact == [True, False]
 
 
 @pytest.mark.long

@@ -19,10 +19,9 @@ AUTO = {
     (True, "servers", True): "broadcast",
     (True, "child", False): "cuda_ipc",
     (True, "servers", False): "broadcast",
-    # Several engines on the GPUs of ranks: rank 0 cannot hand over what lies on another GPU.
     (False, "children", True): "shared_memory",
     (False, "children", False): "disk",
-    (True, "children", True): "shared_memory",
+    (True, "children", True): "cuda_ipc",
     (True, "children", False): "disk",
 }
 
@@ -43,7 +42,7 @@ def test_what_cannot_work_is_refused_with_what_does():
         if weight_transfer(way, gpu=known[0], place=known[1], one_host=known[2]).problem
     }
     memory = {("shared_memory", *known) for known in AUTO if known[1] == "servers" or not known[2]}
-    ipc = {("cuda_ipc", *known) for known in AUTO if known[:2] != (True, "child")}
+    ipc = {("cuda_ipc", *known) for known in AUTO if known[:2] != (True, "child") and known != (True, "children", True)}
     one_gpu = {("broadcast", *known) for known in AUTO if known[0] and known[1] != "servers"}
     assert refused == memory | ipc | one_gpu
     problem = weight_transfer("cuda_ipc", gpu=False, place="child", one_host=True)
@@ -64,7 +63,7 @@ def test_the_plan_says_the_way_and_what_a_rank_holds(plan_of):
     # engines of their own, whose servers are named later
     assert plan_of(*cluster, "cluster.engines=2").transfer.way == "broadcast"
     several = (*cluster, "cluster.engines=2", "rollout.engines=2")
-    assert plan_of(*several).transfer.way == "shared_memory"
+    assert plan_of(*several).transfer.way == "cuda_ipc"
     assert plan_of(*several, "cluster.gpus_per_node=1").transfer.way == "disk"
     assert plan_of("rollout.weight_transfer=disk").transfer.way == "disk"
     servers = ("rollout.servers=[http://10.0.0.5:8000]", "rollout.token_file=token")

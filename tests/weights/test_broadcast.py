@@ -303,8 +303,9 @@ def test_every_rank_with_an_engine_on_its_gpu_frees_memory_before_the_engines_wa
     done = []
     policy = SimpleNamespace(moves=0, content=lambda dtype, updated: Content({}, torch.zeros(2, 0)))
     ranks = SimpleNamespace(**vars(ALONE) | {"give_back": lambda: done.append("give back")})
+    monkeypatch.setattr("moe_rl.weights.sender.dist.get_world_size", lambda: 2)
     sender = sender_of(policy, tmp_path, "cuda_ipc", ranks, engines=2, prompts_per_step=2)
-    monkeypatch.setattr(sender, "_stream", lambda sampler, part: done.append("send") or 0)
+    monkeypatch.setattr(sender, "_place", lambda *_: done.append("send") or 0)
     monkeypatch.setattr("moe_rl.weights.sender.dist.get_rank", lambda: rank)
     monkeypatch.setattr("moe_rl.weights.sender.dist.barrier", lambda: done.append("all are here"))
     sender.send(None if rank else SimpleNamespace(wake=done.append), 1)

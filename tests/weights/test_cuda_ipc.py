@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from moe_rl.errors import WeightSyncError
 from moe_rl.weights import stream
@@ -66,12 +67,14 @@ def send(taker):
             taker.update_weights(self.change(update))
 
     def send(tensors, version, change=lambda update: update):
+        from moe_rl.weights.cuda_ipc import by_cuda_ipc
+
         sampler = Watched()
         sampler.parts, sampler.settled, sampler.change = [], [], change
         part = partial(WeightUpdate, version=version, replaces=version - 1, changed=True)
         described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         whole = stream.WeightStream([stream.Round(described, iter(tensors.items()))], ALONE)
-        stream.by_cuda_ipc(whole, sampler, part, BUCKET, lambda: sampler.settled.append(len(sampler.parts)))
+        by_cuda_ipc(whole, sampler, part, BUCKET, lambda: sampler.settled.append(len(sampler.parts)))
         return sampler
 
     return send
@@ -103,3 +106,25 @@ def test_a_buffer_that_was_filled_too_early_is_refused(gpu, send, taker, others)
         send(others, 1, spoil)
     assert 0 < len(taker.weights) < len(others) and not taker.intake.holding().whole
     assert taker.reader._importer._entry is None
+
+
+def test_an_engine_takes_the_buffer_on_its_own_gpu_and_refuses_without_one(gpu, send, taker, others):
+    def beside(gpus: tuple[str, ...]):
+        """Also name buffers on other GPUs, or only these."""
+
+        def change(update: WeightUpdate) -> WeightUpdate:
+            own = update.source.buffers[0]
+            buffers = [
+                replace(own, gpu_uuid=name, storage_handle=own.storage_handle * (name == "GPU-1")) for name in gpus
+            ]
+            return replace(update, source=CudaIpc(buffers))
+
+        return change
+
+    send(others, 1, beside(("GPU-0", "GPU-1", "GPU-2")))
+    assert equal(taker.weights, others)
+    with pytest.raises(
+        WeightSyncError, match="no weights on the GPU of this engine.*got GPU-1.*GPU-0 or GPU-2.*rank n"
+    ):
+        send(others, 2, beside(("GPU-0", "GPU-2")))
+    assert taker.intake.holding().version == 1

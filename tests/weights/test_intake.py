@@ -338,12 +338,13 @@ def test_an_update_is_plain_values(put, others):
 
 def test_the_handle_of_a_cuda_buffer_travels_without_pickle():
     """The handle has the fields that torch makes for a run of bytes. Mapping it on a GPU was never tried."""
-    from moe_rl.weights.cuda_ipc import arguments_of, buffer_of
+    from moe_rl.weights.handles import arguments_of, buffer_of
     from moe_rl.weights.update import CudaIpc
 
     made_by_torch = (
         *(torch.Tensor, torch.Size([1000]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 3, b"handle\x00\xff"),
         *(2097152, 512, False, b"counter", 64, b"event", True),
     )
-    update = part({}, CudaIpc(buffer_of("GPU-1", made_by_torch)), version=1)
-    assert arguments_of(decode(encode(update)).source.buffer) == made_by_torch
+    update = part({}, CudaIpc([buffer_of("GPU-1", made_by_torch)]), version=1)
+    (buffer,) = decode(encode(update)).source.buffers
+    assert arguments_of(buffer) == made_by_torch

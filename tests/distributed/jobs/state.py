@@ -11,6 +11,7 @@ import weakref
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -35,8 +36,10 @@ from moe_rl.proof import cases
 from moe_rl.proof.trial import Trial
 from moe_rl.train.guards import Guards
 from moe_rl.weights import broadcast
+from moe_rl.weights.handles import HandleWay
 from moe_rl.weights.shared_memory import SegmentWriter
 from moe_rl.weights.stream import Round
+from moe_rl.weights.update import CudaBuffer
 from tests.weights.taking import Taker, sender_of, taken
 
 ONE = ParallelConfig()
@@ -492,6 +495,52 @@ def stale(new):
     sender.send(taker, 3)
     moved = [name for name, tensor in copies if not torch.equal(tensor, taker.weights[name])]
     return {"told": told, "held": [held, taker.intake.holding().version], "moved": len(moved), "woken": taker.woken}
+
+
+def handed(new):
+    """The weights as two engines beside the ranks get them, the parts that each got, and what the second says of a byte
+    that changes in the last part of the next update. A GPU's buffer is a file here, which another process can map."""
+    case, rank, spoiled = new(), dist.get_rank(), []
+
+    def share(way, buffer):
+        file, size = case.out / f"gpu{rank}-{len(buffer)}", len(buffer)
+        way._buffer = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+        way._handle = [CudaBuffer(f"GPU-{rank}", size, 0, os.fsencode(file), size, 0, b"", 0, b"", True)]
+
+    def engine(number):
+        def read(update, source):
+            (buffer,) = (buffer for buffer in source.buffers if buffer.gpu_uuid == f"GPU-{number}")
+            octets = torch.from_file(
+                os.fsdecode(buffer.storage_handle), shared=True, size=buffer.size, dtype=torch.uint8
+            )
+            octets[0] ^= number in spoiled and update.final
+            return {name: tensor.clone() for name, tensor in broadcast.unpacked(octets, update.tensors)}
+
+        taker = Taker(case.build[-1])
+        taker.reader._unpacked = read
+        return taker
+
+    def update_weights(update):
+        for taker in engines:
+            taker.update_weights(update)
+
+    engines = [engine(number) for number in range(2)] if rank == 0 else []
+    sampler = SimpleNamespace(wake=lambda part: None, update_weights=update_weights) if engines else None
+    settings = {"engines": 2, "prompts_per_step": 2, "weight_bucket_mib": BUCKET / 2**20}
+    with patch.object(HandleWay, "_share", share):
+        sender = sender_of(case.policy, case.out / "parts", "cuda_ipc", **settings)
+        sender.send(sampler, 1)
+        seen = [(dict(taker.weights), len(taker.places)) for taker in engines]
+        spoiled.append(1)
+        case.update()
+        told = ""
+        try:
+            sender.send(sampler, 2)
+        except WeightSyncError as error:
+            told = str(error)
+            for _ in range(2):  # rank 1 waits after the last part, and before the engines wake up
+                dist.barrier()
+    return seen, told, [taker.intake.holding().whole for taker in engines]
 
 
 def skips(new):
