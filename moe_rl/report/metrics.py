@@ -99,6 +99,10 @@ ALL = (
         "Engine steps of this step that waited because more than 1 GiB of recorded rows was still to be written to the "
         "trace.",
         "Above 0: the folder of the trace is too slow for the engines."),
+    Metric("rollout/draft_acceptance", "fraction", "higher", MEASURED, MODES,
+        "Fraction of the tokens proposed by the draft of speculative decoding that the model accepted. A request's "
+        "last proposals do not count. Logged only with rollout.vllm.speculative_config.",
+        "Falls as the run goes on: updates do not reach the draft, which proposes what older weights would say."),
     Metric("rollout/lost_servers", "servers", "lower", MEASURED, MODES,
         "Servers of rollout.servers that have failed since the run began. They are not used again.",
         "Above 0: the other servers sample more; stderr, or pool.log, says why. Above rollout.max_lost_servers the run "

@@ -323,8 +323,10 @@ def discarded(sampled: int, chosen: int, lacking: int) -> dict[str, float]:
 
 def recorded(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float]:
     """Return the metrics of the recorders' counts in a step. A new engine starts counting from 0."""
-    rows, waits = (max(0, now.get(name, 0) - before.get(name, 0)) for name in ("witnessed", "write_waits"))
-    return {"rollout/witnessed_rows": rows, "rollout/write_waits": waits}
+    names = ("witnessed", "write_waits", "drafts", "accepted_drafts")
+    rows, waits, drafts, accepted = (max(0, now.get(name, 0) - before.get(name, 0)) for name in names)
+    acceptance = {"rollout/draft_acceptance": accepted / drafts} if drafts else {}
+    return {"rollout/witnessed_rows": rows, "rollout/write_waits": waits, **acceptance}
 
 
 def digest_of(completions: Seq[Completion]) -> str:

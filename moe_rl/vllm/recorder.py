@@ -153,7 +153,8 @@ class Recorder:
         weight_version: the version of the model's current weights.
         stats: counts since the start: steps, tokens forwarded, requests, recorded requests, preemptions, refused
             requests, waits for a copy, waits for records to be written (see sinks.py), rows rewritten by newer weights
-            after a preemption, and rows confirmed by their routers' logits (0 if not possible, see router_witness.py).
+            after a preemption, rows confirmed by their routers' logits (0 if not possible, see router_witness.py), and
+            drafts of speculative decoding and how many were accepted, without a request's last ones.
 
     Raises:
         EngineError: the model has no MoE layers.
@@ -346,6 +347,9 @@ class Recorder:
             self._own(request, blocks, computed, allotted)
         elif blocks is not None:
             allotted.add(request.table, list(blocks[self._group]), hits=0)
+        if request.drafts and not resumed:
+            self.stats["drafts"] += request.drafts
+            self.stats["accepted_drafts"] += computed - (request.forwarded - request.drafts)
         request.forwarded = computed
 
     def _own(self, request: Recorded, blocks, computed: int, allotted: Allotted) -> None:

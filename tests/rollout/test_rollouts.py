@@ -384,6 +384,8 @@ def test_a_step_shows_what_its_recorders_counted():
     before = {"witnessed": 5, "write_waits": 2}
     assert recorded(before, {"witnessed": 9, "write_waits": 3}) == shown(4, 1)
     assert recorded(before, {}) == shown(0, 0)  # a new engine
+    drafts = {"drafts": 8, "accepted_drafts": 6}
+    assert recorded({"drafts": 4, "accepted_drafts": 5}, drafts) == shown(0, 0) | {"rollout/draft_acceptance": 0.25}
 
 
 def test_an_evaluation_leaves_no_routes(tmp_path, monkeypatch):

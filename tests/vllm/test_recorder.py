@@ -274,8 +274,9 @@ def test_rejected_drafts_are_written_over(tmp_path, monkeypatch):
     """Two of three drafts are rejected: their rows stay until the right tokens reach their positions."""
     fake = Engine(tmp_path / "trace", monkeypatch, speculates=True)
     fake.step(new=[("a", "a", [1, 2], 0, [8, 9])])
-    fake.step(cached=[("a", None, 2, [10, 50, 51, 52], [1, 2])])
+    fake.step(cached=[("a", None, 2, [10, 50, 51, 52], [1, 2])], drafts={"a": [50, 51, 52]})
     fake.step(cached=[("a", None, 4, [12, 13], [1, 2])])
+    assert (fake.recorder.stats["drafts"], fake.recorder.stats["accepted_drafts"]) == (3, 1)
     fake.step(finished=["a"])
     tokens = [8, 9, 10, 50, 12, 13]
     passes = [fake.routes(tokens, range(6), at) for at in range(3)]
