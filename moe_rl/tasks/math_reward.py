@@ -138,8 +138,9 @@ _NAME = re.compile(r"[A-Za-z]{5,}|[IVXLCDM]{2,}|[A-Za-z]+(?: (?!and\b|or\b)[A-Za
 _DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}")
 _BASED = re.compile(r"([\dA-F]+)_\{?(\d{1,2})\}?")
 _CLOCK = re.compile(r"(\d{1,2})(?: ?: ?(\d\d))?(?: *([ap])\.? ?m\.?)?", re.IGNORECASE)
-# Numbers with a word between them, such as "2 hours 30 minutes": the library would read the first number alone.
-_UNITS = re.compile(r"\d[^\d\\]*(?<![A-Za-z])(?!and\b|or\b)[A-Za-z]{2,}[^\d\\^]*\d")
+# Numbers with a word between them, such as "2 hours 30 minutes": the library would read the first number alone. The
+# letters of algebra are no words: they have operators, brackets or a digit next to them.
+_UNITS = re.compile(r"(?!.*[-+*/=<>^_(){}\\]).*\d\D*(?<=[ ~])(?!and\b|or\b)[A-Za-z]{2,}.*\d", re.DOTALL)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _INITIAL = re.compile(r"(?<![A-Za-z])(?!and\b|or\b)[A-Za-z]")
 # A right number, and another spelling of it: 1.5 and 1,5; 1234567 and 12,34,567.
@@ -292,7 +293,7 @@ def _equal_texts(expected: str, said: str) -> bool | None:
         return False
     if clocks[0] and clocks[1] and (clocks[0][3] or clocks[1][3]):
         return bool(_minutes(clocks[0]) & _minutes(clocks[1]))
-    if _UNITS.search(right):
+    if _UNITS.match(right):
         return all(
             re.findall(pattern, right.lower()) == re.findall(pattern, given.lower()) for pattern in (_NUMBER, _INITIAL)
         )

@@ -135,6 +135,8 @@ _OF_ITEM = re.compile(rf"(?<=[\d}}])[ {_MARK}]*{_LETTER}[^,;)\]]*?(?=[ {_MARK}]*
 _POWERS = {"square": 2, "sq": 2, "sq.": 2, "squared": 2, "cubic": 3, "cu": 3, "cu.": 3, "cubed": 3}
 # The last symbol of a product. The library would drop it as a unit.
 _SYMBOL = re.compile(r"(?<=\d)([a-z]{0,2})([a-z])$|(?<=[})])( *)([a-z])$|(?<=[a-z\d}] )()([a-z])$")
+# Letters right after a number that are symbols, perhaps with a power: 2m, 9m^2.
+_PRODUCT = re.compile(r"(?:[A-Za-z]|nm|ms)(?:\^ *\{? *-?\d *\}?)?")
 _ENDS = re.compile(r"(?:1st|2nd|3rd|\dth|pi)$")
 
 # Words after a number that are no unit: 12 students.
@@ -238,7 +240,7 @@ def _quantity(text: str, *, loose: bool = False) -> tuple[str, Unit] | None:
         bare = _MARK not in rest
         if re.search(f"[{_MARK}A-Za-z]" if bare else _MARK, _LETTERS.sub("", number)):
             continue
-        if bare and not loose and re.fullmatch("[A-Za-z]|nm|ms", rest):
+        if bare and not loose and _PRODUCT.fullmatch(rest):
             continue
         if _FUNCTION.search(number):
             return None

@@ -436,6 +436,24 @@ UNITS = [
     (r"5 pounds", r"\pounds 5", 1),
     (r"\pounds 5", r"5 lb", 0),
     (r"5 lb", r"5 pounds", 1),
+    # Letters of algebra are no units and no words.
+    (r"9", r"9m^2", 0),
+    (r"4", r"4s^2", 0),
+    (r"\frac{\sqrt{3}}{4}", r"\frac{\sqrt{3}}{4}s^2", 0),
+    (r"(3m)^2", r"9m^2", 1),
+    (r"9", r"9 m^2", 1),
+    (r"9", r"9\text{ m}^2", 1),
+    (r"2xy-3", r"2xy+3", 0),
+    (r"2xz+3", r"2xy+3", 0),
+    (r"3+2xy", r"2xy+3", 1),
+    (r"x^2+2xy-8", r"x^2+2xy+8", 0),
+    (r"2 xy - 3", r"2 xy + 3", 0),
+    (r"2(xy-3)", r"2(xy+3)", 0),
+    (r"\dfrac{3ab}{4}", r"\frac{3ab}{4}", 1),
+    (r"3ab/4", r"\frac{3ab}{4}", 1),
+    (r"2-\sqrt{3}", r"2+\sqrt{3}", 0),
+    (r"2-\sqrt{3}", r"2+sqrt(3)", 0),
+    (r"\frac{2\pi}{3}", r"2pi/3", 1),
 ]
 # Floats have 15 digits, and numbers inside tuples are compared to 15 decimals.
 KNOWN_WRONG = [
