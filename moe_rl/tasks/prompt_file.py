@@ -18,6 +18,7 @@ import os
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, overload
@@ -139,7 +140,8 @@ class PromptWriter:
 
     def close(self) -> None:
         """Remove what was written and not published. May be called repeatedly."""
-        self._file.close()
+        with suppress(OSError):  # of what is still buffered, which nobody needs
+            self._file.close()
         self._unfinished.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:

@@ -83,7 +83,10 @@ def test_nothing_is_kept_of_rows_that_are_refused(tmp_path):
     assert [file.name for file in tmp_path.glob("rows*")] == ["rows.jsonl"]
 
 
-def test_a_folder_without_room_is_said_and_the_rows_are_read(tmp_path):
+@pytest.mark.parametrize("block", [1 << 20, 200])
+def test_a_folder_without_room_is_said_and_the_rows_are_read(tmp_path, monkeypatch, block):
+    """The room ends at the end of the file, or before it, with bytes that are still in the buffer."""
+    monkeypatch.setattr(prompt_file, "_BLOCK", block)
     data = write(tmp_path / "rows.jsonl", ROWS)
 
     unfinished = data.with_name(f"{data.name}.one.prompts.{os.getpid()}.tmp")
