@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -38,7 +39,7 @@ def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
     try:
         value = plain_json(prompt)
     except ValueError as error:
-        if not _MESSAGES.match(prompt):
+        if not _MESSAGES.match(prompt) or _begins_with_other_json(prompt):
             return prompt  # a text that begins with some JSON
         raise ValueError(f"the prompt looks like stored messages but is not JSON; {remedy}: {prompt[:60]!r}") from error
     if isinstance(value, list):
@@ -49,6 +50,15 @@ def stored_messages(prompt: str | list[Any]) -> str | list[Any]:
     elif "role" not in value or not _MESSAGES.match(prompt):
         return prompt
     raise ValueError(f"the prompt is JSON text of an object, not a list of messages; {remedy}: {prompt[:60]!r}")
+
+
+def _begins_with_other_json(text: str) -> bool:
+    """Return whether a text goes on after a whole value of JSON that is no list of messages."""
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text.strip())
+    except ValueError:
+        return False
+    return not (isinstance(value, list) and _are_messages(value))
 
 
 def _are_messages(value: list[Any]) -> bool:

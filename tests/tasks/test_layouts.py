@@ -346,7 +346,16 @@ COOK = '{"name": "Ann", "role": "cook"}'
 
 @pytest.mark.parametrize(
     "text",
-    ['[{"value": 3}, {"value": 1}]', '{"value": 3}', "[1, 2]", "[{", '{"from": 1}', f"[{COOK}]", f"{COOK} as YAML"],
+    [
+        '[{"value": 3}, {"value": 1}]',
+        '{"value": 3}',
+        "[1, 2]",
+        "[{",
+        '{"from": 1}',
+        f"[{COOK}]",
+        f"{COOK} as YAML",
+        '[{"from": "A", "to": "B"}]\nIs there a path from A to B?',
+    ],
 )
 def test_a_text_about_json_stays_a_text(load, text):
     [prompt] = load([{"prompt": text, "tools": None}]).train[0].prompts
