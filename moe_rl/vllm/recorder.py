@@ -349,7 +349,7 @@ class Recorder:
             allotted.add(request.table, list(blocks[self._group]), hits=0)
         if request.drafts and not resumed:
             self.stats["drafts"] += request.drafts
-            self.stats["accepted_drafts"] += computed - (request.forwarded - request.drafts)
+            self.stats["accepted_drafts"] += computed - request.forwarded + request.drafts
         request.forwarded = computed
 
     def _own(self, request: Recorded, blocks, computed: int, allotted: Allotted) -> None:
