@@ -399,6 +399,12 @@ class Config(Section):
     report: ReportConfig = ReportConfig()
 
     @property
+    def starts_from_model(self) -> bool:
+        """Return whether the run's first weights are those in model.path: not another run's, and without adapters that
+        already change them."""
+        return self.model.from_run is None and (self.train.lora is None or self.train.lora.start is None)
+
+    @property
     def reads_text(self) -> bool:
         """Return whether the sampler must find stop strings. An environment may send some."""
         return bool(self.rollout.stop) or self.task.environment is not None

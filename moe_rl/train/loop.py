@@ -102,14 +102,14 @@ def train(
         if not done:
             trainer.check_start()
             trainer.take_start()
-        other = config.model.from_run is not None or config.rollout.weights != "exact"
-        other |= config.train.lora is not None and config.train.lora.start is not None
+        other = not config.starts_from_model or config.rollout.weights != "exact"
         if done or other or config.rollout.servers:
             trainer.sync(version=done)  # a new engine holds the base model's weights, and a server may hold any weights
         early = trainer.evaluate(done, last=done == config.run.steps)
-        trainer.keeping.export(
-            done, trainer.policy, last=done == config.run.steps or early != ""
-        )  # the earlier process may have been cut off
+        last = done == config.run.steps or early != ""
+        trainer.keeping.export(done, trainer.policy, last=last)  # the earlier process may have been cut off
+        if last and (why := trainer.reason_to_stop(last=last)):
+            trainer.stop(done, why)
         collapse, native_every = None, config.replay.native_every
         stack.callback(gc.unfreeze)
         gc.collect()

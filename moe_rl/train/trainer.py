@@ -355,13 +355,13 @@ class Trainer:
             main.newest = {**main.newest, **metrics}
         return metrics
 
-    def save(self, step: int, *, whole: bool) -> None:
+    def save(self, step: int, *, whole: bool, retain: bool = True) -> None:
         """Start writing a checkpoint. With `whole`, wait until it is complete; otherwise it may be written in the
-        background."""
+        background. With `retain`, delete the rollouts that are no longer needed."""
         ledger = None if self.main is None else self.main.rollouts.ledger.digest(step)
         with self.keeping.part("checkpoint", step):
             self.keeping.save(step, self.train_step, ledger, whole=whole)
-            if self.main is not None:
+            if retain and self.main is not None:
                 self._retain_rollouts(self.main, step)
 
     def reason_to_stop(self, *, last: bool) -> str:
@@ -381,7 +381,8 @@ class Trainer:
     def stop(self, done: int, why: str = _ASKED) -> NoReturn:
         """Save a checkpoint of the last finished step and end the run with `Stopped`."""
         if done not in (self.keeping.checkpoints.last, self.keeping.checkpoints.pending):
-            self.save(done, whole=True)
+            # The request may have left the pool in the middle of a call. A resumed run deletes the rollouts.
+            self.save(done, whole=True, retain=False)
         with self.peers.phase("checkpoint", done):
             self.keeping.checkpoints.finish()
             self.keeping.exports.finish()

@@ -152,6 +152,7 @@ def test_a_batch_that_was_not_judged_yet_is_judged_again_and_the_run_goes_on_bit
         for rank in (0, 1):
             os.kill(run.rank_pid(rank), signal.SIGTERM)
         assert run.wait() != 0 and "the run was asked to stop" in run.text()
+        assert "in the middle of a call" not in run.text()
     hold.unlink()
     again = Launch(tmp_path, "--resume", folder, environment=environment)
     assert again.wait() == 0, again.text()[-4000:]
@@ -252,6 +253,7 @@ def test_a_stopped_run_goes_on_with_the_groups_that_it_had_begun(tmp_path):
     for rank in (0, 1):
         os.kill(run.rank_pid(rank), signal.SIGTERM)
     assert run.wait() != 0 and "the run was asked to stop" in run.text()
+    assert "in the middle of a call" not in run.text()
     folder = run.folder
     left = {path.name for path in (folder / "groups").glob("*.group")}
     again = Launch(tmp_path, "--resume", folder)

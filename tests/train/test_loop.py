@@ -8,11 +8,13 @@ import pytest
 
 from moe_rl.clock import Clock
 from moe_rl.commands.train import _told
-from moe_rl.errors import CheckpointError, CollapseError, EngineError
-from moe_rl.train import trainer
+from moe_rl.config.load import load_config
+from moe_rl.errors import CheckpointError, CollapseError, EngineError, SamplerGone, Stopped
+from moe_rl.train import loop, trainer
 from moe_rl.train.loop import _saying_how_to_go_on
 from moe_rl.train.peers import StopRequested
 from moe_rl.train.rank_zero import RankZero
+from moe_rl.train.run_folder import RunFolder
 from tests.megatron.models import facts
 
 
@@ -79,6 +81,81 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
     monkeypatch.setattr(trainer.world, "broadcast", lambda batch, kind: batch)
     batch = trainer.Trainer.sample(run, 1, Clock(lambda part: None))
     assert (batch is None) == (where != "nowhere")
+
+
+def test_a_stop_saves_a_checkpoint_without_a_call_to_the_pool():
+    """The request may have left the pool in the middle of a call, which refuses every further one."""
+
+    def retain(steps):
+        raise SamplerGone("the pool was left in the middle of a call")
+
+    saved, nothing = [], SimpleNamespace(finish=lambda: None)
+    checkpoints = SimpleNamespace(finish=lambda: None, last=0, pending=None, steps=lambda: [])
+    run = trainer.Trainer.__new__(trainer.Trainer)
+    run.main = SimpleNamespace(
+        rollouts=SimpleNamespace(ledger=SimpleNamespace(digest=lambda step: "digest"), retain=retain)
+    )
+    run.config = SimpleNamespace(replay=SimpleNamespace(keep_shards=1), pipeline=SimpleNamespace(ahead=1))
+    run.peers = SimpleNamespace(phase=lambda *_: nullcontext(), stopped=lambda: saved.append("stopped"))
+    run.keeping = SimpleNamespace(
+        part=lambda *_: nullcontext(), checkpoints=checkpoints, exports=nothing,
+        save=lambda step, *_, whole: saved.append((step, whole)),
+    )  # fmt: skip
+    run.train_step = None
+    with pytest.raises(Stopped, match="after step 2, with a checkpoint"):
+        run.stop(2)
+    assert saved == [(2, True), "stopped"]
+    with pytest.raises(SamplerGone):
+        run.save(3, whole=False)
+
+
+class Resumed:
+    """Stands in for the trainer of a run that is resumed after its last step, and for what the loop opens before."""
+
+    def __init__(self, monkeypatch, folder, *, asked):
+        self.asked, self.did = asked, []
+        self.config = load_config("configs/tiny_moe_cpu.yaml", ["run.steps=3"])
+        self.keeping = SimpleNamespace(export=lambda *_, last: self.did.append(f"export, last {last}"))
+        self.policy = None
+        no_world = SimpleNamespace(
+            start=lambda *_, **__: None, stop=lambda: None, begun_collectives=None, ranks_of_this_node=lambda: None
+        )
+        given = {
+            "world": no_world,
+            "dist": SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1),
+            "open_folder": lambda *_: (SimpleNamespace(path=folder, config=None), 3),
+            "load_config": lambda path: self.config,
+            "Peers": lambda *_, **__: nullcontext(),
+            "Trainer": lambda *_: self,
+            "restore": lambda *_: None,
+        }
+        for name, value in given.items():
+            monkeypatch.setattr(loop, name, value)
+
+    def sync(self, version):
+        pass
+
+    def evaluate(self, step, *, last):
+        self.did.append("evaluate")
+        return ""
+
+    def reason_to_stop(self, *, last):
+        return "the run was asked to stop" if self.asked else ""
+
+    def stop(self, done, why):
+        raise Stopped(why)
+
+    def report(self, done, collapse, early):
+        self.did.append("report")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_run_that_is_asked_to_stop_during_its_last_evaluation_is_not_finished(monkeypatch, tmp_path, asked):
+    """Here the evaluation is repeated after the last step: the process that trained it was asked to stop, too."""
+    run = Resumed(monkeypatch, tmp_path, asked=asked)
+    with pytest.raises(Stopped) if asked else nullcontext():
+        loop.train(run.config, RunFolder(tmp_path), None, [])
+    assert run.did == ["evaluate", "export, last True", *([] if asked else ["report"])]
 
 
 @pytest.mark.parametrize("peak", [None, 1e9])
