@@ -6,6 +6,8 @@ look like those of a synchronous run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,16 +25,18 @@ def sums_by_lag(values: Tensor, lags: Tensor) -> Tensor:
     return torch.zeros(len(LAGS), dtype=torch.float64, device=values.device).index_add(0, group, values.double())
 
 
-def with_keys(lags: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Return for each token the largest lag of itself and of the tokens before it in its sequence, int64 [N].
+def with_keys(lags: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return for each token the largest lag of itself and of the tokens before it in its packed sequence, int64 [N].
 
     A sampler that keeps keys and values over an update lets new weights attend to keys that older ones made, so such a
-    token is not sampled from the new weights alone. lags, sequence_ids: int64 [N], one sequence after the other.
+    token is not sampled from the new weights alone. A later segment of a completion is another packed sequence: its
+    weights made the keys of its whole prompt.
+
+    Args:
+        lags: int64 [N], one packed sequence after the other.
+        counts: Tokens of each packed sequence, N in all, turns with their own rewards included.
     """
-    if not len(lags):
-        return lags
-    apart = sequence_ids * (lags.amax() + 1)
-    return (apart + lags).cummax(0)[0] - apart
+    return torch.cat([lags[:0], *(of_sequence.cummax(0)[0] for of_sequence in lags.split(list(counts)))])
 
 
 def interpolated(logprobs: Tensor, rollout_logprobs: Tensor, lags: Tensor) -> Tensor:

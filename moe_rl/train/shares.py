@@ -332,7 +332,7 @@ class Shares:
                 )
                 old, lags = microbatch.rollout_logprobs, weight_version - microbatch.versions
                 if self.config.pipeline.kv == "keep":
-                    lags = with_keys(lags, microbatch.sequence_ids)
+                    lags = with_keys(lags, microbatch.counts)
                 work.append(Work(microbatch, table, old_logprobs=old, lags=lags))
             divided = divisors(self.config.objective.name, sequences, longest)
             shares.append(Share(work, *divided, all=tuple(sequences)))

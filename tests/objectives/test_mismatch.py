@@ -176,9 +176,9 @@ def test_tokens_whose_lag_is_not_known_are_of_no_lag():
 
 
 def test_a_token_behind_an_update_has_the_lag_of_the_keys_that_it_saw():
-    lags, sequences = torch.tensor([2, 2, 0, 1, 0, 0, 3]), torch.tensor([0, 0, 0, 0, 1, 3, 3])
-    assert with_keys(lags, sequences).tolist() == [2, 2, 2, 2, 0, 0, 3]
-    assert with_keys(lags[:0], sequences[:0]).tolist() == []
+    lags = torch.tensor([2, 2, 0, 1, 0, 0, 3])
+    assert with_keys(lags, (4, 1, 0, 2)).tolist() == [2, 2, 2, 2, 0, 0, 3]
+    assert with_keys(lags[:0], (0, 0)).tolist() == with_keys(lags[:0], ()).tolist() == []
 
 
 def test_sums_by_lag_by_hand():

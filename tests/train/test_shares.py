@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from moe_rl.errors import ReplayError
+from moe_rl.megatron.microbatch import Microbatch
+from moe_rl.train import shares as module
 from moe_rl.train.shares import Shares, divisors
-from moe_rl.types import RouteRef, Sequence, sampled_by
+from moe_rl.types import RewardedTurn, RouteRef, Sequence, VersionSpan, sampled_by
 
 
 def sequence(number, *, recorded=True, segment_of="", tokens=(3, 4, 5)):
@@ -58,3 +61,29 @@ def test_each_branch_of_an_episode_is_divided_by_as_one():
     apart = [replace(one, alone=bool(one.segment_of)) for one in cut]
     for name, expected in {"gspo": 3, "grpo": 3, "minirl": 4, "dr_grpo": 36, "dapo": 7}.items():
         assert divisors(name, apart, 9) == (expected, 3, 7), name
+
+
+@pytest.mark.parametrize(("kv", "of_played"), [("keep", [3, 3, 3]), ("recompute", [3, 3, 1])])
+def test_a_token_has_the_lag_of_the_keys_of_its_own_record(monkeypatch, kv, of_played):
+    """Newer weights made all keys of a later segment, and older ones some of a later turn of the same segment."""
+    alone = SimpleNamespace(
+        data_parallel=lambda: (0, 1), context_parallel=lambda: (0, 1), device=lambda: torch.device("cpu"),
+        is_last_stage=lambda: False,
+    )  # fmt: skip
+    monkeypatch.setattr(module, "world", alone)
+    monkeypatch.setattr(Microbatch, "read_routes", lambda *_, **__: None)
+    first, later = (
+        replace(sequence(number, segment_of="e"), versions=sampled_by(version, 3))
+        for number, version in ((0, 1), (1, 4))
+    )
+    turns = (RewardedTurn(0, None, 2, 0.5), RewardedTurn(1, 0, 1, 1.0))
+    played = replace(sequence(2), versions=(VersionSpan(2, 2), VersionSpan(1, 4)), turns=turns)
+    config = SimpleNamespace(
+        replay=SimpleNamespace(missing="drop", stale="replay"), pipeline=SimpleNamespace(lag=9, kv=kv),
+        rollout=SimpleNamespace(max_completion_tokens=9), objective=SimpleNamespace(name="gspo"),
+    )  # fmt: skip
+    config.rollout.keep_sampling_mask, config.objective.score_centering = False, None
+    shares = Shares(config, (0,), None, None, vocabulary=8)
+    for sequences, lags in (([first, later], [4, 4, 4, 1, 1, 1]), ([played], of_played)):
+        (share,) = shares._read([sequences], [[[list(range(len(sequences)))]]], 5)
+        assert share.work[0].lags.tolist() == lags
