@@ -192,7 +192,8 @@ class _TokenScores(torch.autograd.Function):
         if entropies is not None:
             of_all = of_all + scaled_grad[-1] * entropies
         grad_source = torch.empty_like(source) if matrix is None else torch.zeros_like(source)
-        grad_matrix = None
+        # A rank without a token has no chunk, and gives zeros too: Megatron refuses a parameter without a gradient.
+        grad_matrix = torch.zeros_like(matrix, dtype=of_all.dtype) if ctx.needs_input_grad[1] else None
         for rows in _chunks(len(ids), size):
             # d logp_v / d logit_u = (1[u = v] - p_u) / temperature. `token_logprobs_and_entropies` gives the gradient
             # of H_t.
@@ -208,11 +209,8 @@ class _TokenScores(torch.autograd.Function):
                 grad_source[rows] = grad_logits
                 continue
             grad_source.index_copy_(0, places[rows], grad_logits @ matrix)
-            if not ctx.needs_input_grad[1]:
-                continue
-            if grad_matrix is None:
-                grad_matrix = torch.zeros_like(matrix, dtype=of_all.dtype)
-            grad_matrix += grad_logits.t() @ hidden
+            if grad_matrix is not None:
+                grad_matrix += grad_logits.t() @ hidden
         return grad_source, None if grad_matrix is None else grad_matrix.to(matrix.dtype), *[None] * 7
 
 

@@ -300,6 +300,17 @@ def test_scores_of_hidden_states_are_those_of_their_logits(monkeypatch, dtype):
     frozen.sum().backward()
 
 
+@pytest.mark.parametrize("elements", [1, 10**6])
+def test_a_rank_that_predicts_no_token_gives_the_matrix_a_gradient_of_zeros(monkeypatch, elements):
+    """Megatron refuses a parameter without a gradient where it sums gradients during the backward pass."""
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
+    hidden, matrix = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    hidden_scores(hidden, matrix, nothing, nothing, 1.0, entropy=True).sum().backward()
+    for leaf in (hidden, matrix):
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
 def test_only_a_chunk_of_the_logits_of_hidden_states_exists(monkeypatch):
     rows, width, vocabulary, chunk = 256, 8, 512, 16 * 512
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
