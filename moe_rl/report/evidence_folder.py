@@ -2,9 +2,10 @@
 right.
 
 RUN/evidence/step000002-alignment/
-    evidence.json          an `Evidence`
-    rows.safetensors       arrays of its sequences, each named `<number of the sequence>/<name in ARRAYS>`
-    weights/step-000001    weights of version 1, as a Hugging Face checkpoint or as a checkpoint of the run
+    evidence.json                an `Evidence`
+    rows.safetensors             arrays of its sequences, each named `<number of the sequence>/<name in ARRAYS>`
+    weights/step-000001          the trainer's weights, of version 1 or some updates later, as a Hugging Face checkpoint
+    weights/older/step-000000    weights that sampled, as a Hugging Face checkpoint or as a checkpoint of the run
 
 Legend: T forwarded tokens of a sequence, L MoE layers of the model, K top-k, E experts.
 """

@@ -352,6 +352,8 @@ class _PromptMaker:
 def _level(column: str, value: Any) -> str:
     if isinstance(value, list | dict):
         raise _Unfit(f"the column {column} is not a level", type(value).__name__, expected="text or a number")
+    if value == "":
+        raise _Unfit(f"the column {column} is empty", kind="missing")
     return str(value)
 
 

@@ -383,10 +383,11 @@ class _Keeping:
         weights = []
         exported, saved = (dict(checkpoints.complete(path)) for path in (self.folder.exports, self.folder.checkpoints))
         for version in sorted(versions):
-            if version == 0 and self.config.model.from_run is None:
+            if version == 0 and self.config.starts_from_model:
                 weights.append(KeptWeights(0, str(self.config.model.path), published=True))
             elif source := exported.get(version) or saved.get(version):
-                name = f"{evidence_folder.WEIGHTS}/{source.name}"
+                # The trainer's weights, some updates after this version, may have its name.
+                name = f"{evidence_folder.WEIGHTS}/older/{source.name}"
                 if evidence_folder.size_of(source) + evidence_folder.size_of(hidden) + used <= self.limit:
                     shutil.copytree(source, hidden / name, copy_function=_link)
                 else:

@@ -181,8 +181,9 @@ def _told(old: RunInput | None, new: RunInput | None) -> str:
         return f"{old.digest} -> {new.digest}"
     before, now = old.rows, new.rows
     if len(before) == len(now) and sorted(before.values()) == sorted(now.values()):
-        moved = next(name for name, other in zip(before, now, strict=True) if before[name] != now[other])
-        return f"the same rows in another order, from {moved} on"
+        pairs = zip(before, now, strict=True)
+        moved = next((name for name, other in pairs if before[name] != now[other]), None)
+        return "the same rows " + ("under other ids" if moved is None else f"in another order, from {moved} on")
     differ = [name for name in before if name in now and before[name] != now[name]]
     lacking, more = [name for name in before if name not in now], [name for name in now if name not in before]
     kinds = ((differ, "changed"), (lacking, "gone"), (more, "more"))

@@ -170,6 +170,7 @@ def test_other_columns_and_no_id(tmp_path, load):
         (record(id="b", prompt={"text": "x"}), ["dict"]),
         (record(id="b", prompt=""), ["0 tokens"]),
         (record(id="b", prompt="x" * 41), ["41 tokens", "rollout.max_prompt_tokens", "at most 40"]),
+        (record(id="b", level=""), ["the column level is empty", "drop: [missing]"]),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, load, line, pieces):

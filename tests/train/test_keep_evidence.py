@@ -1,13 +1,15 @@
 """A whole run that a check ends keeps evidence, and `moe-rl explain` says who was right."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from moe_rl.cli import main
 from moe_rl.report import evidence_folder
 from moe_rl.train.canary import Canary
-from moe_rl.train.keep_evidence import _cut, of_canary
+from moe_rl.train.keep_evidence import _cut, _Keeping, of_canary
+from moe_rl.train.run_folder import RunFolder
 from moe_rl.types import ScoredTokens
 from tests.support.one_rank import alone
 from tests.train.stand_in_run import OVERRIDES
@@ -32,6 +34,23 @@ def test_a_run_that_is_ended_by_a_check_leaves_what_settles_it(tmp_path, capsys)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["verdict"] == "recorder" and len(found["damaged"]) == 4
     assert found["trainer"]["differ"] == 0 and found["sampler"][0]["differ"] > 0
+
+
+def test_a_version_is_kept_beside_what_some_updates_made_of_it(tmp_path):
+    """A check refuses the second update of step 3: its rows were sampled by version 2, and the trainer has moved on."""
+    own, sampled = tmp_path / "evidence/.x.tmp/weights/step-000002", tmp_path / "checkpoints/step-000002"
+    for folder, text in ((own, "updated"), (sampled, "sampled")):
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(text)
+    keeping = _Keeping.__new__(_Keeping)
+    keeping.folder, keeping.limit = RunFolder(tmp_path), 1 << 20
+    keeping.config = SimpleNamespace(model=SimpleNamespace(from_run=None, path="model"))
+    keeping.evidence = SimpleNamespace(left_out=[])
+    hidden = own.parents[1]
+    (kept,) = keeping._older(hidden, 0, {2})
+    assert (kept.version, kept.updates, kept.published) == (2, 0, False) and keeping.evidence.left_out == []
+    assert (hidden / kept.path / "state.json").read_text() == "sampled"
+    assert (own / "state.json").read_text() == "updated"
 
 
 @pytest.mark.parametrize(

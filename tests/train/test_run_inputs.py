@@ -146,6 +146,17 @@ def test_a_changed_row_is_named(begun, change):
     assert begun.problems("train/sums") == begun.problems("train") == []
 
 
+def test_rows_that_move_up_because_one_that_was_left_out_is_gone_have_other_ids(begun):
+    """Without a column of ids, the number of a row in its file is its id."""
+    by_number = [f"task.train=[{{name: sums, data: {begun.folder}/train.jsonl, drop: [empty]}}]"]
+    begun.write("train", [{"prompt": "", "answer": "0"}, *ROWS])
+    write_inputs(begun.run, begun.inputs(*by_number))
+    assert begun.problems(overrides=by_number) == []
+    begun.write("train", ROWS)
+    (wrong,) = begun.problems(overrides=by_number)
+    assert "train/sums: the same rows under other ids" in str(wrong)
+
+
 def test_a_tokenizer_that_changed_is_seen_in_files_and_rows(begun):
     file = begun.folder / "model/tokenizer.json"
     tokenizer = json.loads(file.read_text())
