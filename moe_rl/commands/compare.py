@@ -95,10 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--budget-tokens",
         type=_tokens,
-        default=BUDGET_TOKENS,
         metavar="N",
-        help="sample more with the same weights until the verdict is decided, or until this many completion tokens are "
-        f"compared (default {BUDGET_TOKENS:,}; 0: sample no more)",
+        help="sample more with the same weights until the verdict is decided, or N completion tokens are compared "
+        f"(default {BUDGET_TOKENS:,}, with an environment 0: sample no more)",
     )
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
     add(
@@ -139,7 +138,7 @@ def _bisect(options: argparse.Namespace) -> int:
     if options.bisect is None:
         raise ConfigError("is for --bisect only", where={"option": "--engines"})
     beside = options.overrides + options.sampler_dtype
-    beside += [f"--budget-tokens {options.budget_tokens}"] if options.budget_tokens != BUDGET_TOKENS else []
+    beside += [f"--budget-tokens {options.budget_tokens}"] if options.budget_tokens is not None else []
     if "WORLD_SIZE" in os.environ or beside:
         got, expected = " ".join(beside) or "torchrun", "only --engines, --out and --json beside it"
         what = "compares a run as it was, in one process"
@@ -147,17 +146,16 @@ def _bisect(options: argparse.Namespace) -> int:
     run = run_folder.existing(options.bisect, "--bisect")
     config = load_config(run.config)
     _existing_folder(options.out)
-    refuse(problems(on_one_rank(config), 1) + (installation_problems(config) if options.engines else []))
+    all_problems = problems(on_one_rank(config), 1)
+    refuse(all_problems + (installation_problems(_in_own_engine(config)) if options.engines else []))
     # torch, megatron and transformers are imported only here, so that mistakes in the options show at once.
     from moe_rl.comparison.bisection import bisect, text
 
     out = options.out or run.path
     with _sides(config, run, out if options.engines else None) as (sampler, trainer, untested):
         bisection = bisect(sampler, trainer, untested=untested, seed=config.run.seed)
+    _write(json.dumps(asdict(bisection), indent=1), out / "bisection.json", options.json)
     print(text(bisection))
-    content = json.dumps(asdict(bisection), indent=1) + "\n"
-    for path in filter(None, (out / "bisection.json", options.json)):
-        write_whole(path, content)
     print(f"written: {out / 'bisection.json'}")
     return 0 if bisection.explained else 3
 
@@ -179,7 +177,7 @@ def _sides(config: Config, run: RunFolder, out: Path | None) -> Iterator[tuple[A
         folders = {}
         for version in dict.fromkeys((sampled.version, trained, *nearest)):
             folders[version], path = Path(spare) / f"version{version}", paths[version]
-            if path is None:
+            if version == 0 and config.starts_from_model:
                 folders[version] = config.model.path
             else:
                 facts = read_model(config.model.path)
@@ -234,7 +232,23 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
         raise ConfigError("named twice", where={"option": "--sampler-dtype"}, got=" ".join(options.sampler_dtype))
     _existing_folder(options.out)
-    return config, run
+    episodes = config.task.environment is not None
+    if episodes and (options.config or options.budget_tokens):
+        raise ConfigError(
+            "compare plays no episodes, and cannot sample the prompts of an environment",
+            where={"option": "--config" if options.config else "--budget-tokens", "given": "task.environment is set"},
+            got=options.config or options.budget_tokens,
+            expected="--run, with --budget-tokens 0 or without this option",
+        )
+    if options.budget_tokens is None:
+        options.budget_tokens = 0 if episodes else BUDGET_TOKENS
+    return _in_own_engine(config), run
+
+
+def _in_own_engine(config: Config) -> Config:
+    """Return the config for the one engine that this command starts, whatever sampled in the run."""
+    own = {"servers": (), "token_file": None, "max_lost_servers": 0, "engines": 1, "weight_transfer": "auto"}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
 
 
 def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace) -> int:
@@ -252,11 +266,16 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
         out = options.out or (run.path if run else None)
         if out is None:
             out = Path(world.broadcast(str(run_folder.create(config).path) if main_rank else None, str))
+        if main_rank and config.task.environment is not None:
+            print("task.environment is set, and compare plays no episodes: the verdict is about what the run kept")
         precisions = tuple(options.sampler_dtype) or (() if run else (own_precision(config.rollout),))
         result, detail = compare(Asked(config, run, precisions, out, options.budget_tokens))
         if main_rank:
+            # The results are on disk before anything shows them: what shows them may fail.
+            _write(json.dumps(result, indent=1, allow_nan=False), out / "routing_kl.json", options.json)
             print(text(result))
-            _write(out, result, page(result, detail, config), options.json)
+            write_whole(out / "routing_kl.html", page(result, detail, config))
+            print(f"written: {out / 'routing_kl.json'}, {out / 'routing_kl.html'}")
         # torchrun ends all ranks as soon as one has a status other than 0, so only the rank that writes the result
         # returns it.
         return result["verdict"]["exit_code"] if main_rank else 0
@@ -264,9 +283,6 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
         world.stop()
 
 
-def _write(out: Path, result: dict[str, Any], html: str, copy: Path | None) -> None:
-    content = json.dumps(result, indent=1, allow_nan=False) + "\n"
-    for path in filter(None, (out / "routing_kl.json", copy)):
-        write_whole(path, content)
-    write_whole(out / "routing_kl.html", html)
-    print(f"written: {out / 'routing_kl.json'}, {out / 'routing_kl.html'}")
+def _write(content: str, path: Path, copy: Path | None) -> None:
+    for file in filter(None, (path, copy)):
+        write_whole(file, content + "\n")

@@ -100,17 +100,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write_weights(
-    path: Path, out: Path, config: Config, facts: ModelFacts, dtype: str, *, adapter: bool = False
+    path: Path | None, out: Path, config: Config, facts: ModelFacts, dtype: str, *, adapter: bool = False
 ) -> tuple[int, bool]:
     """Write the weights of a run's checkpoint as a Hugging Face folder. All processes call it together.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint; None: model.path with the adapters, if any, that the run begins with.
         config: Of the run, in the layout of these processes.
         adapter: Write a folder of peft with the adapters alone.
 
     Returns:
-        The steps of the checkpoint, and whether this process is the first.
+        The steps of the checkpoint, 0 without one, and whether this process is the first.
     """
     # torch and megatron are imported only here, so that mistakes in the options show at once.
     import torch.distributed as dist
@@ -124,10 +124,11 @@ def write_weights(
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)
     try:
         model, train = config.model.path, config.train
-        if train.lora is not None:  # the checkpoint has the adapters, and what they began with may be gone
+        # A checkpoint has the adapters, and what they began with may be gone.
+        if path is not None and train.lora is not None:
             train = train.model_copy(update={"lora": train.lora.model_copy(update={"start": None})})
         policy = ReferencePolicy(facts, train, config.parallel, model, temperature=1.0)
-        done = checkpoint.load_weights(path, policy)["step"]
+        done = 0 if path is None else checkpoint.load_weights(path, policy)["step"]
         if adapter:
             assert train.lora is not None
             write_peft(out, map(unwrap, policy.chunks), facts, train.lora, model)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from moe_rl.comparison.experiment import Detail
-from moe_rl.comparison.kl_plots import panels, row_name
+from moe_rl.comparison.kl_plots import panels, row_name, settings
 from moe_rl.comparison.quantities import PARTS, ROUTING
 from moe_rl.config.schema import Config
 from moe_rl.models.hf import read_model
@@ -94,10 +93,7 @@ def page(result: Result, detail: Detail, config: Config) -> str:
         confidence=f"{result['decision']['confidence']:.1%}",
         quantities=[_policy_table(result), *(_routing_table(result, part) for part in PARTS)],
         totals=[_applied_total(result), *(_router_kl_total(result, part) for part in PARTS)],
-        settings=[
-            (name, [(row["routing"], _setting(row)) for row in rows])
-            for name, rows in groupby(result["rows"], key=row_name)
-        ],
+        settings=[(name, [(row["routing"], _setting(row)) for row in rows]) for name, rows in settings(result["rows"])],
         panels=panels(result, detail, codec.decode),
         noise={name: _noise_line(noise) for name, noise in result["noise"].items()},
         self_test=result["self_test"],

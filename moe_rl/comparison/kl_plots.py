@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import batched
 from typing import Any
 
 import matplotlib
@@ -56,15 +57,21 @@ def row_name(row: dict[str, Any]) -> str:
     return f"{row['sampler']} / {row['trainer_dtype']}, {age}{fresh}"
 
 
+def settings(rows: list[dict[str, Any]]) -> list[tuple[str, tuple[dict[str, Any], ...]]]:
+    """Return the name and the rows of each setting, one row for each routing.
+
+    Two settings may have equal names: two checkpoints, when every update between them was skipped.
+    """
+    return [(row_name(setting[0]), setting) for setting in batched(rows, len(_ROUTE_COLORS))]
+
+
 def _rows(result: dict[str, Any]) -> Panel:
     name, title = "k3-rows", "Policy KL k3 of every setting"
     direction = "KL(rollout || trainer), nats/token, 95% interval over sequences, log axis, lower is better"
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        groups.setdefault(row_name(row), []).append(row)
+    groups = settings(result["rows"])
     figure, axes = figure_of(wide=True, height=1.2 + 0.62 * len(groups), xlabel="k3, nats/token")
     floor = min(row["policy"]["k3"]["value"] or math.inf for row in result["rows"])
-    for position, rows in enumerate(groups.values()):
+    for position, (_, rows) in enumerate(groups):
         for shift, row in zip((-0.24, 0, 0.24), rows, strict=True):
             k3 = row["policy"]["k3"]
             color = _ROUTE_COLORS[row["routing"]]
@@ -73,10 +80,10 @@ def _rows(result: dict[str, Any]) -> Panel:
             axes.plot([low, k3["high"]], [position + shift] * 2, color=color, linewidth=2.2, alpha=0.6)
             axes.plot([k3["value"]], [position + shift], "o", color=color, markersize=5.5, label=label)
     axes.set_xscale("log")
-    axes.set_yticks(range(len(groups)), list(groups))
+    axes.set_yticks(range(len(groups)), [label for label, _ in groups])
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
-    lower = sum(rows[2]["native_less_this"]["k3"]["low"] > 0 for rows in groups.values())
+    lower = sum(rows[2]["native_less_this"]["k3"]["low"] > 0 for _, rows in groups)
     reading = (
         f"In {lower} of {len(groups)} settings the whole interval of the paired difference, native less R3, is above "
         "0. Labels give sampler / trainer precision. With the same weights as the sampler, R2 replays the trainer's "

@@ -25,7 +25,7 @@ from moe_rl.replay.replay_pass import Mode, PassSeen, Watch
 from moe_rl.replay.tables import Compared, MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.shares import Shares
-from moe_rl.types import Sequence
+from moe_rl.types import Sequence, held_together
 
 LOGITS = "router_logits"
 
@@ -257,7 +257,7 @@ class Scorer:
 
 def other_budget(sequences: list[Sequence], budget: int) -> int | None:
     """Return a microbatch size in tokens that packs the same sequences differently; None if there is none."""
-    lengths = [s.forwarded for s in sequences]
+    lengths = [sum(sequences[i].forwarded for i in places) for places in held_together(sequences)]  # as Shares packs
     ranks = world.data_parallel()[1]
     usual = pack(lengths, ranks=ranks, microbatch_tokens=budget)
     for tokens in (min(budget, sum(lengths) // ranks) // 2, max(lengths), budget * 2):

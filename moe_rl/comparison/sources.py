@@ -49,7 +49,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Names weights that can score rollouts. `version` is the number of finished steps; `path` None is model.path."""
+    """Names weights that can score rollouts. `version` is the number of finished steps; `path` None is model.path, with
+    the adapters of train.lora.start if there are any."""
 
     version: int
     path: Path | None
@@ -161,7 +162,7 @@ class LiveSampler:
                 self._folder.trace.mkdir(parents=True)
                 self._engine = Blocking(VllmEngine(engine_settings(self._config, facts, self._folder.path)))
             world.broadcast("ready" if self._engine else None, str)
-            other = config.model.from_run is not None or rollout.weights != "exact"
+            other = not config.starts_from_model or rollout.weights != "exact"
             if version or other:  # otherwise the engine has already loaded the initial model
                 WeightSender(policy, rollout, self._folder.sync, world).send(self._engine, version)
         except BaseException:

@@ -1,16 +1,22 @@
 """Tests `moe-rl compare`: a comparison that is impossible is refused with exit status 2 before anything is started."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 
 from moe_rl.commands import compare
+from moe_rl.commands.compare import BUDGET_TOKENS
 from moe_rl.config.check import problems
 from moe_rl.config.load import dump_config, load_config
+from moe_rl.errors import ConfigError
+from moe_rl.train.run_folder import RunFolder
+from tests.support.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/tiny_moe_cpu.yaml"
+EPISODES = ROOT / "configs/tool_use_cpu.yaml"
 
 
 def options(arguments):
@@ -102,3 +108,86 @@ def test_the_help_says_what_the_exit_status_means(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "the interval of the paired difference of the policy KL k3, native less replay, lies above 0" in said
     assert "self-test passes" in said and "3 if not. 2 for bad input." in said
+
+
+@pytest.mark.parametrize(("config", "budget"), [(CONFIG, BUDGET_TOKENS), (EPISODES, 0)])
+def test_more_prompts_are_sampled_only_where_a_completion_answers_them(run, config, budget):
+    """An environment writes its prompts itself: the rows of its data are none."""
+    (run / "config.yaml").write_text(dump_config(load_config(config)))
+    for given, taken in (([], budget), (["--budget-tokens", "0"], 0)):
+        asked = options(["--run", str(run), *given])
+        compare._configure(asked)
+        assert asked.budget_tokens == taken
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [(["--config", str(EPISODES)], "--config"), (["--run", "{run}", "--budget-tokens", "9"], "--budget-tokens")],
+)
+def test_prompts_of_an_environment_are_not_sampled(run, arguments, option):
+    (run / "config.yaml").write_text(dump_config(load_config(EPISODES)))
+    with refused(ConfigError, option=option, given="task.environment is set"):
+        compare._configure(options([argument.format(run=run) for argument in arguments]))
+
+
+@pytest.mark.parametrize("world_size", ["", "2"])
+@pytest.mark.parametrize(
+    "sampled",
+    [
+        ["rollout.servers=[http://127.0.0.1:8000]", "rollout.token_file=t", "rollout.weight_transfer=broadcast"],
+        ["rollout.engines=2", "rollout.weight_transfer=disk"],
+    ],
+)
+def test_what_is_checked_is_the_one_engine_that_samples(run, monkeypatch, capsys, sampled, world_size):
+    monkeypatch.setenv("WORLD_SIZE", world_size) if world_size else monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (run / "config.yaml").write_text(dump_config(load_config(CONFIG, sampled)))
+    checked = []
+    monkeypatch.setattr(compare, "installation_problems", lambda config: checked.append(config) or ["no vLLM"])
+    assert main(["--run", str(run)]) == main(["--bisect", str(run), "--engines"]) == 2
+    assert "no vLLM" in capsys.readouterr().err
+    own = load_config(CONFIG).rollout
+    assert checked and all(config.rollout == own for config in checked)
+
+
+def test_the_results_are_written_before_they_are_shown(run, monkeypatch):
+    import torch
+
+    from moe_rl.comparison import experiment, kl_page
+    from moe_rl.megatron import world
+
+    def fails(*about):
+        raise ValueError
+
+    for module, name, stand_in in (
+        (world, "start", lambda *about, **settings: None),
+        (world, "stop", lambda: None),
+        (torch.distributed, "get_rank", lambda: 0),
+        (experiment, "compare", lambda asked: ({"rows": 1}, None)),
+        (kl_page, "text", fails),
+    ):
+        monkeypatch.setattr(module, name, stand_in)
+    asked = options(["--run", str(run), "--json", str(run / "copy.json")])
+    with pytest.raises(ValueError):
+        compare._compare(*compare._configure(asked), asked)
+    assert [json.loads((run / name).read_text()) for name in ("routing_kl.json", "copy.json")] == [{"rows": 1}] * 2
+
+
+@pytest.mark.parametrize("start", [None, "adapters"])
+def test_a_bisection_has_the_weights_that_the_run_began_with(run, monkeypatch, start):
+    """Those in model.path, or with the adapters of train.lora.start merged into them."""
+    from moe_rl.comparison import run_sides, sources
+    from moe_rl.megatron import world
+
+    written, given = {}, []
+    later = run / "checkpoints/step-000002"
+    monkeypatch.setattr(sources, "of_run", lambda run, config: (1, [sources.Weights(0, None)]))
+    monkeypatch.setattr(compare.checkpoints, "complete", lambda folder: [(2, later)])
+    monkeypatch.setattr(compare, "write_weights", lambda path, out, *about: written.update({out: path}))
+    monkeypatch.setattr(world, "start", lambda *about, **settings: None)
+    monkeypatch.setattr(world, "stop", lambda: None)
+    monkeypatch.setattr(run_sides, "sides_of_run", lambda config, run, versions, out: given.append(versions))
+    config = load_config(CONFIG, [f"train.lora={{rank: 8, alpha: 16, start: {start or 'null'}}}"])
+    with compare._sides(config, RunFolder(run), None):
+        (versions,) = given
+        paths = {version: written.get(folder, folder) for version, folder in versions.folders.items()}
+        assert paths == {0: None if start else config.model.path, 2: later}

@@ -1,4 +1,4 @@
-"""Tests how a pass gathers its results, with one rank that has everything."""
+"""Tests how a pass gathers its results, with one rank that has everything, and how sequences are packed otherwise."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,7 @@ import torch
 
 from moe_rl.comparison import passes
 from moe_rl.errors import ReplayError
+from moe_rl.planning.packing import pack
 from tests.support.refusals import refused
 
 LAYERS, EXPERTS = (1, 3), 4
@@ -40,3 +41,12 @@ def test_a_logit_that_is_not_finite_is_not_taken_for_one_that_was_not_stored(mon
     (stored if side == "sampler" else ours)[1, 1, 2] = bad
     with refused(ReplayError, layers="[3]"):
         router_kl(monkeypatch, stored, ours)
+
+
+@pytest.mark.parametrize("budget", [1200, 2048, 2400])
+def test_another_packing_has_room_for_what_is_held_together(monkeypatch, budget):
+    monkeypatch.setattr(passes.world, "data_parallel", lambda: (0, 1))
+    segments = [SimpleNamespace(forwarded=400, together=f"episode{index // 3}") for index in range(12)]
+    tokens = passes.other_budget(segments, budget)
+    usual, other = (pack([1200] * 4, ranks=1, microbatch_tokens=size) for size in (budget, tokens))
+    assert usual != other

@@ -1,9 +1,11 @@
-"""Tests which rollouts can be compared on-policy, and which weights score them later."""
+"""Tests which rollouts can be compared on-policy, which weights score them later, and which a sampler gets."""
+
+from types import SimpleNamespace
 
 import pytest
 
 from moe_rl.comparison import sources
-from moe_rl.comparison.sources import Weights, in_precision, initial, of_run, precision_of
+from moe_rl.comparison.sources import LiveSampler, Weights, in_precision, initial, of_run, precision_of
 from moe_rl.config.load import load_config
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import CheckpointError, DataError
@@ -70,3 +72,35 @@ def test_a_precision_is_what_the_sampler_holds_and_computes_in():
     ]  # fmt: skip
     assert [precision_of(r) for r in named.values()] == ["bfloat16", "float32", "fp8 weights, bfloat16"]
     assert in_precision(named["fp8"], "bfloat16") == rollout
+
+
+ADAPTERS = "train.lora={rank: 8, alpha: 16%s}"
+
+
+@pytest.mark.parametrize(
+    ("override", "version", "precision", "sent"),
+    [
+        ("run.seed=1", 0, "bfloat16", []),
+        (ADAPTERS % "", 0, "bfloat16", []),
+        (ADAPTERS % ", start: adapters", 0, "bfloat16", [0]),
+        ("model.from_run=other", 0, "bfloat16", [0]),
+        ("run.seed=1", 0, "fp8", [0]),
+        ("run.seed=1", 3, "bfloat16", [3]),
+    ],
+)
+def test_a_sampler_gets_the_weights_that_it_has_not_loaded(monkeypatch, tmp_path, override, version, precision, sent):
+    got = []
+    sender = SimpleNamespace(send=lambda engine, version: got.append(version))
+    for name, stand_in in {
+        "dist": SimpleNamespace(get_rank=lambda: 0),
+        "world": SimpleNamespace(broadcast=lambda value, kind: value),
+        "VllmEngine": lambda settings: settings,
+        "Blocking": lambda settings: SimpleNamespace(close=lambda: None),
+        "engine_settings": lambda config, facts, folder: None,
+        "WeightSender": lambda *about: sender,
+    }.items():
+        monkeypatch.setattr(sources, name, stand_in)
+    config = load_config("tiny_moe_cpu", [override])
+    LiveSampler(config, None, None, version=version, precision=precision, folder=tmp_path / "out").close()
+    assert got == sent
+    assert config.starts_from_model == (sent == [] or override == "run.seed=1")
