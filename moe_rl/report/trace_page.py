@@ -60,12 +60,13 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
         TraceError: a store is empty or has several models, or the two stores share no sequence.
     """
     facts: dict[str, Any] = inspect(selection)
-    if len(facts["models"]) != 1 or not facts["models"][0]["sequences"]:
+    if len(facts["models"]) != 1 or not facts["models"][0]["stored_tokens"]:
         got = f"{len(facts['models'])} models in {facts['shards']} shards"
         do = "give one shard, or a store that is not empty"
         raise TraceError("plots are of one model", where={"folder": selection.root}, got=got, do=do)
     spec, counts_LE = expert_counts(selection)
-    layers = spec.moe_layers
+    layers = tuple(row["layer"] for row in facts["models"][0]["popularity"])  # a stage's shard lacks the others
+    counts_LE = counts_LE[counts_LE.any(axis=1)]
     some = tuple(dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])))
     with matplotlib.rc_context(STYLE):
         panels = [

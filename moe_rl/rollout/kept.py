@@ -238,7 +238,9 @@ class KeptRollouts:
             group = shard_group(name)
             return _is_of(name, steps) if group is None else groups is None or group[0] in groups
 
-        self.store.remove(*(name for name in self.store.shards() if not kept(name)))
+        # A removal that was killed may have left the lines of shards without a file.
+        names = {*self.store.shards(), *self.store.manifest().published}
+        self.store.remove(*(name for name in sorted(names) if not kept(name)))
         for path in self.folder.glob(f"*{SESSION_SUFFIX}"):
             if not kept(path.stem):
                 path.unlink(missing_ok=True)

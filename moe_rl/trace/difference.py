@@ -5,6 +5,7 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,6 +14,7 @@ import numpy as np
 from moe_rl.errors import TraceError
 from moe_rl.trace.inspection import Selection, references
 from moe_rl.trace.record import RouteRecord
+from moe_rl.trace.store import TraceStore
 from moe_rl.types import RouteRef
 
 _BINS = 40
@@ -92,12 +94,28 @@ def compare(here: Selection, there: Selection) -> Disagreement:
 
 
 def _by_key(selection: Selection) -> dict[str, RouteRef]:
-    """Return references by key, with the parts of all pipeline stages (same key and rows) in one reference."""
-    refs: dict[str, RouteRef] = {}
-    for ref in references(selection):
-        known = refs.get(ref.key)
-        refs[ref.key] = ref if known is None else RouteRef(ref.key, min(known.rows, ref.rows), known.parts + ref.parts)
-    return refs
+    """Return references by key, with the parts of all pipeline stages (same key, other layers) in one reference.
+
+    If a key was sampled several times, its last attempt counts that was not aborted, or the last if all were.
+    """
+    store, attempts, layers = selection.store, defaultdict[str, list[RouteRef]](list), dict[str, set[int]]()
+    places = {shard: place for place, shard in enumerate(store.manifest().published)}  # oldest first
+    for ref in sorted(references(selection), key=lambda ref: places.get(ref.parts[0].shard, -1)):
+        shard, known = ref.parts[0].shard, attempts[ref.key]
+        if shard not in layers:
+            layers[shard] = set(store.info(ref).layers)
+        for index, other in enumerate(known):
+            if all(layers[part.shard].isdisjoint(layers[shard]) for part in other.parts):
+                known[index] = RouteRef(ref.key, min(other.rows, ref.rows), other.parts + ref.parts)
+                break
+        else:
+            known.append(ref)
+    return {key: _last(store, known) for key, known in attempts.items()}
+
+
+def _last(store: TraceStore, attempts: list[RouteRef]) -> RouteRef:
+    whole = (ref for ref in reversed(attempts) if len(attempts) == 1 or not store.info(ref).aborted)
+    return next(whole, attempts[-1])
 
 
 def _read(selection: Selection, ref: RouteRef) -> RouteRecord:

@@ -38,6 +38,9 @@ class LocalFolder:
     def __str__(self) -> str:
         return str(self.path)
 
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
     def names(self) -> list[str]:
         try:
             return os.listdir(self.path)
@@ -86,25 +89,44 @@ class RemoteFolder:
     """Reads files in a folder that fsspec knows by URL; it cannot write."""
 
     def __init__(self, url: str):
-        from fsspec.core import url_to_fs  # not needed where stores are local folders
-
         self._url = url
-        self._fs, self._path = url_to_fs(url)
+        try:
+            from fsspec.core import url_to_fs  # not needed where stores are local folders
+
+            self._fs, self._path = url_to_fs(url)
+        except Exception as error:  # the scheme is unknown or its package is missing; some file systems connect here
+            raise TraceError(
+                "store cannot be opened",
+                where={"folder": url},
+                got=error,
+                do="install the package of the URL's scheme, or correct the URL",
+            ) from error
 
     def __str__(self) -> str:
         return self._url
 
+    def exists(self) -> bool:
+        return self._names() is not None
+
     def names(self) -> list[str]:
-        try:
-            # fsspec caches listings, but another process may have published since.
-            self._fs.invalidate_cache(self._path)
-            return [path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path, detail=False)]
-        except FileNotFoundError:
-            return []
+        return self._names() or []
 
     def open(self, name: str) -> RemoteFile:
         """Open a file. Raises OSError if it does not exist."""
         return RemoteFile(self._fs, f"{self._path.rstrip('/')}/{name}")
+
+    def _names(self) -> list[str] | None:
+        """Return the names of the files; None if there is no folder. Raises TraceError."""
+        try:
+            # fsspec caches listings, but another process may have published since.
+            self._fs.invalidate_cache(self._path)
+            paths = self._fs.ls(self._path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:  # every file system raises its own errors
+            raise TraceError("store cannot be listed", where={"folder": self._url}, got=repr(error)) from error
+        # A file lists itself.
+        return None if paths == [self._path] else [path.rsplit("/", 1)[-1] for path in paths]
 
 
 class RemoteFile:

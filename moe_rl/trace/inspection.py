@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,17 @@ class Selection:
 def select(target: str) -> Selection:
     """Select the store at a folder or fsspec URL, or the single shard at the path or URL of a .safetensors file.
 
-    Raises TraceError if the folder or file does not exist.
+    Raises TraceError if the folder or file does not exist, or if the URL cannot be opened.
     """
     root, shard = str(target).rstrip("/"), None
     if root.endswith(SUFFIX):
         root, _, name = root.rpartition("/")
         shard = check_name(name.removesuffix(SUFFIX))
         root = root or "."
-    if "://" not in root and not Path(root).is_dir():
+    library = Library(root)
+    if not library.folder.exists():
         raise TraceError("there is no such store", where={"folder": root}, do="give the folder that holds the shards")
-    store = TraceStore(root)
+    store = TraceStore(library)
     shards = tuple(store.shards())
     if shard is not None and shard not in shards:
         raise TraceError("there is no such shard", where={"folder": root}, got=shard)
@@ -79,12 +81,12 @@ def unsealed(root: str) -> list[str]:
 
 @dataclass
 class _Model:
-    """Holds sums over the records of one model."""
+    """Holds sums over the records of one model. `layers_of`: by key, the layers of each sequence with this key."""
 
     spec: TraceSpec
     counts_LE: np.ndarray
     shards: list[str] = field(default_factory=list)
-    layers_of: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    layers_of: dict[str, list[set[int]]] = field(default_factory=lambda: defaultdict(list))
     tokens: int = 0
     stored_tokens: int = 0
     sets: int = 0
@@ -171,14 +173,18 @@ def _models(selection: Selection) -> list[_Model]:
 
 def _add(model: _Model, tip: Found) -> None:
     frame, layers = tip.frame, tip.shard.header.layers
-    # Every pipeline stage stores a sequence's tokens, which count once.
-    if frame.key not in model.layers_of:
+    # Every pipeline stage stores a sequence's tokens, which count once. If no sequence with this key lacks the layers,
+    # the request was sampled again.
+    sequences = model.layers_of[frame.key]
+    held = next((held for held in sequences if held.isdisjoint(layers)), None)
+    if held is None:
+        sequences.append(held := set())
         model.tokens += frame.rows
         model.stored_tokens += frame.own_rows
         for span in frame.spans:
             model.provenance[span.provenance.name.lower()] += span.rows
             model.versions.add(span.weight_version)
-    model.layers_of[frame.key].update(layers)
+    held.update(layers)
     model.records += 1
     model.continued += frame.parent is not None
     model.aborted += tip.aborted
@@ -210,7 +216,7 @@ def _counts(store: TraceStore, header: ShardHeader, records: Sequence[tuple[Rout
 
 def _facts(model: _Model) -> dict[str, object]:
     spec = model.spec
-    complete = set(spec.moe_layers)
+    complete, sequences = set(spec.moe_layers), list(chain.from_iterable(model.layers_of.values()))
     bits = order0_bits(model.counts_LE, spec.top_k)
     return {
         "fingerprint": spec.model_fingerprint,
@@ -218,8 +224,8 @@ def _facts(model: _Model) -> dict[str, object]:
         "top_k": spec.top_k,
         "layer_map": spec.layer_map,
         "shards": len(model.shards),
-        "sequences": len(model.layers_of),
-        "incomplete_sequences": sum(layers != complete for layers in model.layers_of.values()),
+        "sequences": len(sequences),
+        "incomplete_sequences": sum(layers != complete for layers in sequences),
         "records": model.records,
         "continued_records": model.continued,
         "aborted_records": model.aborted,

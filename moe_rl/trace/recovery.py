@@ -115,7 +115,7 @@ def recover_shard(root: Path, name: str, seconds: float) -> None:
         while match := pattern.fullmatch(path.name):
             with suppress(TraceError):
                 recover(path, match[1])
-                path.unlink()
+                path.unlink(missing_ok=True)  # its lock is free again, so a collector may have taken it
                 break
             if time.monotonic() > deadline:
                 break

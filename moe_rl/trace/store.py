@@ -222,7 +222,8 @@ class TraceStore:
     def remove(self, *shards: str) -> None:
         """Delete shards. Their records, and records that continue them, can then no longer be read.
 
-        Raises TraceError for the first shard that does not exist; those before it are deleted.
+        A shard that the manifest lists but that has no file, left by a removal or a writer that was killed, loses its
+        line. Raises TraceError for the first shard that does not exist; those before it are deleted.
         """
         if not shards:
             return
@@ -232,7 +233,12 @@ class TraceStore:
             with locked_manifest(root) as manifest:
                 try:
                     for shard, path in zip(shards, paths, strict=True):
-                        os.unlink(path)
+                        try:
+                            os.unlink(path)
+                        except FileNotFoundError:
+                            with self._library.manifest() as read:
+                                if shard not in read.published:
+                                    raise
                         self._library.forget(shard)
                         removed.append(shard)
                 finally:

@@ -52,6 +52,9 @@ class Store:
     def shards(self):
         return sorted(path.stem for path in self.root.glob("*.safetensors"))
 
+    def manifest(self):
+        return SimpleNamespace(published=self.shards())
+
     def write(self, shard):
         with open(self.root / f"{shard}.safetensors", "xb") as file:
             file.write(b"x" * 10)

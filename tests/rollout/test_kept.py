@@ -102,6 +102,18 @@ def test_files_and_shards_go_together(kept):
     assert kept.steps() == [1]
 
 
+def test_lines_of_shards_that_a_killed_run_left_without_a_file_go_unless_they_are_kept(kept):
+    for step in (1, 2, 3):
+        shard(kept, step)
+    with ShardWriter(kept.store._local(), "canary-version000001", SPEC):
+        pass
+    for name in (shard_name(1), shard_name(2), "canary-version000001"):
+        (kept.store._local() / f"{name}.safetensors").unlink()
+    kept.retain({2, 3})
+    assert list(kept.store.manifest().published) == [shard_name(2), shard_name(3)], "a lost shard stays a fault"
+    assert kept.store.shards() == [shard_name(3)]
+
+
 def test_shards_of_groups_stay_as_long_as_somebody_needs_them(kept):
     names = ["group000007-0", "group000007-12-server3", "group000008-1-engine0.pp0of2", "group1000000-0"]
     for name in names:

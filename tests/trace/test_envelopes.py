@@ -302,6 +302,11 @@ def unversioned(meta: dict) -> None:
     meta["weight_version"] = "default"
 
 
+def two_prompts(line: dict, message: dict) -> None:
+    line["prompt_token_ids"] = message["prompt_token_ids"]
+    message["prompt_token_ids"] = [99, *line["prompt_token_ids"][1:]]
+
+
 UNIMPORTABLE = {
     "a version that is no number": ("sglang", lambda one: unversioned(one["response"]["meta_info"])),
     "no version": ("vllm", lambda one: one["response"]["choices"][0].pop("weight_versions")),
@@ -318,6 +323,9 @@ UNIMPORTABLE = {
         lambda one: one["response"]["generation_token_ids"].__setitem__(0, [1]),
     ),
     "no rows": ("vllm", lambda one: one["response"]["choices"][0].update(routed_experts=[])),
+    "lists without the first rows": ("lists", lambda one: one.update(start=10)),
+    "lists without the prompt": ("lists", lambda one: one.update(prompt_token_ids=[1, 2])),
+    "a prompt beside another one in the message of NeMo": ("nemo", lambda one: two_prompts(one, one["response"])),
 }  # fmt: skip
 
 
@@ -332,6 +340,14 @@ def test_check_tells_whatever_the_import_refuses(tmp_path, name):
         import_lines(file, tmp_path / "store", "shard", SPEC, form)
     found = [[finding.rule for finding in found if finding.certain] for _, found in lint_lines(file, SPEC, form)]
     assert found[-1] and not any(found[:-1])
+
+
+def test_a_turn_of_lists_that_continues_another_is_refused(tmp_path):
+    (whole,) = lines("lists")
+    turn = {name: whole[name][10:] for name in ("token_ids", "routed_experts")} | {"start": 10, "parent": whole["key"]}
+    (tmp_path / "lists.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(whole | turn | {'key': 'turn'})}")
+    with refused(TraceError, line=2, request="turn", got=("start, parent",)):
+        import_lines(tmp_path / "lists.jsonl", tmp_path, "shard", SPEC, "lists")
 
 
 def test_a_message_that_is_no_object_is_refused_and_checked_alike(tmp_path):

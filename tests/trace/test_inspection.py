@@ -85,6 +85,26 @@ def test_stages_of_a_pipeline_are_one_sequence(tmp_path, spec, random_routes, de
     assert [row["layer"] for row in model["popularity"]] == [3]
 
 
+def test_a_request_that_was_sampled_again_is_another_sequence(tmp_path, spec, random_routes, decoded):
+    """The last attempt by publication that was not aborted, s10, is compared; each has two pipeline stages."""
+    attempts = {"s2": (5, True), "s9": (20, False), "s10": (30, False), "s11": (7, True)}
+    for version, (shard, (rows, aborted)) in enumerate(attempts.items()):
+        routes = random_routes(spec, rows, seed=version)
+        for stage, columns, layers in ((0, [0, 1], [0, 1]), (1, [2], [3])):
+            with ShardWriter(tmp_path / "here", f"{shard}.pp{stage}of2", spec, layers=layers) as writer:
+                writer.add("a", routes[:, columns], np.arange(rows), decoded(rows, version))
+                if aborted:
+                    writer.mark_aborted("a")
+    with ShardWriter(tmp_path / "there", "s", spec) as writer:
+        writer.add("a", random_routes(spec, 30, seed=2), np.arange(30), decoded(30))
+    here, there = select(tmp_path / "here"), select(tmp_path / "there")
+    (model,) = inspect(here)["models"]
+    assert (model["sequences"], model["incomplete_sequences"], model["records"]) == (4, 0, 8)
+    assert model["tokens"] == model["stored_tokens"] == 62 and model["weight_versions"] == [0, 3]
+    for sums in (compare(here, there), compare(there, here)):
+        assert (sums.sequences, sums.rows, sums.layers, sums.sets_L.sum()) == (1, 30, (0, 1, 3), 0)
+
+
 def test_coactivation_counts_pairs(tmp_path, spec, store):
     layers, pairs = coactivation(select(tmp_path), (0, 3))
     own = own_rows(store)
@@ -200,6 +220,18 @@ def test_plots_say_what_was_planted(tmp_path, random_routes):
     names = {path.name for path in paths}
     assert {"popularity.png", "coactivation.png", "disagreement.png"} < names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[:-1])
+
+
+def test_a_stage_of_a_pipeline_is_plotted_with_its_layers_alone(tmp_path, random_routes, decoded):
+    spec = TraceSpec("tiny", 16, 3, "mmmmm")
+    with ShardWriter(tmp_path, "s", spec, layers=[1, 3]) as writer:
+        writer.add("a", random_routes(spec, 300, layers=2), np.arange(300), decoded(300))
+    page = write_plots(select(tmp_path), tmp_path / "plots")[-1].read_text()
+    assert "in 2 layers" in page and "Every expert was chosen." in page and "layer 4" not in page
+    with ShardWriter(tmp_path / "empty", "s", spec) as writer:
+        writer.add("a", random_routes(spec, 0), [], [])
+    with refused(TraceError, folder=tmp_path / "empty"):
+        write_plots(select(tmp_path / "empty"), tmp_path / "plots")
 
 
 def test_measure_covers_the_records_it_says(tmp_path, store):

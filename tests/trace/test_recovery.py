@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_rl.errors import TraceError
-from moe_rl.trace import ShardWriter, TraceStore, recover
+from moe_rl.trace import ShardWriter, TraceStore, recover, recovery
 from moe_rl.trace.shard import parse_header
 from tests.support.refusals import refused, tells
 
@@ -116,6 +116,19 @@ def test_a_sealed_file_that_was_not_linked_is_recovered_whole(tmp_path, write_sh
     recovered = recover(dead, "r")
     assert recovered.fault == "" and len(recovered.records) == 4
     assert [r.parts[0].digest for r in recovered.records] == [r.parts[0].digest for r in shard.refs]
+
+
+def test_a_collector_may_take_the_file_once_it_is_recovered(tmp_path, left, monkeypatch):
+    dead, _, refs, _ = left
+    store = TraceStore(tmp_path)
+
+    def collected(path, name):
+        recover(path, name)
+        assert store.collect_garbage() == [dead.name]
+
+    monkeypatch.setattr(recovery, "recover", collected)
+    recovery.recover_shard(tmp_path, "s", 0.0)
+    assert store.records("s") == refs
 
 
 def test_a_full_disk_while_recovering(tmp_path, left, monkeypatch):

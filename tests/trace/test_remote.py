@@ -1,11 +1,14 @@
 """Tests stores behind an fsspec URL: the same records by the same exact ranges, and no writes."""
 
+import sys
+
 import fsspec
 import numpy as np
 import pytest
 
 from moe_rl.errors import TraceError
 from moe_rl.trace import TraceStore
+from moe_rl.trace.inspection import select
 from tests.support.refusals import refused
 
 
@@ -65,6 +68,25 @@ def test_damage_and_absence(url):
     with refused(TraceError, fault="absent shard", shard="s0", record=shards[0].refs[0].key):
         TraceStore(root).read(shards[0].refs[0])
     assert TraceStore(root + "/none").shards() == []
+
+
+def test_a_command_refuses_what_is_no_store(url, monkeypatch):
+    root, _, _ = url
+    assert select(root).shards == ("s0", "s1") and select(f"{root}/s0.safetensors").shards == ("s0",)
+    for target in (f"{root}/none", f"{root}/manifest.jsonl"):
+        with refused(TraceError, folder=target):
+            select(target)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for target, named in (("s3://bucket/store", "s3fs"), ("gs3://bucket/store", "gs3")):
+        with refused(TraceError, folder=target, got=(named,)):
+            select(target)
+
+    def refusing(*args, **kwargs):
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(TraceStore(root)._library.folder._fs, "ls", refusing)
+    with refused(TraceError, folder=root, got=("no credentials",)):
+        select(root)
 
 
 def test_a_file_that_shrinks_after_its_index_was_read(url):

@@ -9,7 +9,7 @@ response  the sampler's answer. vllm: the reply, or one of its choices; several 
           reply or its message, which contains the prompt's tokens. lists: not used; the line has "token_ids", the
           forwarded tokens, and "routed_experts", nested lists.
 start     position of the first row, if the request asked for no earlier rows. "parent" is then the key of an earlier
-          line whose record has the earlier rows, with the same tokens.
+          line whose record has the earlier rows, with the same tokens. lists: refused; the line has all rows.
 weight_version  version for all rows; needed if the reply does not give one as a number.
 
 Formats npy and megatron hold only the routes of one sequence; a .npy file (--token-ids) has the forwarded tokens.
@@ -187,10 +187,11 @@ def _split(line: _Line, form: str, where: About) -> list[_Item]:
         return [_Item(line.key, None, reply, line)]
     if line.response is None:
         raise TraceError("line has no response", where=where, expected=f"a reply of {form}")
+    given = None if form == "nemo" else line.prompt_token_ids  # a message is read with the prompt that it contains
     # vLLM's own class, RequestOutput, calls them outputs.
     choices = line.response.get("choices", line.response.get("outputs")) if form in ("vllm", "nemo") else None
     if choices is None:
-        return [_Item(line.key, line.prompt_token_ids, line.response, line)]
+        return [_Item(line.key, given, line.response, line)]
     if form == "nemo" and isinstance(choices, list):
         choices = [choice.get("message", choice) if isinstance(choice, dict) else choice for choice in choices]
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
@@ -198,7 +199,7 @@ def _split(line: _Line, form: str, where: About) -> list[_Item]:
     items = []
     for index, choice in enumerate(choices):
         key = line.key if len(choices) == 1 else f"{line.key}/{index}"
-        prompt = line.prompt_token_ids or choice.get("prompt_token_ids") or line.response.get("prompt_token_ids")
+        prompt = given or choice.get("prompt_token_ids") or line.response.get("prompt_token_ids")
         items.append(_Item(key, prompt, choice, line))
     return items
 
@@ -209,6 +210,10 @@ def _record(item: _Item, spec: TraceSpec, form: str) -> RouteRecord:
         for name in ("token_ids", "routed_experts"):
             if item.reply[name] is None:
                 raise TraceError(f"line has no {name}", where={"request": item.key})
+        if unused := [name for name in ("prompt_token_ids", "start", "parent") if getattr(line, name)]:
+            do = "leave them out, and give the tokens and routes of all rows"
+            where: About = {"request": item.key}
+            raise TraceError("line has fields that lists do not use", where=where, got=", ".join(unused), do=do)
         array = envelopes.decode_lists(item.reply["routed_experts"])
         return from_array(
             array, spec, key=item.key, token_ids=item.reply["token_ids"], weight_version=_given_version(item)
