@@ -41,17 +41,18 @@ _READ = 1000
 
 
 def model_to_plan(
-    config: Config, world_size: int, *, begins: bool, first: bool
+    config: Config, folder: RunFolder | None, step: int | Literal["best"] | None, world_size: int, *, first: bool
 ) -> tuple[ModelFacts | None, list[Problem], list[Problem]]:
     """Return the model (None if it cannot be read), the problems, and what this machine lacks to start the run.
 
-    The last list is empty unless a run is planned without its checkpoint. `begins`: the run makes its first step, and
-    needs the weights that it starts from. `first`: this is a plan or rank 0, which reads config.json once more through
-    transformers.
+    The last list is empty unless a run is planned without its checkpoint. `folder`, `step`: of the run that is resumed,
+    and its checkpoint. `first`: this is a plan or rank 0, which reads config.json once more through transformers.
     """
     installed = installation_problems(config)
-    if begins:
+    if folder is None or step == 0:  # the first step needs the weights that the run starts from
         installed += run_folder.start_problems(config)
+    if folder is not None:  # it may have been moved out of run.runs_dir
+        config = config.model_copy(update={"run": config.run.model_copy(update={"runs_dir": folder.path})})
     if config.model.published is not None and not config.model.path.is_dir():
         facts = read_published(config.model.published)
         here = describe(
@@ -70,18 +71,24 @@ def model_to_plan(
 
 
 def every_problem(
-    config: Config, folder: RunFolder | None, world_size: int, *, first: bool, again: bool
+    config: Config,
+    folder: RunFolder | None,
+    world_size: int,
+    *,
+    first: bool,
+    step: int | Literal["best"] | None = None,
 ) -> tuple[list[Problem], TaskPrompts | None]:
     """Return every problem with starting here, and on rank 0 the prompts.
 
-    first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
+    first: this is rank 0, which reads what only it will use. step: of the checkpoint that is resumed; 0: none.
     """
-    facts, all_problems, absent = model_to_plan(config, world_size, begins=folder is None or again, first=first)
+    facts, all_problems, absent = model_to_plan(config, folder, step, world_size, first=first)
     all_problems += [*node_problems(os.environ), *start_problems(config), *(tracker_problems(config) if first else ())]
     task = None
     if facts is not None:
         plan = make_plan(config, facts, world_size)
-        all_problems += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
+        all_problems += [*memory_problems(plan), *transfer_problems(plan)]
+        all_problems += disk_problems(config, plan, folder.path if folder else None, step)
         if first and not absent:
             task, wrong = read_task(config, facts, all_problems)
             all_problems += wrong + replay_problems(config, task)

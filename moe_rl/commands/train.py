@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
             return _plan(config, folder, world_size, options)
         if "WORLD_SIZE" not in os.environ:
             return launch.start(world_size, _program(), config.checkpoint.grace_seconds)
-        problems, task = every_problem(config, folder, world_size, first=rank == 0, again=options.step == 0)
+        problems, task = every_problem(config, folder, world_size, first=rank == 0, step=options.step)
         inputs, changed = inputs_and_changes(config, folder, task, options.accept)
         refuse(problems + changed + checkpoint_problems(config, folder, options.step))
     except MoeRLError as error:
@@ -249,7 +249,7 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
     elif folder is not None:
         speeds = measured_speeds(folder.path)
     balance = None if speeds is None else side_balance(config, world_size, speeds)
-    facts, problems, absent = model_to_plan(config, world_size, begins=folder is None, first=True)
+    facts, problems, absent = model_to_plan(config, folder, options.step, world_size, first=True)
     (absent if absent else problems).extend(tracker_problems(config))
     plan = asked = None
     if facts is not None:
@@ -263,7 +263,8 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
         for line in notes(config.model.path, facts) if not problems and not absent else ():
             print(line)
         problems += [*memory_problems(plan), *transfer_problems(plan)]
-        (absent if absent else problems).extend(disk_problems(config, plan))
+        full = disk_problems(config, plan, folder.path if folder else None, options.step)
+        (absent if absent else problems).extend(full)
     if facts is not None and trace and not problems:
         try:
             asked = peaks(config, facts, world_size, trace)

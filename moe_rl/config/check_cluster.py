@@ -20,10 +20,10 @@ def server_problems(config: Config) -> Iterator[Problem]:
 
 
 def neighbour_problems(config: Config, world_size: int) -> Iterator[Problem]:
-    """Yield a problem if an engine has no rank beside it."""
+    """Yield a problem if an engine has no rank beside it. A run that replays another starts no engine."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     here = min(world_size, here, config.cluster.gpus_per_node if config.cluster is not None else here)
-    if config.rollout.engines > here:
+    if config.rollout.engines > here and config.run.replays is None:
         yield describe(
             "every engine shares the GPU, or the cores, of one rank on rank 0's node",
             where={"key": "rollout.engines"},

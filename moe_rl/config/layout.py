@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_rl.config.schema import Config
-from moe_rl.config.training import ParallelConfig, TrainConfig
+from moe_rl.config.training import ParallelConfig, PlacementConfig, TrainConfig
 from moe_rl.errors import About, Problem, describe
 from moe_rl.models.facts import ModelFacts
 
@@ -61,10 +61,10 @@ def on_one_rank(config: Config) -> Config:
         "train": {"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False, "packing": "length"},
         "rollout": {"engines": 1},
         "replay": {"overlap_chunks": 0},
-        "placement": {"experts": "natural", "copies": 0},
+        "report": {"profile": None},
     }
     alone = {section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
-    return config.model_copy(update={"parallel": ParallelConfig(), **alone})
+    return config.model_copy(update={"parallel": ParallelConfig(), "placement": PlacementConfig(), **alone})
 
 
 def least_ranks(parallel: ParallelConfig) -> int:

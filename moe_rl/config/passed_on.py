@@ -179,7 +179,9 @@ def needs_engine(config: Config) -> Iterator[str]:
     for mapping, field, value in given(config):
         if value not in (None, False) and re.fullmatch(_MAPPINGS[mapping].engine, field):
             yield f"{mapping}.{field}"
-    if set(config.train.megatron.get("recompute_modules") or ()) - {"core_attn", "mlp", "moe", "shared_experts"}:
+    modules = config.train.megatron.get("recompute_modules")
+    kept = ("core_attn", "mlp", "moe", "shared_experts")
+    if isinstance(modules, list) and any(module not in kept for module in modules):
         yield "train.megatron.recompute_modules"  # their outputs are discarded
     optimizer = config.train.megatron_optimizer
     if optimizer.get("use_precision_aware_optimizer") and not optimizer.get("optimizer_cpu_offload"):
@@ -254,6 +256,14 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each combination that has no effect, or under which the optimizer's state could not be moved,
     saved or seen."""
     passed = config.train.megatron_optimizer
+    away = passed.get("optimizer_offload_fraction")
+    if isinstance(away, int | float) and not 0 <= away <= 1:
+        yield describe(
+            "not a fraction of the parameters",
+            where={"key": "train.megatron_optimizer.optimizer_offload_fraction"},
+            got=away,
+            expected="0 to 1",
+        )
     if "bucket_size" in passed and not passed.get("overlap_grad_reduce"):
         yield describe(
             "has an effect only where gradients are summed during the backward pass, by default on GPUs alone",

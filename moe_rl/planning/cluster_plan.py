@@ -9,13 +9,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check_cluster import has_servers
 from moe_rl.config.check_files import count_prompts, existing_folder, together
 from moe_rl.config.layout import Layout, chunk_layers, make_layout
 from moe_rl.config.passed_on import not_planned
 from moe_rl.config.schema import ClusterConfig, Config
-from moe_rl.errors import Problem, describe
+from moe_rl.errors import About, CheckpointError, Problem, describe
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import parameter_count
 from moe_rl.planning.activations import Activations, Shape, stage_activations
@@ -64,6 +67,7 @@ class Plan:
         not_planned: keys of settings for Megatron and vLLM whose effect is not in these numbers.
         beside: the stages of the ranks that share their GPU with an engine; none if the sampler has its own GPUs.
         sleeps: whether engines give their memory back while the trainer works.
+        samples: whether engines start. A run that replays another has none, so nothing must fit or reach them.
     """
 
     layout: Layout
@@ -80,6 +84,7 @@ class Plan:
     not_planned: tuple[str, ...]
     beside: tuple[int, ...]
     sleeps: bool
+    samples: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -133,6 +138,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
         not_planned=not_planned(config),
         beside=tuple(sorted({rank * layout.pipeline // world_size for rank in range(sharing)})),
         sleeps=config.rollout.sleep_level > 0,
+        samples=config.run.replays is None,
     )
 
 
@@ -175,7 +181,7 @@ def gpu_bytes(cluster: ClusterConfig) -> int:
 
 def transfer_problems(plan: Plan) -> list[Problem]:
     """Say why weights cannot reach the samplers; empty when they can."""
-    return [plan.transfer.problem] if plan.transfer.problem else []
+    return [plan.transfer.problem] if plan.transfer.problem and plan.samples else []
 
 
 def memory_problems(plan: Plan) -> list[Problem]:
@@ -198,6 +204,8 @@ def _misfits(plan: Plan) -> Iterator[Problem]:
             do=_remedy(plan, plan.stages[worst]),
             fault="trainer",
         )
+    if not plan.samples:
+        return
     if plan.sampler.total_bytes > limit:
         yield describe(
             "weights, KV cache and arriving weights do not fit on a GPU of a sampler",
@@ -248,15 +256,42 @@ def _remedy(plan: Plan, stage: Stage) -> str:
     return max(parts, key=parts.__getitem__)
 
 
-def disk_problems(config: Config, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem if the disk of run.runs_dir is too full for the checkpoints that the run keeps."""
-    free = shutil.disk_usage(existing_folder(config.run.runs_dir)).free
-    count, checkpoint_bytes = plan.storage.checkpoints, plan.storage.checkpoint_bytes
-    if free < count * checkpoint_bytes:
+def disk_problems(
+    config: Config, plan: Plan, run: Path | None = None, step: int | Literal["best"] | None = None
+) -> Iterator[Problem]:
+    """Yield a problem if the disk of the run is too full for the checkpoints that it keeps.
+
+    Args:
+        run: the folder of a resumed run, wherever it is now. None: a new run, in run.runs_dir.
+        step: of the checkpoint that is resumed, as in `checkpoint_folder.find`. 0: none.
+    """
+    folder = run or config.run.runs_dir
+    try:
+        free = shutil.disk_usage(existing_folder(folder)).free
+        replaced, removed_bytes = (0, 0) if run is None else _left_by(run / checkpoints.FOLDER, step)
+    except OSError:
+        return  # such as a link to nowhere, which check_files tells
+    count = max(1, plan.storage.checkpoints - replaced)
+    free, needed = free + removed_bytes, count * plan.storage.checkpoint_bytes
+    if free < needed:
+        where: About = {"key": "run.runs_dir"} if run is None else {"option": "--resume"}
         yield describe(
-            f"not enough free disk for {count} checkpoints: those that are kept, and the one that is written",
-            where={"key": "run.runs_dir", "folder": config.run.runs_dir},
+            "not enough free disk for the checkpoints that are kept, and the one that is written",
+            where={**where, "folder": folder},
             got=f"{free:,} bytes",
-            expected=f"at least {count * checkpoint_bytes:,}",
-            do="free some space, set run.runs_dir or lower checkpoint.keep",
+            expected=f"at least {needed:,}, for {count} more",
+            do=f"free some space, {'set run.runs_dir' if run is None else 'move the folder'} or lower checkpoint.keep",
         )
+
+
+def _left_by(folder: Path, step: int | Literal["best"] | None) -> tuple[int, int]:
+    """Return how many checkpoints in `folder` new ones will replace, and the bytes of unfinished ones, which a resume
+    removes. It puts those aside that are newer than its own."""
+    removed_bytes = sum(file.stat().st_size for file in folder.glob(".step-*.tmp/**/*"))
+    if step == 0:
+        return 0, removed_bytes
+    try:
+        resumed = checkpoints.step_of(checkpoints.find(folder, step))
+    except CheckpointError:  # start_checks tells it
+        return 0, removed_bytes
+    return sum(done <= resumed for done, _ in checkpoints.complete(folder)), removed_bytes

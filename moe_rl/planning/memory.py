@@ -4,7 +4,9 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moe_rl.config.layout import Layout, chunk_layers
 from moe_rl.config.schema import Config
@@ -64,19 +66,28 @@ def state_bytes(train: TrainConfig) -> StateBytes:
     Without the precision-aware optimizer, gradients below float32 are copied to float32 for Adam. With it main values
     may be the 16 bits that a parameter lacks of them. State in host memory is float32, with a copy of the gradient.
     """
+    # Values that may not be passed on count as Megatron's defaults: `passed_problems` refuses them.
     passed, dtype = train.megatron_optimizer, train.dtype
     whole = 4 if DTYPE_BYTES[dtype] < 4 else 0
     if passed.get("optimizer_cpu_offload"):
-        away = passed.get("optimizer_offload_fraction", 0.0)
+        away = _fraction(passed.get("optimizer_offload_fraction"))
         return StateBytes(gpu=16 * (1 - away), host=16 * away, stored=12)
     if not passed.get("use_precision_aware_optimizer"):
         return StateBytes(gpu=8 + whole + (4 if gradient_bytes(train) < 4 else 0), host=0, stored=8 + whole)
-    moments = sum(_NUMBER[passed.get(key, "float32")] for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
-    main = _NUMBER[passed.get("main_params_dtype", "float32")]
+    moments = _number_bytes(passed, "exp_avg_dtype") + _number_bytes(passed, "exp_avg_sq_dtype")
+    main = _number_bytes(passed, "main_params_dtype")
     if main == 4 and passed.get("store_param_remainders", True):
         main = 2
     main = min(main, whole)
     return StateBytes(gpu=moments + main, host=0, stored=8 + main)
+
+
+def _number_bytes(passed: Mapping[str, Any], key: str) -> int:
+    return _NUMBER.get(str(passed.get(key)), _NUMBER["float32"])
+
+
+def _fraction(value: Any) -> float:
+    return min(1.0, max(0.0, value)) if isinstance(value, int | float) else 0.0
 
 
 def gradient_bytes(train: TrainConfig) -> int:

@@ -25,6 +25,8 @@ def render(plan: Plan, balance: SideBalance | None = None) -> str:
     }
     if balance is not None:
         sections["samplers and trainers"] = _balance(balance)
+    if not plan.samples:
+        del sections["the sampler"]
     rows = iter(aligned(row for section in sections.values() for row in section))
     lines = []
     for title, section in sections.items():
@@ -120,7 +122,9 @@ def _memory(plan: Plan) -> list[Row]:
 def _stage(number: int, stage: Stage) -> Row:
     memory = stage.memory
     parts = f"model {bytes_text(memory.model_bytes)}, activations {bytes_text(stage.activations.peak_bytes)}"
-    layers = f"{len(memory.layers)} layers from {memory.layers[0]}, {memory.moe_layers} with experts"
+    layers = "no layers"
+    if memory.layers:
+        layers = f"{len(memory.layers)} layers from {memory.layers[0]}, {memory.moe_layers} with experts"
     note = f"{layers}; {_count(memory.parameters)} parameters; {parts}"
     return f"stage {number}", bytes_text(stage.total_bytes), note
 

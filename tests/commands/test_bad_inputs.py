@@ -11,6 +11,7 @@ from moe_rl.commands import plan, start_checks, train
 from moe_rl.config.check import refuse
 from moe_rl.config.load import load_config
 from moe_rl.errors import ConfigError, DataError
+from moe_rl.train.run_folder import RunFolder
 from tests.support.refusals import tells
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +158,7 @@ def told(*overrides):
     """Return the problems that a start would find; the run starts only when there is none."""
     try:
         config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*OURS, *overrides])
-        refuse(start_checks.every_problem(config, None, 2, first=True, again=False)[0])
+        refuse(start_checks.every_problem(config, None, 2, first=True)[0])
     except (ConfigError, DataError) as error:
         return [problem for problem in error.problems if problem.about]
     return []
@@ -172,7 +173,7 @@ def test_a_right_answer_that_cannot_be_read_is_a_note(here):
     lines(here / "train.jsonl", [*GOOD, GOOD[0] | {"id": "a", "answer": "x"}])
     config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*OURS, "task.rewards={n: {kind: numeric}}",
                          "task.pass_reward=n", "task.max_failed_fraction=0.2"])  # fmt: skip
-    found, task = start_checks.every_problem(config, None, 2, first=True, again=False)
+    found, task = start_checks.every_problem(config, None, 2, first=True)
     assert found == [] and "1 of 9" in task.notes()[-1] and "sums/a: n: " in task.notes()[-1]
 
 
@@ -185,6 +186,16 @@ def test_each_mistake_is_one_problem_before_anything_starts(here, name):
     (problem,) = told(*overrides)
     tells(problem, key=key, **facts)
     assert not (here / "runs").exists()
+
+
+def test_a_resumed_run_needs_the_folder_where_it_is_now(here):
+    lines(here / "train.jsonl", GOOD)
+    (here / "runs").symlink_to(here / "gone")
+    (here / "moved").mkdir()
+    config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*OURS, f"run.runs_dir={here / 'runs'}"])
+    assert start_checks.every_problem(config, RunFolder(here / "moved"), 2, first=False)[0] == []
+    (problem,) = start_checks.every_problem(config, None, 2, first=False)[0]
+    tells(problem, key="run.runs_dir", got=str(here / "runs"))
 
 
 def test_the_table_has_forty_inputs():

@@ -1,11 +1,14 @@
-"""Tests which layers a pipeline stage holds."""
+"""Tests which layers a pipeline stage holds, and what of a config one rank can do."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from moe_rl.config.layout import chunk_layers, stage_layers
+from moe_rl.config.check import config_problems
+from moe_rl.config.layout import chunk_layers, on_one_rank, stage_layers
+from moe_rl.config.load import load_config
 from moe_rl.config.training import ParallelConfig
+from moe_rl.models.hf import read_model
 
 
 @pytest.mark.parametrize(
@@ -25,3 +28,17 @@ def test_interleaved_stages_hold_runs_that_lie_apart(sizes, runs):
     facts, parallel = SimpleNamespace(layers=8), ParallelConfig(**sizes)
     assert chunk_layers(facts, parallel) == runs
     assert stage_layers(facts, parallel) == [[layer for run in stage for layer in run] for stage in runs]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["placement={experts: traced, copies: 1, least_copied_rows: 8, node_ranks: 2}"],
+        ["report.profile={steps: [1], ranks: [0, 1]}", "rollout.engines=2", "replay.overlap_chunks=2"],
+        ["train.overlap_expert_parallel_comm=true", "train.dtype=bfloat16", "train.packing=load"],
+    ],
+)
+def test_one_rank_is_asked_for_nothing_that_needs_several(overrides):
+    config = load_config("configs/tiny_moe_cpu.yaml", overrides)
+    facts = read_model(config.model.path)
+    assert config_problems(config, facts, 2) == config_problems(on_one_rank(config), facts, 1) == []

@@ -6,6 +6,8 @@ from moe_rl.config.check import config_problems
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.passed_on import MEGATRON, OPTIMIZER, VLLM, fields, needs_engine, not_planned
 from moe_rl.models.hf import read_model
+from moe_rl.planning.cluster_plan import make_plan
+from moe_rl.planning.plan_table import render
 from tests.support.refusals import tells
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
@@ -66,6 +68,25 @@ def test_what_is_unknown_or_breaks_a_run_is_refused_by_name(override, facts):
     do = facts.pop("do", "")
     assert do.lower() in problem.lower()
     tells(problem, key=override.partition("=")[0], **facts)
+
+
+@pytest.mark.parametrize("value", ["null", "true", "bf16", "[float32]", "[[a]]", "{a: 1}", "-1", "1.0e+308", "1.5"])
+def test_a_wrong_value_is_told_and_does_not_end_the_plan(value):
+    for others, key in (
+        ("{use_precision_aware_optimizer: true}", "train.megatron_optimizer.exp_avg_dtype"),
+        ("{use_precision_aware_optimizer: true}", "train.megatron_optimizer.main_params_dtype"),
+        ("{use_precision_aware_optimizer: true, optimizer_cpu_offload: true}",
+         "train.megatron_optimizer.optimizer_offload_fraction"),
+        ("{grad_reduce_in_fp32: false}", "train.megatron.recompute_modules"),
+    ):  # fmt: skip
+        config = load_config(CONFIG, [f"train.megatron_optimizer={others}", f"{key}={value}"])
+        facts = read_model(config.model.path)
+        assert list(needs_engine(config)) in ([], ["train.megatron_optimizer.use_precision_aware_optimizer"],
+                                              ["train.megatron.recompute_modules"])  # fmt: skip
+        assert render(make_plan(config, facts, 2))
+        told = [problem.about["key"] for problem in config_problems(config, facts, 2)]
+        allowed = key.endswith("recompute_modules") and value in ("null", "[float32]")
+        assert told == [key] * (not allowed)
 
 
 FLEX = "train.megatron={moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: hybridep}"

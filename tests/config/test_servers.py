@@ -65,7 +65,7 @@ def test_each_engine_needs_a_rank_on_the_node_of_rank_0(monkeypatch):
     def found(engines: int, ranks: int, *overrides: str) -> list[str]:
         return list(neighbour_problems(load_config(CONFIG, [f"rollout.engines={engines}", *overrides]), ranks))
 
-    assert found(2, 2) == found(1, 1) == []
+    assert found(2, 2) == found(1, 1) == found(2, 1, "run.replays=earlier") == []
     (problem,) = found(3, 2)
     tells(problem, key="rollout.engines", got=3, expected=("at most 2",))
     (problem,) = found(3, 4, "cluster={gpus: 4, gpus_per_node: 2, gpu_memory_gib: 79, engines: 3}")

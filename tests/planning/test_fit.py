@@ -6,7 +6,8 @@ from collections import namedtuple
 import pytest
 
 from moe_rl.config.load import load_config
-from moe_rl.planning.cluster_plan import Stage, disk_problems, memory_problems
+from moe_rl.planning.cluster_plan import Stage, disk_problems, memory_problems, transfer_problems
+from moe_rl.planning.plan_table import render
 from tests.support.refusals import tells
 
 
@@ -16,6 +17,46 @@ def test_a_full_disk(plan_of, config_file, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1))
     (message,) = disk_problems(load_config(config_file), plan_of())
     tells(message, key="run.runs_dir", got=("1 ",))
+
+
+def test_a_runs_dir_that_leads_nowhere_has_no_disk(plan_of, config_file, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    assert list(disk_problems(load_config(config_file, [f"run.runs_dir={tmp_path / 'link'}"]), plan_of())) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "step", "more"),
+    [
+        ([], None, 4),
+        ([4], None, 3),
+        ([4, 6], None, 2),
+        ([4, 6], 4, 3),  # the newer one is put aside
+        ([4, 6], "best", 3),
+        ([4, 6], 0, 4),
+        ([4, 6], 5, 4),  # there is none, which is told elsewhere
+        ([1, 2, 3, 4, 5, 6], None, 1),  # checkpoint.keep was lowered
+    ],
+)
+def test_checkpoints_of_a_resumed_run_leave_their_disk_to_new_ones(
+    plan_of, config_file, tmp_path, monkeypatch, saved, step, more
+):
+    """The disk is that of the folder, which may have been moved. An unfinished checkpoint is removed."""
+    config, plan, folder = load_config(config_file), plan_of("checkpoint.keep=3"), tmp_path / "moved/checkpoints"
+    usage, needed, asked = namedtuple("usage", "free"), more * plan.storage.checkpoint_bytes, set()
+
+    def found(free):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.add(path) or usage(free))
+        return list(disk_problems(config, plan, folder.parent, step))
+
+    for name in (".step-000009.tmp", *(f"step-{done:06d}" for done in saved)):
+        (folder / name).mkdir(parents=True)
+    (folder / "best").symlink_to("step-000004") if saved else None
+    assert found(needed) == []
+    (message,) = found(needed - 1)
+    tells(message, option="--resume", folder=str(folder.parent), expected=(f"{needed:,}", f"{more} more"))
+    (folder / ".step-000009.tmp/rank0.part").write_bytes(bytes(100))
+    assert found(needed - 100) == [] and len(found(needed - 101)) == 1
+    assert asked == {folder.parent}
 
 
 CLUSTER = ("cluster.gpus=2", "cluster.gpu_memory_gib=1", "cluster.reserved_gib=0")
@@ -95,3 +136,18 @@ def test_a_sampler_that_does_not_fit(plan_of):
     tells(message, "rollout.kv_cache_mib", fault="sampler", key="cluster.gpu_memory_gib")
     (message,) = memory_problems(plan_of(*CLUSTER, "rollout.max_completion_tokens=20000", "rollout.kv_cache_mib=1"))
     tells(message, key="rollout.kv_cache_mib", expected=("20,010",))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*CLUSTER, "rollout.kv_cache_mib=1024"],
+        [*CLUSTER, "rollout.max_completion_tokens=20000", "rollout.kv_cache_mib=1"],
+        ["rollout.weight_transfer=cuda_ipc"],
+    ],
+)
+def test_a_run_that_replays_another_needs_nothing_for_a_sampler(plan_of, overrides):
+    for more, count in (([], 1), (["run.replays=earlier"], 0)):
+        plan = plan_of(*overrides, *more)
+        assert len(memory_problems(plan) + transfer_problems(plan)) == count
+        assert ("KV cache" in render(plan)) == bool(count)

@@ -213,6 +213,8 @@ def test_what_does_not_divide_still_gives_a_plan(plan_of):
     )
     assert (plan.layout.expert_data, plan.layout.experts_per_rank, plan.batch.groups_per_update) == (1, 2, 1)
     assert plan.batch.epochs is None and "cannot be read" in render(plan)
+    uneven = plan_of("parallel.pipeline=4", "parallel.expert=1", world_size=4)
+    assert [len(stage.memory.layers) for stage in uneven.stages] == [1, 1, 1, 0] and "no layers;" in render(uneven)
     endless = plan_of("task.train=[{name: sums, data: 'reasoning_gym:chain_sum', seed: 1}]")
     assert endless.batch.endless and "endless" in render(endless) and "cannot be read" not in render(endless)
 

@@ -28,7 +28,7 @@ EOS = 1
 def test_the_run_has_no_problem(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(CONFIG, [])
-    assert start_checks.every_problem(config, None, 2, first=True, again=False)[0] == []
+    assert start_checks.every_problem(config, None, 2, first=True)[0] == []
 
 
 def test_the_config_has_room_for_every_turn(lesson):

@@ -25,7 +25,7 @@ def config(monkeypatch):
 
 
 def problems(config):
-    return start_checks.every_problem(config, None, 2, first=True, again=False)[0]
+    return start_checks.every_problem(config, None, 2, first=True)[0]
 
 
 @pytest.mark.long
