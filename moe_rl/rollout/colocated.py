@@ -53,7 +53,7 @@ class ColocatedEngines:
     def __init__(self, engines: Sequence[VllmEngine]):
         self.engines = list(engines)
         self.vllm_version, self.address = engines[0].vllm_version, engines[0].address
-        self.workers = sum(engine.workers for engine in engines)
+        self.workers = [name for engine in engines for name in engine.workers]
         self.lost = dict[str, str]()
         self._left_open: dict[str, set[int]] = {}  # the places where calls left a shard open
         self._agree = True  # False during an update, and after one that some engine has not confirmed

@@ -131,7 +131,7 @@ class VllmEngine:
         )
         self.pid = self._child.pid
         self.calls = NumberedCalls(self._child)
-        self.workers, self.address, self.lost = 1, "127.0.0.1", dict[str, str]()
+        self.workers, self.address, self.lost = [f"engine{number}"], "127.0.0.1", dict[str, str]()
         self.vllm_version = ""
         try:
             self._child.send(wire.Start(settings))

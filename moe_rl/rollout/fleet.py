@@ -73,7 +73,7 @@ class ServerFleet:
 
     Attributes:
         vllm_version: the servers' common version of vLLM.
-        workers: total number of worker processes.
+        workers: names of all worker processes.
         servers: those that are not lost, by their numbers.
         lost: servers not used now, each with the reason.
     """
@@ -159,14 +159,19 @@ class ServerFleet:
         return fleet
 
     @property
-    def workers(self) -> int:
-        """Return the number of processes that hold weights, over all servers that are not lost or are returning."""
-        return sum(self._workers[number] for number in (*self.servers, *self._returning))
+    def workers(self) -> list[str]:
+        """Return the names of the processes that hold weights, of all servers that are not lost or are returning."""
+        again = self._returns + Counter(self._returning)
+        return [
+            f"server{number}-again{again[number]}-worker{worker}"
+            for number in sorted({*self.servers, *self._returning})
+            for worker in range(self._workers[number])
+        ]
 
     @property
     def address(self) -> str:
         """Return the address by which the servers reach this host."""
-        urls = (urlsplit(server.url) for server in self.servers.values())
+        urls = (urlsplit(self._all[number].url) for number in (*self.servers, *self._returning))
         # The config's checks require a host and a port in each URL.
         return reached_by_all([(url.hostname, url.port) for url in urls if url.hostname and url.port])
 

@@ -65,7 +65,7 @@ class PoolOpened(Message, frozen=True):
     """Answers OpenPool, with the fields of Sampler."""
 
     vllm_version: str
-    workers: int
+    workers: list[str]
     address: str
 
 
@@ -105,9 +105,9 @@ class RunsScored(Message, frozen=True):
 
 
 class SamplerUpdated(Message, frozen=True):
-    """Answers Update and Wake with the number of workers that are left."""
+    """Answers Update and Wake with the workers that are left."""
 
-    workers: int
+    workers: list[str]
 
 
 class PoolFailed(Message, frozen=True):

@@ -83,8 +83,8 @@ class Sampler(Protocol):
         """Return the numbers of the places that are not lost."""
 
     @property
-    def workers(self) -> int:
-        """Return the number of processes that hold weights.
+    def workers(self) -> list[str]:
+        """Return the names of the processes that hold weights, by rank. One that is used again has another name.
 
         With several engines, each gets its own ranks in a broadcast, starting at `Broadcast.first_rank`.
         """
@@ -281,7 +281,7 @@ class Blocking:
             raise
 
     @property
-    def workers(self) -> int:
+    def workers(self) -> list[str]:
         return self.sampler.workers
 
     @property

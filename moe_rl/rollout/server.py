@@ -35,6 +35,8 @@ from moe_rl.weights.update import Holding, WeightUpdate
 
 _TIDY_SECONDS = 12.0
 _LEAVE_AGAIN_SECONDS = 0.2
+# Tokens of one publication: as JSON they are less than the longest body that a server takes.
+_PUBLISH_TOKENS = 1 << 24
 
 
 # Created at import time, by one thread: msgspec crashes when two threads are the first to decode a type.
@@ -179,8 +181,16 @@ class VllmServer:
                 refs: dict[str, RouteRef] = {}
                 if records:  # of the completions, and of aborted requests with at least one token
                     asks = [RecordingRequest.of(request, shard) for request in requests]
-                    message = Publish(shard, *sampling.forwarded(requests, asks, samples), keep_open)
-                    refs = await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
+                    lengths = [
+                        len(request.prompt_token_ids) + len(sample.token_ids)
+                        for request, sample in zip(requests, samples, strict=True)
+                    ]
+                    size = max(1, _PUBLISH_TOKENS // max(lengths))  # requests
+                    for start in range(0, len(requests), size):
+                        part = slice(start, start + size)
+                        tokens = sampling.forwarded(requests[part], asks[part], samples[part])
+                        message = Publish(shard, *tokens, keep_open or part.stop < len(requests))
+                        refs |= await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
             except BaseException:
                 if records and not keep_open:
                     await self._tidy(client, "/moe_rl/abandon", Sink(shard))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -102,8 +102,9 @@ def _add(sample: Growing, answer: _Answer, key: str) -> None:
 _KEEPALIVE_SECONDS = 1.0
 # The statuses of the gate and of vLLM that mean: this call is impossible. Others are about the server or its weights.
 _AT_FAULT = frozenset({400, 403, 413, 415, 422})
-# File descriptors that this process uses for anything but connections.
+# File descriptors that this process uses for anything but connections to servers.
 _OTHER_FILES = 256
+_connections: list[int] = []  # of each open client of this process
 
 
 class Transport:
@@ -114,16 +115,18 @@ class Transport:
         self.timeout = timeout_seconds
         self._headers = {"Authorization": f"Bearer {read_token(token_file)}"} | ({RUN_HEADER: run} if run else {})
 
-    def client(self, connections: int) -> httpx.AsyncClient:
-        """Return a client for this many concurrent calls."""
-        _allow_files(connections)
+    @contextlib.asynccontextmanager
+    async def client(self, connections: int) -> AsyncIterator[httpx.AsyncClient]:
+        """Yield a client for this many concurrent calls."""
         # trust_env=False: a proxy from the environment would see the token.
-        return httpx.AsyncClient(
-            headers=self._headers,
-            timeout=httpx.Timeout(self.timeout, pool=None),
-            limits=httpx.Limits(max_connections=connections, keepalive_expiry=_KEEPALIVE_SECONDS),
-            trust_env=False,
-        )
+        with _files_for(connections):
+            async with httpx.AsyncClient(
+                headers=self._headers,
+                timeout=httpx.Timeout(self.timeout, pool=None),
+                limits=httpx.Limits(max_connections=connections, keepalive_expiry=_KEEPALIVE_SECONDS),
+                trust_env=False,
+            ) as client:
+                yield client
 
     async def call(
         self,
@@ -184,19 +187,29 @@ class Transport:
             raise EngineError("The vLLM server gave the wrong answer", where={"url": self.url}, got=got) from None
 
 
-def _allow_files(connections: int) -> None:
-    """Raise this process's limit on open files if needed. Raises EngineError if that is not allowed."""
+@contextlib.contextmanager
+def _files_for(connections: int) -> Iterator[None]:
+    """Let this process open as many files as it may while a client has connections.
+
+    Raises EngineError if that is too few for the connections of all its clients: a server that cannot be called for
+    want of files would look unreachable.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise EngineError(
-            "Too many requests to one vLLM server at once",
-            got=f"{connections} connections, and {hard} open files allowed",
-            do="raise ulimit -n, or sample with more servers",
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if soft != hard:  # not only as many as the clients need: agents connect to a gateway in this process
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _connections.append(connections)
+    try:
+        needed = sum(_connections) + _OTHER_FILES
+        if needed > hard != resource.RLIM_INFINITY:
+            raise EngineError(
+                "Too many requests to vLLM servers at once",
+                got=f"{hard} open files allowed",
+                expected=f"{needed}, for {sum(_connections)} connections",
+                do="raise ulimit -Hn, or sample fewer completions at once",
+            )
+        yield
+    finally:
+        _connections.remove(connections)
 
 
 def _message(body: bytes) -> str:

@@ -63,9 +63,9 @@ class Exporter(Protocol):
 
 
 class _Workers(msgspec.Struct, frozen=True):
-    """Tells the other ranks how many workers the samplers have, and by which address they reach rank 0."""
+    """Tells the other ranks which workers the samplers have, and by which address they reach rank 0."""
 
-    count: int
+    names: list[str]
     address: str
 
 
@@ -116,6 +116,7 @@ class WeightSender:
             self._way = HandleWay(ranks, rollout.engines)
             self._bucket_bytes //= dist.get_world_size()  # a rank with an engine holds the buckets of all
         self._sender: Sender | None = None
+        self._workers = _Workers([], "")  # those that it is for
         self._conservation = Conservation()
         self._held, self._moves = 0, policy.moves
 
@@ -243,7 +244,7 @@ class WeightSender:
             stream.hand_over()
             self._settle()
             return 0
-        own_workers = _Workers(sampler.workers, sampler.address) if sampler is not None else _Workers(0, "")
+        own_workers = _Workers(sampler.workers, sampler.address) if sampler is not None else _Workers([], "")
         workers, *others = self._ranks.gather(own_workers, _Workers)
         # Samplers that reach the trainer by a loopback address reach no other host.
         near = is_loopback(workers.address) and not _one_host(1 + len(others))
@@ -261,14 +262,16 @@ class WeightSender:
 
     def _listen(self, workers: _Workers, stream: WeightStream) -> None:
         """Keep a broadcast sender for these workers if this rank sends, else none."""
-        if self._sender is not None and (not stream.sends or self._sender.workers != workers.count):
+        # If a server returns between two updates, the workers are as many as before, but its own begin anew.
+        if self._sender is not None and (not stream.sends or self._workers != workers):
             self._sender.close()
             self._sender = None
         if self._sender is None and stream.sends:
             # Another host sends from its own address on the route to rank 0's, in the samplers' network.
             try:
                 address = own_address(workers.address, _ANY_PORT) if stream.rank else workers.address
-                self._sender = Sender(stream.rank, address, workers.count, self._ranks.device())
+                self._sender = Sender(stream.rank, address, len(workers.names), self._ranks.device())
+                self._workers = workers
             except OSError as error:
                 raise WeightSyncError(
                     "A rank cannot listen for the workers of the samplers",

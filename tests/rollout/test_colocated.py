@@ -36,9 +36,12 @@ class Engine:
     calls: list[str] = field(default_factory=list)
     updates: list[WeightUpdate] = field(default_factory=list)
     cancelled: bool = False
-    workers: int = 1
     address: str = "127.0.0.1"
     vllm_version: str = "0.32.0"
+
+    @property
+    def workers(self) -> list[str]:
+        return [f"engine{self.number}"]
 
     def name(self) -> str:
         return f"engine {self.number}"
@@ -119,7 +122,7 @@ def test_engines_share_the_requests_and_each_has_its_own_shard():
     sampler.score([[1, 2]])
     scored = [[call for call in engine.calls if call.startswith("score")] for engine in engines]
     assert scored == [[f"score canary-engine{n}", "score None"] for n in (0, 1)]
-    assert sampler.counts() == {"forwarded": 3} and sampler.workers == 2
+    assert sampler.counts() == {"forwarded": 3} and sampler.workers == ["engine0", "engine1"]
 
 
 def test_a_shard_that_calls_share_is_published_where_they_were():

@@ -6,6 +6,7 @@ The servers here are stand-ins that fail on demand. Real ones are in test_server
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from dataclasses import dataclass, field
 from unittest.mock import patch
@@ -24,11 +25,12 @@ from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Blocking, ServerLost, assign, nobody
-from moe_rl.rollout.server import VllmServer
+from moe_rl.rollout.server import _PUBLISH_TOKENS, VllmServer
 from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
 from moe_rl.vllm.api_server import make_token
-from moe_rl.vllm.control import Served
+from moe_rl.vllm.control import GENERATE, Served
+from moe_rl.vllm.server_control import Control
 from moe_rl.weights.update import (
     Broadcast,
     Files,
@@ -404,15 +406,66 @@ def test_only_the_call_is_at_fault_where_the_server_says_so(tmp_path, monkeypatc
     assert isinstance(error.value, RequestRefused) == refuses
 
 
+def test_the_records_of_a_step_are_published_in_parts_that_a_server_takes(tmp_path, monkeypatch):
+    """They stay in one shard, which is published with the last part: all were sampled before."""
+    make_token(token := tmp_path / "token")
+    published = []
+
+    def answered(request):
+        answer = None
+        match request.url.path:
+            case "/moe_rl/recording":
+                answer = replace_served(SERVED, updates=1, version=1, digest="d")
+            case "/moe_rl/publish":
+                body = json.loads(request.content)
+                published.append(([*body["sequences"]], body["keep_open"]))
+                answer = {key: RouteRef(key, len(tokens), ()) for key, tokens in body["sequences"].items()}
+            case path if path == GENERATE:
+                choice = {"token_ids": [7, 8], "logprobs": {"content": [{"logprob": -1.0}] * 2}}
+                choice |= {"finish_reason": "stop", "weight_versions": [{"start": 0, "end": 2, "version": "1"}]}
+                answer = {"choices": [choice]}
+        return httpx.Response(200, content=msgspec.json.encode(answer))
+
+    answers = httpx.MockTransport(answered)
+    monkeypatch.setattr(Transport, "client", lambda *_: httpx.AsyncClient(transport=answers))
+    monkeypatch.setattr("moe_rl.rollout.server._PUBLISH_TOKENS", 10)  # two requests of three tokens that got two
+    completions = VllmServer("http://host:1", token).generate(REQUESTS[:5], shard="step1")
+    keys = [request.key for request in REQUESTS[:5]]
+    assert published == [(keys[:2], True), (keys[2:4], True), (keys[4:], False)]
+    assert [(sample.key, sample.routes.rows) for sample in completions] == [(key, 4) for key in keys]
+    assert _PUBLISH_TOKENS * len(f"{2**31 - 1},") < Control().routes["/moe_rl/publish"].longest
+
+
+def test_the_clients_of_all_servers_share_the_limit_on_open_files(tmp_path, monkeypatch):
+    """Each call alone is within it. A server that cannot be called for want of files would look unreachable."""
+    make_token(token := tmp_path / "token")
+    limits = [(300, 1000)]
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr("resource.setrlimit", lambda _, limit: limits.append(limit))
+    first, second = (Transport(f"http://host:{n}", token, 9) for n in range(2))
+
+    async def run():
+        async with first.client(500):
+            assert limits[1:] == [(1000, 1000)]
+            with refused(EngineError, got="1000 open files allowed", expected=("1256", "1000 connections")):
+                await VllmServer("http://host:1", token, connections=497).sample([asked(0, 0)], "shard")
+            async with second.client(244):
+                pass
+        async with second.client(500):
+            pass
+
+    asyncio.run(run())
+
+
 def wake(made):
     """Begin a sync as the trainer does. Returns the numbers of workers before and after it."""
-    before = made.workers
+    before = len(made.workers)
     made.wake("weights")
     made.wake("kv_cache")
-    return before, made.workers
+    return before, len(made.workers)
 
 
-def test_a_server_that_was_started_again_gets_the_next_update_and_is_used(fleet, tmp_path):
+def test_a_server_that_was_started_again_gets_the_next_update_and_is_used(fleet, tmp_path, monkeypatch):
     made, servers = fleet(3, max_lost=1)
     servers[1].fails.append("before")
     made.generate(REQUESTS, shard="step1")
@@ -421,6 +474,8 @@ def test_a_server_that_was_started_again_gets_the_next_update_and_is_used(fleet,
     assert wake(made) == (2, 2)
     servers[1].served_ = msgspec.structs.replace(SERVED, start="second", gpus=2)
     assert wake(made) == (2, 4) and servers[1].adopted, "a broadcast has ranks for its workers"
+    monkeypatch.setattr("moe_rl.rollout.fleet.reached_by_all", sorted)
+    assert ("host", 1) in made.address, "and comes from an address that it reaches"
     assert list(made.sampler.places) == [0, 2], "it has no weights yet"
     made.generate(REQUESTS, shard="step2")
     made.update_weights(update(tmp_path, 2))
@@ -435,9 +490,14 @@ def test_a_server_that_was_started_again_gets_the_next_update_and_is_used(fleet,
 def test_a_server_that_was_started_again_unnoticed_gets_the_next_update(fleet, tmp_path, capsys):
     made, servers = fleet(3, max_lost=1)
     made.update_weights(update(tmp_path, 2))
-    servers[1].served_ = msgspec.structs.replace(SERVED, start="second")  # while it had nothing to do
+    before = made.workers
+    servers[1].served_ = msgspec.structs.replace(SERVED, start="second", gpus=2)  # while it had nothing to do
     wake(made)
+    now = made.workers
+    assert [name in before for name in now] == [True, False, False, True], "two of as many begin anew"
     made.update_weights(update(tmp_path, 3))
+    wake(made)
+    assert made.workers == now
     assert list(made.sampler.places) == [0, 1, 2] and not made.sampler.lost and servers[1].adopted
     told = capsys.readouterr().err
     assert "server 1 is no longer used: A server was started again" in told and "server 1 is used again" in told
@@ -522,12 +582,12 @@ def test_a_server_that_two_calls_lose_is_lost_once(fleet):
 
 def test_a_broadcast_has_ranks_for_the_workers_of_every_server_that_is_left(fleet, tmp_path):
     made, servers = fleet(3, max_lost=2)
-    sent = Broadcast([SenderAt(0, "10.0.0.1", 29000)], [], 1 + made.workers, 1)
+    sent = Broadcast([SenderAt(0, "10.0.0.1", 29000)], [], 1 + len(made.workers), 1)
     made.update_weights(msgspec.structs.replace(update(tmp_path, 2), source=sent))
-    assert [server.updates[-1].source.first_rank for server in servers] == [1, 2, 4] and made.workers == 4
+    assert [server.updates[-1].source.first_rank for server in servers] == [1, 2, 4] and len(made.workers) == 4
     servers[1].fails.append("before")
     made.generate(REQUESTS, shard="step000001")
-    assert made.workers == 2
+    assert len(made.workers) == 2
     made.update_weights(msgspec.structs.replace(update(tmp_path, 3), source=sent))
     assert [servers[at].updates[-1].source.first_rank for at in (0, 2)] == [1, 2]
     servers[0].fails.append("update")

@@ -37,7 +37,7 @@ def flight(engine, weights, others, reference, other_reference, settings, tmp_pa
 
     async def send(to, way="disk"):
         if way == "broadcast":
-            await by_broadcast(to, engine.workers, others, version=old + 1, replaces=old)
+            await by_broadcast(to, len(engine.workers), others, version=old + 1, replaces=old)
         else:
             await to.take_weights(written)
 

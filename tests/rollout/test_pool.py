@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import socket
+import struct
 from collections import defaultdict
 from types import SimpleNamespace
 
 from moe_rl.errors import RewardError
+from moe_rl.messages import Channel
 from moe_rl.rollout import pool_client as wire
-from moe_rl.rollout.pool import _Pool
-from moe_rl.vllm.wire import Close
+from moe_rl.rollout.pool import _Pool, _PoolLine
+from moe_rl.vllm.wire import Alive, Close
 
 
 class Line:
@@ -85,3 +88,26 @@ def test_a_step_is_judged_while_the_next_is_sampled_and_files_are_deleted_at_onc
         await serving
 
     asyncio.run(main())
+
+
+def test_signs_of_life_never_wait_for_a_rank_that_does_not_read():
+    """While it trains, the pool's event loop must go on. What the pool has to tell still has room."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))  # in the pool: no limit
+        line, rank0 = _PoolLine(Channel(theirs, wire.CALLS)), Channel(ours, wire.REPLIES)
+        rank0.send(wire.TakeBatch(2))
+        line.receive()
+        for _ in range(1000):
+            line.beat()
+        news = [wire.BatchSampled(2, [("sample", 1.0, 2.0)] * 1000), wire.BatchTaken(2, [])]
+        line.send(news[0])
+        line.answer(news[1])
+        heard = []
+        while heard[-2:] != news:
+            heard.append(rank0.receive())
+        assert 10 < len(heard) < 1000 and set(map(type, heard[:-2])) == {Alive}
+        rank0.send(wire.TakeBatch(3))
+        line.receive()
+        line.beat()
+        assert rank0.receive() == Alive()

@@ -43,7 +43,7 @@ def test_a_server_samples_through_updates(checkpoint, weights, others, reference
         back = Change(other_reference, reference)
         asyncio.run(recompute(groups, lambda to: to.take_weights(update(3, weights)), server.store, back, old=2, new=3,
                               name="left"))  # fmt: skip
-        asyncio.run(keep(groups, lambda to: by_broadcast(to, fleet.workers, others, version=4, replaces=3),
+        asyncio.run(keep(groups, lambda to: by_broadcast(to, len(fleet.workers), others, version=4, replaces=3),
                          server.store, there, old=3, new=4, name="broadcast"))  # fmt: skip
         asyncio.run(begin_late(groups, lambda to: to.take_weights(update(5, weights)), server.store, back, old=4, new=5,
                                name="late", at_once=AT_ONCE))  # fmt: skip

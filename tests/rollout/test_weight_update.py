@@ -168,7 +168,7 @@ def test_a_broadcast_is_loaded_bucket_by_bucket(send, weights, others, other_ref
 
     engine, version = send.engine, send.version()
 
-    senders = [Sender(rank, "127.0.0.1", engine.workers, torch.device("cpu")) for rank in range(3)]
+    senders = [Sender(rank, "127.0.0.1", len(engine.workers), torch.device("cpu")) for rank in range(3)]
     send_all = partial(broadcast, engine, senders, bucket=100_000)
     assert send_all(others, version=version + 1, replaces=version)
     other_reference(CANARY).check_logprobs("canary", engine.score([CANARY])[0].logprobs[0], atol=1e-4)

@@ -23,7 +23,7 @@ from moe_rl.types import Completion, Provenance, ScoredTokens, Span, sampled_by
 class RandomSampler:
     """Stands in for an engine. It accepts weights and ignores them."""
 
-    vllm_version, workers, address, places = "none", 1, "127.0.0.1", (0,)
+    vllm_version, workers, address, places = "none", ["worker"], "127.0.0.1", (0,)
 
     def __init__(self, config, facts, folder):
         self.vocabulary, self.root, self.version = facts.vocab, folder / "trace", 0

@@ -22,7 +22,7 @@ class Taker:
     def __init__(self, checkpoint: Path, dtype: DTypeName = "bfloat16"):
         self.intake, self.weights, self.places = Intake(checkpoint_shapes(checkpoint), dtype), {}, []
         self.reader = Reader(self.intake, checkpoint, self._keep, torch.device("cpu"))
-        self.workers, self.address, self.woken = 1, "127.0.0.1", []
+        self.workers, self.address, self.woken = ["worker"], "127.0.0.1", []
 
     def update_weights(self, update):
         update = self.update = decode(encode(update))

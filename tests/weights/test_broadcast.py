@@ -193,7 +193,7 @@ def test_the_port_is_open_to_the_named_address_alone(open_sender):
     assert [address.ip for address in ours if address.port == sender.at.port] == ["127.0.0.1"]
 
 
-def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_closed(tmp_path, monkeypatch):
+def test_a_sampler_with_other_workers_gets_a_way_of_its_own_and_the_old_one_is_closed(tmp_path, monkeypatch):
     from tests.weights.taking import sender_of
 
     policy = SimpleNamespace(moves=0, content=lambda dtype, updated: Content({}, torch.zeros(2, 0)))
@@ -201,10 +201,10 @@ def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_cl
     used, closed = [], []
     monkeypatch.setattr(sender, "_rounds", lambda *, host: [])
     monkeypatch.setattr("moe_rl.weights.sender.broadcast", lambda stream, way, *_: used.append(way) or 0)
-    for workers in (2, 2, 1):
+    for workers in (["a", "b"], ["a", "b"], ["a", "b again"], ["a"]):
         sender.send(SimpleNamespace(workers=workers, address="127.0.0.1", wake=lambda part: None), len(used) + 1)
         monkeypatch.setattr(used[-1], "close", lambda way=used[-1]: closed.append(way))
-    assert used[0] is used[1] and closed == used[:1] and [way.workers for way in used] == [2, 2, 1]
+    assert used[0] is used[1] and closed == used[1:3] and [way.workers for way in used] == [2, 2, 2, 1]
 
 
 def test_a_rank_listens_on_the_address_by_which_its_host_is_reached_while_it_sends(tmp_path, monkeypatch):
@@ -214,9 +214,9 @@ def test_a_rank_listens_on_the_address_by_which_its_host_is_reached_while_it_sen
     sender, asked = sender_of(SimpleNamespace(moves=0), tmp_path, "broadcast", ALONE), []
     monkeypatch.setattr("moe_rl.weights.sender.own_address", lambda *other: asked.append(other[0]) or "127.0.0.2")
     for rank, to, heard in ((0, "127.0.0.1", "127.0.0.1"), (3, "10.0.0.1", "127.0.0.2")):
-        sender._listen(_Workers(2, to), SimpleNamespace(rank=rank, sends=True))
+        sender._listen(_Workers(["a", "b"], to), SimpleNamespace(rank=rank, sends=True))
         assert (sender._sender.at.rank, sender._sender.at.address, sender._sender.workers) == (rank, heard, 2)
-        sender._listen(_Workers(2, to), SimpleNamespace(rank=rank, sends=False))
+        sender._listen(_Workers(["a", "b"], to), SimpleNamespace(rank=rank, sends=False))
         assert sender._sender is None
     assert asked == ["10.0.0.1"]
 
@@ -228,7 +228,7 @@ def test_a_rank_that_cannot_listen_is_named(tmp_path, monkeypatch):
     sender = sender_of(SimpleNamespace(moves=0), tmp_path, "broadcast", ALONE)
     monkeypatch.setattr("moe_rl.weights.sender.own_address", lambda *other: "192.0.2.77")  # no host has this address
     with refused(WeightSyncError, rank=3, host="10.0.0.1"):
-        sender._listen(_Workers(2, "10.0.0.1"), SimpleNamespace(rank=3, sends=True))
+        sender._listen(_Workers(["a", "b"], "10.0.0.1"), SimpleNamespace(rank=3, sends=True))
 
 
 @pytest.mark.parametrize(("to", "on_host", "senders"), [("127.0.0.1", 4, 3), ("127.0.0.1", 2, 1), ("10.0.0.1", 2, 3)])
@@ -249,7 +249,7 @@ def test_samplers_that_no_other_host_reaches_get_all_from_rank_0(tmp_path, monke
     monkeypatch.setattr("moe_rl.weights.sender.WeightStream", planned)
     monkeypatch.setattr(sender, "_rounds", lambda *, host: [])
     with pytest.raises(Asked):
-        sender._stream(SimpleNamespace(workers=1, address=to), None)
+        sender._stream(SimpleNamespace(workers=["a"], address=to), None)
     assert asked == [senders]
 
 
@@ -269,7 +269,7 @@ def test_weights_are_announced_as_changed_after_an_update_alone(tmp_path, monkey
         return 0
 
     monkeypatch.setattr("moe_rl.weights.sender.broadcast", broadcast)
-    sampler = SimpleNamespace(workers=1, address="127.0.0.1", wake=lambda part: None)
+    sampler = SimpleNamespace(workers=["a"], address="127.0.0.1", wake=lambda part: None)
     for version, moves in ((1, 0), (2, 1), (3, 1), (4, 3)):
         policy.moves = moves
         sender.send(sampler, version)
@@ -292,7 +292,7 @@ def test_a_sampler_on_the_same_gpu_wakes_into_memory_that_is_free(tmp_path, monk
     sender = sender_of(policy, tmp_path, "broadcast", ranks, **rollout)
     monkeypatch.setattr(sender, "_rounds", lambda *, host: [])
     monkeypatch.setattr("moe_rl.weights.sender.broadcast", lambda *_: done.append("send") or 0)
-    sender.send(SimpleNamespace(workers=1, address="127.0.0.1", wake=done.append), 1)
+    sender.send(SimpleNamespace(workers=["a"], address="127.0.0.1", wake=done.append), 1)
     assert done == ["look", *gives, "weights", "send", *gives, "kv_cache"]
 
 
