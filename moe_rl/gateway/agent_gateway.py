@@ -161,6 +161,11 @@ class AgentGateway:
         session.ended = True
         return session.finish()
 
+    def abort(self, session: Session) -> None:
+        """Abort the requests of a session, and refuse new ones. Its key becomes invalid."""
+        self.book.close(session)
+        self._exchanges.abort(session)
+
     def forget(self, session: Session) -> None:
         """Forget a session that has ended. Its key becomes invalid."""
         if self._journals is not None:
@@ -177,7 +182,7 @@ class AgentGateway:
         calls `sent` in any case.
 
         Raises:
-            BadRequest: the messages or parameters cannot be served, or a limit of the session is reached.
+            BadRequest: the messages or parameters cannot be served, a limit of the session is reached, or it has ended.
             EngineError: the sampler failed.
             DiskError: the journal cannot be written.
         """
@@ -194,6 +199,8 @@ class AgentGateway:
             except BaseException:
                 earlier.exit(call)
                 raise
+        if session.ended or self.book.named(session.name) is not session:  # it ended while the body was read
+            raise BadRequest("the session has ended", code="session_limit")
         exchange = AgentExchange(call.request)
         self._exchanges.add(session, exchange)
         exchange.enter(call)
@@ -287,17 +294,23 @@ class AgentGateway:
         new: dict[bytes, int] = {}
         for turn, completion in await self._turns(session, prompt, wish, self._chat_stops, exchange):
             self.counts["unstable"] += int(continued is not None and turn.parent != continued)
-            answer = self._renderer.parse(prompt, completion.token_ids, wish.tools)
-            if (stop := completion.stop_string) is not None:
-                answer = replace(answer, content=answer.content.partition(stop)[0])
+            answer = self._parsed(prompt, completion, wish)
             self.counts["unreadable"] += answer.unreadable
             use_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in answer.uses)
             new |= dialogues.add(wish.messages, wish.tools, message_of(answer, use_ids), turn.number)
             tokens = self._tokens(completion) if wish.logprobs else ()
-            replies.append(AgentReply(turn, len(prompt), answer, use_ids, "", tokens, stop))
+            replies.append(AgentReply(turn, len(prompt), answer, use_ids, "", tokens, completion.stop_string))
         if new and self._journals is not None:
             self._journals.add(session, RepliesEntry(new))
         return replies
+
+    def _parsed(self, prompt: tuple[int, ...], completion: Completion, wish: ChatWish) -> ParsedAnswer:
+        """Parse a completion without the stop that ended it, unless the renderer reads that stop or it ends a call."""
+        whole = self._renderer.parse(prompt, completion.token_ids, wish.tools)
+        if completion.stop_string is None and completion.stop_token_id in (None, *self._renderer.stop_token_ids):
+            return whole
+        answer = self._renderer.parse(prompt, self._codec.before_stop(completion), wish.tools)
+        return whole if len(whole.uses) > len(answer.uses) else answer
 
     async def _complete(self, session: Session, wish: TextWish, exchange: AgentExchange, size: int) -> list[AgentReply]:
         text = wish.prompt

@@ -45,7 +45,7 @@ from moe_rl.types import Verdict
 from moe_rl.vllm.api_server import bound_socket, url_of
 
 FAILURES = "failed_episodes.log"
-# How long a request whose agent was killed may take to end.
+# How long an aborted request may take to end, besides the time in which weights go in.
 _BUSY_SECONDS, _LOOK_SECONDS = 30.0, 0.02
 # How long a lost server may take to die, so that its files can be recovered.
 _DYING_SECONDS = 10.0
@@ -180,6 +180,8 @@ class EpisodeGateway:
             try:
                 episode = await self._pool.play(access, asked.prompt.columns)
             finally:
+                # An agent in a sandbox of another host may stay connected.
+                self.gateway.abort(session)
                 # Even if the episode is given up: a request still being sampled continues the records of its turns.
                 await self._settle(session)
                 self.gateway.forget(session)
@@ -198,13 +200,15 @@ class EpisodeGateway:
         )
 
     async def _settle(self, session: Session) -> None:
-        """Wait until the requests of a session have ended. Its agent is gone by now."""
+        """Wait until the requests of a session, which were aborted, have ended."""
         try:
-            async with asyncio.timeout(_BUSY_SECONDS):
+            async with asyncio.timeout(_BUSY_SECONDS) as limit:
                 while session.busy:
+                    if self.gateway.turns.held:  # a sampler that is paused for new weights ends no request
+                        limit.reschedule(asyncio.get_running_loop().time() + _BUSY_SECONDS)
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
-            what = "A request did not end though its agent is gone"
+            what = "A request did not end though it was aborted"
             raise EngineError(what, where={"session": session.name}, got=f"{_BUSY_SECONDS:g} s", fault="busy") from None
 
     def _trajectory(self, ended: _Ended) -> Trajectory:

@@ -60,7 +60,7 @@ class AgentExchange:
     """Represents a request and its result.
 
     Attributes:
-        leave: set once nobody waits for the samples any more.
+        leave: set once nobody waits for the samples any more, or the session is aborted.
         replies: for its clients, empty if it was aborted. None: they are not kept.
         turns: numbers of the sampled turns.
         place: the reservation of the session's limits, until a client has the replies or nobody waits for them.
@@ -125,6 +125,11 @@ class AgentExchanges:
     def drop(self, session: Session, exchange: AgentExchange) -> None:
         """Forget an exchange without a result."""
         self._of[session.name].remove(exchange)
+
+    def abort(self, session: Session) -> None:
+        """Abort the requests of a session that are still being sampled."""
+        for exchange in self._of.get(session.name, ()):
+            exchange.leave.set()
 
     def forget(self, session: Session) -> None:
         """Forget a session."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -39,7 +38,7 @@ from moe_rl.rollout.rollouts import engine_settings
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceStore
-from moe_rl.vllm.api_server import bound_socket, make_token, url_of
+from moe_rl.vllm.api_server import announced, bound_socket, make_token, url_of
 from moe_rl.vllm.control import read_token
 
 # Each call fills a trace shard, and a sampler fills 256 at a time.
@@ -176,11 +175,11 @@ async def _serve(
         print(f"moe_rl: {problem}", file=sys.stderr, flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, listener.stop)
-    announcement = asyncio.create_task(_announce(listener, document, ready_file))
+    line = "gateway on {url}, owner's token in {token_file}, sessions in {folder}"
     try:
-        await listener.serve()
+        async with announced(lambda: listener.listens, line, document, ready_file):
+            await listener.serve()
     finally:
-        announcement.cancel()
         with contextlib.suppress(TimeoutError):  # requests that were cancelled at the end need a moment
             async with asyncio.timeout(_SETTLE_SECONDS):
                 while any(session.busy for session in gateway.book.all()):
@@ -193,14 +192,3 @@ async def _serve(
                 gateway.forget(session)
             except MoeRLError as error:
                 print(f"moe_rl: session {session.name} is not kept: {error}", file=sys.stderr, flush=True)
-
-
-async def _announce(listener: GatewayListener, document: dict[str, str | int], ready_file: Path | None) -> None:
-    """Wait until the gateway listens, then print a line and write JSON to `ready_file`."""
-    while not listener.listens:
-        await asyncio.sleep(0.02)
-    if ready_file is not None:
-        unfinished = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(ready_file)
-    print("gateway on {url}, owner's token in {token_file}, sessions in {folder}".format_map(document), flush=True)

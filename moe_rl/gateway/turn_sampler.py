@@ -48,6 +48,7 @@ class TurnSampler:
 
     Attributes:
         version: the sampler's weight version. Whoever updates the weights sets it.
+        held: whether no turn may begin, because weights go in.
         counts: `sampled_again`: turns after a lost server; `lost_tokens`: tokens that it had sampled of them;
             `recorded_anew`: turns under other weights than the parent's, or away from its open shard;
             `over_older_rows`: turns sampled again because weights changed just when they began, so that their record
@@ -59,18 +60,17 @@ class TurnSampler:
         self.counts: Counter[str] = Counter(sampled_again=0, lost_tokens=0, recorded_anew=0, over_older_rows=0)
         self._sampler, self._seed = sampler, seed
         self._running: Counter[int] = Counter()
-        self._free = asyncio.Condition()
-        self._begins = asyncio.Event()
-        self._begins.set()
+        self.held = False
+        self._changed = asyncio.Event()
 
     def hold(self) -> None:
         """Let no turn begin until `updated`. Running turns are not interrupted."""
-        self._begins.clear()
+        self.held = True
 
     def updated(self, version: int) -> None:
         """Let turns begin again, with weights of this version."""
-        self.version = version
-        self._begins.set()
+        self.version, self.held = version, False
+        self._change()
 
     def room(self, prompt: Sequence[int]) -> int:
         """Return how many tokens may follow a prompt."""
@@ -93,7 +93,8 @@ class TurnSampler:
 
         Args:
             wish: must have passed `check`.
-            leave: set it to abort unfinished completions, which return the tokens so far, perhaps none.
+            leave: set it to abort unfinished completions, which return the tokens so far, perhaps none. If they have
+                not begun, there are none.
 
         Raises:
             SamplerGone: no place is left.
@@ -105,7 +106,9 @@ class TurnSampler:
         number, recorded = f"{start}{session.calls}", session.shards is not None
         call, seed = f"{session.name}/{number}", f"{session.seed}/{number}"
         for again in itertools.count():
-            home = await self._enter(session)
+            home = await self._enter(session, leave)
+            if home is None:
+                return [], False
             try:
                 version, parent = self.version, self._record(session, place, home)
                 attempt = f"-again{again}" if again else ""
@@ -119,7 +122,8 @@ class TurnSampler:
                 self.counts["lost_tokens"] += lost.tokens
                 continue
             finally:
-                await self._exit(home)
+                self._running[home] -= 1
+                self._change()
             began = [sample.oldest_version for sample in sampled if sample.versions]
             self.version = max([self.version, *(sample.newest_version for sample in sampled if sample.versions)])
             if parent is not None and any(oldest != version for oldest in began):
@@ -171,24 +175,34 @@ class TurnSampler:
             for sample in range(place.samples)
         ]
 
-    async def _enter(self, session: Session) -> int:
-        """Wait for room, and return the place: the session's previous one, or the one with the most room."""
-        while True:
-            await self._begins.wait()
-            async with self._free:
+    async def _enter(self, session: Session, leave: asyncio.Event) -> int | None:
+        """Wait for room, and return the place: the session's previous one, or the one with the most room. Returns None
+        if `leave` is set before."""
+        while not leave.is_set():
+            if not self.held:
                 places = self._sampler.places
                 if not places:
                     raise SamplerGone("No server is left to sample on", where={"session": session.name})
                 home = session.home
                 place = home if home is not None and home in places else min(places, key=lambda n: self._running[n])
-                if self._begins.is_set() and self._running[place] < self.bounds.at_once:
+                if self._running[place] < self.bounds.at_once:
                     session.home = place
                     self._running[place] += 1
                     return place
-                if self._begins.is_set():
-                    await self._free.wait()
+            await _wait_for_any(self._changed, leave)
+        return None
 
-    async def _exit(self, place: int) -> None:
-        async with self._free:
-            self._running[place] -= 1
-            self._free.notify_all()
+    def _change(self) -> None:
+        """Let each request that waits look again whether it may begin."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def _wait_for_any(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTES = {chr(byte): bytes([byte]) for byte in _PRINTED} | {
     chr(0x100 + offset): bytes([byte]) for offset, byte in enumerate(sorted(set(range(0x100)) - set(_PRINTED)))
 }
+_LETTERS = {byte[0]: letter for letter, byte in _BYTES.items()}
 # A single-byte token in a character vocabulary.
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -169,6 +171,26 @@ class TextCodec:
             expected=repr(stop),
             do="give sampler and trainer the same tokenizer",
         )
+
+    def before_stop(self, completion: Completion) -> tuple[int, ...]:
+        """Return the tokens of `text`, with tokens of single bytes for the text before a stop string that begins within
+        a token. Raises DataError as `text` does."""
+        ids = completion.text_token_ids
+        if completion.stop_string is None:
+            return ids
+        text = self.text(completion)
+        least = max(0, len(ids) - len(self.decode(ids)[len(text) :].encode()))  # each token has at least one byte
+        lengths = range(len(ids) + 1)
+        whole = bisect_right(lengths, len(text), least, key=lambda length: len(self.decode(ids[:length]))) - 1
+        while not text.startswith(said := self.decode(ids[:whole])):
+            whole -= 1  # the last of these tokens ends within a character
+        return ids[:whole] + self._spelt(text.removeprefix(said))
+
+    def _spelt(self, text: str) -> tuple[int, ...]:
+        """Return tokens of a text that goes on after others: `encode` may begin it with a space."""
+        names = [_LETTERS[byte] if self._names_bytes else f"<0x{byte:02X}>" for byte in text.encode()]
+        ids = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
+        return tuple(ids) if len(ids) == len(names) else self.encode(text)
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:

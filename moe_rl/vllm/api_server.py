@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import json
 import logging
 import os
 import secrets
@@ -16,13 +15,14 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 import moe_rl
+from moe_rl.disk import write_json
 from moe_rl.errors import EngineError
 from moe_rl.parent import take_along
 from moe_rl.trace.model_spec import routed_fingerprint
@@ -254,32 +254,48 @@ def _vllm_arguments(fixed: Mapping[str, object], sizes: Mapping[str, object], fu
 
 
 async def _run(parsed, listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
+    import vllm
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
 
     # Without a tokenizer vLLM tries a chat template in vain, and would log a traceback.
     logging.getLogger("vllm.renderers.base").addFilter(lambda line: "warmup failed" not in str(line.msg))
-    async with build_async_engine_client(parsed) as engine:
-        if not any(await engine.collective_rpc("moe_rl_records")):
-            raise EngineError("vLLM did not attach the recorder", got=f"capture {document['capture']}")
-        await engine.update_weight_version("0")
-        announcement = asyncio.create_task(_announce(listener, document, ready_file))
-        url = document["url"]
-        try:
+
+    def listens() -> bool:
+        return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+    line = "serving on {url}, token in {token_file}, routes in {trace_root}"
+    async with announced(listens, line, document | {"vllm": vllm.__version__}, ready_file):
+        async with build_async_engine_client(parsed) as engine:
+            if not any(await engine.collective_rpc("moe_rl_records")):
+                raise EngineError("vLLM did not attach the recorder", got=f"capture {document['capture']}")
+            await engine.update_weight_version("0")
+            url = document["url"]
             end = await build_and_serve(engine, url, listener, parsed, timeout_graceful_shutdown=_LEAVE_SECONDS)
-        finally:
-            announcement.cancel()
-    await end
+        await end
 
 
-async def _announce(listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
-    """Wait until the server listens, then print a line and write JSON to `ready_file`."""
-    import vllm
+@contextlib.asynccontextmanager
+async def announced(
+    listens: Callable[[], bool], line: str, document: Mapping[str, object], ready_file: Path | None
+) -> AsyncIterator[None]:
+    """Serve in the body. Once the server listens, write `document` as JSON to `ready_file`, and print `line` with its
+    values. If that fails, the server ends as SIGTERM ends it, and the error is raised."""
 
-    while not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        await asyncio.sleep(0.05)
-    if ready_file is not None:
-        unfinished = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(document | {"vllm": vllm.__version__}, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(ready_file)
-    line = "serving on {url}, token in {token_file}, routes in {trace_root}".format_map(document)
-    print(line, flush=True)
+    async def announce() -> None:
+        while not listens():
+            await asyncio.sleep(0.02)
+        try:
+            if ready_file is not None:
+                write_json(ready_file, document)
+            print(line.format_map(document), flush=True)
+        except Exception:
+            signal.raise_signal(signal.SIGTERM)  # whoever waits for the announcement would wait for ever
+            raise
+
+    announcement = asyncio.create_task(announce())
+    try:
+        yield
+    finally:
+        announcement.cancel()
+    if announcement.done():
+        announcement.result()

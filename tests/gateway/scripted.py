@@ -28,7 +28,8 @@ LONGEST, VOCAB = 1 << 16, 384
 class Scripted:
     """Is a sampler of one place. It says `texts` in turn, the last one again and again, each when `goes` is set.
 
-    A request whose client leaves before comes back with its first `left` tokens.
+    A request whose client leaves before comes back with its first `left` tokens. A text that a request's stop string
+    ends must end with it.
     """
 
     places = (0,)
@@ -37,7 +38,7 @@ class Scripted:
         self.texts, self.left, self.asked = list(texts), left, []
         self.goes = asyncio.Event()
         self.goes.set()
-        self._codec = codec
+        self.codec = codec
 
     async def sample(self, place, requests, *, shard, leave, keep_open=False):
         self.asked.append(requests)
@@ -48,12 +49,13 @@ class Scripted:
             one.cancel()
         found = []
         for one, text in zip(requests, said_now, strict=True):
-            ids = self._codec.encode(text)
+            ids = self.codec.encode(text)
             if not self.goes.is_set():
                 found.append(said(one.prompt_token_ids, ids[: self.left], key=one.key, finish_reason="abort"))
             else:
                 stop = ids[-1] if ids[-1] in one.stop_token_ids else None
-                found.append(said(one.prompt_token_ids, ids, key=one.key, stop_token_id=stop))
+                string = next((string for string in one.stop if text.endswith(string)), None)
+                found.append(said(one.prompt_token_ids, ids, key=one.key, stop_token_id=stop, stop_string=string))
         return found
 
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from moe_rl.errors import SessionError
-from tests.gateway.conftest import ADD, chat_tokenizer
+from tests.gateway.conftest import ADD, CALL, chat_tokenizer
 from tests.gateway.scripted import LONGEST, OWNER, served
 from tests.support.refusals import refused
 
@@ -281,6 +281,36 @@ def test_the_bytes_of_log_probabilities_are_the_text(folder):
             (choice,) = text["choices"]
             offsets = choice["logprobs"]["text_offset"]
             assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"].removesuffix("<|im_end|>")), choice
+
+    asyncio.run(run())
+
+
+OBSERVED = {"stop": ["\nObservation:"]}
+STOPPED = [
+    ("the plan\nObservation:", OBSERVED, "the plan", None, 0),
+    ("the plan\n---\n", {"stop": ["\n---\n"]}, "the plan", None, 0),
+    ("<think>\nso\n</think>\n\nObservation:", OBSERVED, None, "so", 0),
+    ("<think>\nI look\nObservation:", OBSERVED, None, "\nI look", 0),
+    ("the plan</tool_response>", {"stop_token_ids": ["</tool_response>"]}, "the plan", None, 0),
+    (f"{CALL}\nObservation:", OBSERVED, None, None, 1),
+    (CALL, {"stop": ["</tool_call>"]}, None, None, 1),
+    (CALL, {"stop_token_ids": ["</tool_call>"]}, None, None, 1),
+    ("the plan<|im_end|>", {"stop_token_ids": ["<|im_end|>"]}, "the plan", None, 0),
+]
+
+
+@pytest.mark.parametrize(("said", "stops", "content", "reasoning", "calls"), STOPPED)
+def test_what_stops_a_message_is_no_part_of_it(folder, said, stops, content, reasoning, calls):
+    """But a call that it ends is whole."""
+
+    async def run():
+        async with served(folder, said) as running, aiohttp.ClientSession() as client:
+            ids = [running.sampler.codec.encode(token)[0] for token in stops.get("stop_token_ids", ())]
+            url = f"{running.url}/s/{running.open().key}/v1/chat/completions"
+            _, reply = await told(client, url, json=HI | stops | {"stop_token_ids": ids, "tools": [ADD]})
+            message = reply["choices"][0]["message"]
+            got = message["content"], message.get("reasoning_content"), len(message.get("tool_calls", ()))
+            assert got == (content, reasoning, calls), message
 
     asyncio.run(run())
 

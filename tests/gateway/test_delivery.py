@@ -6,6 +6,8 @@ import asyncio
 import json
 import socket
 import struct
+import threading
+from types import SimpleNamespace
 
 import aiohttp
 import anthropic
@@ -296,6 +298,45 @@ def test_a_killed_gateway_knows_what_was_received(folder, tmp_path):
             assert again.finish().digest == session.finish().digest
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", ["ended", "aborted"])
+def test_a_request_whose_session_ends_while_its_body_is_sent_is_refused(folder, way):
+    """Also if the owner has kept and forgotten the session before the chat is rendered."""
+
+    async def play(running, opened, client):
+        session, gateway, begun, forgotten = opened.session, running.gateway, threading.Event(), threading.Event()
+
+        def render_late(*chat, **more):
+            begun.set()
+            forgotten.wait(20)
+            return (1, 2, 3)
+
+        gateway._renderer = SimpleNamespace(render=render_late, reads_tools=True)
+        body = json.dumps(HI | {"messages": [{"role": "user", "content": "x" * (1 << 15)}]}).encode()
+        known, sent, find = asyncio.Event(), asyncio.Event(), gateway.book.find
+        gateway.book.find = lambda key: known.set() or find(key)
+
+        async def slowly():
+            yield body[:9]
+            await sent.wait()
+            yield body[9:]
+
+        url = f"{running.url}/s/{opened.key}/v1/chat/completions"
+        asking = asyncio.create_task(client.post(url, data=slowly(), headers={"content-type": "application/json"}))
+        await known.wait()
+        gateway.abort(session) if way == "aborted" else gateway.end(session)
+        sent.set()
+        while not (begun.is_set() or asking.done()):
+            await asyncio.sleep(0.01)
+        gateway.forget(session)
+        forgotten.set()
+        answer = await asking
+        told = await answer.json()
+        assert (answer.status, told["error"]["code"]) == (400, "session_limit"), told
+        assert not running.sampler.asked
+
+    assert sampled(played(folder, play)) == []
 
 
 class EverythingIsRight:

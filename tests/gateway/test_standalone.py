@@ -104,6 +104,7 @@ def compare(running, name: str, router) -> Session:
         (["--config", CONFIG, "--model", "m"], "--model"),
         (["--config", CONFIG, "--reads-text"], "--reads-text"),
         (["--config", CONFIG, "--resume", "runs"], "--resume"),
+        (["--config", CONFIG, "gateway.no_such=1", "--json", "no_such/gateway.json"], "no_such/gateway.json"),
         (["--resume", "no_such"], "--resume"),
         (["--config", CONFIG, "--", "--max-num-seqs", "3"], "--max-num-seqs"),
         (["--config", CONFIG, "gateway.no_such=1"], "gateway.no_such"),

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -29,6 +30,7 @@ from moe_rl.rollout.batches import episode_metrics
 from moe_rl.rollout.episodes import Episodes
 from moe_rl.rollout.kept import shards_of
 from moe_rl.rollout.rollouts import OwnRollouts, Rollouts
+from moe_rl.tasks.environments.environment_pool import Episode
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceSpec, TraceStore
@@ -303,6 +305,56 @@ def test_an_episode_that_is_given_up_ends_with_its_last_request(checkpoint, tmp_
 
     left, open_sessions = asyncio.run(give_up())
     assert left == 0 and not list(open_sessions)
+
+
+class LeftConnected:
+    """Ends each episode while a request of it is under way, on a connection that stays open, as a sandbox on another
+    host does that outlives its episode."""
+
+    def __init__(self, ends):
+        self._ends = ends
+
+    async def play(self, access, row):
+        self._client = aiohttp.ClientSession()
+        self._url = f"{access.base_url}/completions"
+        self._asking = asyncio.create_task(self._client.post(self._url, json={"prompt": "ab"}))
+        await self._ends()
+        return Episode(None, "killed at its time limit")
+
+    async def answers(self):
+        """Return the answers to the request and to one after the episode."""
+        async with self._client:
+            return (await self._asking).status, (await self._client.post(self._url, json={"prompt": "ab"})).status
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_only_the_episode_fails_whose_request_outlives_it(checkpoint, tmp_path, monkeypatch, updated):
+    """Also where new weights go in for longer than a request may take to end."""
+    config, facts, sampler = config_of(checkpoint, tmp_path), read_model(checkpoint), SlowToLeave()
+    monkeypatch.setattr(episode_gateway, "_BUSY_SECONDS", 0.3 if updated else 20)
+
+    async def run():
+        async def ends():
+            await sampler.asked.wait()
+            if updated:
+                player.hold()
+                asyncio.get_running_loop().call_later(0.6, player.updated, 1)
+
+        pool = LeftConnected(ends)
+        monkeypatch.setattr(episode_gateway.EnvironmentPool, "of", lambda environment: pool)
+        player = EpisodeGateway(config, facts, sampler, tmp_path)
+        await player.open()
+        prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
+        (played,) = await player.play([Episodes(config).request("g-c0", "c0", prompt, "g")])
+        answers = await pool.answers()
+        await player.close()
+        return played.verdict, answers
+
+    verdict, answers = asyncio.run(run())
+    assert (verdict.detail, answers) == ("killed at its time limit", (503, 401))
 
 
 def test_a_systems_text_that_changes_is_a_metric_of_the_run(checkpoint, tmp_path, monkeypatch):

@@ -181,6 +181,37 @@ def test_no_turn_begins_while_weights_go_in():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("waits_for", ["weights", "room"])
+def test_a_request_that_is_left_before_it_begins_is_not_sampled(waits_for):
+    class NeverEnds(ManyWeights):
+        async def sample(self, place, requests, **more):
+            self.asked.append(requests[0])
+            await more["leave"].wait()
+            return []
+
+    async def run():
+        sampler, session = NeverEnds(), Session("left", "g", WIDE, 0.0)
+        turns = TurnSampler(sampler, replace(BOUNDS, at_once=1), seed=1)
+        place = session.begin([1, 2], samples=1, max_tokens=3, now=0.0)
+        before, leave = asyncio.Event(), asyncio.Event()
+        running = asyncio.create_task(turns.sample(session, place, SamplingWish(), before))
+        await asyncio.sleep(0)
+        if waits_for == "weights":
+            before.set()
+            await running
+            turns.hold()
+        waiting = asyncio.create_task(turns.sample(session, place, SamplingWish(), leave))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        leave.set()
+        async with asyncio.timeout(20):
+            assert await waiting == ([], False) and len(sampler.asked) == 1
+        before.set()
+        await running
+
+    asyncio.run(run())
+
+
 @pytest.mark.long
 def test_a_dialogue_may_have_500_turns(engine, settings):
     """A reader follows 64 records. The record of the turn after them is whole, and the sequence remains one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -11,10 +12,11 @@ from unittest.mock import patch
 import pytest
 
 from moe_rl.cli import main
-from moe_rl.errors import EngineError
+from moe_rl.errors import DiskError, EngineError
 from moe_rl.vllm import api_server
 from moe_rl.vllm.control import read_token
 from tests.rollout.serving import ROOT
+from tests.support import refusals
 
 ENVIRONMENT = "task.environment={run: moe_rl.tasks.environments.examples.calculator.run}"
 
@@ -91,12 +93,28 @@ def refused(checkpoint, tmp_path, capsys):
 
 def test_what_cannot_be_served_is_refused_at_once(refused, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "cannot listen" in refused("--port", str(taken.getsockname()[1]))
+        port = str(taken.getsockname()[1])
+        assert "cannot listen" in refused("--port", port)
+        (tmp_path / "file").touch()
+        for folder in ("nowhere", "file"):
+            assert f"{folder}/ready.json" in refused("--port", port, "--json", str(tmp_path / folder / "ready.json"))
     assert "cannot listen" in refused("--host", "192.0.2.77")
     assert "no such folder" in refused("--model", str(tmp_path / "nowhere"), "--model-fingerprint", "")
     (tmp_path / "open").write_text("x" * 43)
     (tmp_path / "open").chmod(0o640)
     assert "readable by others" in refused("--token-file", str(tmp_path / "open"))
+
+
+def test_a_server_that_cannot_be_announced_ends_as_sigterm_ends_it(tmp_path):
+    async def serve():
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+        async with api_server.announced(lambda: True, "at {url}", {"url": "u"}, tmp_path / "nowhere/ready.json"):
+            async with asyncio.timeout(20):
+                await ended.wait()
+
+    with refusals.refused(DiskError, file=tmp_path / "nowhere/ready.json"):
+        asyncio.run(serve())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from moe_rl.tasks.tokenizer import _BYTES, TextCodec
-from tests.tasks.test_tokenizer import POLICY, sentencepiece_file, tiktoken_file
+from tests.tasks.test_tokenizer import POLICY, completion, sentencepiece_file, tiktoken_file
 
 
 def byte_level_file(folder):
@@ -50,6 +50,24 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path, write):
         ids = codec.encode("a😊")
         assert len(ids) > 4 and b"".join(codec.pieces(ids[:-2])) == codec.decode(ids).encode()[:-2]
     assert codec.pieces([10**6]) == ["\ufffd".encode()] and codec.pieces([]) == []
+
+
+@pytest.mark.parametrize("write", [byte_level_file, fallback_file])
+def test_the_tokens_before_a_stop_string_are_its_text(tmp_path, write):
+    """Also where the stop string begins within a token, and where tokens are parts of a character."""
+    write(tmp_path)
+    (tmp_path / "config.json").write_bytes((POLICY / "config.json").read_bytes())
+    codec, within = TextCodec(tmp_path, ()), 0
+    ids = codec.encode("a café 😊 a the quick fox a a")
+    for last in range(1, len(ids) + 1):
+        text = codec.decode(ids[:last])
+        for start in range(len(text)):
+            if text.index(text[start:]) == start and "\ufffd" not in text:
+                stopped = completion(ids[:last], text[start:])
+                before = codec.before_stop(stopped)
+                assert codec.decode(before) == codec.text(stopped) == text[:start]
+                within += before != ids[: len(before)]
+    assert within
 
 
 def test_every_byte_has_a_letter_in_byte_level_vocabularies():
