@@ -61,7 +61,7 @@ def sides_of_run(
     scores = TrainerScores(on_one_rank(config), run, versions.step, versions.sampler, versions.checkpoint)
     sequences = scores.source.sequences
     weights = {f"version {version}": path for version, path in versions.folders.items()}
-    block = int(str(rollout.vllm.get("block_size", BLOCK_SIZE)))
+    block = int(str(rollout.vllm.get("block_size") or BLOCK_SIZE))
     third = ThirdEngine(
         [sequence.ids for sequence in sequences],
         [len(sequence.prompt_token_ids) for sequence in sequences],
