@@ -154,7 +154,7 @@ class Recorder:
         stats: counts since the start: steps, tokens forwarded, requests, recorded requests, preemptions, refused
             requests, waits for a copy, waits for records to be written (see sinks.py), rows rewritten by newer weights
             after a preemption, rows confirmed by their routers' logits (0 if not possible, see router_witness.py), and
-            drafts of speculative decoding and how many were accepted, without a request's last ones.
+            drafts of speculative decoding and how many were accepted, without the last before an end or a preemption.
 
     Raises:
         EngineError: the model has no MoE layers.
