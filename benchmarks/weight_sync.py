@@ -148,7 +148,7 @@ class Held:
 class Drain:
     """Runs a sampler in its own process that confirms the weights and drops them."""
 
-    workers, address = 1, "127.0.0.1"
+    workers, address = ["engine"], "127.0.0.1"
 
     def __init__(self, model: Path, device: str):
         context = get_context("spawn")
