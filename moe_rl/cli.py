@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from moe_rl.disk import check_writable
 from moe_rl.errors import MoeRLError, what_lacks
 
 VERBS = {
@@ -81,6 +82,9 @@ def _run(arguments: Sequence[str] | None) -> int:
             options.further = rest[cut + 1 :]
         elif rest[cut:]:
             parser.error(f"arguments after -- are for vLLM, and {verb} does not start vLLM: {' '.join(rest[cut:])}")
+        # `train` checks this as it checks all else: as one of many ranks.
+        if verb != "train" and getattr(options, "json", None) is not None:
+            check_writable(options.json, "--json")
         return module.run(options)
     except MoeRLError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank under torchrun finds the same

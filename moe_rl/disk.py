@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,6 +117,16 @@ def write_whole(path: Path, content: str | bytes, what: str = "", *, synced: boo
             with suppress(OSError):
                 unfinished.unlink()  # a partial file would keep the disk full
             raise
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise DiskError if the file that an option names could not be written with `write_whole`."""
+    do = "name a file in a folder that exists and that you can write to"
+    with writing(f"{option} cannot be written", path, do=do):
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        if not (path.is_fifo() or path.is_char_device()):
+            tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def write_json(path: Path, value: object) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_rl.disk import reason, refusal, write_json, write_whole, writing
+from moe_rl.disk import check_writable, reason, refusal, write_json, write_whole, writing
 from moe_rl.errors import DiskError, TraceDiskError, TraceError
 from moe_rl.report.log import RunLog
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch
@@ -144,3 +144,19 @@ def test_what_the_system_takes_in_parts_is_written_whole(tmp_path, monkeypatch):
     write_whole(tmp_path / "file", b"0123456789")
     monkeypatch.undo()
     assert (tmp_path / "file").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("name", ["absent/out.json", "folder"])
+def test_a_file_of_an_option_that_cannot_be_written_is_refused(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DiskError) as refusal_of_it:
+        check_writable(tmp_path / name, "--json")
+    tells(refusal_of_it.value, "--json", file=str(tmp_path / name))
+
+
+def test_a_file_of_an_option_is_left_as_it_is_and_a_device_is_taken(tmp_path):
+    (tmp_path / "old.json").write_text("old")
+    check_writable(tmp_path / "old.json", "--json")
+    check_writable(tmp_path / "new.json", "--json")
+    check_writable(Path("/dev/null"), "--json")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"] and (tmp_path / "old.json").read_text() == "old"

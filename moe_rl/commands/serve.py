@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 from moe_rl.config.check import refuse
 from moe_rl.config.load import load_config
 from moe_rl.config.passed_on import passed_problems
 from moe_rl.config.schema import Config
-from moe_rl.disk import writing
 from moe_rl.errors import ConfigError, EngineError, MoeRLError, SamplerGone
 from moe_rl.vllm.api_server import ServerSettings, serve
 from moe_rl.vllm.arguments import sized
@@ -99,8 +97,8 @@ def run(options: argparse.Namespace) -> int:
     options: the parsed options, and `further`, the arguments after "--".
     """
     try:
-        if options.json is not None:
-            _clear(options.json)
+        if options.json is not None and options.json.is_file():
+            options.json.unlink()  # an earlier server may have left it
         if options.gateway:
             _run_gateway(options)
         else:
@@ -109,13 +107,6 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 3 if isinstance(error, SamplerGone) else 2
     return 0
-
-
-def _clear(ready_file: Path) -> None:
-    """Remove the file that an earlier server may have left. Raises DiskError where none can be written."""
-    do = "name a file in a folder that exists and that you can write to"
-    with writing("--json cannot be written", ready_file, do=do), tempfile.TemporaryFile(dir=ready_file.parent):
-        ready_file.unlink(missing_ok=True)
 
 
 def _run_gateway(options: argparse.Namespace) -> None:

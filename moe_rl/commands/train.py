@@ -28,7 +28,7 @@ from moe_rl.config.check_cluster import several_nodes
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
-from moe_rl.disk import write_json, write_whole
+from moe_rl.disk import check_writable, write_json, write_whole
 from moe_rl.errors import CollapseError, ConfigError, MoeRLError, SamplerGone, Stopped, TraceError
 from moe_rl.models.weight_files import notes
 from moe_rl.planning.cluster_plan import disk_problems, make_plan, memory_problems, transfer_problems
@@ -138,6 +138,8 @@ def run(options: argparse.Namespace) -> int:
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
+        if options.json is not None:
+            check_writable(options.json, "--json")
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, folder, world_size, options)

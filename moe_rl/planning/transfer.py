@@ -30,20 +30,24 @@ class Transfer:
     problem: Problem | None = None
 
 
-def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, one_host: bool) -> Transfer:
+def weight_transfer(
+    wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, one_host: bool, in_turn: bool = True
+) -> Transfer:
     """Resolve `rollout.weight_transfer`, including "auto".
 
-    GPUs shared by trainer and samplers hand weights over in place; several engines need all ranks on their host.
+    GPUs that trainer and samplers use in turn hand weights over in place; several engines need all ranks on their host.
     Separate GPUs use NCCL, which allows one process per GPU. Else one host uses shared memory, and several hosts use a
     folder.
 
     Args:
         gpu: whether trainer and samplers compute on GPUs.
         one_host: whether all trainer ranks run on one host.
+        in_turn: whether samplers rest while the trainer works, as with `pipeline.mode` sync.
     """
     child, shared = place == "child", place != "servers"
     near = shared and one_host
-    if gpu and (child or near or not shared):
+    in_place = gpu and in_turn and (child or near)
+    if in_place or (gpu and not shared):
         auto: Way = "cuda_ipc" if shared else "broadcast"
         why = {"cuda_ipc": "trainer and sampler are on the same GPUs", "broadcast": "from GPU to GPU"}[auto]
     else:
@@ -53,7 +57,7 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
         return Transfer(auto, f"{why}; chosen by rollout.weight_transfer auto")
     obstacles = {
         "shared_memory": "" if near else "engines that rank 0 starts, on the host of all trainer ranks",
-        "cuda_ipc": "" if gpu and (child or near) else "engines that rank 0 starts on GPUs of ranks, all on its host",
+        "cuda_ipc": "" if in_place else "engines that rank 0 starts on GPUs of ranks, all on its host",
         "broadcast": "servers, on their own GPUs: NCCL allows one process per GPU" if gpu and shared else "",
         "disk": "",
     }
@@ -77,4 +81,6 @@ def planned_transfer(config: Config, world_size: int) -> Transfer:
     cluster = config.cluster
     one_host = cluster is None or world_size <= cluster.gpus_per_node
     place: Place = "servers" if has_servers(config) else "child" if config.rollout.engines == 1 else "children"
-    return weight_transfer(config.rollout.weight_transfer, gpu=cluster is not None, place=place, one_host=one_host)
+    in_turn = config.pipeline.mode == "sync"
+    gpu = cluster is not None
+    return weight_transfer(config.rollout.weight_transfer, gpu=gpu, place=place, one_host=one_host, in_turn=in_turn)

@@ -138,7 +138,8 @@ class Trainer:
         spec = TraceSpec.of(self.facts)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
         self.unproven_adapters = config.train.lora is not None
-        self.sender = WeightSender(self.policy, config.rollout, folder.sync, world, train=config.train)
+        in_turn = config.pipeline.mode == "sync"
+        self.sender = WeightSender(self.policy, config.rollout, folder.sync, world, train=config.train, in_turn=in_turn)
         self.peak_flops = peak_flops(world.device_name(), config.train.dtype)  # of every rank
         self.longest_step, self.step_ended = 0.0, time.monotonic()
         self.train_seconds = 0.0  # duration of the last step, including its weight sync

@@ -85,6 +85,7 @@ class WeightSender:
         ranks: Ranks,
         *,
         train: TrainConfig | None = None,
+        in_turn: bool = True,
         way: Way | None = None,
     ):
         """Choose the transport.
@@ -95,6 +96,7 @@ class WeightSender:
             folder: on a disk shared by trainer and samplers; only the transport "disk" uses it.
             ranks: the trainer's ranks.
             train: says whether only adapters are sent. None: all weights are.
+            in_turn: whether the samplers rest while the trainer works.
             way: the transport. None: the one that `rollout.weight_transfer` selects for these ranks and a sampler
                 beside rank 0.
 
@@ -106,7 +108,7 @@ class WeightSender:
         self._adapters = train if sends_adapters else None
         self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._bucket_bytes = int(rollout.weight_bucket_mib * 2**20)
-        self._named = way or _way(rollout, ranks)
+        self._named = way or _way(rollout, ranks, in_turn)
         self._way: DiskWay | MemoryWay | HandleWay | None = None
         if self._named == "disk":
             self._way = DiskWay(folder, dist.get_rank())
@@ -297,10 +299,11 @@ def _one_host(ranks: int) -> bool:
     return ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
-def _way(rollout: RolloutConfig, ranks: Ranks) -> Way:
+def _way(rollout: RolloutConfig, ranks: Ranks, in_turn: bool) -> Way:
     place: Place = "servers" if rollout.servers else "child" if rollout.engines == 1 else "children"
     gpu = ranks.device().type == "cuda"
-    transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place, one_host=_one_host(dist.get_world_size()))
+    one_host = _one_host(dist.get_world_size())
+    transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place, one_host=one_host, in_turn=in_turn)
     if transfer.way is None:
         raise ConfigError(transfer.problem or "")
     return transfer.way

@@ -50,6 +50,13 @@ def test_what_cannot_work_is_refused_with_what_does():
     tells(problem.problem, "auto", "shared_memory", key="rollout.weight_transfer", got="cuda_ipc", expected=("GPU",))
 
 
+@pytest.mark.parametrize(("place", "one_host"), [("child", True), ("child", False), ("children", True)])
+def test_a_gpu_that_both_use_at_the_same_time_hands_nothing_over_in_place(place, one_host):
+    known = {"gpu": True, "place": place, "one_host": one_host, "in_turn": False}
+    assert weight_transfer("auto", **known).way == ("shared_memory" if one_host else "disk")
+    assert weight_transfer("cuda_ipc", **known).problem
+
+
 def test_the_plan_says_the_way_and_what_a_rank_holds(plan_of):
     plan = plan_of()
     assert plan.transfer.way == "shared_memory"
@@ -60,6 +67,7 @@ def test_the_plan_says_the_way_and_what_a_rank_holds(plan_of):
     cluster = ("cluster.gpus=2", "cluster.gpu_memory_gib=1")
     assert plan_of(*cluster).transfer.way == "cuda_ipc"
     assert plan_of(*cluster, "cluster.gpus_per_node=1").transfer.way == "cuda_ipc", "rank 0's engine is on its GPU"
+    assert plan_of(*cluster, "pipeline.mode=one_step_off").transfer.way == "shared_memory"
     # engines of their own, whose servers are named later
     assert plan_of(*cluster, "cluster.engines=2").transfer.way == "broadcast"
     several = (*cluster, "cluster.engines=2", "rollout.engines=2")

@@ -1,0 +1,14 @@
+"""Tests what the verbs do with the file of --json before they work."""
+
+import pytest
+
+from moe_rl import cli
+from moe_rl.commands import doctor, train
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["train", "--config", "tiny_moe_cpu"]])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.setattr(doctor, "run", lambda options: pytest.fail("it worked before it looked"))
+    monkeypatch.setattr(train, "_configure", lambda options: pytest.fail("it worked before it looked"))
+    assert cli.main([*arguments, "--json", str(tmp_path / "absent" / "out.json")]) == 2
+    assert "--json cannot be written" in capsys.readouterr().err
