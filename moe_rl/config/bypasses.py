@@ -63,6 +63,11 @@ _BYPASSES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "a captured graph repeats the routes of the pass that it was captured in",
         "none",
     ),
+    "mrope_section": (
+        lambda section: section is not None,
+        "the rotary angles of a packed run would be those of other tokens",
+        "null",
+    ),
     "enable_cuda_graph": (bool, "a captured graph repeats the routes of the pass that it was captured in", _OFF),
     "external_cuda_graph": (bool, "a captured graph repeats the routes of the pass that it was captured in", _OFF),
 }

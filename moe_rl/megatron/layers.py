@@ -176,20 +176,23 @@ class PackedSelfAttention(SelfAttention):
     """Extends SelfAttention: it rotates all sequences of a packed run at once.
 
     In every layer Megatron would cut the angles sequence by sequence, and the host would wait for the device each time.
-    The angles that Megatron's embedding hands over are those of the longest sequence, [longest, 1, 1, d].
+    The angles that Megatron's embedding hands over are those of the longest sequence, [longest, 1, 1, d]; None if the
+    model rotates nothing.
     """
 
-    def forward(self, *args, rotary_pos_emb: torch.Tensor, packed_seq_params, **kwargs):
-        context, lengths = self.pg_collection.cp, packed_seq_params.lengths
-        positions = _positions(lengths, context.rank(), context.size(), rotary_pos_emb.device)
-        self._angles = rotary_pos_emb.index_select(0, positions)
+    def forward(self, *args, rotary_pos_emb: torch.Tensor | None, packed_seq_params, **kwargs):
+        context, lengths, unrotated = self.pg_collection.cp, packed_seq_params.lengths, self.config.no_rope_freq
+        self._angles = None
+        if rotary_pos_emb is not None and not (unrotated and unrotated[self.layer_number - 1]):
+            positions = _positions(lengths, context.rank(), context.size(), rotary_pos_emb.device)
+            self._angles = rotary_pos_emb.index_select(0, positions)
         result = super().forward(*args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
         self._angles = None  # else every layer that is recomputed would keep them
         return result
 
     def get_query_key_value_tensors(self, *args, **kwargs):
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
-        return *self._rotated(query, key), *rest
+        return *((query, key) if self._angles is None else self._rotated(query, key)), *rest
 
     def _rotated(self, *several: torch.Tensor) -> list[torch.Tensor]:
         """Rotate [T, 1, heads, d] each. Without sequence boundaries, row n gets angle n."""
@@ -240,9 +243,9 @@ class PackedAttention(torch.nn.Module):
     Maps q [T, heads, d], k and v [T, groups, d] to [T, heads * d]. Under context parallelism T counts this rank's rows,
     and k and v of the other ranks are gathered.
 
-    With config.window_size (w, 0), a token sees itself and the w tokens before it, in the layers of
-    window_attn_skip_freq. With softmax_type "learnable" (attention sinks), `softmax_offset` is one logit per head that
-    takes part in the softmax but has no value.
+    With config.window_size (w, 0), a token sees itself and the w tokens before it, all of them if w is -1, in the
+    layers of window_attn_skip_freq. With softmax_type "learnable" (attention sinks), `softmax_offset` is one logit per
+    head that takes part in the softmax but has no value.
     """
 
     def __init__(
@@ -260,7 +263,7 @@ class PackedAttention(torch.nn.Module):
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.context, self.tensor = pg_collection.cp, pg_collection.tp
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if windowed else None
+        self.window = config.window_size[0] + 1 if windowed and config.window_size[0] >= 0 else None
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // self.tensor.size()

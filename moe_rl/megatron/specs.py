@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from moe_rl.config.bypasses import bypasses
-from moe_rl.errors import About, ConfigError
+from moe_rl.errors import ConfigError
 from moe_rl.megatron.layers import (
     ExpertOutput,
     GroupedExperts,
@@ -50,11 +50,13 @@ def replay_spec(config: TransformerConfig, vp_stage: int | None = None) -> Trans
         vp_stage: Which run of the stage's layers; None means all.
 
     Raises:
-        ConfigError: The config has settings under which replay is not exact.
+        ConfigError: The config has settings under which replay is not exact, or that the layers do not implement.
     """
     _refuse_bypasses(config)
     if HAVE_TE:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
+        )
     else:
         spec = _torch_block_spec(config, vp_stage)
     return _replayed_block(spec)
@@ -88,7 +90,15 @@ def _replayed_layer(layer: ModuleSpec) -> ModuleSpec:
     """Return a new spec of a layer, with replay if its MLP has experts. New, because Megatron's layers may share a
     spec."""
     mlp, attention = layer.submodules.mlp, layer.submodules.self_attention
-    if attention.module in _PACKED:
+    if layer.module is not TransformerLayer:
+        raise ConfigError(
+            "a layer is of a class of its own, which a layer with replay would replace",
+            where={"argument": "spec"},
+            got=repr(layer.module)[:80],
+            expected=TransformerLayer.__name__,
+            do="use Megatron's own layers, as replay_spec does",
+        )
+    if getattr(attention, "module", None) in _PACKED:
         attention = dataclasses.replace(attention, module=_PACKED[attention.module])
     if not isinstance(mlp, functools.partial):
         raise ConfigError(
@@ -108,14 +118,27 @@ def _replayed(mlp: functools.partial) -> functools.partial:
     return functools.partial(ReplayMoELayer, submodules=dataclasses.replace(submodules, router=ReplayRouter))
 
 
+# Settings that Megatron reads where it makes or runs layers that ours replace, and the values that ours implement.
+_TORCH_HAS: dict[str, tuple] = {
+    "normalization": ("RMSNorm",),
+    "layernorm_zero_centered_gamma": (False,),
+    "qk_l2_norm": (False,),
+    "softmax_type": ("vanilla", "learnable"),
+    "experimental_attention_variant": (None,),
+    "moe_apply_probs_on_input": (False,),
+}
+
+
 def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    if config.normalization != "RMSNorm":
-        message, do = (
-            "Without TransformerEngine, RMSNorm is the only norm",
-            "set normalization, or install TransformerEngine",
+    has = _TORCH_HAS | ({"qk_layernorm": (True,)} if config.multi_latent_attention else {})
+    if lacks := [setting for setting, values in has.items() if getattr(config, setting) not in values]:
+        raise ConfigError(
+            "the layers that stand for those of TransformerEngine do not implement this",
+            where={"setting": lacks[0]},
+            got=getattr(config, lacks[0]),
+            expected=" or ".join(map(str, has[lacks[0]])),
+            do="change it, or install TransformerEngine",
         )
-        where: About = {"setting": "normalization"}
-        raise ConfigError(message, where=where, got=config.normalization, expected="RMSNorm", do=do)
     first, every = get_transformer_layer_offset(config, vp_stage=vp_stage), config.moe_layer_freq
     flags = every if isinstance(every, list) else [layer % every == 0 for layer in range(config.num_layers)]
     here = flags[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]

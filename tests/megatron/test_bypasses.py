@@ -82,6 +82,28 @@ def test_a_setting_that_only_gpus_have_is_named():
     tells(problem, setting="moe_router_padding_for_quantization", got=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("normalization", "LayerNorm"),
+        ("layernorm_zero_centered_gamma", True),
+        ("qk_l2_norm", True),
+        ("softmax_type", "off-by-one"),
+        ("experimental_attention_variant", "gated_delta_net"),
+        ("moe_apply_probs_on_input", True),
+        ("mrope_section", [4, 2, 2]),
+    ],
+)
+def test_a_setting_that_our_layers_would_ignore_is_refused(name, value):
+    from moe_rl.megatron.specs import replay_spec
+
+    config = config_with({})
+    setattr(config, name, value)
+    with pytest.raises(ConfigError) as refused:
+        replay_spec(config)
+    tells(refused.value.problems[0], setting=name, got=value)
+
+
 def test_several_are_told_at_once():
     config = config_with({}, moe_router_fusion=True, moe_router_force_load_balancing=True)
     assert len(list(bypasses(vars(config)))) == 2

@@ -3,10 +3,13 @@
 import dataclasses
 import functools
 
+import numpy as np
 import pytest
+import torch
 
 from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import ConfigError
+from moe_rl.types import Sequence, sampled_by
 from tests.megatron.models import TRAIN, facts
 
 
@@ -50,3 +53,51 @@ def test_a_config_that_bypasses_replay_and_a_layer_without_a_builder_are_refused
     with pytest.raises(ConfigError) as error:
         with_replay(broken, config)
     assert error.value.about["argument"] == "spec"
+
+
+def test_a_layer_of_another_class_is_refused(made):
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+    from moe_rl import with_replay
+
+    config, spec = made
+    layers = [*spec.layer_specs[:2], dataclasses.replace(spec.layer_specs[2], module=MoETransformerLayer)]
+    with pytest.raises(ConfigError) as error:
+        with_replay(dataclasses.replace(spec, layer_specs=layers), config)
+    assert error.value.about["argument"] == "spec" and "MoETransformerLayer" in str(error.value)
+
+
+def logits(one_rank, embedding, **settings):
+    """Return the logits of a model with a program's own settings, for one packed sequence."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from moe_rl import pack, replay_spec
+    from moe_rl.megatron.model import transformer_config
+
+    config = transformer_config(facts(), TRAIN, ParallelConfig())
+    for name, value in settings.items():
+        setattr(config, name, value)
+    model = GPTModel(
+        config, replay_spec(config), vocab_size=96, max_sequence_length=64, position_embedding_type=embedding
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    tokens = tuple(range(1, 14))
+    batch = pack([Sequence("a", tokens[:3], tokens[3:], np.zeros(10, np.float32), 0.0, sampled_by(0, 10), None)])
+    with torch.no_grad():
+        return model(batch.tokens, batch.positions, None, packed_seq_params=batch.begin_forward(None, 0))
+
+
+def test_layers_without_rotation_rotate_nothing(one_rank):
+    plain, rotated = logits(one_rank, "none"), logits(one_rank, "rope")
+    assert not torch.allclose(plain, rotated, atol=1e-2)
+    assert torch.equal(logits(one_rank, "rope", no_rope_freq=[1, 1]), plain)
+    mixed = logits(one_rank, "rope", no_rope_freq=[0, 1])
+    assert not torch.allclose(mixed, plain, atol=1e-2) and not torch.allclose(mixed, rotated, atol=1e-2)
+
+
+def test_an_infinite_window_is_none(one_rank):
+    whole = logits(one_rank, "rope")
+    torch.testing.assert_close(logits(one_rank, "rope", window_size=(-1, 0), window_attn_skip_freq=None), whole)
+    assert not torch.allclose(logits(one_rank, "rope", window_size=(1, 0), window_attn_skip_freq=None), whole)
