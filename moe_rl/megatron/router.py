@@ -103,7 +103,7 @@ class ReplayRouter(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
         self.handle: MicrobatchHandle | None = None
         self.seq_params: ReplaySeqParams | None = None
-        self.tokens_of_update = 0  # real tokens of all ranks; set before an update with an auxiliary loss
+        self.tokens_of_update = 0  # real tokens of all ranks; a Policy sets it before an update with an auxiliary loss
         # this rank's part of the auxiliary loss, without its coefficient
         self.aux_loss = torch.zeros([], device=world.device())
         self.router_replay = _RecordedTopK(self)
@@ -131,7 +131,10 @@ class ReplayRouter(TopKRouter):
 
     def attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, *args, **kwargs):
         # Megatron would undo a division by the number of tokens, which this loss does not contain, and would weight
-        # ranks equally although their numbers of real tokens differ. `aux_loss` is this rank's part of a sum.
+        # ranks equally although their numbers of real tokens differ. `aux_loss` is this rank's part of a sum. A loop
+        # without a Policy divides gradients as Megatron expects.
+        if not self.tokens_of_update:
+            return super().attach_and_log_load_balancing_loss(activation, aux_loss_coeff, aux_loss, *args, **kwargs)
         aux_loss = aux_loss * (self.seq_params.tokens / self.tokens_of_update)
         self.aux_loss += aux_loss.detach() / aux_loss_coeff
         return MoEAuxLossAutoScaler.apply(activation, aux_loss)

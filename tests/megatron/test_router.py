@@ -171,6 +171,29 @@ def test_the_load_leaves_padding_and_passes_without_gradient_out(router, style):
     assert torch.equal(router.local_tokens_per_expert, counted.float())
 
 
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_without_a_policy_a_balancing_loss_is_megatrons(one_rank, kind):
+    from megatron.core.transformer.moe.moe_layer import get_default_pg_collection
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from moe_rl.megatron.model import transformer_config
+    from moe_rl.megatron.router import ReplayRouter, ReplaySeqParams
+
+    config = transformer_config(facts(num_experts=E, top_k=K), TRAIN, ParallelConfig())
+    config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = kind, 0.1
+    hidden, gradients = torch.randn(T, 1, config.hidden_size), []
+    for make in (TopKRouter, ReplayRouter):
+        router = make(config, get_default_pg_collection())
+        router.set_layer_number(1)
+        router.seq_params = ReplaySeqParams(lengths=(T,), tokens=T, padding=torch.zeros(T, dtype=torch.bool))
+        with torch.no_grad():
+            router.weight.normal_(0, 0.5, generator=torch.Generator().manual_seed(3))
+        router(hidden)[0].sum().mul(0.0).backward()
+        gradients.append(router.weight.grad)
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 def test_a_router_asks_for_its_own_layer_and_chooses_for_rows_without_a_route(router, style):
     hidden = torch.randn(T, 1, style.hidden_size)
     routes, missing = unlikely(router, hidden), torch.arange(T) % 3 == 0
