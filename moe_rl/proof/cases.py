@@ -17,6 +17,8 @@ from moe_rl.errors import About, ConfigError, Problem, describe
 Mode = Literal["r3", "r2", "native", "observe"]
 
 MICROBATCH_TOKENS = 40
+# Settings of `train` that the batch, the model or the reference of a proof decides.
+_FIXED = ("microbatch_tokens", "optimizer", "router_aux_loss", "expert_bias_rate", "lora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,12 @@ def parse(overrides: Seq[str], ranks: int) -> Case:
     for text in overrides:
         key, equals, value = text.partition("=")
         section, _, name = key.partition(".")
-        if not equals or section not in given or not name:
+        if not equals or section not in given or not name or name in _FIXED:
             raise ConfigError(
                 "a proof does not accept this override",
                 where={"override": repr(text)},
                 got=text,
-                expected="parallel.NAME=VALUE or train.NAME=VALUE",
+                expected=f"parallel.NAME=VALUE or train.NAME=VALUE, and none of {', '.join(_FIXED)}",
             )
         given[section][name], _ = strict_yaml.parse(value, {"override": repr(text)})
     made: list[ParallelConfig | TrainConfig] = []

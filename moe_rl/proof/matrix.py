@@ -18,7 +18,7 @@ from moe_rl.config.layout import layout_problems
 from moe_rl.config.passed_on import setting_problems
 from moe_rl.errors import ConfigError, Problem, ReplayError
 from moe_rl.models.hf import read_model
-from moe_rl.parent import torchrun
+from moe_rl.parent import kill_marked, mark_children, torchrun
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import Case
 from moe_rl.proof.precision import Precision, Tf32
@@ -94,7 +94,7 @@ class Proof:
         process group.
 
         Raises:
-            ReplayError: The ranks failed. The message has the end of their output.
+            ReplayError: The ranks failed, or did not end in `timeout` seconds. The message has the end of their output.
         """
         by_case: dict[int, list[dict]] = {}
         for ranks in sorted({case.ranks for case in cases}):
@@ -224,10 +224,16 @@ def largest(got: Tensors, expected: Tensors) -> float:
 
 
 def _torchrun(ranks: int, *arguments, timeout: float) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*torchrun(ranks), "-m", "moe_rl.proof.rank", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    mark = mark_children(environment)
+    command = [*torchrun(ranks), "-m", "moe_rl.proof.rank", *map(str, arguments)]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    except subprocess.TimeoutExpired:
+        raise ReplayError(
+            "the ranks of a proof did not end",
+            got=f"{ranks} ranks after {timeout:g} s",
+            do="prove fewer cases at once, with --ranks or a layout of your own, or use a machine that does less else",
+        ) from None
+    finally:
+        kill_marked(mark)  # torchrun is killed at once, and leaves its ranks

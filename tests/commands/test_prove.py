@@ -3,9 +3,11 @@
 import argparse
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from moe_rl.commands import prove
 from moe_rl.commands.prove import BEGIN, END
 from moe_rl.errors import ConfigError, ReplayError
 from moe_rl.models.hf import read_model
-from moe_rl.proof import precision
+from moe_rl.proof import matrix, precision
 from moe_rl.proof.batch import batch, make_checkpoint
 from moe_rl.proof.cases import LAYOUTS, RECORDED, Case, parse
 from moe_rl.proof.matrix import Proof, Proved, largest, merged
@@ -31,9 +33,9 @@ def run(*arguments):
 
 
 def test_a_layout_of_ones_own():
-    case = parse(["parallel.tensor=2", "parallel.expert=4", "train.recompute=moe", "train.router_aux_loss=1e-2"], 4)
-    assert case == Case(4, {"tensor": 2, "expert": 4}, {"recompute": "moe", "router_aux_loss": 0.01})
-    assert case.layout_name == "TP2 EP4 DP2 recompute=moe router_aux_loss=0.01"
+    case = parse(["parallel.tensor=2", "parallel.expert=4", "train.recompute=uniform", "train.recompute_layers=2"], 4)
+    assert case == Case(4, {"tensor": 2, "expert": 4}, {"recompute": "uniform", "recompute_layers": 2})
+    assert case.layout_name == "TP2 EP4 DP2 recompute=uniform recompute_layers=2"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,9 @@ def test_a_layout_of_ones_own():
         (["train.recompute=full"], {"key": "recompute", "got": "full", "expected": ("'uniform'",)}),
         (["tensor=2"], {"override": "'tensor=2'"}),
         (["parallel.tensor"], {"override": "'parallel.tensor'"}),
+        (["train.microbatch_tokens=80"], {"override": "'train.microbatch_tokens=80'"}),
+        (["train.router_aux_loss=0.1"], {"override": "'train.router_aux_loss=0.1'"}),
+        (["train.lora={rank: 4, alpha: 8}"], {"override": "'train.lora={rank: 4, alpha: 8}'"}),
     ],
 )
 def test_overrides_that_say_nothing_are_named(overrides, facts):
@@ -72,6 +77,17 @@ def test_a_layout_of_ones_own_is_proven(tmp_path, capsys, dtype, within):
     assert "exact in 1 of 1 cases" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "proof.json").read_text())
     assert row["exact"] and row["gradients"] < row["tolerance"] <= within < row["control"]["gradients"]
+
+
+def test_ranks_that_do_not_end_are_told_and_leave_no_process(tmp_path, monkeypatch):
+    started = tmp_path / "started"
+    rank = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w'), flush=True); time.sleep(600)"
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:3]])"
+    monkeypatch.setattr(matrix, "torchrun", lambda ranks: [sys.executable, "-c", parent, rank, str(started)])
+    with pytest.raises(ReplayError, match=r"2 ranks after 5 s"):
+        matrix._torchrun(2, timeout=5)
+    pid = int(started.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_gpu_may_differ_by_its_rounding_and_no_more(tmp_path, monkeypatch):
