@@ -101,7 +101,7 @@ def check_batch(
     groups: int = 1,
     names: Seq[str] | None = None,
 ) -> BatchReport:
-    """Check the routes of a batch of sequences. Never raises for what is wrong in them.
+    """Check the routes of a batch of sequences. Never raises for what is wrong in the routes.
 
     Args:
         token_ids: For each sequence its forwarded tokens [T]: prompt + completion without the last token.
@@ -123,6 +123,7 @@ def check_batch(
 
     Raises:
         RouteValidationError: The arguments do not belong together, whatever the routes hold.
+        NonFiniteError: A score of a row that the witness has is NaN or infinite.
     """
     names = [str(number) for number in range(len(routes))] if names is None else names
     for argument, value in {
@@ -151,13 +152,28 @@ def check_batch(
                     got=np.shape(array),
                     expected=(len(ids), *shapes.get(argument, ())),
                 )
+    for number, chosen in enumerate(native_topk or ()):
+        ids = np.asarray(chosen)[slice(None) if seen is None else np.asarray(seen[number], bool)]
+        if ((ids < 0) | (ids >= num_experts)).any():
+            raise RouteValidationError(
+                "the witness chooses experts that a layer does not have",
+                where={"argument": "native_topk", "sequence": names[number]},
+                got=f"{ids.min()} to {ids.max()}",
+                expected=f"0 to {num_experts - 1} in the rows of `seen`",
+            )
     claims = _form(tokens, arrays, native_topk, seen, spec, names)
     sound = not any(claim.status == "refused" and claim.name in FORM[:4] for claim in claims)
-    if sound and (native_topk is not None or scores is not None):
-        claims += _alignment(tokens, arrays, native_topk, scores, prompts, lags, seen, spec, groups, names)
-    else:
-        why = "no witness: native_topk and scores are missing" if sound else "form is wrong"
+    why = ""
+    if not sound:
+        why = "form is wrong"
+    elif native_topk is None and scores is None:
+        why = "no witness: native_topk and scores are missing"
+    elif not any(map(len, tokens)):
+        why = "the batch has no rows"
+    if why:
         claims += [Checked("alignment", "weak", 0.0, (why,))]
+    else:
+        claims += _alignment(tokens, arrays, native_topk, scores, prompts, lags, seen, spec, groups, names)
     return BatchReport(tuple(claims))
 
 
@@ -257,11 +273,12 @@ def _alignment(
     record = np.concatenate([array[:, columns] for array in arrays]).astype(np.int64)
     prompts = [len(ids) for ids in tokens] if prompts is None else prompts
     lag = None if lags is None else np.concatenate(lags)
-    recorded = np.ones(len(record), bool) if seen is None else np.concatenate(seen)
+    recorded = np.ones(len(record), bool) if seen is None else np.concatenate(seen).astype(bool)
     places = RowPlaces.of(tokens, prompts, recorded, slice(None), lag)
     test = AlignmentTest(spec.moe_layers, [places], torch.device("cpu"), groups=groups)
     all_scores = None if scores is None else np.concatenate(scores)
-    choice = None if native is None else np.concatenate(native)
+    # Rows that the witness does not have may hold anything.
+    choice = None if native is None else np.where(recorded[:, None, None], np.concatenate(native), record)
 
     def tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype))

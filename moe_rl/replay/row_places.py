@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class RowPlaces:
         lengths, pieces = [len(ids) for ids in tokens], []
         for number, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
             starts = sorted({*range(0, min(prompt, length), _PIECE), *range(min(prompt, length), length, _PIECE)})
-            pieces += [(number, a, b - 1) for a, b in zip(starts, [*starts[1:], length], strict=True)]
+            pieces += [(number, a, b - 1) for a, b in pairwise([*starts, length])]
         first = np.cumsum([0, *lengths])[:-1]
         position = np.arange(sum(lengths)) - np.repeat(first, lengths)
         token = np.concatenate(tokens).astype(np.int64)

@@ -126,6 +126,27 @@ def test_the_witness_of_one_rank_sees_its_own_rows_only():
     assert not check(routes(), scores=unseen, seen=half).faults
 
 
+def test_sequences_without_rows_are_sound_and_prove_nothing():
+    nothing = np.zeros((0, len(LAYERS), TOP_K), np.uint8)
+    for found, tokens in (([], []), ([nothing], [[]])):
+        report = check_batch(tokens, found, found, num_experts=EXPERTS)
+        assert not report.faults and status(report)["alignment"] == "weak"
+    beside = check_batch(
+        [[], *TOKENS, []], [nothing, *routes(), nothing], [nothing, *NATIVE, nothing], num_experts=EXPERTS
+    )
+    assert not beside.faults and {status(beside)[name] for name in ("layer", "shift", "no rows")} == {"proven"}
+
+
+def test_rows_that_the_witness_does_not_have_may_hold_anything():
+    seen = [np.arange(len(one)) % 4 < 3 for one in NATIVE]
+    native = [np.where(mask[:, None, None], one, -1) for mask, one in zip(seen, NATIVE, strict=True)]
+    report = check(routes(), scores=None, native_topk=native, seen=seen)
+    assert not report.faults and status(report)["layer"] == "proven"
+    with pytest.raises(RouteValidationError) as error:
+        check(routes(), scores=None, native_topk=native)
+    assert error.value.about == {"argument": "native_topk", "sequence": "0"}
+
+
 def test_arguments_that_do_not_belong_together_are_refused():
     with pytest.raises(RouteValidationError) as error:
         check(routes(), prompts=[1])
