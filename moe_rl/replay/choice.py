@@ -37,9 +37,18 @@ def replay_topk(
         Weights [T, K] in the dtype of scores, and int64 [T, K].
 
     Raises:
-        ReplayError: routes and scores do not have the same rows, or routes are no integers.
+        ReplayError: routes and scores do not have the same rows, routes are no integers, or there are no such weights.
     """
-    if routes.ndim != 2 or len(routes) != len(scores) or routes.dtype.is_floating_point:
+    if weights not in ("softmax", "renormalised", "plain"):
+        raise ReplayError(
+            "unknown weights of the recorded experts",
+            where={"argument": "weights"},
+            got=repr(weights),
+            expected="softmax, renormalised or plain",
+            fault="weights",
+        )
+    wrong_type = routes.dtype.is_floating_point or routes.dtype is torch.bool
+    if routes.ndim != 2 or len(routes) != len(scores) or wrong_type:
         raise ReplayError(
             "routes do not fit the scores",
             where={"argument": "routes"},

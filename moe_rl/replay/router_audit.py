@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -382,7 +382,7 @@ def row_places(
     sequences: Seq[int],
     lengths: Seq[int],
     *,
-    order: str = "packed",
+    order: Literal["packed", "batch first", "sequence first"] = "packed",
     padded_to: int = 0,
     context: tuple[int, int] = (0, 1),
 ) -> Places:
@@ -397,13 +397,25 @@ def row_places(
         padded_to: Rows of the packed microbatch, or of each sequence of a grid; 0: as many as are needed.
         context: (rank, ranks) of context parallelism in Megatron's zigzag: each sequence is cut into 2 * ranks equal
             pieces, and a rank has piece `rank` and the last but `rank`.
+
+    Raises:
+        ReplayError: There is no such order.
     """
-    rank, ranks = context
+    if order not in ("packed", "batch first", "sequence first"):
+        raise ReplayError(
+            "rows are laid out in an unknown order",
+            where={"argument": "order"},
+            got=repr(order),
+            expected="packed, batch first or sequence first",
+            fault="order",
+        )
+    (rank, ranks), whole = context, 2 * context[1] if context[1] > 1 else 1
     width = max(padded_to, max(lengths, default=0))
     cut: list[tuple[np.ndarray, np.ndarray]] = []
+    if order == "packed":
+        cut.append((np.empty(0, np.int64), np.empty(0, np.int64)))
     for number, length in zip(sequences, lengths, strict=True):
-        room = -(-length // (2 * ranks)) * 2 * ranks if ranks > 1 else length
-        room = room if order == "packed" else max(width, room)
+        room = -(-(length if order == "packed" else width) // whole) * whole
         position = np.arange(room)
         sequence = np.where(position < length, number, -1)
         if ranks > 1:

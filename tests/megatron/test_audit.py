@@ -186,6 +186,14 @@ def test_rows_are_laid_out_as_routers_see_them():
     assert sequence.tolist() == [5, 5, 5, 5] and position.tolist() == [2, 3, 4, 5]
     sequence, position = row_places([5], [7], context=(0, 2))
     assert sequence.tolist() == [5, 5, 5, -1] and position.tolist() == [0, 1, 6, 7]
+    sequence, position = row_places([], [], padded_to=8, context=(0, 2))  # a microbatch that fills up a round
+    assert sequence.tolist() == [-1] * 4 and position.tolist() == [0, 1, 2, 3]
+    # the longest sequence of a grid cannot be cut into equal pieces either
+    sequence, position = row_places([5, 6], [3, 5], order="sequence first", context=(0, 2))
+    assert sequence.tolist() == [5, 6, 5, 6, -1, -1, -1, -1] and position.tolist() == [0, 0, 1, 1, 6, 6, 7, 7]
+    with pytest.raises(ReplayError) as error:
+        row_places([5], [7], order="batch_first")
+    assert error.value.about["argument"] == "order"
 
 
 def test_every_name_that_the_tables_use_is_explained(one_rank):

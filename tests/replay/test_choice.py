@@ -44,8 +44,15 @@ def test_rows_without_a_record_take_their_own_best():
     assert ids[1::2].equal(ROUTES[1::2]) and ids[::2].equal(LOGITS.topk(3)[1][::2])
 
 
-@pytest.mark.parametrize("routes", [ROUTES[:5], ROUTES.float(), ROUTES[0]])
+@pytest.mark.parametrize("routes", [ROUTES[:5], ROUTES.float(), ROUTES[0], LOGITS > 0])
 def test_routes_of_other_rows_are_refused(routes):
     with pytest.raises(ReplayError) as error:
         replay_topk(LOGITS, routes)
     assert error.value.message.fault == "rows"
+
+
+def test_unknown_weights_are_refused():
+    """They would be the scores as they are."""
+    with pytest.raises(ReplayError) as error:
+        replay_topk(LOGITS, ROUTES, weights="renormalized")
+    assert error.value.about["argument"] == "weights"
