@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,17 @@ class RecordingLLM:
             shard: name of the shard for the routes.
 
         Raises:
+            EngineError: `prompts` is a single prompt.
             EngineError, RouteValidationError: the recorded routes are not those of the tokens.
             TraceError: the shard exists.
         """
+        if isinstance(prompts, str) or any(isinstance(p, Mapping) or not hasattr(p, "__len__") for p in prompts):
+            raise EngineError(
+                "Prompts are a list of texts, or of lists of token ids",
+                where={"argument": "prompts"},
+                got=repr(prompts)[:80],
+                do="put a single prompt into a list",
+            )
         shard = shard or f"offline-{secrets.token_hex(8)}"
         settings = sampling_params if isinstance(sampling_params, Seq) else [sampling_params] * len(prompts)
         inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.sampler import Blocking
 from moe_rl.trace import TraceStore
 from moe_rl.types import GenerateRequest
-from moe_rl.vllm.offline import record
+from moe_rl.vllm.offline import RecordingLLM, record
 from moe_rl.vllm.wire import EngineSettings
 from tests.support.refusals import refused
 
@@ -63,6 +63,15 @@ def test_a_kv_cache_that_nobody_sizes_is_small_on_a_cpu(given):
     started = llm.call_args.kwargs
     assert started.get("kv_cache_memory_bytes") == (1 << 30 if not given else given.get("kv_cache_memory_bytes"))
     assert given.items() <= started.items()
+
+
+@pytest.mark.parametrize("prompts", ["What is 2 + 3?", [20, 21, 14], [{"prompt_token_ids": [20, 21]}]])
+def test_a_single_prompt_is_no_list_of_prompts(prompts):
+    """A text would be sampled letter by letter."""
+    llm = RecordingLLM(Mock(), Mock(), None, None, None)
+    with refused(EngineError, argument="prompts"):
+        llm.generate(prompts, Mock(n=1))
+    llm.llm.generate.assert_not_called()
 
 
 @pytest.mark.long
