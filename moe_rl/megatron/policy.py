@@ -242,17 +242,25 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         # Megatron updates the biases as soon as all gradients are computed, before it is checked that these are finite.
-        biases = [(r.expert_bias, r.expert_bias.clone()) for r in self._routers() if r.expert_bias is not None]
+        biased = [router for router in self._routers() if router.expert_bias is not None]
+        biases = [(router.expert_bias, router.expert_bias.clone()) for router in biased]
+        for router in biased:
+            router.local_tokens_per_expert.zero_()  # an update that failed leaves its own
         self._start_aux_loss(microbatches)
-        with self._replay(work, mode, name, watch, training=True) as replay, mode_left_behind() as begun:
-            finite_losses = get_forward_backward_func()(
-                **schedule.training_pass(
-                    self.chunks, microbatches, replay, loss, self.temperature, begun, entropy=entropies
+        try:
+            with self._replay(work, mode, name, watch, training=True) as replay, mode_left_behind() as begun:
+                finite_losses = get_forward_backward_func()(
+                    **schedule.training_pass(
+                        self.chunks, microbatches, replay, loss, self.temperature, begun, entropy=entropies
+                    )
                 )
-            )
-        if learned is not None:
-            learned()
-        self._check_router_gradients()
+            if learned is not None:
+                learned()
+            self._check_router_gradients()
+        except BaseException:
+            for bias, before in biases:
+                bias.copy_(before)
+            raise
         self.updates += 1
         lr = self.schedule.get_lr({})
         self.optimizer.prepare_grads()

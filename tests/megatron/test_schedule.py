@@ -16,6 +16,7 @@ from moe_rl.replay.replay_pass import ReplayPass
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.trace import TraceSpec
 from moe_rl.types import Sequence, sampled_by
+from tests.support.families import write_checkpoint
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -46,13 +47,13 @@ class Run:
                 versions=sampled_by(0, completion),
                 routes=None,
             )
-            chosen = rng.random((8, facts.layers, facts.num_experts)).argsort(-1)[..., : facts.top_k].astype(np.uint8)
+            chosen = rng.random((8, len(facts.moe_layers), facts.num_experts)).argsort(-1)[..., : facts.top_k]
             packed = pack([sequence], [0], torch.device("cpu"))
             packed.give_advantages([[sequence.reward]])
             spec = TraceSpec.from_layers("test", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
             fed = packed.fed([sequence])
             table = microbatch_routes(
-                [SequenceRoutes.complete(sequence.key, fed[0], chosen)],
+                [SequenceRoutes.complete(sequence.key, fed[0], chosen.astype(np.uint8))],
                 spec,
                 layers=facts.moe_layers,
                 names=[sequence.key],
@@ -188,6 +189,29 @@ def test_a_loss_that_raises_once(one_rank, recompute):
     with pytest.raises(Planted):
         run.update(raises)
     assert_the_next_step_is_exact(run, recompute)
+
+
+def test_an_update_that_fails_moves_no_expert_bias_and_counts_no_load(one_rank, tmp_path, monkeypatch):
+    write_checkpoint("glm-plain", tmp_path)
+    monkeypatch.setitem(globals(), "POLICY", tmp_path)
+    clean, run = Run(expert_bias_rate=0.1), Run(expert_bias_rate=0.1)
+
+    def biases(run):
+        return torch.stack([layer.mlp.router.expert_bias.clone() for layer in run.layers() if layer.is_moe_layer])
+
+    def raises(number=1, values=None):
+        if number == 1:
+            raise Planted
+        return run.loss(number, values)
+
+    before = biases(run)
+    with pytest.raises(Planted):  # after the gradient is computed
+        run.policy.update(run.work(), run.loss, "replay", "update", learned=raises)
+    assert torch.equal(biases(run), before)
+    with pytest.raises(Planted):
+        run.update(raises)
+    assert clean.update() == run.update()
+    assert torch.equal(biases(run), biases(clean)) and not torch.equal(biases(run), before)
 
 
 @pytest.mark.parametrize("recompute", [pytest.param("uniform", marks=pytest.mark.long), "moe"])
