@@ -92,6 +92,7 @@ class SlotJournal:
         self._stats = stats
         self._acts: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
         self._leaving: deque[_Leaving] = deque()
+        self._untaken: list[str] = []  # the shard of each finished request that is queued or leaving
 
     @property
     def copies(self) -> int:
@@ -108,11 +109,12 @@ class SlotJournal:
 
     def leave(self, sink: str, table: BlockTable, take: Callable[[], None]) -> None:
         """Queue the end of a request. `take` takes its rows for a shard."""
+        self._untaken.append(sink)
         self.add(partial(self._leaving.append, _Leaving(sink, frozenset(table.blocks), take)))
 
     def awaits(self, sink: str) -> bool:
         """Return whether rows for a shard are still to be taken."""
-        return any(leaving.sink == sink for leaving in self._leaving)
+        return sink in self._untaken
 
     def work_off(self, *, wait: bool = False) -> None:
         """Run the callbacks that are ready, in order. Wait for copies if `wait` is set or too many are in flight.
@@ -141,7 +143,9 @@ class SlotJournal:
     def _take(self, most: int) -> None:
         """Take the rows of finished requests, in order."""
         for _ in range(min(most, len(self._leaving))):
-            self._leaving.popleft().take()
+            leaving = self._leaving.popleft()
+            self._untaken.remove(leaving.sink)
+            leaving.take()
 
 
 class Recorder:

@@ -355,8 +355,11 @@ def test_a_step_takes_the_rows_of_one_finished_request_and_of_more_for_a_while(f
         fake.compare(key, refs[key], ids, fake.routes(ids, range(3), 0))
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["copied", "copies under way"])
 @pytest.mark.parametrize("call", ["open", "abandon"])
-def test_rows_that_are_still_to_be_taken_do_not_enter_a_shard_begun_anew(fake, call):
+def test_rows_that_are_still_to_be_taken_do_not_enter_a_shard_begun_anew(fake, monkeypatch, call, late):
+    if late:
+        monkeypatch.setattr(module, "to_host", lambda tensors: ([t.clone() for t in tensors], LateEvent([])))
     tokens = {"a": [1, 2], "b": [3, 4], "c": [5, 6]}
     for _ in range(2):  # of the same keys, as after a call that failed
         fake.step(new=[(key, key, [number], 0, ids) for number, (key, ids) in enumerate(tokens.items())])
