@@ -76,9 +76,11 @@ class Expected:
     def of(
         cls, routes: Seq[np.ndarray], sequence: np.ndarray, position: np.ndarray, columns: Mapping[int, int]
     ) -> Expected:
-        """Gather the record of these rows. columns: where each layer is in the routes."""
-        starts = np.cumsum([0, *map(len, routes)])
-        real = sequence >= 0
+        """Gather the record of these rows, those that it lacks like padding. columns: where each layer is in the
+        routes."""
+        lengths = np.array([*map(len, routes)], np.int64)
+        sequence = np.where((sequence >= 0) & (position < lengths[sequence]), sequence, -1)
+        real, starts = sequence >= 0, np.cumsum([0, *lengths])
         rows = starts[sequence[real]] + position[real]
         ids = {}
         for layer, column in columns.items():

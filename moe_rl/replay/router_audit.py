@@ -335,8 +335,8 @@ class AuditStep:
         batch, layers, columns = self.batch, self.audit.layers, self._columns()
         routes = [np.asarray(array) for array in batch.routes]
         experts, router = self._experts(), self.audit._routers[0]
-        seen = [np.zeros(len(array), bool) for array in routes]
-        scores = [np.zeros((len(array), len(layers), experts), np.float32) for array in routes]
+        seen = [np.zeros(len(ids), bool) for ids in batch.token_ids]  # a record may lack rows
+        scores = [np.zeros((len(ids), len(layers), experts), np.float32) for ids in batch.token_ids]
         for number, (sequence, position) in enumerate(self.microbatches):
             ran = [self._scores.get((number, layer)) for layer in layers]
             if any(layer_scores is None or len(layer_scores) != len(sequence) for layer_scores in ran):

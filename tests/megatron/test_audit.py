@@ -150,6 +150,20 @@ def test_a_router_that_is_a_plain_function_is_named_by_its_layer():
     gate(torch.randn(3, 8))  # the hooks are gone
 
 
+def test_a_record_without_its_last_row_is_named_and_ends_no_step():
+    gate = torch.nn.Linear(8, 16, bias=False)
+    gate.top_k = 2
+    taken = np.random.default_rng(1).permuted(np.tile(np.arange(16), (24, 1)), axis=1)[:, None, :2]
+    tokens, whole = [np.arange(12), np.arange(1, 13)], [taken[:12], taken[12:]]
+    watch = audit(gate, {0: gate}, read=lambda _, __, logits: (torch.from_numpy(taken[:, 0].copy()), logits))
+    for lacks in (0, 1):
+        routes = [record[: len(record) - (number == lacks)] for number, record in enumerate(whole)]
+        with watch.step(tokens, routes, [row_places([0, 1], [12, 12])]) as step:
+            step.forward(0)
+            gate(torch.randn(24, 8))
+        assert step.report.names == ["rows"] and step.report.replayed == 1, str(step.report)
+
+
 def test_a_router_that_sees_a_part_of_its_rows_is_named_and_not_compared():
     """Sequence parallelism: the audit was told all rows, and this rank's router sees half of them."""
     gate = torch.nn.Linear(8, 16, bias=False)
