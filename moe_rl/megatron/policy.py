@@ -1,4 +1,4 @@
-"""Holds the trained policy, with its logprobs, optimizer updates and weights, and the frozen reference policy."""
+"""Holds the trained policy, with its logprobs, optimizer updates and weights."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def with_replay(spec: TransformerBlockSubmodules, config: TransformerConfig) -> 
     Megatron-Bridge, mbridge or slime.
 
     Raises:
-        ConfigError: The config has settings under which replay is not exact, or a layer's router cannot be replaced.
+        ConfigError: The config has settings under which replay is not exact, or a layer or its router cannot be
+            replaced.
     """
     _refuse_bypasses(config)
     return _replayed_block(spec)
