@@ -8,9 +8,9 @@ that steps lose to a checkpoint (its start and its publication), and for an upda
 alone. Times are those of the slowest rank. Memory is the largest resident amount of all ranks together, including what
 the allocator kept from before.
 
-Then two new policies are restored from the last checkpoint, one in the same layout and one in pipeline stages. Each
-saves it again, and the result is compared with what was read: in the same layout the bytes of the files, in the other
-the bits of every tensor.
+Then two new policies are restored from the last checkpoint, one in the same layout and one in pipeline stages. Bytes
+read are those of all ranks' read calls, over the size of the checkpoint. Each policy saves it again, and the result is
+compared with what was read: in the same layout the bytes of the files, in the other the bits of every tensor.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
     done, last = checkpoints.complete(folder)[-1]
     size = sum(file.stat().st_size for file in last.iterdir())
     dist.barrier()
-    resumed = _resumed(bench, done, last)
+    resumed = _resumed(bench, done, last, size)
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     return {"rounds": rounds, "bytes": size, "resumed": resumed}
 
 
-def _resumed(bench: ReplayedUpdates, done: int, last: Path) -> dict[str, object]:
+def _resumed(bench: ReplayedUpdates, done: int, last: Path, size: int) -> dict[str, object]:
     """Return the seconds that new policies take to be restored, and whether they then hold the same bits."""
     import torch.distributed as dist
 
@@ -115,7 +115,11 @@ def _resumed(bench: ReplayedUpdates, done: int, last: Path) -> dict[str, object]
         def load(policy=policy, parallel=parallel):
             checkpoint.load(last, policy, parallel=parallel, seed=1)
 
+        dist.barrier()
+        before = _read_so_far()
         result[f"resume in {name} layout"], _ = timed(load)
+        (read,) = world.all_reduce([_read_so_far() - before])
+        result[f"{name} layout: bytes read, of the checkpoint's"] = read / size
         again = Checkpoints(last.parent / name, parallel, keep=1, asynchronous=False)
         again.save(done, policy, {})
         if dist.get_rank() == 0:
@@ -127,18 +131,11 @@ def _resumed(bench: ReplayedUpdates, done: int, last: Path) -> dict[str, object]
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
-    """Return digests of all files except Megatron's metadata, which contain times and paths, and the checkpoints' own
-    digests.
-    """
-    ours, theirs = (
-        {
-            name: d
-            for name, d in json.loads((path / "state.json").read_text())["files"].items()
-            if "metadata" not in name
-        }
-        for path in (one, other)
-    )
-    return ours == theirs
+    """Return whether the digests agree, except those of Megatron's metadata, which contain times and paths."""
+    ours, theirs = (json.loads((path / "state.json").read_text()) for path in (one, other))
+    for state in (ours, theirs):
+        state["files"] = {name: d for name, d in state["files"].items() if "metadata" not in name}
+    return (ours["files"], ours["pieces"]) == (theirs["files"], theirs["pieces"])
 
 
 def _same_tensors(one: Path, other: Path) -> bool:
@@ -163,6 +160,11 @@ def _same_tensors(one: Path, other: Path) -> bool:
         if not all(torch.equal(ours[name], theirs[name]) for name in names):
             return False
     return True
+
+
+def _read_so_far() -> int:
+    """Return how many bytes this process has read, from disk or from the page cache."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
 def _most_resident() -> float:

@@ -3,8 +3,9 @@ rest.
 
 A checkpoint is a folder with Megatron's files, one `rng-rank<r>.safetensors` per rank, an optional `run.safetensors`
 with tensors of the run, and `state.json`. The last holds the other state of the run, the parallel layout that wrote the
-checkpoint, a digest of every other file, and a digest of itself. A checkpoint is loaded only if all digests agree.
-`saving.py` writes it.
+checkpoint, digests of all other files, and a digest of itself. Megatron's files have a digest for each piece that is
+read as a whole. A rank reads each piece that it needs once, and uses it only if its digest agrees. `saving.py` writes
+it.
 
 Megatron's files hold whole tensors, named by their place in the model, so that any layout can load them. Only random
 generators belong to ranks: another layout seeds them again.
@@ -14,11 +15,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from io import BytesIO
+from itertools import starmap
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -46,7 +52,9 @@ from moe_rl.weights.conservation import PartSums
 STATE = "state.json"
 RUN_TENSORS = "run.safetensors"
 # Fields of state.json that every checkpoint has.
-_FIELDS = ("step", "updates", "optimizer_step", "optimizer", "layout", "files")
+_FIELDS = ("step", "updates", "optimizer_step", "optimizer", "layout", "files", "pieces")
+type Pieces = Mapping[str, Mapping[str, str]]
+"""For each of Megatron's files the digests of its pieces, by the bytes that they are: {"0-512": "5a1e...", ...}."""
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -75,10 +83,10 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int, fie
 
     Raises:
         CheckpointError: A file or a field is missing, or a file is damaged, foreign, or belongs to another model.
-            Raised on all ranks; the policy is not changed.
+            Raised on all ranks. The policy may then have some of the weights, and must not be used.
     """
-    state = _verified(path, fields)
-    _restore(path, policy, state["optimizer_step"])
+    state, pieces = _verified(path, fields)
+    _restore(path, policy, state["optimizer_step"], pieces)
     policy.updates = state["updates"]
     if state["layout"] == layout(parallel):
         rng.set_state(load_file(path / f"rng-rank{dist.get_rank()}.safetensors"))
@@ -99,29 +107,29 @@ def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
     Raises:
         CheckpointError: As `load`.
     """
-    state = _verified(path)
+    state, pieces = _verified(path)
     if optimizer:
-        _restore(path, policy, state["optimizer_step"])
+        _restore(path, policy, state["optimizer_step"], pieces)
         policy.updates = 0  # restores the optimizer's learning rate
     else:
-        _restore_weights(path, policy)
+        _restore_weights(path, policy, pieces)
         policy.optimizer.reload_model_params()
     policy.moves += 1
 
 
-def _restore(path: Path, policy: Policy, optimizer_step: int) -> None:
+def _restore(path: Path, policy: Policy, optimizer_step: int, pieces: Pieces) -> None:
     """Restore weights and optimizer."""
-    with _reading(path):
+    with _reading(path, pieces):
         there = dist_checkpointing.load_tensors_metadata(str(path)).keys()
-    loaded = _read_tensors(path, sharded(policy, loading=True, there=there), StrictHandling.RAISE_ALL)
+    loaded = _read_tensors(path, sharded(policy, loading=True, there=there), StrictHandling.RAISE_ALL, pieces)
     _set_weights(policy, loaded)
     for number, optimizer in enumerate(policy.optimizers):
         # Megatron leaves out empty entries: a rank may have no slice of any parameter.
         _set_state(optimizer, loaded.get("optimizer", {}).get(str(number), {}), optimizer_step)
 
 
-def _restore_weights(path: Path, policy: Policy | ReferencePolicy) -> None:
-    _set_weights(policy, _read_tensors(path, _sharded_model(policy), StrictHandling.RAISE_UNEXPECTED))
+def _restore_weights(path: Path, policy: Policy | ReferencePolicy, pieces: Pieces) -> None:
+    _set_weights(policy, _read_tensors(path, _sharded_model(policy), StrictHandling.RAISE_UNEXPECTED, pieces))
 
 
 def _set_weights(policy: Policy | ReferencePolicy, loaded: dict) -> None:
@@ -136,7 +144,7 @@ def run_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:
-    """Restore the weights only. All ranks call this together.
+    """Restore the weights only, and read nothing else. All ranks call this together.
 
     These are the weights that the forward passes used: a float32 policy gets the rounded weights of a bfloat16 run. The
     optimizer is not restored, so the policy can score but not train.
@@ -147,8 +155,8 @@ def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:
     Raises:
         CheckpointError: As `load`.
     """
-    state = _verified(path)
-    _restore_weights(path, policy)
+    state, pieces = _verified(path)
+    _restore_weights(path, policy, pieces)
     return state
 
 
@@ -160,8 +168,9 @@ class _Verdict:
     state: dict = field(default_factory=dict)
 
 
-def _verified(path: Path, fields: Sequence[str] = ()) -> dict:
-    """Check all files against their digests, each rank its share, and return state.json without the digests."""
+def _verified(path: Path, fields: Sequence[str] = ()) -> tuple[dict, Pieces]:
+    """Check the sizes of Megatron's files and the digests of the others, each rank its share. Return state.json without
+    digests, and those of the pieces, which are checked when they are read."""
     verdict = None
     if dist.get_rank() == 0:
         try:
@@ -171,11 +180,18 @@ def _verified(path: Path, fields: Sequence[str] = ()) -> dict:
     verdict = world.broadcast(verdict, _Verdict)
     if verdict.error:
         raise CheckpointError(verdict.error)
-    mine = sorted(verdict.state.pop("files").items())[dist.get_rank() :: dist.get_world_size()]
-    problem = next(filter(None, (_damage(path / name, expected) for name, expected in mine)), "")
-    for damage in filter(None, world.gather(problem, str)):
-        raise CheckpointError(damage)
-    return verdict.state
+    files, pieces = verdict.state.pop("files"), verdict.state.pop("pieces")
+    checks: list[tuple[Path, Callable[[Path], str], str]]
+    checks = [(path / name, digest, expected) for name, expected in files.items()]
+    checks += [(path / name, _size, f"{max(map(_end, spans))} bytes") for name, spans in pieces.items()]
+    _agree(next(filter(None, starmap(_damage, checks[dist.get_rank() :: dist.get_world_size()])), ""))
+    return verdict.state, pieces
+
+
+def _agree(problem: str) -> None:
+    """Raise CheckpointError on all ranks if one of them has a problem."""
+    for told in filter(None, world.gather(problem, str)):
+        raise CheckpointError(told)
 
 
 def sealed(state: dict) -> str:
@@ -213,7 +229,7 @@ def _read_state(path: Path, fields: Sequence[str]) -> dict:
             got=f"step {state['step']}",
             do=f"rename the folder to {name_of(state['step'])}, or {to_resume_instead(path)}",
         )
-    if foreign := sorted(names - state["files"].keys() - {STATE}):
+    if foreign := sorted(names - state["files"].keys() - state["pieces"].keys() - {STATE}):
         raise CheckpointError(
             "a checkpoint's folder has files that do not belong to it",
             where={"file": path},
@@ -224,10 +240,10 @@ def _read_state(path: Path, fields: Sequence[str]) -> dict:
     return state
 
 
-def _damage(file: Path, expected: str) -> str:
-    """Return what is wrong with a file; "" if its digest agrees."""
+def _damage(file: Path, read: Callable[[Path], str], expected: str) -> str:
+    """Return what is wrong with a file; "" if `read` returns what is expected of it."""
     try:
-        got = digest(file)
+        got = read(file)
     except OSError as error:  # missing, or on a disk that can no longer read it
         got = str(error)
     if got == expected:
@@ -236,18 +252,51 @@ def _damage(file: Path, expected: str) -> str:
     return describe("a checkpoint file is damaged", where={"file": file}, got=got, expected=expected, do=do)
 
 
-def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
-    """Read the tensors in `wanted` from the files. None may be missing; `strict` says whether others may be left
-    over."""
-    with _reading(path):
-        return dist_checkpointing.load(wanted, str(path), strict=strict)
+def _size(file: Path) -> str:
+    return f"{file.stat().st_size} bytes"
+
+
+def _end(span: str) -> int:
+    return int(span.partition("-")[2])
+
+
+def _piece(pieces: Pieces, file: IO[bytes], offset: int, length: int) -> BytesIO:
+    """Read a piece of a file and check its digest. Raises CheckpointError."""
+    path, content = Path(file.name), b""
+
+    def read(_: Path) -> str:
+        nonlocal content
+        file.seek(offset)
+        content = file.read(length)
+        return xxhash.xxh3_128_hexdigest(content)
+
+    expected = pieces.get(path.name, {}).get(f"{offset}-{offset + length}", "no such piece")
+    if damage := _damage(path, read, expected):
+        raise CheckpointError(damage)
+    return BytesIO(content)
+
+
+def _read_tensors(path: Path, wanted: dict, strict: StrictHandling, pieces: Pieces) -> dict:
+    """Read the tensors in `wanted` from the files. None may be missing; `strict` says whether others may be left over.
+
+    All ranks call this together. What is wrong on one is raised on all.
+    """
+    loaded: dict = {}
+    problem = ""
+    try:
+        with _reading(path, pieces):
+            loaded = dist_checkpointing.load(wanted, str(path), strict=strict)
+    except CheckpointError as error:
+        problem = str(error)
+    _agree(problem)
+    return loaded
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Path, pieces: Pieces) -> Iterator[None]:
     """Within this context, Megatron reads files without trusting them. Raises its errors as CheckpointError."""
     try:
-        with warnings.catch_warnings(), unpickling.restricted(path):
+        with warnings.catch_warnings(), unpickling.restricted(path, partial(_piece, pieces)):
             # Every rank would warn about how Megatron calls torch, which a user cannot change.
             warnings.simplefilter("ignore")
             yield
@@ -389,10 +438,12 @@ def optimizer_step(policy: Policy) -> int:
     return optimizer_slices.steps(policy.optimizers)
 
 
-def digest(path: Path) -> str:
-    """Return the xxh3-128 digest of a file as hex."""
-    state = xxhash.xxh3_128()
+def digest(path: Path, begin: int = 0, end: int = sys.maxsize) -> str:
+    """Return the xxh3-128 digest of a file's bytes from `begin` to `end` as hex."""
+    state, left = xxhash.xxh3_128(), end - begin
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
+        file.seek(begin)
+        while block := file.read(min(left, 1 << 22)):
             state.update(block)
+            left -= len(block)
     return state.hexdigest()

@@ -203,14 +203,15 @@ class _Lying:
     file: str
     at: int
     length: int
+    digest: str
 
     @classmethod
-    def of(cls, written: WriteResult) -> _Lying:
+    def of(cls, written: WriteResult, folder: Path) -> _Lying:
         index, place = written.index, written.storage_data
         offset = None if index.offset is None else tuple(index.offset)
-        return cls(
-            index.fqn, offset, index.index, written.size_in_bytes, place.relative_path, place.offset, place.length
-        )
+        file, begin, length = place.relative_path, place.offset, place.length
+        digest = checkpoint.digest(folder / file, begin, begin + length)
+        return cls(index.fqn, offset, index.index, written.size_in_bytes, file, begin, length, digest)
 
     def result(self) -> WriteResult:
         index = MetadataIndex(self.name, self.offset, self.index)
@@ -219,7 +220,7 @@ class _Lying:
 
 @dataclass(frozen=True, slots=True)
 class _HandedIn:
-    """Holds what a rank hands in: the digest of each of its files, and the items in Megatron's files."""
+    """Holds what a rank hands in: the digests of its own files, and the items in Megatron's files."""
 
     digests: dict[str, str]
     items: list[_Lying]
@@ -250,12 +251,16 @@ class _Completion:
         self.strategy.writer.finish(self.strategy.metadata, [[item.result() for item in part.items] for part in parts])
         save_config(CheckpointingConfig(self.strategy.backend, self.strategy.version), str(self.hidden))
         digests = {name: digest for part in parts for name, digest in part.digests.items()}
+        pieces: dict[str, dict[str, str]] = {}
+        for item in (item for part in parts for item in part.items):
+            pieces.setdefault(item.file, {})[f"{item.at}-{item.at + item.length}"] = item.digest
         for path in sorted(self.hidden.iterdir()):
-            if path.name not in digests and path.suffix != ".part":  # Megatron's metadata, which no rank handed in
+            # Megatron's metadata, which no rank handed in
+            if path.name not in digests.keys() | pieces.keys() and path.suffix != ".part":
                 sync(path)
                 digests[path.name] = checkpoint.digest(path)
-        state = self.hidden / checkpoint.STATE
-        state.write_text(checkpoint.sealed(self.described | {"files": dict(sorted(digests.items()))}))
+        state, files = self.hidden / checkpoint.STATE, dict(sorted(digests.items()))
+        state.write_text(checkpoint.sealed(self.described | {"files": files, "pieces": pieces}))
         sync(state)
 
 
@@ -278,12 +283,11 @@ class _RankPart:
             _, outcome = FileSystemWriterAsync.write_preloaded_data(self.transforms, index, bucket, None, None, True)
             if isinstance(outcome, Exception):
                 raise outcome
-            items += [_Lying.of(written) for written in outcome]
+            items += [_Lying.of(written, self.hidden) for written in outcome]
         for name, tensors in self.own.items():
             save_file(tensors, self.hidden / name)
             sync(self.hidden / name)
-        names = [Path(path).name for path, *_ in self.buckets] + list(self.own)
-        return messages.encode(_HandedIn({name: checkpoint.digest(self.hidden / name) for name in names}, items))
+        return messages.encode(_HandedIn({name: checkpoint.digest(self.hidden / name) for name in self.own}, items))
 
 
 def _on_host(tensors: list, in_use: set[int]) -> list:

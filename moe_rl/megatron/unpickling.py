@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,13 +59,17 @@ class _Metadata(pickle.Unpickler):
 
 
 @contextmanager
-def restricted(path: Path) -> Iterator[None]:
+def restricted(path: Path, piece: Callable[[IO[bytes], int, int], IO[bytes]]) -> Iterator[None]:
     """Within this context, read the files of the checkpoint in `path` without trusting them.
 
     Metadata may name only what is ALLOWED; everything else must be tensors and plain values. Anything else raises
     CheckpointError, and is not called.
+
+    Args:
+        piece: Reads so many bytes of a file from an offset on, a value as torch saved it, or raises CheckpointError.
     """
-    unpickles, forced = filesystem.pickle, os.environ.get(_WEIGHTS_ONLY)
+    unpickles, views = filesystem.pickle, filesystem._create_file_view
+    forced = os.environ.get(_WEIGHTS_ONLY)
     refused: list[CheckpointError] = []
 
     def load(file: IO[bytes]) -> Any:
@@ -75,7 +79,15 @@ def restricted(path: Path) -> Iterator[None]:
             refused.append(error if isinstance(error, CheckpointError) else _refused(Path(file.name), error))
             raise
 
+    def view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
+        try:
+            return piece(file, offset, length)
+        except CheckpointError as error:
+            refused.append(error)
+            raise
+
     filesystem.pickle = SimpleNamespace(load=load, dump=unpickles.dump)
+    filesystem._create_file_view = view
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
         yield
@@ -88,7 +100,7 @@ def restricted(path: Path) -> Iterator[None]:
                 raise _refused(path, reason) from None
         raise
     finally:
-        filesystem.pickle = unpickles
+        filesystem.pickle, filesystem._create_file_view = unpickles, views
         if forced is None:
             del os.environ[_WEIGHTS_ONLY]
         else:

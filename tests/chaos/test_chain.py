@@ -37,11 +37,10 @@ def test_nothing_was_lost_or_doubled(chain, untouched):
     run, _, _ = chain
     assert rows(run) == rows(untouched)
     assert (run / "prompts.jsonl").read_bytes() == (untouched / "prompts.jsonl").read_bytes()
-    ours, theirs = (
-        json.loads((one / "checkpoints/step-000003/state.json").read_text())["files"] for one in (run, untouched)
-    )
-    assert ours.keys() == theirs.keys()
-    tensors = [name for name in ours if name.endswith((".distcp", ".safetensors"))]
-    assert len(tensors) > 3 and all(ours[name] == theirs[name] for name in tensors)
+    ours, theirs = (json.loads((one / "checkpoints/step-000003/state.json").read_text()) for one in (run, untouched))
+    assert ours["files"].keys() == theirs["files"].keys() and ours["pieces"] == theirs["pieces"]
+    tensors = [name for name in ours["files"] if name.endswith(".safetensors")]
+    assert len(tensors) + len(ours["pieces"]) > 3
+    assert all(ours["files"][name] == theirs["files"][name] for name in tensors)
     left = [*run.glob("checkpoints/.*"), *run.glob("trace/.step*"), *run.glob("rollouts/*.tmp")]
     assert left == []

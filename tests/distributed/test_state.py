@@ -5,6 +5,7 @@ saves it again must write the same names and bits, main weights and Adam's momen
 """
 
 import functools
+import json
 import math
 from collections import Counter
 
@@ -38,6 +39,8 @@ ACTIONS = {
     "started": ("started", "EP2", "float32", "two", True),
     "started by weights": ("started", "EP2", "bfloat16", "two-bfloat16", False),
     "exported": ("exported", SAVER, "float32", "two"),
+    "pieces": ("pieces_read", "EP2", "float32", "EP2 from two"),
+    "pieces elsewhere": ("pieces_read", "PP2-VPP2", "float32", "EP2 from two"),
     "without moments": ("without_moments", "EP2", "float32", "two"),
     # a rank whose slice of the distributed optimizer has elements of that router
     "EP2 router": ("router_gradients", "EP2", "float32", 1),
@@ -421,7 +424,7 @@ def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
     told, folder = told[0], checkpoints.name_of(STEP)
     for name in FILES:
         assert "is damaged" in told[f"flipped {name}"] and f"{folder}/{name})" in told[f"flipped {name}"]
-    for name in ("truncated", "of rank 0"):
+    for name in ("truncated", "longer", "of rank 0"):
         assert "is damaged" in told[name] and f"{name}/{folder}/__1_0.distcp" in told[name]
     assert "No such file" in told["gone"] and f"gone/{folder}/__1_0.distcp" in told["gone"]
     for name in ("state gone", "other count", "unsealed"):
@@ -431,7 +434,24 @@ def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
     assert f"forged/{folder}/.metadata): got posix.mkdir" in told["forged"] and "is not read" in told["forged"]
     assert not any(rank["canary"] for rank in seen("refusals"))
     assert "belongs to another model" in told["model"] and f"two/{folder}" in told["model"]
-    assert all(equal(*rank["weights"]) for rank in seen("refusals"))
+
+
+@pytest.mark.parametrize("case", ["pieces", "pieces elsewhere"])
+def test_a_resume_reads_and_checks_every_byte_and_weights_alone_no_moments(seen, case):
+    """A piece that several ranks need is read by each of them."""
+    ranks, folder = seen(case), seen.written("EP2 from two") / checkpoints.name_of(STEP)
+    sizes = {}
+    for name, pieces in json.loads((folder / "state.json").read_text())["pieces"].items():
+        spans = [tuple(map(int, piece.split("-"))) for piece in pieces]
+        assert [begin for begin, _ in spans] + [(folder / name).stat().st_size] == [0] + [end for _, end in spans]
+        sizes |= {(name, piece): end - begin for piece, (begin, end) in zip(pieces, spans, strict=True)}
+    resumed, weights = ({piece for rank in ranks for piece in rank[load]} for load in (0, 1))
+    assert resumed == sizes.keys() and sum(sizes[piece] for piece in weights) < 0.4 * sum(sizes.values())
+    for read, _ in ranks:
+        assert len(set(read)) == len(read)
+    if case == "pieces":  # the experts and the moments are read by one rank only
+        once = Counter(piece for read, _ in ranks for piece in read)
+        assert sum(sizes[piece] * number for piece, number in once.items()) < 1.2 * sum(sizes.values())
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import os
 import pickle
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from moe_rl.errors import CheckpointError
 from moe_rl.megatron import checkpoint
@@ -48,7 +50,17 @@ def saved(one_rank, tmp_path):
 
 
 def read(path: Path) -> torch.Tensor:
-    return checkpoint._read_tensors(path, wanted(), StrictHandling.RAISE_UNEXPECTED)["weight"]
+    return checkpoint._read_tensors(path, wanted(), StrictHandling.RAISE_UNEXPECTED, Matching(path))["weight"]
+
+
+class Matching(dict):
+    """Digests that always agree: whoever writes the files can write them too."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def get(self, name, _):
+        return SimpleNamespace(get=lambda span, _: checkpoint.digest(self.path / name, *map(int, span.split("-"))))
 
 
 def in_the_metadata(path: Path, canary: Path) -> None:
@@ -145,4 +157,24 @@ def test_afterwards_all_is_as_it_was(saved, monkeypatch):
     monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)
     read(saved)
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
-    assert filesystem.pickle is pickle
+    assert filesystem.pickle is pickle and filesystem._create_file_view is _create_file_view
+
+
+def test_any_byte_of_a_piece_that_changes_is_refused_with_its_file(saved):
+    """By the digests of before the change. Nothing of the piece is unpickled."""
+    (file,) = saved.glob("*.distcp")
+    places = pickle.loads((saved / ".metadata").read_bytes()).storage_data.values()
+    spans = [(place.offset, place.offset + place.length) for place in places]
+    pieces = {file.name: {f"{begin}-{end}": checkpoint.digest(file, begin, end) for begin, end in spans}}
+    whole = file.read_bytes()
+    assert sorted(spans)[0][0] == 0 and sum(end - begin for begin, end in spans) == len(whole)
+    for position in range(0, len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        file.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=rf"^a checkpoint file is damaged \({file}\): got [0-9a-f]{{32}}"):
+            checkpoint._read_tensors(saved, wanted(), StrictHandling.RAISE_UNEXPECTED, pieces)
+    file.write_bytes(whole)
+    assert read(saved).tolist() == [1.0] * 4
+    with pytest.raises(CheckpointError, match="expected no such piece"):
+        checkpoint._read_tensors(saved, wanted(), StrictHandling.RAISE_UNEXPECTED, {})

@@ -27,7 +27,7 @@ def finished(folder):
     last = folder / "checkpoints/step-000002"
     last.mkdir(parents=True)
     shutil.copy(ROOT / "configs/tiny_moe_cpu.yaml", folder / "config.yaml")
-    (last / "state.json").write_text(json.dumps({"files": {"__0_0.distcp": "aa", ".metadata": folder.name}}))
+    (last / "state.json").write_text(json.dumps({"files": {".metadata": folder.name}, "pieces": {"0.distcp": "aa"}}))
     train = [{"step": step, "kind": "train", "reward/mean": 0.5, "time/step": step} for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
     source = source_of(load_config(ROOT / "configs/tiny_moe_cpu.yaml"))

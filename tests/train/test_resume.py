@@ -213,7 +213,7 @@ def test_a_checkpoint_that_lacks_a_field_is_refused_before_anything_changes(tmp_
     monkeypatch.setattr(world.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(world, "broadcast", lambda message, kind: message)
     monkeypatch.setattr(world, "gather", lambda message, kind: [message])
-    whole = {"step": 1, "updates": 1, "optimizer_step": 1, "optimizer": {}, "files": {}}
+    whole = {"step": 1, "updates": 1, "optimizer_step": 1, "optimizer": {}, "files": {}, "pieces": {}}
     whole |= {"layout": checkpoint.layout(parallel), "guards": {}, "evaluations": [], "ledger": "digest"}
     for absent in whole:
         state = {name: value for name, value in whole.items() if name != absent}

@@ -312,14 +312,15 @@ def markdown(result: dict[str, object]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _tensors(folder: Path) -> dict[str, str]:
+def _tensors(folder: Path) -> dict[str, object]:
     """Return digests of the last checkpoint's tensor files: weights, main weights, Adam's moments, random states.
 
     Megatron's own metadata is left out, because it is pickled and contains times and paths.
     """
     _, last = checkpoints.complete(folder / "checkpoints")[-1]
-    files = json.loads((last / "state.json").read_text())["files"]
-    return {name: digest for name, digest in files.items() if name.endswith((".distcp", ".safetensors"))}
+    state = json.loads((last / "state.json").read_text())
+    randoms = {name: digest for name, digest in state["files"].items() if name.endswith(".safetensors")}
+    return randoms | state["pieces"]
 
 
 def _quartiles(values: list[float]) -> list[float]:

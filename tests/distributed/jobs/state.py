@@ -259,6 +259,23 @@ def held_writers():
         yield go.set
 
 
+def pieces_read(new, saved):
+    """[(file, begin-end), ...] of what this rank reads of Megatron's files to resume, and to load only weights."""
+    case, seen = new(), []
+    path = checkpoints.find(case.out / saved)
+    for load in (lambda: case.load(saved), lambda: checkpoint.load_weights(path, case.policy)):
+        read, real = [], checkpoint._piece
+
+        def piece(pieces, file, offset, length, read=read, real=real):
+            read.append((Path(file.name).name, f"{offset}-{offset + length}"))
+            return real(pieces, file, offset, length)
+
+        with patch.object(checkpoint, "_piece", piece):
+            load()
+        seen.append(read)
+    return seen
+
+
 def broken_writers(new, saved):
     """What this rank is told when the thread of rank 1 fails at a file, when it dies, and when rank 0 cannot make the
     folder; and what is left."""
@@ -269,10 +286,10 @@ def broken_writers(new, saved):
     dist.barrier()
     for failure in (OSError(28, "No space left on device"), SystemExit("killed")):
 
-        def digest(path, failure=failure):
+        def digest(*where, failure=failure):
             if dist.get_rank() == 1:
                 raise failure
-            return real(path)
+            return real(*where)
 
         writes = case.saving("broken")
         with patch("moe_rl.megatron.saving.checkpoint.digest", digest):
@@ -608,6 +625,7 @@ def replace_text(file, old, new):
 DAMAGES = {
     **{f"flipped {name}": (lambda path, name=name: flip(path / name)) for name in FILES},
     "truncated": lambda path: os.truncate(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size - 1),
+    "longer": lambda path: os.truncate(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size + 1),
     "gone": lambda path: (path / "__1_0.distcp").unlink(),
     "state gone": lambda path: (path / "state.json").unlink(),
     "other count": lambda path: replace_text(path / "state.json", f'"updates": {UPDATES}', f'"updates": {UPDATES + 1}'),
@@ -620,9 +638,8 @@ DAMAGES = {
 
 
 def refusals(new, saved):
-    """What this rank is told of checkpoints of another model, and of DAMAGES. None of them is loaded."""
+    """What this rank is told of checkpoints of another model, and of DAMAGES."""
     case, told = new(), {}
-    before = case.weights()
     source = checkpoints.find(case.out / saved)
 
     def attempt(path, policy):
@@ -645,7 +662,7 @@ def refusals(new, saved):
             path = damage(path) or path
         path = Path(world.broadcast(str(path), str))
         told[name] = attempt(path, case.policy)
-    return {"told": told, "weights": (before, case.weights()), "canary": (case.out / "forged/canary").exists()}
+    return {"told": told, "canary": (case.out / "forged/canary").exists()}
 
 
 def run(action, source, out, parallel, dtype, *arguments):
