@@ -133,7 +133,7 @@ class Checkpoints(StepFolders):
         published: Callable[[float], None] = lambda seconds: None,
     ):
         super().__init__(folder, keep=keep, published=published)
-        self.parallel, self.asynchronous = parallel, asynchronous
+        self.parallel, self.asynchronous, self._pinned = parallel, asynchronous, _Pinned()
 
     def save(
         self,
@@ -181,7 +181,7 @@ class Checkpoints(StepFolders):
             "optimizer": checkpoint.totals(checkpoint.optimizer_sums(policy)),
             "layout": checkpoint.layout(self.parallel),
         }
-        part = _RankPart(request, hidden, files, in_use)
+        part = _RankPart(request, hidden, files, in_use, self._pinned)
         self._start(step, hidden, part, _Completion(hidden, described, strategy), began, best=best)
         if not self.asynchronous:
             self.finish()
@@ -267,14 +267,25 @@ class _Completion:
 class _RankPart:
     """Holds a rank's part of a checkpoint on the host. A call writes and syncs it, and returns a `_HandedIn`."""
 
-    def __init__(self, request: AsyncRequest, hidden: Path, own: dict[str, dict[str, torch.Tensor]], in_use: set[int]):
+    def __init__(
+        self,
+        request: AsyncRequest,
+        hidden: Path,
+        own: dict[str, dict[str, torch.Tensor]],
+        in_use: set[int],
+        pinned: _Pinned,
+    ):
         """Args: `own` are files that are not Megatron's; `in_use` are addresses of storages that the run keeps writing
-        to."""
+        to; `pinned` takes what is on a GPU."""
+        pinned.reuse()
         self.hidden, self.own = hidden, own
         # Megatron gives nothing to a rank that writes no tensor.
         buckets = request.async_fn_args[1] if request.async_fn_args else []
         self.transforms = request.async_fn.args[0] if buckets else []
-        self.buckets = [(path, key, (blobs, _on_host(tensors, in_use))) for path, key, (blobs, tensors) in buckets]
+        self.buckets = [
+            (path, key, (blobs, _on_host(tensors, in_use, pinned))) for path, key, (blobs, tensors) in buckets
+        ]
+        world.await_device()
 
     def __call__(self) -> bytes:
         items = []
@@ -290,16 +301,50 @@ class _RankPart:
         return messages.encode(_HandedIn({name: checkpoint.digest(self.hidden / name) for name in self.own}, items))
 
 
-def _on_host(tensors: list, in_use: set[int]) -> list:
-    """Return (Megatron's item, its tensor on the host in memory that nobody else writes to) for each tensor.
+class _Pinned:
+    """Copies tensors of a GPU into pinned memory, one save at a time.
+
+    It keeps this memory for the next save: to pin it takes longer than to copy. It packs the tensors into blocks,
+    because torch rounds each piece of pinned memory up to a power of two.
+    """
+
+    BLOCK = 1 << 30  # bytes
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+        self.reuse()
+
+    def reuse(self) -> None:
+        """Begin a save. Nobody may still need the copies of the last."""
+        self._block = self._used = 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy that is complete when the GPU has done its work so far. It has a storage of its own."""
+        size = -(-tensor.nbytes // 64) * 64
+        while self._block < len(self._blocks) and self._used + size > self._blocks[self._block].nbytes:
+            self._block, self._used = self._block + 1, 0
+        if self._block == len(self._blocks):
+            self._blocks.append(torch.empty(max(size, self.BLOCK), dtype=torch.uint8, pin_memory=True))
+        octets = self._blocks[self._block].numpy()
+        host = torch.frombuffer(octets, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
+        self._used += size
+        return host.view(tensor.shape).copy_(tensor, non_blocking=True)
+
+
+def _on_host(tensors: list, in_use: set[int], pinned: _Pinned) -> list:
+    """Return (Megatron's item, its tensor on the host in memory that nobody else writes to) for each tensor. The caller
+    waits for the copies from a GPU.
 
     On a CPU most of these tensors are copies already: Megatron copies each part of a larger storage. They are removed
     from `tensors`, because Megatron would keep its own until the checkpoint is published.
     """
     taken = []
     for index, (item, tensor) in enumerate(tensors):
-        host = tensor.cpu()
-        taken.append((item, host.clone() if host.untyped_storage().data_ptr() in in_use else host))
+        if tensor.device.type != "cpu":
+            tensor = pinned.copy(tensor)
+        elif tensor.untyped_storage().data_ptr() in in_use:
+            tensor = tensor.clone()
+        taken.append((item, tensor))
         tensors[index] = None
     return taken
 

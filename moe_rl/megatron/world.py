@@ -129,6 +129,12 @@ def peak_memory() -> dict[str, float]:
     return {"memory/host_peak_bytes": host, "memory/device_peak_bytes": device}
 
 
+def await_device() -> None:
+    """Wait until this rank's GPU, if it has one, has done all that it was asked to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def give_back() -> None:
     """Give memory of the GPU that this process has reserved and does not use to other processes on it.
 

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from moe_rl import messages
 from moe_rl.megatron import checkpoint
 from moe_rl.megatron.behind import Writer
-from moe_rl.megatron.saving import _HandedIn, _RankPart, _storages
+from moe_rl.megatron.saving import _HandedIn, _Pinned, _RankPart, _storages
+from tests.support import pretend_cuda
 
 
 def request_of(folder, tensor):
@@ -35,7 +36,7 @@ def test_what_is_written_behind_the_run_is_what_was_there_when_the_save_began(tm
     """Without a copy, the trainer's next step would be written. The control checks that the tensor did change."""
     tensor = torch.ones(4)
     in_use = _storages({"model": [SimpleNamespace(data=tensor if used else b"")]})
-    writer = Writer(tmp_path, _RankPart(request_of(tmp_path, tensor), tmp_path, {}, in_use), rank=3)
+    writer = Writer(tmp_path, _RankPart(request_of(tmp_path, tensor), tmp_path, {}, in_use, _Pinned()), rank=3)
     tensor.zero_()
     writer.run()
     part = messages.decode((tmp_path / "rank3.part").read_bytes(), _HandedIn)
@@ -53,15 +54,42 @@ def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
     del gathered
     assert alive() is not None
     in_use = _storages({"optimizer": SimpleNamespace(data=alive())})
-    writer = Writer(tmp_path, _RankPart(request, tmp_path, {}, in_use), rank=0)
+    writer = Writer(tmp_path, _RankPart(request, tmp_path, {}, in_use, _Pinned()), rank=0)
     assert alive() is None
     writer.run()
     assert writer.failure == "" and torch.load(tmp_path / "__0_0.distcp").tolist() == [1.0] * 4
 
 
+def test_a_gpu_copies_into_pinned_memory_that_the_next_save_reuses_and_the_host_waits_once(tmp_path, monkeypatch):
+    """The pretend device poisons a copy that nobody waited for, and counts the wait of each copy that is not pinned."""
+    monkeypatch.setattr(_Pinned, "BLOCK", 128)
+    with pretend_cuda.installed() as device:
+        pinned, places = _Pinned(), []
+        for save in range(2):
+            shapes = [(4,), (2, 3), (40,), (5,)]  # the third needs a block of its own
+            tensors = [torch.full(shape, n + 10.0 * save, device="cuda") for n, shape in enumerate(shapes)]
+            values = [tensor.tolist() for tensor in tensors]
+            request = request_of(tmp_path, torch.ones(4))
+            ((path, key, (blobs, [(item, _)])),) = request.async_fn_args[1]
+            request.async_fn_args[1] = [(path, key, (blobs, [(item, tensor) for tensor in tensors]))]
+            in_use = _storages({"model": [SimpleNamespace(data=tensor) for tensor in tensors]})
+            device.syncs.clear()
+            part = _RankPart(request, tmp_path, {}, in_use, pinned)
+            assert sum(device.syncs.values()) == 1
+            copies = [copy for *_, (_, pairs) in part.buckets for _, copy in pairs]
+            assert [copy.tolist() for copy in copies] == values and all(copy.is_pinned() for copy in copies)
+            # torch writes the whole storage of a tensor
+            assert [copy.untyped_storage().nbytes() for copy in copies] == [tensor.nbytes for tensor in tensors]
+            places.append([copy.data_ptr() for copy in copies])
+        assert places[0] == places[1] and [block.nbytes for block in pinned._blocks] == [128, 192, 128]
+        assert not device.faults
+
+
 def test_a_write_that_the_system_refuses_is_told_in_its_words(tmp_path):
     """A file size limit acts as a full disk: the system refuses a write in the middle of a tensor."""
-    writer = Writer(tmp_path, _RankPart(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, set()), rank=0)
+    writer = Writer(
+        tmp_path, _RankPart(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, set(), _Pinned()), rank=0
+    )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:

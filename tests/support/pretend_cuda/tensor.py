@@ -146,7 +146,7 @@ def run(func, args: tuple, kwargs: dict[str, Any]):
     ):
         kwargs = {**kwargs, "device": CUDA}  # C++ names the device where it takes our tensors to be
     if packet is aten.is_pinned:
-        return _address(args[0]) in _pinned
+        return _is_pinned(args[0])
     if packet is aten._pin_memory:
         return _pin(args[0].clone())
     if packet in (aten.copy_, aten._to_copy) and (moved := _moved(packet, args, kwargs)) is not None:
@@ -214,6 +214,12 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is in pinned memory, which may be a part of a larger piece."""
+    place = _address(tensor)
+    return any(start <= place < start + storage.nbytes() for start, storage in _pinned.items())
+
+
 def _moved(packet, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Run a copy between the host and the device; None if it is not one."""
     if packet is aten.copy_:
@@ -241,7 +247,7 @@ def _to_host(target: torch.Tensor, source: PretendTensor, *, non_blocking: bool)
     device = current()
     time = device.current.work()
     source.block.use(device.current, time, writes=False, what="a copy to the host")
-    if non_blocking and _address(target) in _pinned:
+    if non_blocking and _is_pinned(target):
         values = source.host.detach().clone()
         _octets(target).fill_(POISON)
 
@@ -261,7 +267,7 @@ def _to_device(target: PretendTensor, source: torch.Tensor, *, non_blocking: boo
     target.host.detach().copy_(source.detach())
     if not non_blocking:
         device.wait("copy to the device", device.current.known)
-    elif _address(source) in _pinned:
+    elif _is_pinned(source):
         before, where = source.detach().clone(), place()
 
         def compare() -> None:
