@@ -164,18 +164,25 @@ def _storage(plan: Plan) -> list[Row]:
         ("routes per step", bytes_text(storage.max_routes_bytes_per_step), "raw, at most"),
         ("routes per node", bytes_text(storage.max_routes_bytes_per_node), "of a step, read by its ranks"),
         ("one checkpoint", bytes_text(storage.checkpoint_bytes), _disk_times(storage)),
+        ("one export", bytes_text(storage.export_bytes), _export_time(storage)),
         ("checkpoints", bytes_text(storage.checkpoints * storage.checkpoint_bytes), f"{storage.checkpoints}, at most"),
-        ("a rank's copy of it", bytes_text(copy), "in host memory while it is written, at most"),
+        ("a rank's copy of it", bytes_text(copy), "in host memory while it is written, at most; from a GPU it stays"),
     ]
 
 
+def _export_time(storage: Storage) -> str:
+    speed = storage.disk_gb_per_second
+    seconds = f", {storage.export_bytes / (speed * 1e9):,.0f} s to write" if speed else ""
+    return f"weights alone{seconds} (export.every_steps)"
+
+
 def _disk_times(storage: Storage) -> str:
-    """Say how long the disk of the cluster takes. A resume reads a checkpoint twice, once for its digests."""
+    """Say how long the disk of the cluster takes."""
     if not (speed := storage.disk_gb_per_second):
         return ""
     seconds, grace = storage.checkpoint_bytes / (speed * 1e9), storage.grace_seconds
     late = f"; a stop leaves {grace:g} s (checkpoint.grace_seconds), too few to save" if seconds > grace else ""
-    return f"{seconds:,.0f} s to write, {2 * seconds:,.0f} s to resume, at {speed:g} GB/s{late}"
+    return f"{seconds:,.0f} s to write, and to resume, at {speed:g} GB/s{late}"
 
 
 def _balance(balance: SideBalance) -> list[Row]:

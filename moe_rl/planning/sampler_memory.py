@@ -22,6 +22,7 @@ class Storage:
     Attributes:
         routes_*: raw ids, one row per forwarded token. Those of a node are the ones that its ranks read.
         checkpoint_bytes: parameters and optimizer state of the whole model.
+        export_bytes: weights of the whole model as `export.every_steps` writes them.
         checkpoints: number of checkpoints that are there while one is written.
         disk_gb_per_second: speed of the cluster's disk in 10^9 bytes; None if the config does not say.
         grace_seconds: time from a request to stop to the end of the run.
@@ -34,6 +35,7 @@ class Storage:
     max_routes_bytes_per_step: int
     max_routes_bytes_per_node: int
     checkpoint_bytes: int
+    export_bytes: int
     checkpoints: int
     disk_gb_per_second: float | None
     grace_seconds: float
@@ -97,6 +99,7 @@ def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch
         max_routes_bytes_per_step=of_step,
         max_routes_bytes_per_node=round(read * share),
         checkpoint_bytes=checkpoint_bytes(facts, config.train),
+        export_bytes=weight_sync_bytes(facts, config.train.dtype),
         checkpoints=config.checkpoint.keep + 1 + (config.eval.best is not None),
         disk_gb_per_second=links.get("disk"),
         grace_seconds=config.checkpoint.grace_seconds,

@@ -45,6 +45,16 @@ def test_dynamic_sampling_may_take_more_prompts_and_disk(plan_of):
     assert "3.00  up to 3 times that" in render(thrice) and "times that" not in render(once)
 
 
+def test_the_disk_takes_as_long_to_write_a_checkpoint_as_to_resume_and_less_for_weights_alone(plan_of):
+    """float32 Adam keeps 12 bytes of a parameter besides its 2 in bfloat16."""
+    storage = plan_of("train.dtype=bfloat16").storage
+    assert storage.checkpoint_bytes == 7 * storage.export_bytes
+    disk = f"cluster={{gpus: 2, gpu_memory_gib: 79, links_gb_per_second: {{disk: {storage.export_bytes / 3 / 1e9}}}}}"
+    text = render(plan_of("train.dtype=bfloat16", disk))
+    assert "21 s to write, and to resume, at " in text and "weights alone, 3 s to write (export.every_steps)" in text
+    assert "weights alone (export.every_steps)" in render(plan_of())
+
+
 def test_a_checkpoint_that_a_stop_cannot_write_is_said(plan_of):
     size = plan_of().storage.checkpoint_bytes
     for seconds, late in ((24, False), (26, True)):
