@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model-fingerprint", metavar="TEXT", help="name of the model in the trace (default: the name that a run uses)"
     )
-    add("--capture", choices=("patch", "worker"), help="how the recorder is attached (default: patch)")
+    add("--capture", choices=("patch", "worker", "native"), help="where routes come from (default: patch)")
     add("--support", action="store_true", help="keep sampling masks (rollout.keep_sampling_mask)")
     add(
         "--router-logits-fraction",
@@ -176,10 +176,6 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
         raise EngineError("says this already", where={"option": "--config"}, got=", ".join(repeated), do="leave it out")
     config = load_config(options.config, options.overrides)
     refuse(list(passed_problems(config)))
-    if config.rollout.capture == "native":
-        raise EngineError(
-            "A server cannot record with vLLM's own capture", where={"key": "rollout.capture"}, got="native"
-        )
     return ServerSettings(
         model=config.model.path,
         trace_root=config.run.runs_dir,

@@ -286,12 +286,6 @@ class RolloutConfig(Section):
                 expected=f"less than {count}, the number of servers",
             )
         for key, wrong, why, expected in (
-            (
-                "capture",
-                self.capture == "native",
-                "a server cannot use vLLM's own capture of routes",
-                "patch or worker",
-            ),
             ("sleep_level", self.sleep_level, "servers have their own GPUs and do not sleep", 0),
             ("engines", self.engines > 1, "a run samples from servers or from engines beside its ranks", 1),
         ):

@@ -34,6 +34,11 @@ from moe_rl.vllm.recording import Recording
 
 # Time for answers in flight at shutdown. vLLM stops its engine first, so some of them are lost.
 _LEAVE_SECONDS = 3
+# Arguments that would give vLLM other listeners or authentication, which bypass the gate, or ranks of other servers.
+_RESERVED = (
+    *("uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"),
+    *("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
+)
 # vLLM's methods of speculative decoding whose drafts come from no model.
 _NO_WEIGHTS = {"ngram", "[ngram]", "ngram_gpu", "suffix"}
 
@@ -47,7 +52,7 @@ class ServerSettings:
         trace_root: folder of one or several trace stores.
         sizes: vLLM's arguments from a run's config; None without a config.
         further: command line for vLLM, which may override `sizes`.
-        capture: "patch" or "worker".
+        capture: as rollout.capture.
         model_fingerprint: "" accepts the fingerprint of any run.
         support, router_logits_fraction, head: as in recording.Recording.
         reads_text: load the tokenizer, for stop strings.
@@ -177,6 +182,7 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
         support=settings.support,
         router_logits_fraction=settings.router_logits_fraction,
         head=settings.head,
+        native=settings.capture == "native",
     )
     # Imported late, so that errors in the arguments are reported quickly.
     import uvloop
@@ -198,7 +204,7 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
         arguments.unsized(share_given=share_given) if settings.sizes is None else arguments.completed(settings.sizes)
     )
     parsed = _vllm_arguments(fixed, sizes, settings.further)
-    uvloop.run(_run(parsed, listener, document, settings.ready_file))
+    uvloop.run(_run(parsed, recording, listener, document, settings.ready_file))
 
 
 def _vllm_arguments(fixed: Mapping[str, object], sizes: Mapping[str, object], further: Sequence[str]):
@@ -229,31 +235,48 @@ def _vllm_arguments(fixed: Mapping[str, object], sizes: Mapping[str, object], fu
                 got=f"dummy, with the draft {draft}",
                 do="leave it out: the draft is then read from its checkpoint",
             )
-    # Other listeners and authentication settings would bypass the gate.
-    for name in (*fixed, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
+    for name in (*fixed, *_RESERVED):
         if (value := getattr(parsed, name)) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             raise EngineError("An argument of vLLM is reserved", where={"option": option}, got=value)
-    if parsed.data_parallel_size > 1:
-        raise EngineError(
-            "A server is one replica of the weights: data-parallel engines see each other's tokens",
-            where={"option": "--data-parallel-size"},
-            got=parsed.data_parallel_size,
-            expected=1,
-            do="start that many servers, and name each in rollout.servers",
-        )
-    if parsed.enable_eplb:
-        raise EngineError(
+    native = "enable_return_routed_experts" in fixed
+    for wrong, name, what, do in (
+        (
+            parsed.data_parallel_size > 1 and not native,
+            "data_parallel_size",
+            "Data-parallel ranks see each other's tokens, and only vLLM's own capture tells them apart",
+            "add --capture native, or start that many servers and name each in rollout.servers",
+        ),
+        (
+            parsed.pipeline_parallel_size > 1 and native,
+            "pipeline_parallel_size",
+            "vLLM's own capture records no pipeline stages",
+            "leave it out, or --capture native",
+        ),
+        (
+            parsed.enable_prefix_caching is False and native,
+            "enable_prefix_caching",
+            "vLLM's own capture needs the prefix cache",
+            "leave --no-enable-prefix-caching out, or --capture native",
+        ),
+        (
+            parsed.enable_eplb,
+            "enable_eplb",
             "vLLM loads weight updates without considering experts that its load balancer has moved",
-            where={"option": "--enable-eplb"},
-            do="leave it out",
-        )
+            "leave it out",
+        ),
+    ):
+        if wrong:
+            option = f"--{name.replace('_', '-')}"
+            raise EngineError(what, where={"option": option}, got=getattr(parsed, name), do=do)
     vars(parsed).update(fixed)
     validate_parsed_serve_args(parsed)
     return parsed
 
 
-async def _run(parsed, listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
+async def _run(
+    parsed, recording: Recording, listener: socket.socket, document: dict[str, object], ready_file: Path | None
+) -> None:
     import vllm
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
 
@@ -266,7 +289,11 @@ async def _run(parsed, listener: socket.socket, document: dict[str, object], rea
     line = "serving on {url}, token in {token_file}, routes in {trace_root}"
     async with announced(listens, line, document | {"vllm": vllm.__version__}, ready_file):
         async with build_async_engine_client(parsed) as engine:
-            if not any(await engine.collective_rpc("moe_rl_records")):
+            if recording.native:
+                from moe_rl.vllm.native import attach
+
+                await attach(engine, recording)
+            elif not any(await engine.collective_rpc("moe_rl_records")):
                 raise EngineError("vLLM did not attach the recorder", got=f"capture {document['capture']}")
             await engine.update_weight_version("0")
             url = document["url"]

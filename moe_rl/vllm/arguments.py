@@ -72,7 +72,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
         return arguments
     if capture == "native":
         _refuse_native(recording)
-        return arguments | {"enable_return_routed_experts": True}
+        arguments["enable_return_routed_experts"] = True
     if capture == "worker":
         arguments["worker_cls"] = WORKER
     return arguments | {"additional_config": {"moe_rl": msgspec.to_builtins(recording)}}
@@ -146,11 +146,11 @@ def _refuse_native(recording: Recording) -> None:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    if not HAS_TRITON or current_platform.is_cpu():
+    if not HAS_TRITON:
         raise EngineError(
             "vLLM's own capture cannot run here",
-            got=f"platform {current_platform.device_type}, Triton {'found' if HAS_TRITON else 'missing'}",
-            expected="a GPU and Triton, which Model Runner V2 needs",
+            got=f"platform {current_platform.device_type}, no Triton for it",
+            expected="Triton, which Model Runner V2 needs",
             do="set rollout.capture to patch or worker",
         )
     if recording.more_than_routes:

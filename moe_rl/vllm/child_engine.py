@@ -22,7 +22,7 @@ from moe_rl.errors import EngineError
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import arguments, sampling, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest
-from moe_rl.vllm.route_source import NativeSource, WorkerSource
+from moe_rl.vllm.route_source import WorkerSource
 from moe_rl.vllm.sampling import Growing, ReportedSpan
 from moe_rl.vllm.wire import SLEEPING_PARTS, EngineSettings
 from moe_rl.weights.update import Holding, agreement, encode, refusal
@@ -69,7 +69,7 @@ class RunningCall(ABC):
     """
 
     number: int
-    source: WorkerSource | NativeSource | None
+    source: WorkerSource | None
     shard: str
     requests: list[GenerateRequest]
     asks: list[RecordingRequest | None]
@@ -82,7 +82,7 @@ class RunningCall(ABC):
         self.outputs, self.unfinished = [RequestOutput() for _ in self.requests], len(self.requests)
 
     @abstractmethod
-    def publish(self, source: WorkerSource | NativeSource) -> None:
+    def publish(self, source: WorkerSource) -> None:
         """Begin publishing the shard, or its records of this call. All requests must have ended."""
 
     @abstractmethod
@@ -93,11 +93,11 @@ class RunningCall(ABC):
 class SampledCall(RunningCall):
     """Samples completions."""
 
-    def publish(self, source: WorkerSource | NativeSource) -> None:
+    def publish(self, source: WorkerSource) -> None:
         sequences, aborted = sampling.forwarded(self.requests, self.asks, self.outputs)
-        for request, ask, output in zip(self.requests, self.asks, self.outputs, strict=True):
+        for ask, output in zip(self.asks, self.outputs, strict=True):
             if ask is not None and ask.key in sequences and not output.aborted:
-                source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
+                source.finished(ask, output.token_ids, output.result)
         source.publish(str(self.number), self.shard, sequences, aborted, self.keep_open)
         stats = ", ".join(f"{count} {name}" for name, count in sorted(source.stats().items()))
         rows = sum(map(len, sequences.values()))
@@ -111,7 +111,10 @@ class SampledCall(RunningCall):
 class ScoredCall(RunningCall):
     """Scores token sequences."""
 
-    def publish(self, source: WorkerSource | NativeSource) -> None:
+    def publish(self, source: WorkerSource) -> None:
+        for ask, output in zip(self.asks, self.outputs, strict=True):
+            if ask is not None:
+                source.finished(ask, output.token_ids, output.result)
         sequences = {request.key: list(request.prompt_token_ids[:-1]) for request in self.requests}
         source.publish(str(self.number), self.shard, sequences)
 
@@ -181,9 +184,11 @@ class ChildEngine:
             # Level 2 drops all weights, and updates bring a draft none.
             sleep_preserve_parameter_names=["draft.*"],
         )
-        self._source: WorkerSource | NativeSource | None = None
+        self._source: WorkerSource | None = None
         if recording is not None:
             if settings.capture == "native":
+                from moe_rl.vllm.native import NativeSource
+
                 self._source = NativeSource(self._llm, recording)
             else:
                 self._source = WorkerSource(self._llm, settings.capture)
@@ -294,8 +299,7 @@ class ChildEngine:
         self._refuse_pause()
         for run in runs:
             sampling.check_scored(run, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
-        # vLLM's own capture does not return the routes of a prompt that is only scored.
-        source = self._source if shard is not None and isinstance(self._source, WorkerSource) else None
+        source = self._source if shard is not None else None
         requests = sampling.scoring(runs, record=source is not None)
         asks = [RecordingRequest.of(request, shard or "") for request in requests]
         asked = [_parameters(r, ask, grows=False, scores=True) for r, ask in zip(requests, asks, strict=True)]
@@ -361,8 +365,6 @@ class ChildEngine:
             raise refusal(self._holding)
         if call.update.final:
             self._llm.update_weight_version(str(call.update.version))
-            if self._source is not None:
-                self._source.set_weight_version(call.update.version)
             self._version = call.update.version
 
     def _hear(self, answers: list[dict[str, object]]) -> None:

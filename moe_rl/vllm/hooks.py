@@ -15,7 +15,7 @@ def attach_recorder(worker) -> None:
     Raises EngineError for a worker without moe_rl's control methods: its recording could never be published.
     """
     additional = worker.vllm_config.additional_config
-    if not isinstance(additional, dict) or "moe_rl" not in additional:
+    if not isinstance(additional, dict) or "moe_rl" not in additional or additional["moe_rl"].get("native"):
         return
     if not hasattr(worker, "moe_rl_publish"):
         raise EngineError(

@@ -1,24 +1,18 @@
-"""Provides the routes of an engine to the process that drives it: one interface, two implementations.
+"""Provides the routes of an engine to the process that drives it.
 
-WorkerSource uses a recorder in the workers, attached by the patch or by the worker class. NativeSource uses vLLM's own
-capture, whose arrays come with every output. Both use the same sinks, the same validator and the same store.
+They come from a recorder in the workers, attached by the patch or by the worker class. native.py records from vLLM's
+own capture instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from moe_rl.errors import EngineError, MoeRLError
-from moe_rl.trace.source_sum import added, rows_of
+from moe_rl.errors import EngineError
+from moe_rl.trace.source_sum import added
 from moe_rl.types import RoutePart, RouteRef
-from moe_rl.vllm.recording import Recording, RecordingRequest
-from moe_rl.vllm.sinks import Sinks
-from moe_rl.vllm.slots import Recorded, Rows
+from moe_rl.vllm.recording import RecordingRequest
 
 # A worker's report of its part of a record: shard, digest, first row, rows, source sum. Plain values for transfer.
 Claim = tuple[str, str, int, int, str]
@@ -39,7 +33,7 @@ class WorkerSource:
     def open(self, sink: str) -> None:
         self._llm.collective_rpc("moe_rl_open", args=(sink,))
 
-    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
+    def finished(self, ask: RecordingRequest, token_ids: Sequence[int], result: Any) -> None:
         """Do nothing: the workers see finished requests themselves."""
 
     def publish(self, call: str, *given: Any) -> None:
@@ -57,88 +51,8 @@ class WorkerSource:
     def abandon(self, sink: str) -> None:
         self._llm.collective_rpc("moe_rl_abandon", args=(sink,))
 
-    def set_weight_version(self, version: int) -> None:
-        """Do nothing: the workers see updates themselves."""
-
     def stats(self) -> dict[str, int]:
         return next(stats for stats in self._llm.collective_rpc("moe_rl_stats") if stats is not None)
-
-
-class NativeSource:
-    """Uses vLLM's `enable_return_routed_experts`."""
-
-    def __init__(self, llm, recording: Recording):
-        self._llm = llm
-        (layers,) = llm.collective_rpc("moe_rl_layers")
-        self._layers = np.asarray(layers)
-        spec = recording.spec(llm.llm_engine.vllm_config.model_config, layers)
-        self._sinks = Sinks(Path(recording.trace_root), spec, layers=tuple(layers), suffix="")
-        self._dtype = spec.dtype
-        self._version = 0
-        self._publications: dict[str, Future[dict[str, RouteRef]]] = {}
-        self._stats = dict.fromkeys(("requests", "recorded", "forwarded", "refused"), 0)
-
-    def open(self, sink: str) -> None:
-        self._sinks.open(sink)
-
-    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
-        """Take the array [tokens - 1, decoder layers, K] from vLLM's last output of a request."""
-        self._stats["requests"] += 1
-        try:
-            rows = self._rows(ask, np.asarray([*prompt, *token_ids][:-1], np.int32), result.outputs[0].routed_experts)
-            cached = result.num_cached_tokens
-            recorded = Recorded(
-                self._stats["requests"],
-                ask,
-                np.asarray(prompt, np.int32),
-                cached=cached,
-                greedy=False,
-                forwarded=len(rows),
-            )
-            self._sinks.add(recorded, ask, rows, {})
-        except MoeRLError:
-            self._stats["refused"] += 1
-            raise
-        self._stats["recorded"] += 1
-        self._stats["forwarded"] += len(rows) - cached
-
-    def _rows(self, ask: RecordingRequest, token_ids: np.ndarray, routes: np.ndarray | None) -> Rows:
-        if routes is None or len(routes) != len(token_ids):
-            raise EngineError(
-                "vLLM's capture did not return every forwarded token",
-                where={"request": ask.key},
-                got="nothing" if routes is None else f"{len(routes)} rows",
-                expected=len(token_ids),
-            )
-        if routes.dtype.kind != "u":
-            raise EngineError(
-                "vLLM's capture returned ids of another type",
-                where={"request": ask.key},
-                got=routes.dtype,
-                expected="uint8 or uint16, whose ids cannot be negative",
-            )
-        chosen = routes[:, self._layers].astype(self._dtype, casting="safe")
-        sums = rows_of(chosen, self._layers.tolist(), token_ids, versions=self._version)
-        return Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64), sums)
-
-    def publish(self, call: str, *given: Any) -> None:
-        self._publications[call] = self._sinks.publish(*given)
-
-    def published(self, call: str) -> bool:
-        return self._publications[call].done()
-
-    def references(self, call: str) -> dict[str, RouteRef]:
-        return self._publications.pop(call).result()
-
-    def abandon(self, sink: str) -> None:
-        self._sinks.abandon(sink)
-
-    def set_weight_version(self, version: int) -> None:
-        self._version = version
-
-    def stats(self) -> dict[str, int]:
-        """Return the Recorder counts that vLLM's outputs show, over the requests to be recorded."""
-        return dict(self._stats)
 
 
 def claims(refs: Mapping[str, RouteRef]) -> dict[str, Claim]:

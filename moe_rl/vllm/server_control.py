@@ -143,6 +143,8 @@ class Control:
 
     async def _pause(self, engine, _) -> None:
         """Stop the forward passes. Requests keep their place and their KV cache."""
+        if _recording(engine)["native"]:
+            raise RefusedCall(409, "vLLM's own capture does not say which weights made which row: it records no pauses")
         self._goes_on.clear()
         await engine.pause_generation(mode="keep", clear_cache=False)
 
@@ -160,6 +162,7 @@ class Control:
         async with self._updating:
             await _stop(engine)
             try:
+                await _call(engine, "moe_rl_abandon_all")
                 return await self._hear(engine, "moe_rl_forget_weights")
             finally:
                 await engine.resume_generation()
@@ -197,7 +200,7 @@ class Control:
         """
         self._updates += 1
         self._holding = msgspec.structs.replace(self._holding, whole=False)
-        answers = await _call(engine, method, *args)
+        answers = _values(await _workers(engine, method, *args))
         self._holding = agreement([msgspec.convert(answer, Holding) for answer in answers])
         return self._holding
 
@@ -274,7 +277,7 @@ class Control:
 
         spec = (await _call(engine, "moe_rl_spec"))[0]
         config = engine.vllm_config
-        recording = config.additional_config["moe_rl"]
+        recording = _recording(engine)
         return control.Served(
             moe_rl=moe_rl.__version__,
             vllm=vllm.__version__,
@@ -282,12 +285,16 @@ class Control:
             vocab_size=config.model_config.get_vocab_size(),
             max_model_len=config.model_config.max_model_len,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
-            capture="worker" if config.parallel_config.worker_cls.endswith("RecordingWorker") else "patch",
+            capture="native"
+            if recording["native"]
+            else "worker"
+            if config.parallel_config.worker_cls.endswith("RecordingWorker")
+            else "patch",
             support=recording["support"],
             router_logits_fraction=recording["router_logits_fraction"],
             head=recording["head"],
             reads_text=_reads_text(engine),
-            gpus=config.parallel_config.world_size,
+            gpus=config.parallel_config.world_size_across_dp,
             start=self._start,
             updates=self._updates,
             weight_version=int(await engine.get_weight_version()),
@@ -308,9 +315,23 @@ def _reads_text(engine) -> bool:
 
 
 async def _call(engine, method: str, *args) -> list:
-    """Call a method of RecorderControl on the workers; return the recorders' answers. Raises RefusedCall if one
-    refuses."""
-    answers = await engine.collective_rpc("moe_rl_answer", args=(method, *args))
+    """Call a method of RecorderControl where the server records; return the recorders' answers. Raises RefusedCall if
+    one refuses."""
+    if _recording(engine)["native"]:
+        return _values(engine.moe_rl_native.collective_rpc("moe_rl_answer", (method, *args)))
+    return _values(await _workers(engine, method, *args))
+
+
+async def _workers(engine, method: str, *args) -> list:
+    """Return the answers of all workers. vLLM itself gives only those of the first data-parallel rank."""
+    name, given = "moe_rl_answer", (method, *args)
+    if engine.vllm_config.parallel_config.data_parallel_size == 1:
+        return await engine.collective_rpc(name, args=given)
+    ranks = await engine.engine_core.call_utility_all_async("collective_rpc", name, None, given, None)
+    return [answer for answers in ranks for answer in answers]
+
+
+def _values(answers: list) -> list:
     for status, name in ((400, "refused"), (500, "failed")):
         if errors := [answer[name] for answer in answers if name in answer]:
             raise RefusedCall(status, errors[0])
@@ -352,8 +373,13 @@ async def _settle(engine, sink: str, only: Container[str] | None = None) -> None
         await asyncio.sleep(_SETTLE_POLL_SECONDS)
 
 
+def _recording(engine) -> dict[str, Any]:
+    """Return the fields of the server's recording.Recording."""
+    return engine.vllm_config.additional_config["moe_rl"]
+
+
 def _trace_root(engine) -> Path:
-    return Path(engine.vllm_config.additional_config["moe_rl"]["trace_root"])
+    return Path(_recording(engine)["trace_root"])
 
 
 def _inside(root: Path, path: str) -> Path:

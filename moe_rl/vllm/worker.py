@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -21,6 +21,9 @@ from moe_rl.vllm.recorder import Recorder
 from moe_rl.vllm.route_source import Claim, claims
 from moe_rl.weights import receiver
 
+if TYPE_CHECKING:
+    from moe_rl.vllm.native import NativeRecorder
+
 CONTROL = f"{__name__}.RecorderControl"
 WORKER = f"{__name__}.RecordingWorker"
 
@@ -31,7 +34,7 @@ class RecorderControl:
     A worker that does not record answers None; of the tensor-parallel workers only the first records.
     """
 
-    moe_rl_recorder: Recorder | None = None
+    moe_rl_recorder: Recorder | NativeRecorder | None = None
     # Attributes of the worker class that this is mixed into.
     model_runner: Any
     weight_transfer_engine: receiver.WeightReceiver
@@ -69,6 +72,10 @@ class RecorderControl:
         if self.moe_rl_recorder is not None:
             self.moe_rl_recorder.abandon(sink)
 
+    def moe_rl_abandon_all(self) -> None:
+        if self.moe_rl_recorder is not None:
+            self.moe_rl_recorder.abandon_all()
+
     def moe_rl_update_weights(self, update: bytes) -> dict[str, object]:
         """Load one part of new weights, see `weights.update.encode`. Returns a `Holding` as plain values."""
         return receiver.take(self, update)
@@ -79,9 +86,7 @@ class RecorderControl:
         return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 
     def moe_rl_forget_weights(self) -> dict[str, object]:
-        """Reset for another run: version 0, incomplete weights until the first update, and no unpublished shard."""
-        if self.moe_rl_recorder is not None:
-            self.moe_rl_recorder.abandon_all()
+        """Reset for another run: version 0, and incomplete weights until the first update."""
         self.weight_transfer_engine.intake.forget()
         return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 

@@ -46,7 +46,6 @@ def test_good_servers():
         (GOOD[1:], {"key": "rollout.token_file", "got": "token"}),
         (["rollout.max_lost_servers=1"], {"key": "rollout.max_lost_servers", "got": 1}),
         ([*GOOD, "rollout.max_lost_servers=2"], {"key": "rollout.max_lost_servers", "got": 2, "expected": ("2",)}),
-        ([*GOOD, "rollout.capture=native"], {"key": "rollout.capture", "got": "native"}),
         ([*GOOD, "rollout.sleep_level=1"], {"key": "rollout.sleep_level", "got": 1}),
         ([*GOOD, "rollout.prompts_per_step=1", "train.updates_per_step=1"], {"got": 2}),
         ([*GOOD, "rollout.engines=2"], {"key": "rollout.engines", "given": "rollout.servers is set", "got": 2}),

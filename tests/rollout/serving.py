@@ -28,6 +28,7 @@ from tests.support.independent import Independent
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "serve_vllm.py"
+INTERPRETED = ROOT / "tests" / "support" / "interpreted_triton"
 # A request of this length goes on for seconds, so a test can do its part meanwhile.
 MAX_LEN = 4096
 START_SECONDS = 600
@@ -71,12 +72,14 @@ class Running:
 
 
 @contextmanager
-def serving(checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL) -> Iterator[Running]:
+def serving(
+    checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL, capture: str = "patch"
+) -> Iterator[Running]:
     """Start a server and yield it; store, token and log are in `folder`. It is killed at the end."""
     ours = ["--model", str(checkpoint), "--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
-    ours += ["--reads-text", "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
+    ours += ["--reads-text", "--capture", capture, "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
     ours += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager", *further]
-    with _serving(folder, ours, tool=tool, place=folder) as server:
+    with _serving(folder, ours, tool=tool, place=folder, interpreted=capture == "native") as server:
         yield server
 
 
@@ -88,10 +91,12 @@ def serving_run(folder: Path, *config: str) -> Iterator[Running]:
 
 
 @contextmanager
-def _serving(folder: Path, arguments: Sequence[str], *, tool: Path, place: Path) -> Iterator[Running]:
+def _serving(
+    folder: Path, arguments: Sequence[str], *, tool: Path, place: Path, interpreted: bool = False
+) -> Iterator[Running]:
     command = [sys.executable, str(tool), "--json", str(folder / "ready.json"), *arguments]
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(INTERPRETED)] * interpreted + [str(ROOT)]),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",

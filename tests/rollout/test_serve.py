@@ -126,15 +126,28 @@ def test_a_server_that_cannot_be_announced_ends_as_sigterm_ends_it(tmp_path):
         (["--api-key", "k"], "--api-key"),
         (["--additional-config", '{"moe_rl": {}}'], "--additional-config"),
         (["--worker_extension_cls=a.b"], "--worker-extension-cls"),
+        (["--data-parallel-rank=1"], "--data-parallel-rank"),
     ],
 )
 def test_arguments_of_vllm_that_would_open_a_side_door_are_refused(refused, further, option):
     assert f"{option}: " in refused("--", *further)
 
 
-def test_data_parallel_engines_are_refused_in_favour_of_more_servers(refused):
+def test_data_parallel_ranks_are_refused_in_favour_of_more_servers_or_native_capture(refused):
     said = refused("--", "--data-parallel-size", "2")
-    assert "--data-parallel-size: " in said and "rollout.servers" in said
+    assert "--data-parallel-size: " in said and "rollout.servers" in said and "--capture native" in said
+
+
+@pytest.mark.parametrize(
+    ("further", "option"),
+    [(["--pipeline-parallel-size=2"], "--pipeline-parallel-size"), (["--no-enable-prefix-caching"], "prefix-caching")],
+)
+def test_what_vllms_own_capture_cannot_record_is_refused(refused, further, option):
+    said = refused("--capture", "native", "--", *further)
+    assert "own capture cannot run here" in said and "no Triton" in said
+    with patch("moe_rl.vllm.arguments._refuse_native"):
+        said = refused("--capture", "native", "--", *further)
+    assert f"{option}: " in said and "own capture" in said
 
 
 def test_experts_that_move_are_refused(refused):
@@ -146,7 +159,6 @@ def test_experts_that_move_are_refused(refused):
     ("arguments", "said"),
     [
         (["--config", "CONFIG", "--model", "m"], "got --model"),
-        (["--config", "CONFIG", "rollout.capture=native"], "own capture"),
         (["--config", "CONFIG", "rollout.no_such=1"], "rollout.no_such"),
         (["--model", "m"], "nothing says which model to serve"),
         (["--model", "m", "--trace-root", "t", "run.seed=1"], "nothing says which model to serve: got run.seed=1"),

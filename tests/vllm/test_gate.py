@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 from moe_rl.errors import MoeRLError
 from moe_rl.trace.record import TraceSpec
 from moe_rl.vllm import gate, server_control
+from moe_rl.vllm.recording import Recording
 from moe_rl.vllm.route_source import claims
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.weights.update import Holding, decode
@@ -88,10 +89,8 @@ class Engine:
                 skip_tokenizer_init=False,
             ),
             load_config=SimpleNamespace(load_format="auto"),
-            additional_config={
-                "moe_rl": {"trace_root": str(root), "support": False, "head": 0, "router_logits_fraction": 0.0}
-            },
-            parallel_config=SimpleNamespace(worker_cls="Worker", world_size=1),
+            additional_config={"moe_rl": msgspec.to_builtins(Recording(str(root), "fake"))},
+            parallel_config=SimpleNamespace(worker_cls="Worker", world_size_across_dp=1, data_parallel_size=1),
         )
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
         self.sinks = Sinks(root, SPEC, layers=(0,), suffix="")
@@ -124,6 +123,9 @@ class Engine:
 
     def moe_rl_unfinished(self, sink: str) -> list[str]:
         return []
+
+    def moe_rl_abandon_all(self) -> None:
+        self.sinks.abandon_all()
 
     def moe_rl_forget_weights(self) -> dict:
         return msgspec.to_builtins(Holding(0, "", whole=False))
@@ -483,6 +485,48 @@ def test_a_server_that_loaded_no_weights_samples_after_an_update(tmp_path, monke
         answer = server.answers("POST", path, json.dumps(body).encode())
         assert answer.status_code == 409 and "a run must send an update first" in answer.json()["error"]
     assert not server.answers("GET", "/moe_rl/recording").json()["weights_whole"]
+
+
+def test_with_vllms_own_capture_the_server_records_and_the_workers_only_load_weights(server, monkeypatch):
+    asked: dict[str, list[str]] = {"here": [], "workers": []}
+
+    def answer(who, args):
+        asked[who].append(args[0])
+        return [{"value": getattr(server.engine, args[0])(*args[1:])}]
+
+    async def of_workers(name, args):
+        return answer("workers", args)
+
+    here = SimpleNamespace(collective_rpc=lambda name, args: answer("here", args))
+    monkeypatch.setitem(server.engine.vllm_config.additional_config["moe_rl"], "native", True)
+    monkeypatch.setattr(server.engine, "moe_rl_native", here, raising=False)
+    monkeypatch.setattr(server.engine, "collective_rpc", of_workers)
+    assert server.answers("GET", "/moe_rl/recording").json()["capture"] == "native"
+    assert server.answers("GET", "/moe_rl/stats").json() == [{"steps": 1}]
+    for call, body in ("open", '{"sink": "own"}'), ("publish", '{"sink": "own", "sequences": {}}'), ("adopt", ""):
+        assert server.answers("POST", f"/moe_rl/{call}", body.encode()).is_success
+    assert asked["workers"] == ["moe_rl_forget_weights"] and asked["here"][-1] == "moe_rl_abandon_all"
+    paused = server.answers("POST", "/moe_rl/pause")
+    assert paused.status_code == 409 and "which weights made which row" in paused.text
+    server.alive()
+
+
+@pytest.mark.parametrize("second", [{}, {"digest": "e" * 32}])
+def test_the_weights_of_all_data_parallel_ranks_count(server, monkeypatch, second):
+    """vLLM's collective_rpc would return the answers of the first rank only."""
+    first = {"value": msgspec.to_builtins(Holding(1, "d" * 32, whole=True))}
+
+    async def of_all(call, name, seconds, args, options):
+        assert (call, name, args[0]) == ("collective_rpc", "moe_rl_answer", "moe_rl_update_weights")
+        return [[first], [{"value": first["value"] | second}]]
+
+    ranks = SimpleNamespace(call_utility_all_async=of_all)
+    monkeypatch.setattr(server.engine.vllm_config.parallel_config, "data_parallel_size", 2)
+    monkeypatch.setattr(server.engine, "engine_core", ranks, raising=False)
+    whole = json.dumps(UPDATE | {"source": {"type": "files", "paths": ["v1"]}}).encode()
+    assert server.answers("POST", "/moe_rl/update", whole).json()["whole"] is (not second)
+    monkeypatch.undo()
+    server.alive()
 
 
 def test_a_server_without_a_tokenizer_refuses_stop_strings(server, monkeypatch):
