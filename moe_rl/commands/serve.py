@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model-fingerprint", metavar="TEXT", help="name of the model in the trace (default: the name that a run uses)"
     )
-    add("--capture", choices=("patch", "worker", "native"), help="where routes come from (default: patch)")
+    add("--capture", choices=("patch", "worker", "native"), help="what records routes (default: patch)")
     add("--support", action="store_true", help="keep sampling masks (rollout.keep_sampling_mask)")
     add(
         "--router-logits-fraction",

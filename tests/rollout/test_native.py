@@ -20,7 +20,7 @@ from moe_rl.trace import TraceStore
 from moe_rl.types import GenerateRequest, Provenance
 from moe_rl.vllm.sampling import Growing
 from tests.rollout.conftest import make_requests
-from tests.rollout.serving import INTERPRETED, Running, agree, serving, whole_update
+from tests.rollout.serving import INTERPRETED, agree, serving, whole_update
 from tests.weights.sending import by_disk
 
 # The first test of a server waits for it, which on a busy machine takes long.
@@ -29,17 +29,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
-    """A server that prefills in chunks of 48 tokens."""
-    chunks = "--max-num-batched-tokens", "48"
-    with serving(checkpoint, tmp_path_factory.mktemp("server"), *chunks, capture="native") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def ranks(checkpoint, tmp_path_factory):
-    """A server of two data-parallel ranks, each with half of the experts."""
-    two = "--data-parallel-size", "2"
-    with serving(checkpoint, tmp_path_factory.mktemp("ranks"), *two, capture="native") as running:
+    """A server of two data-parallel ranks, each with half of the experts. It prefills in chunks of 48 tokens."""
+    layout = "--data-parallel-size", "2", "--max-num-batched-tokens", "48"
+    with serving(checkpoint, tmp_path_factory.mktemp("server"), *layout, capture="native") as running:
         yield running
 
 
@@ -52,10 +44,12 @@ def check(store: TraceStore, engine, settings, completions, shard: str) -> None:
         np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
 
 
-def test_a_server_records_what_the_recorder_would(server, engine, reference, settings):
+def test_each_rank_of_a_server_records_what_the_recorder_would(server, engine, reference, settings):
+    log = server.log.read_text(errors="replace")
+    assert "[EP Rank 1/2] Expert parallelism is enabled" in log and "Local/global number of experts: 8/16" in log
     served = server.client().recording()
-    assert (served.capture, served.gpus) == ("native", 1)
-    completions = server.client(alone=True, timeout_seconds=600).generate(make_requests(2, 2, max_tokens=6), shard="a")
+    assert (served.capture, served.gpus) == ("native", 2)
+    completions = server.client(alone=True, timeout_seconds=900).generate(make_requests(2, 2, max_tokens=6), shard="a")
     agree(server.store, reference, completions)
     check(server.store, engine, settings, completions, "native-a")
     assert len({one.routes.parts[0].shard for one in completions}) == 1
@@ -67,16 +61,15 @@ def test_scored_tokens_have_routes(server, reference):
     reference(tokens).check("scored", server.store.read(scored.routes[0]).routes, scored.logprobs[0], atol=1e-5)
 
 
-def test_a_turn_continues_a_record_and_its_prefix_comes_from_the_cache(server, reference):
+def test_a_turn_continues_a_record(server, reference):
     client = server.client(timeout_seconds=600)
     (first,) = client.generate([GenerateRequest("first", tuple(range(5, 75)), 1, 4, 1.0, ())], shard="turn1")
     prompt = (*first.prompt_token_ids, *first.token_ids, 7, 8, 9)
     asked = GenerateRequest("second", prompt, 2, 4, 1.0, (), parent=first.routes)
     (second,) = client.generate([asked], shard="turn2")
     agree(server.store, reference, [second])
-    record = server.store.read(second.routes)
-    assert record.spans[0].provenance is Provenance.CACHED and record.spans[0].rows == 64
-    assert server.store.info(second.routes).rows == len(prompt) + 3
+    (parent,) = server.store.parents([second.routes])
+    assert parent is not None and (parent.key, second.routes.rows) == ("first", len(prompt) + 3)
 
 
 def test_an_aborted_request_keeps_its_rows(server, reference):
@@ -106,18 +99,6 @@ def test_records_name_the_weights_and_a_pause_is_refused(server, checkpoint, oth
     assert client.update_weights(whole_update(server, checkpoint, 6, 5)).whole
 
 
-def test_data_parallel_ranks_record_their_own_rows(ranks: Running, checkpoint, other_checkpoint, reference, request):
-    log = ranks.log.read_text(errors="replace")
-    assert "[EP Rank 1/2] Expert parallelism is enabled" in log and "Local/global number of experts: 8/16" in log
-    assert ranks.client().recording().gpus == 2
-    client = ranks.client(alone=True, timeout_seconds=900)
-    completions = client.generate(make_requests(3, 1, max_tokens=4, prompt=33), shard="ranks")
-    agree(ranks.store, reference, completions)
-    assert client.update_weights(whole_update(ranks, other_checkpoint, 1, 0)).whole
-    completions = client.generate(make_requests(2, 1, max_tokens=2, prompt=33), shard="updated")
-    agree(ranks.store, request.getfixturevalue("other_reference"), completions, version=1)
-
-
 def test_an_engine_beside_the_trainer_records_too(settings, weights, others, reference, other_reference, tmp_path):
     path = os.pathsep.join(filter(None, [str(INTERPRETED), os.environ.get("PYTHONPATH")]))
     asked = replace(settings, capture="native", log_path=tmp_path / "log", trace_root=tmp_path / "trace")
@@ -127,9 +108,11 @@ def test_an_engine_beside_the_trainer_records_too(settings, weights, others, ref
     with native:
         store, held = TraceStore(tmp_path / "trace"), 0
         for version, (tensors, model) in enumerate([(weights, reference), (others, other_reference)], start=1):
-            native.update_weights(by_disk(tmp_path / str(version), tensors, version=version, replaces=held))
-            completions = native.generate(make_requests(2, 1, max_tokens=3), shard=f"v{version}")
+            native.update_weights(by_disk(tmp_path, tensors, version=version, replaces=held))
+            completions = native.generate(make_requests(1, 3, max_tokens=3), shard=f"v{version}")
             agree(store, model, completions, version=version)
+            cached = [store.read(one.routes).spans[0] for one in completions[1:]]
+            assert [(span.provenance, span.rows) for span in cached] == [(Provenance.CACHED, 64)] * 2
             tokens, held = [*completions[0].prompt_token_ids, *completions[0].token_ids], version
             scored = native.score([tokens], shard=f"scored{version}")[0]
             model(tokens).check("scored", store.read(scored.routes[0]).routes, scored.logprobs[0], atol=1e-5)

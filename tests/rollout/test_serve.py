@@ -183,3 +183,12 @@ def test_a_server_of_a_run_reads_text_where_a_text_may_end_a_completion(override
     assert served.call_args.args[0].reads_text is reads
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_server_of_a_run_records_as_the_run_does():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with patch("moe_rl.commands.serve.serve") as served:
+        assert main(["serve", "--config", str(ROOT / "configs/tiny_moe_cpu.yaml"), "rollout.capture=native"]) == 0
+    assert served.call_args.args[0].capture == "native"
+    for number, handler in before.items():
+        signal.signal(number, handler)
