@@ -290,7 +290,7 @@ async def _run(
     async with announced(listens, line, document | {"vllm": vllm.__version__}, ready_file):
         async with build_async_engine_client(parsed) as engine:
             if recording.native:
-                from moe_rl.vllm.native import attach
+                from moe_rl.vllm.native_source import attach
 
                 await attach(engine, recording)
             elif not any(await engine.collective_rpc("moe_rl_records")):

@@ -187,7 +187,7 @@ class ChildEngine:
         self._source: WorkerSource | None = None
         if recording is not None:
             if settings.capture == "native":
-                from moe_rl.vllm.native import NativeSource
+                from moe_rl.vllm.native_source import NativeSource
 
                 self._source = NativeSource(self._llm, recording)
             else:

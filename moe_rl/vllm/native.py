@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ from moe_rl.errors import EngineError, MoeRLError
 from moe_rl.trace.source_sum import rows_of
 from moe_rl.types import RouteRef
 from moe_rl.vllm.recording import Recording, RecordingRequest, parse
-from moe_rl.vllm.route_source import WorkerSource
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.vllm.slots import Recorded, Rows
-from moe_rl.vllm.worker import RecorderControl
 
 
 class NativeRecorder:
@@ -55,7 +52,7 @@ class NativeRecorder:
     @property
     def stats(self) -> dict[str, int]:
         """Return the Recorder counts that vLLM's outputs show, over the requests to be recorded."""
-        return self._counts | {"forwarded": self._counts["forwarded"] + self._sampling()}
+        return {**self._counts, "forwarded": self._counts["forwarded"] + self._sampling()}
 
     def unfinished(self, sink: str) -> list[str]:
         """Return the keys of requests that may still add to a shard."""
@@ -121,38 +118,3 @@ class NativeRecorder:
         else:
             self._counts["recorded"] += 1
             self._counts["forwarded"] += len(taken) - cached
-
-
-class Here(RecorderControl):
-    """Answers control calls in this process, as the workers do where they record."""
-
-    def __init__(self, recorder: NativeRecorder):
-        self.moe_rl_recorder = recorder
-
-    def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
-        return [getattr(self, method)(*args)]
-
-
-class NativeSource(WorkerSource):
-    """Uses vLLM's `enable_return_routed_experts` in an engine of this process."""
-
-    def __init__(self, llm: Any, recording: Recording):
-        layers = llm.collective_rpc("moe_rl_layers")[0]
-        self._recorder = NativeRecorder(llm.llm_engine.vllm_config.model_config, layers, recording)
-        self._llm = Here(self._recorder)
-
-    def finished(self, ask: RecordingRequest, token_ids: Sequence[int], result: Any) -> None:
-        self._recorder.add(ask, result, partial(self._recorder.rows, ask, token_ids, result))
-
-
-async def attach(engine: Any, recording: Recording) -> None:
-    """Record what this AsyncLLM samples. `engine.moe_rl_native` then answers control calls about records."""
-
-    def sampling() -> int:
-        running = engine.output_processor.request_states.values()
-        return sum(state.detokenizer.num_output_tokens() for state in running)
-
-    layers = (await engine.collective_rpc("moe_rl_layers"))[0]
-    recorder = NativeRecorder(engine.vllm_config.model_config, layers, recording, sampling)
-    engine.moe_rl_native = Here(recorder)
-    engine.generate = recorder.wrap(engine.generate)

@@ -1,7 +1,7 @@
 """Provides the routes of an engine to the process that drives it.
 
-They come from a recorder in the workers, attached by the patch or by the worker class. native.py records from vLLM's
-own capture instead.
+They come from a recorder in the workers, attached by the patch or by the worker class. native_source.py takes them from
+vLLM's own capture instead.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -17,12 +17,10 @@ import torch
 from moe_rl.errors import DiskError, EngineError, MoeRLError, RequestRefused, TraceError
 from moe_rl.vllm import loader, patches  # noqa: F401 - the loader registers itself where models are loaded
 from moe_rl.vllm.hooks import attach_recorder
+from moe_rl.vllm.native import NativeRecorder
 from moe_rl.vllm.recorder import Recorder
 from moe_rl.vllm.route_source import Claim, claims
 from moe_rl.weights import receiver
-
-if TYPE_CHECKING:
-    from moe_rl.vllm.native import NativeRecorder
 
 CONTROL = f"{__name__}.RecorderControl"
 WORKER = f"{__name__}.RecordingWorker"

@@ -14,7 +14,7 @@ from moe_rl.errors import EngineError, RequestRefused
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.trace import TraceStore, signed
 from moe_rl.types import Provenance, Span
-from moe_rl.vllm.native import NativeSource
+from moe_rl.vllm.native_source import NativeSource
 from moe_rl.vllm.recording import Recording, RecordingRequest
 from tests.support.refusals import refused
 
