@@ -247,7 +247,14 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
 
 def _in_own_engine(config: Config) -> Config:
     """Return the config for the one engine that this command starts, whatever sampled in the run."""
-    own = {"servers": (), "token_file": None, "max_lost_servers": 0, "engines": 1, "weight_transfer": "auto"}
+    own = {
+        "servers": (),
+        "token_file": None,
+        "max_lost_servers": 0,
+        "engines": 1,
+        "in_flight": None,
+        "weight_transfer": "auto",
+    }
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
 
 

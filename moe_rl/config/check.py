@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_rl.config.check_cluster import engine_problems, neighbour_problems
+from moe_rl.config.check_cluster import engine_problems, neighbour_problems, queue_problems
 from moe_rl.config.check_features import environment_problems, lora_problems, stale_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.layout import layout_problems
@@ -64,6 +64,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *_head_problems(config),
         *lora_problems(config, facts),
         *engine_problems(config),
+        *queue_problems(config),
         *neighbour_problems(config, world_size),
         *passed_problems(config),
         *layout_problems(config.parallel, config.train, facts, world_size),

@@ -53,6 +53,33 @@ def engine_problems(config: Config) -> Iterator[Problem]:
         )
 
 
+def queue_problems(config: Config) -> Iterator[Problem]:
+    """Yield why a queue of groups, `rollout.in_flight`, would change nothing; nothing without one."""
+    rollout, planned = config.rollout, 1 if config.cluster is None else config.cluster.engines
+    if rollout.in_flight is None:
+        return
+    places = len(rollout.servers) or max(rollout.engines, planned)
+    most = min(rollout.max_concurrent, (rollout.prompts_per_step - 1) // places * rollout.group_size)
+    reasons = (
+        (config.pipeline.by_group, "groups are sampled one by one anyway", "pipeline.mode is async"),
+        (config.task.environment is not None, "turns go where there is room anyway", "task.environment is set"),
+        (places == 1, "one sampler takes all groups", "one server or engine"),
+        (not most, "all groups of a step begin at once", f"rollout.prompts_per_step is {rollout.prompts_per_step}"),
+    )
+    for wrong, what, given in reasons:
+        if wrong:
+            where: About = {"key": "rollout.in_flight", "given": given}
+            yield describe(what, where=where, got=rollout.in_flight, expected="null")
+            return
+    if rollout.in_flight > most:
+        yield describe(
+            "all groups of a step begin at once, or wait in the samplers",
+            where={"key": "rollout.in_flight"},
+            got=rollout.in_flight,
+            expected=f"at most {most}, by rollout.max_concurrent and the groups of a step over {places} samplers",
+        )
+
+
 def has_servers(config: Config) -> bool:
     """Return whether a run samples from servers, named or planned. Without servers rank 0 starts engines beside the
     ranks of its node."""

@@ -59,7 +59,7 @@ def on_one_rank(config: Config) -> Config:
     """Return the config for a single rank, without the settings that need several, such as overlap and placement."""
     changes: dict[str, dict[str, object]] = {
         "train": {"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False, "packing": "length"},
-        "rollout": {"engines": 1},
+        "rollout": {"engines": 1, "in_flight": None},
         "replay": {"overlap_chunks": 0},
         "report": {"profile": None},
     }

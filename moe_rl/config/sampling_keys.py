@@ -171,6 +171,11 @@ class RolloutConfig(Section):
     engines: Few = 1
     """Number of engines that rank 0 starts beside the ranks of its node, where no server is named. Engine n has all
     weights and one worker, on the GPU of local rank n. The engines share a step's requests, and sleep together."""
+    in_flight: Count | None = None
+    """Number of requests that a server or engine may have before it gets no further group from the queue of a step or
+    an evaluation (modes sync and one_step_off). Slow ones then sample fewer groups, but which one samples a group
+    depends on their speed, so a run no longer repeats bit for bit. Fewer in flight even out more, and decode slower.
+    null: no queue; each gets a fixed share of the groups before they begin."""
     servers: tuple[str, ...] = ()
     """URLs (http://host:port) of vLLM servers that sample instead of engines started by rank 0. `moe-rl serve
     --config` starts one. Each server holds all weights, serves this run alone, and decodes max_concurrent sequences at

@@ -331,7 +331,14 @@ class Rollouts:
                 judging.add(index, self.batches.item(prompts[index], completion))
 
             never = asyncio.Event() if self.config.pipeline.by_group else None
-            completions = await sample_all(self.sampler, requests, shard=shard, leave=never, ended=ended)
+            completions = await sample_all(
+                self.sampler,
+                requests,
+                shard=shard,
+                leave=never,
+                ended=ended,
+                in_flight=self.config.rollout.in_flight,
+            )
             judging.calls()
             stack.pop_all()
         return completions, judging

@@ -179,6 +179,7 @@ async def sample_all(
     shard: str,
     leave: asyncio.Event | None = None,
     ended: Hears = nobody,
+    in_flight: int | None = None,
 ) -> list[Completion]:
     """Sample one completion per request, in request order. The places share the requests, see `assign`.
 
@@ -188,6 +189,8 @@ async def sample_all(
         shard: as in Sampler.sample; every place gets its own, whose name begins with this one.
         leave: as in CallOptions. With None, the result depends only on the weights, the requests and the places.
         ended: as in CallOptions. Called again for completions that are sampled again.
+        in_flight: number of requests that a place may have before it gets no further group from a queue, which then
+            replaces the shares. Not with `leave`. The result then depends on how fast the places are.
 
     Raises:
         SamplerGone: more servers are lost than allowed.
@@ -195,22 +198,81 @@ async def sample_all(
     completions: dict[int, Completion] = {}
 
     async def share(place: int, members: Sequence[int], name: str) -> None:
-        def hear(index: int, completion: Completion) -> None:
-            ended(members[index], completion)
-
         with suppress(ServerLost):
-            mine = [requests[index] for index in members]
-            sampled = await sampler.sample(place, mine, shard=name, leave=leave, ended=hear)
-            completions.update(zip(members, sampled, strict=True))
+            completions.update(await _sample_at(sampler, place, requests, members, ended, shard=name, leave=leave))
 
     for attempt in itertools.count():
         lacking = [index for index in range(len(requests)) if index not in completions]
         if not lacking:
             break
         name = f"{shard}-again{attempt}" if attempt else shard
+        if in_flight is not None:
+            completions |= await _sample_queue(sampler, requests, lacking, name, ended, in_flight)
+            continue
         shares = assign([requests[index] for index in lacking], sampler.places)
         await all_of(share(place, [lacking[index] for index in members], name) for place, members in shares.items())
     return [completions[index] for index in range(len(requests))]
+
+
+async def _sample_queue(
+    sampler: Sampler,
+    requests: Sequence[GenerateRequest],
+    lacking: Sequence[int],
+    shard: str,
+    ended: Hears,
+    in_flight: int,
+) -> dict[int, Completion]:
+    """Sample the lacking requests. A place takes the largest group left whenever it has less than `in_flight` requests.
+
+    Every place fills one shard, which is published at the end. Returns the completions whose shards are: what a lost
+    place had sampled is missing. The group that it was sampling goes back to the queue.
+    """
+    busy, sampled = dict.fromkeys(sampler.places, 0), {place: dict[int, Completion]() for place in sampler.places}
+    never, first, freed = asyncio.Event(), asyncio.Lock(), asyncio.Event()
+    records = any(requests[index].record for index in lacking)
+
+    async def sample_group(members: Sequence[int]) -> None:
+        async with first:  # groups get it in their order
+            while busy[place := min(sampler.places, key=lambda place: (busy[place], place))] >= in_flight:
+                freed.clear()
+                await freed.wait()
+            busy[place] += len(members)
+
+        def hear(index: int, completion: Completion) -> None:
+            busy[place] -= 1
+            freed.set()
+            ended(index, completion)
+
+        try:
+            sampled[place] |= await _sample_at(
+                sampler, place, requests, members, hear, shard=shard, leave=never, keep_open=records
+            )
+        except ServerLost:
+            await sample_group(members)
+
+    groups = by_prompt([requests[index] for index in lacking])
+    await all_of(sample_group([lacking[index] for index in members]) for _, members in groups)
+    lost = await sampler.publish(shard) if records else []
+    kept = (done for place, done in sampled.items() if sampler.shard_at(place, shard) not in lost)
+    return {index: completion for done in kept for index, completion in done.items()}
+
+
+async def _sample_at(
+    sampler: Sampler,
+    place: int,
+    requests: Sequence[GenerateRequest],
+    members: Sequence[int],
+    ended: Hears,
+    **options: Any,
+) -> dict[int, Completion]:
+    """Sample the requests with the indexes `members` at one place. `ended` hears these indexes too."""
+    sampled = await sampler.sample(
+        place,
+        [requests[index] for index in members],
+        ended=lambda number, completion: ended(members[number], completion),
+        **options,
+    )
+    return dict(zip(members, sampled, strict=True))
 
 
 async def all_of[T](calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -239,24 +301,31 @@ def check_agreement(version: int, held: Mapping[str, tuple[int, str]]) -> None:
 def assign(requests: Sequence[GenerateRequest], places: Sequence[int]) -> dict[int, list[int]]:
     """Distribute requests: place -> indexes of its requests, ascending. Places without requests are left out.
 
-    Requests with the same prompt stay together, so the prompt is computed and stored once. Groups are assigned largest
-    first, each to the place with the least load so far; a request's load is the most tokens it can have. The same
-    requests and places always give the same distribution.
+    Groups are assigned largest first, each to the place with the least load so far. The same requests and places always
+    give the same distribution.
+    """
+    shares: dict[int, list[int]] = {place: [] for place in places}
+    loads = dict.fromkeys(places, 0)
+    for load, members in by_prompt(requests):
+        place = min(places, key=lambda place: (loads[place], place))
+        loads[place] += load
+        shares[place] += members
+    return {place: sorted(share) for place, share in shares.items() if share}
+
+
+def by_prompt(requests: Sequence[GenerateRequest]) -> list[tuple[int, list[int]]]:
+    """Return the load and the indexes of the requests of each prompt, the largest load first.
+
+    They stay together, so the prompt is computed and stored once. A request's load is the most tokens it can have.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
         groups.setdefault(request.prompt_token_ids, []).append(index)
-    load = {
-        members[0]: sum(len(requests[index].prompt_token_ids) + requests[index].max_tokens for index in members)
-        for members in groups.values()
-    }
-    shares: dict[int, list[int]] = {place: [] for place in places}
-    loads = dict.fromkeys(places, 0)
-    for members in sorted(groups.values(), key=lambda members: (-load[members[0]], members[0])):
-        place = min(places, key=lambda place: (loads[place], place))
-        loads[place] += load[members[0]]
-        shares[place] += members
-    return {place: sorted(share) for place, share in shares.items() if share}
+    loads = (
+        (sum(len(prompt) + requests[index].max_tokens for index in members), members)
+        for prompt, members in groups.items()
+    )
+    return sorted(loads, key=lambda group: (-group[0], group[1][0]))
 
 
 class Blocking:

@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "parallel.",
     "cluster.",
     "rollout.engines",
+    "rollout.in_flight",
     "rollout.servers",
     "rollout.token_file",
     "rollout.prompts_per_step",

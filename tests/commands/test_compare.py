@@ -135,7 +135,7 @@ def test_prompts_of_an_environment_are_not_sampled(run, arguments, option):
     "sampled",
     [
         ["rollout.servers=[http://127.0.0.1:8000]", "rollout.token_file=t", "rollout.weight_transfer=broadcast"],
-        ["rollout.engines=2", "rollout.weight_transfer=disk"],
+        ["rollout.engines=2", "rollout.in_flight=64", "rollout.weight_transfer=disk"],
     ],
 )
 def test_what_is_checked_is_the_one_engine_that_samples(run, monkeypatch, capsys, sampled, world_size):

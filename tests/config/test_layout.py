@@ -34,7 +34,12 @@ def test_interleaved_stages_hold_runs_that_lie_apart(sizes, runs):
     "overrides",
     [
         ["placement={experts: traced, copies: 1, least_copied_rows: 8, node_ranks: 2}"],
-        ["report.profile={steps: [1], ranks: [0, 1]}", "rollout.engines=2", "replay.overlap_chunks=2"],
+        [
+            "report.profile={steps: [1], ranks: [0, 1]}",
+            "rollout.engines=2",
+            "rollout.in_flight=64",
+            "replay.overlap_chunks=2",
+        ],
         ["train.overlap_expert_parallel_comm=true", "train.dtype=bfloat16", "train.packing=load"],
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from moe_rl.config.check_cluster import (
     neighbour_problems,
     node_problems,
+    queue_problems,
     server_problems,
     several_nodes,
     start_problems,
@@ -58,6 +59,32 @@ def test_good_servers():
 def test_what_is_no_fleet_is_refused(overrides, facts):
     (problem,) = problems(*overrides)
     tells(problem, **{"key": "rollout.servers"} | facts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts"),
+    [
+        ([], {"given": "one server or engine", "expected": "null"}),
+        (["rollout.engines=2", "rollout.in_flight=9"], {"got": 9, "expected": ("at most 8", "2 samplers")}),
+        ([*GOOD, "rollout.in_flight=9"], {"got": 9, "expected": ("at most 8", "2 samplers")}),
+        ([CLUSTER, "rollout.max_concurrent=5", "rollout.in_flight=6"], {"got": 6, "expected": ("at most 5",)}),
+        ([*GOOD, "rollout.prompts_per_step=2"], {"given": "rollout.prompts_per_step is 2", "expected": "null"}),
+        ([*GOOD, "pipeline.mode=async"], {"given": "pipeline.mode is async"}),
+        (
+            [*GOOD, "task.environment={run: moe_rl.tasks.environments.examples.calculator.run}"],
+            {"given": "task.environment is set"},
+        ),
+    ],
+)
+def test_a_queue_that_would_change_nothing_is_refused(overrides, facts):
+    def found(*more: str) -> list[str]:
+        sizes = ["rollout.prompts_per_step=5", "rollout.group_size=4", "rollout.in_flight=4"]
+        return list(queue_problems(load_config(CONFIG, [*sizes, *more])))
+
+    (problem,) = found(*overrides)
+    tells(problem, **{"key": "rollout.in_flight"} | facts)
+    assert found("rollout.in_flight=null") == found(*GOOD, "rollout.in_flight=8") == []
+    assert found(*GOOD, "pipeline.mode=async", "pipeline.max_staleness=0") == found("rollout.engines=2") == []
 
 
 def test_each_engine_needs_a_rank_on_the_node_of_rank_0(monkeypatch):

@@ -24,7 +24,7 @@ from moe_rl.errors import EngineError, RequestRefused, SamplerGone, WeightSyncEr
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.rollout.sampler import Blocking, ServerLost, assign, nobody
+from moe_rl.rollout.sampler import Blocking, ServerLost, assign, nobody, sample_all
 from moe_rl.rollout.server import _PUBLISH_TOKENS, VllmServer
 from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
@@ -66,6 +66,9 @@ class Server:
     digest: str = ""
     cancelled: bool = False
     slow: bool = False
+    passes: int = 0  # of the event loop, for each request
+    running: int = 0
+    most: int = 0
     paused: bool = False
     scored: str | None = None
     refuses: bool = False
@@ -93,13 +96,18 @@ class Server:
             if self.refuses:
                 raise RequestRefused("refused", got="planted")
             self._may_fail("before")
-            assert shard not in self.shards
-            self.shards[shard] = [request.key for request in requests]
+            assert keep_open or shard not in self.shards
+            self.shards.setdefault(shard, []).extend(request.key for request in requests)
+            self.running += len(requests)
+            self.most = max(self.most, self.running)
             completions = []
             for at, r in enumerate(requests):
+                for _ in range(self.passes):
+                    await asyncio.sleep(0)
                 logprobs, versions = np.zeros(1, np.float32), sampled_by(0, 1)
                 made = Completion(r.key, r.prompt_token_ids, (r.seed,), logprobs, "stop", versions, None)
                 completions.append(made)
+                self.running -= 1
                 ended(at, made)
             self._may_fail("after")  # published, and the answer is lost
         except asyncio.CancelledError:
@@ -206,6 +214,76 @@ def test_completions_come_back_in_order_from_shards_of_their_own(fleet):
     ]
     assert all(one.routes for one in made.score([[1, 2, 3]], shard="canary"))
     assert [server.scored for server in servers] == ["canary-server0", "canary-server1"]
+
+
+def queued(made, requests, in_flight, ended=nobody):
+    """Sample with a queue, or with shares if in_flight is None. Returns the passes of the event loop that it took."""
+
+    async def run():
+        call = asyncio.create_task(sample_all(made.sampler, requests, shard="s", ended=ended, in_flight=in_flight))
+        passes = 0
+        while not call.done():
+            await asyncio.sleep(0)
+            passes += 1
+        completions = call.result()
+        assert [(c.key, c.token_ids) for c in completions] == [(r.key, (r.seed,)) for r in requests]
+        return passes
+
+    return made.run(run())
+
+
+def test_a_slow_server_gets_fewer_groups_of_a_queue_and_delays_its_end_less(fleet):
+    """With shares it gets as many as the other."""
+    requests = [asked(prompt, member) for prompt in range(8) for member in range(3)]
+    taken, passes = {}, {}
+    for in_flight in (None, 3):
+        made, servers = fleet()
+        servers[0].passes, servers[1].passes = 1, 20
+        passes[in_flight] = queued(made, requests, in_flight)
+        taken[in_flight] = [len(server.shards[f"s-server{number}"]) for number, server in enumerate(servers)]
+        assert sorted(key for server in servers for keys in server.shards.values() for key in keys) == sorted(
+            request.key for request in requests
+        )
+        published = [[], []] if in_flight is None else [["s-server0"], ["s-server1"]]
+        assert [server.published for server in servers] == published, "one shard a server"
+        if in_flight is not None:
+            assert all(in_flight <= server.most < in_flight + 3 for server in servers), "whole groups of three begin"
+    assert taken[None] == [12, 12] and taken[3][1] <= 6 and sum(taken[3]) == 24
+    assert passes[3] < passes[None] / 2
+
+
+def test_a_queue_gives_the_largest_group_first(fleet):
+    made, servers = fleet()
+    requests = [asked(prompt, 0, max_tokens=tokens) for prompt, tokens in enumerate((3, 9, 5, 7))]
+    servers[1].passes = 99
+    queued(made, requests, 1)
+    assert [server.shards[f"s-server{number}"] for number, server in enumerate(servers)] == [
+        ["p1/c0", "p2/c0", "p0/c0"],
+        ["p3/c0"],
+    ]
+
+
+@pytest.mark.parametrize("when", ["before", "after", "publish"])
+def test_the_groups_of_a_lost_server_go_back_to_the_queue(fleet, when):
+    """Those that it had sampled too: nobody can publish them."""
+    made, servers = fleet(3, max_lost=1)
+    requests, heard = [asked(prompt, member) for prompt in range(8) for member in range(3)], []
+
+    def ended(at, completion):
+        if completion.key in servers[1].shards.get("s-server1", ()):
+            heard.append(completion)
+            if len(heard) == 3:  # all of its first group: "after" is then, the others later
+                servers[1].fails.append(when)
+
+    for server in servers:
+        server.passes = 1
+    queued(made, requests, 3, ended)
+    assert list(made.sampler.lost) == ["http://host:1"] and not servers[1].published and not servers[1].fails
+    left = [(name, server.shards[name]) for server in (servers[0], servers[2]) for name in server.published]
+    assert sorted(key for _, keys in left for key in keys) == sorted(request.key for request in requests)
+    again = sum(len(keys) for name, keys in left if name.startswith("s-again1-"))
+    sampled = len(servers[1].shards["s-server1"])
+    assert again == {"before": 3, "after": sampled - 3, "publish": sampled}[when] > 0, "the others come first"
 
 
 def test_an_open_shard_is_published_where_it_was_left_and_a_lost_server_is_told(fleet, tmp_path):

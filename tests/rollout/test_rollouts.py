@@ -388,6 +388,21 @@ def test_a_step_shows_what_its_recorders_counted():
     assert recorded({"drafts": 4, "accepted_drafts": 5}, drafts) == shown(0, 0) | {"rollout/draft_acceptance": 0.25}
 
 
+@pytest.mark.parametrize("in_flight", [None, 2])
+def test_steps_and_evaluations_take_groups_from_the_queue_that_the_config_asks_for(tmp_path, monkeypatch, in_flight):
+    rig, asked = Rig(tmp_path, 1, f"rollout.in_flight={'null' if in_flight is None else in_flight}"), []
+
+    def sample_all(sampler, requests, **how):
+        asked.append(how["in_flight"])
+        return sampler.sample(0, requests, shard=how["shard"], leave=None, ended=how["ended"])
+
+    monkeypatch.setattr("moe_rl.rollout.rollouts.sample_all", sample_all)
+    rig.collect()
+    Verifiers(rig.rollouts, lambda prompt, completion: Verdict("scored", 1.0, {"exact_match": 1.0}))
+    asyncio.run(rig.rollouts.evaluate(1))
+    assert asked == [in_flight] * 3
+
+
 def test_an_evaluation_leaves_no_routes(tmp_path, monkeypatch):
     rig, asked = Rig(tmp_path, 1), []
     sample = rig.engine.sample
@@ -411,7 +426,14 @@ class Evaluating:
         rollouts.config = SimpleNamespace(
             run=SimpleNamespace(seed=1),
             rollout=SimpleNamespace(
-                request_seeds=True, temperature=0.5, max_completion_tokens=5, top_k=7, top_p=0.8, min_p=0.0, stop=()
+                request_seeds=True,
+                temperature=0.5,
+                max_completion_tokens=5,
+                top_k=7,
+                top_p=0.8,
+                min_p=0.0,
+                stop=(),
+                in_flight=None,
             ),
             task=SimpleNamespace(environment=None, pass_reward="right"),
             pipeline=SimpleNamespace(by_group=False),

@@ -114,3 +114,10 @@ def test_lengths_are_long_tailed_and_the_same_for_every_mode(model):
     assert lengths.mean() > 1.3 * np.median(lengths)
     of_prompts = np.log(lengths).mean(axis=1).var()
     assert 0.3 < of_prompts / np.log(lengths).var() < 0.7
+
+
+def test_a_queue_gains_where_an_engine_is_slow_and_changes_nothing_where_all_begin_at_once(benchmark, given):
+    queue = benchmark("simulate_queue")
+    work = queue.Work(prompts=64, group=4, median_tokens=200, longest=800, steps=1, warmup=0)
+    seconds = {most: queue.sample_seconds(*given[:2], work, 4.0, most) for most in (None, 8, 1000)}
+    assert seconds[1000] == seconds[None] > 2 * seconds[8]
