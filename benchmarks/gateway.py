@@ -6,6 +6,7 @@ engine with token ids, each turn as soon as the one before has come. Both sample
 agents run in a process of their own, and share the cores with the rest. Prints
 
 - sampled tokens per second, gateway : engine, as median and quartiles over the rounds;
+- turns per second through the gateway, and the shards of 100 turns;
 - the tokens that were prefilled, against those of all prompts: what an engine without a prefix cache computes when a
   client sends the whole history in each turn;
 - bytes of trace for each token of a session, where records continue each other and where each has its whole prompt.
@@ -37,6 +38,7 @@ from moe_rl.gateway.rendering import ChatRenderer
 from moe_rl.gateway.session_journal import SessionJournals
 from moe_rl.gateway.session_keys import OpenedSession, SessionBook
 from moe_rl.gateway.sessions import Session, SessionLimits
+from moe_rl.gateway.shared_shard import SharedShard
 from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.gateway.web import GatewayApp
 from moe_rl.models.hf import read_model
@@ -141,6 +143,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         kept = sum(len(turn.ids) for session in sessions for turn in session.turns)
         # All but the last sampled token of a turn are forwarded after they were sampled.
         prefilled = forwarded - (sampled - options.turns * options.rounds * options.sessions)
+        asyncio.run(gateway.shard.publish())
         low, middle, high = quartiles(ratios)
         _, gateway_rate, _ = quartiles(rates["gateway"])
         _, engine_rate, _ = quartiles(rates["engine"])
@@ -150,10 +153,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
             "  upper quartile": high,
             "sampled tokens/s through the gateway": gateway_rate,
             "sampled tokens/s of the engine alone": engine_rate,
+            "turns/s through the gateway": gateway_rate / options.tokens,
+            "shards of 100 turns": 100 * len(shards(folder, "gateway-")) / len(sessions) / options.turns,
             "tokens of all prompts": whole // options.rounds,
             "tokens prefilled": prefilled // options.rounds,
             "share of prefill saved": 1 - prefilled / whole,
-            "trace bytes per token, records that continue": stored(folder, "session-")
+            "trace bytes per token, records that continue": stored(folder, "gateway-")
             / kept
             / (1 + 1 / options.rounds),
             "trace bytes per token, whole records": stored(folder, "whole-") / (kept / options.rounds),
@@ -180,7 +185,12 @@ def chat_tokenizer(model: Path) -> None:
 
 def stored(folder: Path, start: str) -> int:
     """Return the bytes of the shards whose names begin so."""
-    return sum(path.stat().st_size for path in (folder / "trace").glob(f"{start}*.safetensors"))
+    return sum(path.stat().st_size for path in shards(folder, start))
+
+
+def shards(folder: Path, start: str) -> list[Path]:
+    """Return the shards whose names begin so."""
+    return list((folder / "trace").glob(f"{start}*.safetensors"))
 
 
 def journaled(folder: Path) -> int:
@@ -196,7 +206,9 @@ class Gateway:
         turns = TurnSampler(engine, SamplerBounds(LONGEST, vocabulary, False, 192), seed=1)
         renderer, codec = ChatRenderer(model, {"name": "qwen3"}), TextCodec(model, ())
         journals = SessionJournals(folder / "sessions")
-        self.gateway = AgentGateway("model", renderer, codec, turns, SessionBook(1 << 16, WIDE), journals, ())
+        self.shard = SharedShard(engine, folder / "trace")
+        book = SessionBook(1 << 16, WIDE)
+        self.gateway = AgentGateway("model", renderer, codec, turns, book, journals, (), self.shard)
         self.sessions: list[Session] = []
         keeper = SessionKeeper(folder / "sessions", TraceStore(folder / "trace"))
         socket = bound_socket(None, 0)

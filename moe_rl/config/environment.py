@@ -30,7 +30,7 @@ class GatewayConfig(Section):
     session_turns: Count = 256
     """Largest number of turns of a session. Each completion is a turn."""
     session_seconds: Seconds = 3600.0
-    """Age in seconds from which a session takes no more turns."""
+    """Age in seconds from which the key of a session serves nothing."""
     max_body_mib: Few = 16
     """Largest body of a request in MiB."""
 

@@ -30,6 +30,7 @@ from moe_rl.gateway.rendering import ChatRenderer, ParsedAnswer
 from moe_rl.gateway.session_journal import ReceivedEntry, RepliesEntry, SessionJournals, TurnsEntry
 from moe_rl.gateway.session_keys import OpenedSession, SessionBook, hash_key
 from moe_rl.gateway.sessions import FinishedSession, PendingTurns, Session, SessionLimits, Turn
+from moe_rl.gateway.shared_shard import SharedShard
 from moe_rl.gateway.turn_sampler import TurnSampler
 from moe_rl.rollout.sampler import nobody
 from moe_rl.tasks.shown_messages import NotShown
@@ -54,6 +55,7 @@ class AgentGateway:
     Attributes:
         model: its name in replies.
         book: the open sessions.
+        shard: see the argument.
         counts: `repeated`: requests that got the undelivered reply of an equal one; `unstable`: turns
             whose messages continue a turn while their tokens do not, because the chat template now writes the earlier
             messages differently; `other_system`: requests that failed to continue a turn only because the system prompt
@@ -63,6 +65,7 @@ class AgentGateway:
     Args:
         journals: get each turn before its reply is returned. None: open sessions end with the gateway.
         stop_token_ids: tokens that end a completion besides those of the renderer.
+        shard: gets the records of all turns; None: the caller sets each session's shard.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class AgentGateway:
         book: SessionBook,
         journals: SessionJournals | None,
         stop_token_ids: Sequence[int],
+        shard: SharedShard | None = None,
     ):
-        self.model, self.book, self.turns = model, book, turns
+        self.model, self.book, self.turns, self.shard = model, book, turns, shard
         self.counts: Counter[str] = Counter(
             unstable=0, other_system=0, unreadable=0, left=0, repeated=0, reopened=0, not_reopened=0
         )
@@ -107,6 +111,7 @@ class AgentGateway:
             DiskError: its journal cannot be written.
         """
         opened = self.book.open(group, now=_now(), limits=limits, name=name)
+        opened.session.shard = self.shard and self.shard.name
         try:
             if self._journals is not None:
                 self._journals.open(opened.session, hash_key(opened.key), time.time())
@@ -138,6 +143,7 @@ class AgentGateway:
                 problems.append(f"session {name} cannot be reopened: {error}")
                 continue
             self.counts["reopened"] += 1
+            journaled.session.shard = self.shard and self.shard.name
             self.book.reopen(journaled.session, journaled.key_hash)
             self._dialogues[name] = Dialogues()
             self._dialogues[name].restore(journaled.replies)
@@ -163,6 +169,7 @@ class AgentGateway:
 
     def abort(self, session: Session) -> None:
         """Abort the requests of a session, and refuse new ones. Its key becomes invalid."""
+        session.ended = True
         self.book.close(session)
         self._exchanges.abort(session)
 
@@ -205,14 +212,12 @@ class AgentGateway:
         self._exchanges.add(session, exchange)
         exchange.enter(call)
         replies: list[AgentReply] = []
-        session.under_way += 1
         try:
             if isinstance(wish, ChatWish):
                 replies = await self._chat(session, wish, exchange, call.size)
             else:
                 replies = await self._complete(session, wish, exchange, call.size)
         finally:
-            session.under_way -= 1
             self.counts["left"] += int(exchange.leave.is_set())
             assert exchange.replies is not None
             exchange.replies.set_result(replies)
@@ -374,6 +379,7 @@ class AgentGateway:
         wish = replace(wish, stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *wish.stop_token_ids))))
         most = room if wish.max_tokens is None else min(room, wish.max_tokens)
         place = exchange.place = self._begin(session, prompt, wish.samples, most)
+        session.under_way += 1
         try:
             self.turns.check(place, wish)
             sampled, continues = await self.turns.sample(session, place, wish, exchange.leave)
@@ -383,6 +389,10 @@ class AgentGateway:
             got = problem.got.removeprefix(f"{problem.fault} ")
             text = f"got {got}{expected}" if problem.fault else str(error)
             raise BadRequest(text, asked.named(problem.fault)) from None
+        finally:
+            session.under_way -= 1
+            if self.shard is not None:
+                self.shard.fresh = True
         # A completion that was aborted before its first token makes no turn.
         added = [(session.add(place, sample, continues=continues), sample) for sample in sampled if sample.token_ids]
         exchange.turns = [turn.number for turn, _ in added]

@@ -32,6 +32,7 @@ from moe_rl.gateway.listening import GatewayListener
 from moe_rl.gateway.rendering import ChatRenderer
 from moe_rl.gateway.session_sequences import sequences_of
 from moe_rl.gateway.sessions import FinishedSession, Session, SessionLimits
+from moe_rl.gateway.shared_shard import DYING_SECONDS
 from moe_rl.gateway.standalone import gateway_over
 from moe_rl.gateway.web import GatewayApp
 from moe_rl.models.facts import ModelFacts
@@ -47,8 +48,6 @@ from moe_rl.vllm.api_server import bound_socket, url_of
 FAILURES = "failed_episodes.log"
 # How long an aborted request may take to end, besides the time in which weights go in.
 _BUSY_SECONDS, _LOOK_SECONDS = 30.0, 0.02
-# How long a lost server may take to die, so that its files can be recovered.
-_DYING_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,9 @@ class EpisodeGateway:
         assert config.task.environment is not None
         self._config, self._environment, self._failures = config, config.task.environment, run_dir / FAILURES
         renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
-        self.gateway: AgentGateway = gateway_over(sampler, config, facts, renderer, None, version=0, reads_text=True)
+        self.gateway: AgentGateway = gateway_over(
+            sampler, config, facts, renderer, None, None, version=0, reads_text=True
+        )
         self._sampler, self._trace = sampler, run_dir / "trace"
         self._keeper = SessionKeeper(run_dir / "rollouts", TraceStore(self._trace))
         self._socket = bound_socket(self._environment.host, self._environment.port)
@@ -117,7 +118,7 @@ class EpisodeGateway:
                 raise
             lost = [] if shard is None else await self._sampler.publish(shard)  # the names that lost servers gave it
             for name in lost:
-                await asyncio.to_thread(recover_shard, self._trace, name, _DYING_SECONDS)
+                await asyncio.to_thread(recover_shard, self._trace, name, DYING_SECONDS)
             kept = await asyncio.gather(*(asyncio.to_thread(self._keep, episode, lost) for episode in ended))
             for index, episode, is_kept in zip(lacking, ended, kept, strict=True):
                 if is_kept:
@@ -185,7 +186,7 @@ class EpisodeGateway:
                 # Even if the episode is given up: a request still being sampled continues the records of its turns.
                 await self._settle(session)
                 self.gateway.forget(session)
-            return _Ended(asked, session, self.gateway.end(session), episode)
+            return _Ended(asked, session, session.finish(), episode)
 
     def _open(self, asked: EpisodeRequest) -> tuple[Session, SessionAccess]:
         environment, longest = self._environment, self._config.rollout.max_completion_tokens
@@ -193,17 +194,18 @@ class EpisodeGateway:
         limits = SessionLimits(environment.tokens, environment.turns, math.inf)  # the pool ends it in time
         opened = self.gateway.open(asked.prompt.id, limits, name=asked.name, rule=rule)
         opened.session.seed = asked.seed
-        opened.session.shards = opened.session.shared = asked.shard
+        opened.session.shard = asked.shard
         url = f"{url_of(*self._socket.getsockname()[:2])}/s/{opened.key}"
         return opened.session, SessionAccess(
             asked.name, url, f"{url}/v1", opened.key, environment.turns, environment.tokens
         )
 
     async def _settle(self, session: Session) -> None:
-        """Wait until the requests of a session, which were aborted, have ended."""
+        """Wait until no request of a session, which were aborted, is sampled any more. A client that reads no reply may
+        stay as long as it likes."""
         try:
             async with asyncio.timeout(_BUSY_SECONDS) as limit:
-                while session.busy:
+                while session.under_way:
                     if self.gateway.turns.held:  # a sampler that is paused for new weights ends no request
                         limit.reschedule(asyncio.get_running_loop().time() + _BUSY_SECONDS)
                     await asyncio.sleep(_LOOK_SECONDS)

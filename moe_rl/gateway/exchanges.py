@@ -124,7 +124,8 @@ class AgentExchanges:
 
     def drop(self, session: Session, exchange: AgentExchange) -> None:
         """Forget an exchange without a result."""
-        self._of[session.name].remove(exchange)
+        if session.name in self._of:  # it may have ended while the request was rendered
+            self._of[session.name].remove(exchange)
 
     def abort(self, session: Session) -> None:
         """Abort the requests of a session that are still being sampled."""

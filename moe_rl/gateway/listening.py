@@ -12,6 +12,8 @@ import uvicorn
 
 from moe_rl.rollout.sampler import nobody
 
+# A client that takes nothing of a reply for so long is cut off: until then its session cannot be finished.
+_UNREAD_SECONDS = 60
 # Seconds for replies in flight at shutdown.
 _LEAVE_SECONDS = 3
 # How long a connection stays open between two requests. A client that sends a request just as the server closes gets no
@@ -25,6 +27,7 @@ class GatewayListener:
 
     def __init__(self, app, listener: socket.socket):
         self._listener = listener
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS * 1000)
         # No access log: addresses may contain keys.
         config = uvicorn.Config(
             app,

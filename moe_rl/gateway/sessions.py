@@ -44,7 +44,7 @@ class SessionLimits:
 
     Attributes:
         tokens: each turn counts its prompt tokens after its parent's, and its completion.
-        seconds: age after which the session takes no new turn.
+        seconds: age after which its key serves nothing.
     """
 
     tokens: int
@@ -124,13 +124,11 @@ class Session:
         group: names the sessions whose rewards are compared; the caller's choice.
         turns: in the order in which they ended, including those that nobody received.
         ended: whether it takes no more turns. The caller sets it.
-        under_way: requests that have no reply yet.
+        under_way: requests that are being sampled.
         other_system: requests that failed to continue a turn only because the system prompt differed. The caller
             counts both.
         reopened: how often a restarted gateway has reopened it. The caller sets it.
-        shards: prefix of the names of its trace shards, one for each request; None: its routes are not recorded. The
-            caller may set it.
-        shared: the trace shard of all its requests, which the caller sets and publishes; None: each has its own.
+        shard: the trace shard of its requests, which the caller sets and publishes; None: its routes are not recorded.
         seed: the seeds of its requests derive from it and their numbers. The caller may set it.
         parting: where the system prompt changed in the last request that `other_system` counts.
         home: the place that sampled its last request. calls: its requests that were sampled. `TurnSampler` sets both.
@@ -147,13 +145,16 @@ class Session:
         self.reopened = self.calls = 0
         self.parting: str | None = None
         self.home: int | None = None
-        self.shards: str | None = f"session-{name}"
-        self.shared: str | None = None
+        self.shard: str | None = None
         # Without the part of the name that differs with each start of a gateway.
         self.seed = name.rpartition("-")[2]
         self._opened = opened
         self._children: dict[int | None, list[int]] = {None: []}
         self._pending: list[PendingTurns] = []
+
+    def refuse_old(self, now: float) -> None:
+        """Raise SessionError if the session's time is over."""
+        self._refuse("seconds", now - self._opened, self.limits.seconds)
 
     @property
     def busy(self) -> bool:
@@ -191,19 +192,9 @@ class Session:
         pending = sum(other.samples for other in self._pending)
         used = sum(len(turn.ids) for turn in received) + sum(other.tokens for other in self._pending)
         tokens_left = self.limits.tokens - used - fed
-        for what, got, most in (
-            ("turns", len(received) + pending + samples, self.limits.turns),
-            ("seconds", now - self._opened, self.limits.seconds),
-            ("tokens", self.limits.tokens - tokens_left + samples, self.limits.tokens),
-        ):
-            if got > most:
-                raise SessionError(
-                    f"The session's limit of {what} is reached",
-                    where={"session": self.name},
-                    got=f"{got:g} {what} with this request",
-                    expected=f"at most {most:g}",
-                    fault="limit",
-                )
+        self._refuse("turns", len(received) + pending + samples, self.limits.turns)
+        self.refuse_old(now)
+        self._refuse("tokens", self.limits.tokens - tokens_left + samples, self.limits.tokens)
         granted = min(max_tokens, tokens_left // samples)
         place = PendingTurns(parent, ids, samples, granted, fed + granted * samples)
         self._pending.append(place)
@@ -324,6 +315,17 @@ class Session:
                 fault="chain",
             )
         return session
+
+    def _refuse(self, what: str, got: float, most: float) -> None:
+        """Raise SessionError if a limit is reached."""
+        if got > most:
+            raise SessionError(
+                f"The session's limit of {what} is reached",
+                where={"session": self.name},
+                got=f"{got:g} {what} with this request",
+                expected=f"at most {most:g}",
+                fault="limit",
+            )
 
     def _append(self, turn: Turn) -> None:
         self.turns.append(turn)

@@ -13,13 +13,15 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import moe_rl
 from moe_rl.config.schema import Config
 from moe_rl.disk import writing
-from moe_rl.errors import EngineError, MoeRLError, SamplerGone
+from moe_rl.errors import EngineError, MoeRLError, RequestRefused, SamplerGone
 from moe_rl.gateway.agent_gateway import AgentGateway
 from moe_rl.gateway.finishing import SessionKeeper
 from moe_rl.gateway.listening import GatewayListener
@@ -27,6 +29,7 @@ from moe_rl.gateway.rendering import ChatRenderer
 from moe_rl.gateway.session_journal import SessionJournals
 from moe_rl.gateway.session_keys import SessionBook
 from moe_rl.gateway.sessions import SessionLimits
+from moe_rl.gateway.shared_shard import DYING_SECONDS, SharedShard
 from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.gateway.web import GatewayApp
 from moe_rl.models.facts import ModelFacts
@@ -38,10 +41,11 @@ from moe_rl.rollout.rollouts import engine_settings
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceStore
+from moe_rl.trace.recovery import recover_shard, unsealed
 from moe_rl.vllm.api_server import announced, bound_socket, make_token, url_of
 from moe_rl.vllm.control import read_token
 
-# Each call fills a trace shard, and a sampler fills 256 at a time.
+# Each call to a server holds four connections.
 _MOST_CALLS = 192
 _SETTLE_SECONDS = 2.0
 # Folder of the sessions, in that of the gateway.
@@ -78,10 +82,15 @@ def run_gateway(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
         print(f"starting the sampler and the gateway; vLLM's log is in {folder} ...", flush=True)
+        trace = folder / "trace"
         sampler, version, reads_text = _sampler(config, facts, folder, stack)
-        journals, store = SessionJournals(sessions), TraceStore(folder / "trace")
+        for name in set(unsealed(trace).values()):
+            recover_shard(trace, name, DYING_SECONDS)
+        journals, store, shard = SessionJournals(sessions), TraceStore(trace), SharedShard(sampler, trace)
         store.collect_garbage()
-        gateway = gateway_over(sampler, config, facts, renderer, journals, version=version, reads_text=reads_text)
+        gateway = gateway_over(
+            sampler, config, facts, renderer, journals, shard, version=version, reads_text=reads_text
+        )
         document: dict[str, str | int] = {
             "url": url_of(*bound.getsockname()[:2]),
             "pid": os.getpid(),
@@ -98,7 +107,7 @@ def run_gateway(
 
         keeper, longest = SessionKeeper(sessions, store), config.gateway.max_body_mib << 20
         listener = GatewayListener(GatewayApp(gateway, keeper, token, longest=longest, failed=failed).asgi, bound)
-        asyncio.run(_serve(listener, gateway, keeper, document, ready_file))
+        asyncio.run(_serve(listener, gateway, shard, keeper, document, ready_file, failed))
         if lost:
             raise lost[0]
 
@@ -109,6 +118,7 @@ def gateway_over(
     facts: ModelFacts,
     renderer: ChatRenderer,
     journals: SessionJournals | None,
+    shard: SharedShard | None,
     *,
     version: int,
     reads_text: bool,
@@ -116,7 +126,7 @@ def gateway_over(
     """Make the gateway of a config over a sampler.
 
     Args:
-        journals: see AgentGateway.
+        journals, shard: see AgentGateway.
         version: the sampler's weight version.
         reads_text: whether it finds stop strings.
 
@@ -141,6 +151,7 @@ def gateway_over(
         SessionBook(limits.max_sessions, usual),
         journals,
         stops,
+        shard,
     )
 
 
@@ -160,21 +171,33 @@ def _sampler(config: Config, facts: ModelFacts, folder: Path, stack: contextlib.
         raise EngineError(problems)
     fleet = ServerFleet.attach(config, folder / "trace", adopt=False)
     stack.callback(fleet.close)
+    asyncio.run(_publish_left(fleet, folder / "trace"))
     served = [server.recording() for server in fleet.servers.values()]
     return fleet, served[0].weight_version, all(server.reads_text for server in served)
+
+
+async def _publish_left(fleet: ServerFleet, trace: Path) -> None:
+    """Have the servers publish the shards that a killed gateway left open there."""
+    names = {name.partition(".")[0] for name in unsealed(trace).values()}
+    for server, name in product(fleet.servers.values(), sorted(names)):
+        with contextlib.suppress(RequestRefused):  # it does not fill this one
+            await server.publish(name)
 
 
 async def _serve(
     listener: GatewayListener,
     gateway: AgentGateway,
+    shard: SharedShard,
     keeper: SessionKeeper,
     document: dict[str, str | int],
     ready_file: Path | None,
+    failed: Callable[[MoeRLError], None],
 ) -> None:
     for problem in gateway.reopen(keeper):
         print(f"moe_rl: {problem}", file=sys.stderr, flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, listener.stop)
+    tending = asyncio.create_task(shard.tend(failed))
     line = "gateway on {url}, owner's token in {token_file}, sessions in {folder}"
     try:
         async with announced(lambda: listener.listens, line, document, ready_file):
@@ -184,6 +207,11 @@ async def _serve(
             async with asyncio.timeout(_SETTLE_SECONDS):
                 while any(session.busy for session in gateway.book.all()):
                     await asyncio.sleep(0.01)
+        tending.cancel()
+        try:
+            await shard.publish(last=True)
+        except MoeRLError as error:
+            print(f"moe_rl: {error}", file=sys.stderr, flush=True)
         for session in gateway.book.all():
             try:
                 finished = gateway.end(session)

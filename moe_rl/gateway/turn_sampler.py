@@ -4,8 +4,8 @@ The record of a turn continues its parent's, so shared prefixes are stored once.
 parent was sampled, the prefix is computed again, with other routes; the record then holds the rows of the whole prompt
 again, those that the completion attended to. So it does if the parent's record is in an open shard of another place.
 
-A request has a trace shard of its own, published before the turns are returned. The requests of sessions that play for
-a run share one shard at each place: their records are written, but published when the run says so.
+The requests of many sessions share one trace shard at each place. Their records are written before the turns are
+returned, and published when its owner says so: the run whose episodes they are, or `SharedShard`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SamplerBounds:
         max_model_len: prompt plus completion, in tokens.
         vocabulary: number of rows of the embeddings.
         reads_text: whether it finds stop strings.
-        at_once: concurrent calls at one place; each fills a trace shard.
+        at_once: concurrent calls at one place.
     """
 
     max_model_len: int
@@ -101,9 +101,9 @@ class TurnSampler:
             RequestRefused: they cannot be sampled, or not recorded.
         """
         session.calls += 1
-        # A request that was running when a gateway was killed may have left a shard.
+        # A request that was running when a gateway was killed may have left a record.
         start = f"{session.reopened}." if session.reopened else ""
-        number, recorded = f"{start}{session.calls}", session.shards is not None
+        number, recorded = f"{start}{session.calls}", session.shard is not None
         call, seed = f"{session.name}/{number}", f"{session.seed}/{number}"
         for again in itertools.count():
             home = await self._enter(session, leave)
@@ -113,9 +113,8 @@ class TurnSampler:
                 version, parent = self.version, self._record(session, place, home)
                 attempt = f"-again{again}" if again else ""
                 requests = self._requests(call + attempt, seed, place, wish, parent, record=recorded)
-                shard, keep_open = f"{session.shards or session.name}-{number}{attempt}", session.shared is not None
                 sampled = await self._sampler.sample(
-                    home, requests, shard=session.shared or shard, leave=leave, keep_open=keep_open
+                    home, requests, shard=session.shard or session.name, leave=leave, keep_open=recorded
                 )
             except ServerLost as lost:
                 self.counts["sampled_again"] += 1
@@ -139,9 +138,10 @@ class TurnSampler:
         if place.parent is None or session.rows_version(place.parent) != self.version:
             return None
         record = session.turns[place.parent].routes
-        if record is not None and session.shared is not None:
-            shard = self._sampler.shard_at(home, session.shared)
-            if record.parts[0].shard.partition(".pp")[0] != shard:
+        if record is not None and session.shard is not None:
+            shard = record.parts[0].shard.partition(".")[0]
+            # The shard of a gateway that was killed is published by now.
+            if shard.startswith(session.shard) and shard != self._sampler.shard_at(home, session.shard):
                 return None
         return record
 

@@ -154,6 +154,10 @@ class GatewayApp:
                 status=401,
                 code="invalid_api_key",
             )
+        try:
+            session.refuse_old(asyncio.get_running_loop().time())
+        except SessionError as error:
+            raise BadRequest(str(error), code="session_limit") from None
         return session
 
     async def _count(self, request: Request) -> Response:
@@ -204,6 +208,8 @@ class GatewayApp:
             raise BadRequest("no open session has this name", status=404, code="not_found")
         finished = self._gateway.end(session)
         summary = self._summary(session)
+        if self._gateway.shard is not None:
+            await self._gateway.shard.publish()
         try:
             file = await asyncio.to_thread(self._keeper.keep, finished)
         except DiskError:

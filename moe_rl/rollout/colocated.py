@@ -70,9 +70,9 @@ class ColocatedEngines:
             self._left_open.setdefault(shard, set()).add(place)
         return await self.engines[place].sample(0, requests, shard=self.shard_at(place, shard), **options)
 
-    async def publish(self, shard: str) -> list[str]:
-        left = sorted(self._left_open.pop(shard, ()))
-        await all_of(self.engines[place].publish(self.shard_at(place, shard)) for place in left)
+    async def publish(self, shard: str, *, keep_open: bool = False) -> list[str]:
+        left = sorted(self._left_open.get(shard, ()) if keep_open else self._left_open.pop(shard, ()))
+        await all_of(self.engines[place].publish(self.shard_at(place, shard), keep_open=keep_open) for place in left)
         return []
 
     def shard_at(self, place: int, shard: str) -> str:

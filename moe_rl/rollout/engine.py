@@ -192,9 +192,9 @@ class VllmEngine:
             if not sampled.done():  # no caller waits any more
                 self.calls.leave(number)
 
-    async def publish(self, shard: str) -> list[str]:
+    async def publish(self, shard: str, *, keep_open: bool = False) -> list[str]:
         """Publish a shard that calls left open, see Sampler.publish. Returns nothing: no run outlives its engine."""
-        await self._call(wire.Generate([], shard), wire.Generated)
+        await self._call(wire.Generate([], shard, keep_open=keep_open), wire.Generated)
         return []
 
     def shard_at(self, place: int, shard: str) -> str:

@@ -202,12 +202,12 @@ class ServerFleet:
         finally:
             self._calls -= 1
 
-    async def publish(self, shard: str) -> list[str]:
+    async def publish(self, shard: str, *, keep_open: bool = False) -> list[str]:
         async def publish_at(name: str, place: int) -> bool:
             if name != self.shard_at(place, shard):
                 return False  # it was lost, and is used again
             try:
-                await self.server(place).publish(name)
+                await self.server(place).publish(name, keep_open=keep_open)
             except RequestRefused:  # it was started again, and nobody has noticed yet
                 return False
             except EngineError as error:
@@ -216,8 +216,13 @@ class ServerFleet:
             return True
 
         left = self._left_open.pop(shard, {})
+        if keep_open:
+            self._left_open[shard] = dict(left)
         published = await asyncio.gather(*(publish_at(*names) for names in left.items()))
-        return [name for name, done in zip(left, published, strict=True) if not done]
+        lost = [name for name, done in zip(left, published, strict=True) if not done]
+        for name in lost:
+            self._left_open.get(shard, {}).pop(name, None)
+        return lost
 
     def shard_at(self, place: int, shard: str) -> str:
         again = self._returns[place]

@@ -109,8 +109,12 @@ class Sampler(Protocol):
             RequestRefused: the requests cannot be sampled, or not recorded. The place continues.
         """
 
-    async def publish(self, shard: str) -> list[str]:
+    async def publish(self, shard: str, *, keep_open: bool = False) -> list[str]:
         """Publish a shard that calls left open, at every place where they did. No such call may be running.
+
+        Args:
+            keep_open: publish the records of the calls that have ended. Others may be running, and later ones use the
+                shard too: their records are published as other shards, whose names begin with the same and a dot.
 
         Returns:
             The names of the places' shards that are not published because the place was lost. Their files may have

@@ -197,10 +197,12 @@ class VllmServer:
                 raise
         return [sample.completion(request, refs) for request, sample in zip(requests, samples, strict=True)]
 
-    async def publish(self, shard: str) -> None:
-        """Publish a shard that calls left open."""
-        self._shards.pop(shard, None)
-        await self._transport.call(None, "POST", "/moe_rl/publish", Publish(shard, {}), _REFERENCES)
+    async def publish(self, shard: str, *, keep_open: bool = False) -> None:
+        """Publish a shard that calls left open, see Sampler.publish."""
+        if not keep_open:
+            self._shards.pop(shard, None)
+        message = Publish(shard, {}, keep_open=keep_open, cut=keep_open)
+        await self._transport.call(None, "POST", "/moe_rl/publish", message, _REFERENCES)
 
     async def pause(self) -> None:
         """Stop the server's forward passes; requests keep their KV cache."""

@@ -102,19 +102,24 @@ def recover(path: Path | str, name: str) -> Recovered:
     return Recovered(published, tuple(refs), file.size - offset, fault)
 
 
+def unsealed(root: Path) -> dict[Path, str]:
+    """Return the files that hold unpublished shards of the store at `root`, and the names of these shards."""
+    pattern = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(TMP)}")
+    return {path: match[1] for path in root.glob(f".*{TMP}") if (match := pattern.fullmatch(path.name))}
+
+
 def recover_shard(root: Path, name: str, seconds: float) -> None:
-    """Publish what a dead writer left of shard `name` in the store at `root`, and of its pipeline stages, under the
-    same names. Does nothing where nothing can be recovered: a reader then finds no such shard.
+    """Publish what a dead writer left of shard `name` in the store at `root`, of its parts and of its pipeline stages,
+    under the same names. Does nothing where nothing can be recovered: a reader then finds no such shard.
 
     Args:
         seconds: how long to wait for a writer to die. A living one keeps its file.
     """
-    pattern = re.compile(rf"\.({re.escape(name)}(?:\.pp\d+of\d+)?)\.[0-9a-f]{{8}}{re.escape(TMP)}")
     deadline = time.monotonic() + seconds
-    for path in root.iterdir():
-        while match := pattern.fullmatch(path.name):
+    for path, whole in unsealed(root).items():
+        while whole == name or whole.startswith(f"{name}."):
             with suppress(TraceError):
-                recover(path, match[1])
+                recover(path, whole)
                 path.unlink(missing_ok=True)  # its lock is free again, so a collector may have taken it
                 break
             if time.monotonic() > deadline:

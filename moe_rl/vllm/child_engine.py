@@ -98,7 +98,8 @@ class SampledCall(RunningCall):
         for ask, output in zip(self.asks, self.outputs, strict=True):
             if ask is not None and ask.key in sequences and not output.aborted:
                 source.finished(ask, output.token_ids, output.result)
-        source.publish(str(self.number), self.shard, sequences, aborted, self.keep_open)
+        cut = self.keep_open and not self.requests
+        source.publish(str(self.number), self.shard, sequences, aborted, self.keep_open, cut)
         stats = ", ".join(f"{count} {name}" for name, count in sorted(source.stats().items()))
         rows = sum(map(len, sequences.values()))
         print(f"shard {self.shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")

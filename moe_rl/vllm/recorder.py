@@ -203,7 +203,12 @@ class Recorder:
     # Control: called between steps, through the engine's collective_rpc.
 
     def publish(
-        self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = (), keep_open: bool = False
+        self,
+        sink: str,
+        sequences: Mapping[str, Sequence[int]],
+        aborted: Sequence[str] = (),
+        keep_open: bool = False,
+        cut: bool = False,
     ) -> Future[dict[str, RouteRef]]:
         """Begin publishing a shard, while the engine's steps continue.
 
@@ -213,6 +218,8 @@ class Recorder:
             aborted: keys of requests stopped early; their records are marked.
             keep_open: publish nothing yet. The records are in the shard's file but not synced to the disk, and later
                 records of this shard may continue them. Each is named in one such call.
+            cut: with `keep_open`, publish the records so far. Later ones go to another shard, NAME.part1, NAME.part2,
+                ..., and may continue them.
 
         Returns:
             A future: for each key this worker's reference, with one part and the sum over its layers, once the shard is
@@ -220,7 +227,7 @@ class Recorder:
                 unchanged.
         """
         self._journal.work_off(wait=True)
-        return self.sinks.publish(sink, sequences, aborted, keep_open)
+        return self.sinks.publish(sink, sequences, aborted, keep_open, cut)
 
     def open(self, sink: str, folder: str = "") -> None:
         """Begin or restart a shard. `folder` is the store's folder below the trace root. Raises TraceError."""

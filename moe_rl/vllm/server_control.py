@@ -112,7 +112,7 @@ class Control:
             raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences")
         await _settle(engine, message.sink, message.sequences if message.keep_open else None)
         call = secrets.token_hex(8)
-        publication = message.sink, message.sequences, message.aborted, message.keep_open
+        publication = message.sink, message.sequences, message.aborted, message.keep_open, message.cut
         await _call(engine, "moe_rl_publish", call, *publication)
         while not all(await _call(engine, "moe_rl_published", call)):
             await asyncio.sleep(_SETTLE_POLL_SECONDS)

@@ -1,9 +1,9 @@
 """Fills trace shards: takes the rows of finished requests and returns references.
 
-A sink is one unpublished shard. Records are appended in the order in which requests finish, in parallel to the engine's
-steps: a step only copies the rows, and one thread encodes, writes and publishes them. Two things of each record stay in
-memory until its reference is returned: its tokens, to verify that they are those of the sequence, and each row's
-checksum from the engine's buffer, for the reference.
+A sink is one unpublished shard, or is published in parts, each a shard of its own. Records are appended in the order in
+which requests finish, in parallel to the engine's steps: a step only copies the rows, and one thread encodes, writes
+and publishes them. Two things of each record stay in memory until its reference is returned: its tokens, to verify that
+they are those of the sequence, and each row's checksum from the engine's buffer, for the reference.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ class _Sink:
     """Holds one unpublished shard.
 
     Attributes:
-        writer: writes the shard.
+        begin: creates the file of a part, by its number.
+        writer: writes the present part.
+        part: its number, from 0.
+        cut: whether it is published, so that the next record begins another.
         records: key -> reference to all stored rows, token ids and sums of all rows, first row to refer to. A record
             is left out once its reference is returned.
         families: prompt -> a record that begins with this prompt, and the prompt's rows.
@@ -93,7 +96,10 @@ class _Sink:
         dropped: whether waiting rows need not be written.
     """
 
+    begin: Callable[[int], ShardWriter]
     writer: ShardWriter
+    part: int = 0
+    cut: bool = False
     records: dict[str, tuple[RouteRef, np.ndarray, np.ndarray, int]] = field(default_factory=dict)
     families: OrderedDict[bytes, tuple[RouteRef, Rows]] = field(default_factory=OrderedDict)
     recent: OrderedDict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=OrderedDict)
@@ -142,8 +148,12 @@ class Sinks:
                 got=f"{len(self._open)} unpublished ones: {', '.join(sorted(self._open))[:120]}",
                 do="publish or abandon them",
             )
-        writer = ShardWriter(self._root / folder, name + self._suffix, self._spec, layers=self._layers)
-        sink = self._open[name] = _Sink(writer)
+
+        def begin(part: int) -> ShardWriter:
+            file = name + (f".part{part}" if part else "") + self._suffix
+            return ShardWriter(self._root / folder, file, self._spec, layers=self._layers)
+
+        sink = self._open[name] = _Sink(begin, begin(0))
         return sink
 
     def add(self, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
@@ -198,6 +208,9 @@ class Sinks:
     def _append(
         self, sink: _Sink, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]
     ) -> None:
+        if sink.cut:
+            sink.writer = sink.begin(sink.part + 1)
+            sink.part, sink.cut = sink.part + 1, False
         parent: RouteRef | None
         sums = rows.sums
         if ask.parent is not None:
@@ -239,7 +252,12 @@ class Sinks:
                 self._refused.popitem(last=False)
 
     def publish(
-        self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = (), keep_open: bool = False
+        self,
+        name: str,
+        sequences: Mapping[str, Sequence[int]],
+        aborted: Sequence[str] = (),
+        keep_open: bool = False,
+        cut: bool = False,
     ) -> Future[dict[str, RouteRef]]:
         """Begin publishing a shard, see Recorder.publish. The writing thread does it after the shard's records."""
         if (sink := self._open.get(name)) is None:
@@ -255,28 +273,48 @@ class Sinks:
                 fault="nothing",
             )
         self.hand_over()
-        work = partial(self._publish, name, sink, sequences, aborted, keep_open)
+        work = partial(self._publish, name, sink, sequences, aborted, keep_open, cut)
         sink.last = publication = self._thread.submit(work, 0)
         return publication
 
     def _publish(
-        self, name: str, sink: _Sink, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str], keep_open: bool
+        self,
+        name: str,
+        sink: _Sink,
+        sequences: Mapping[str, Sequence[int]],
+        aborted: Sequence[str],
+        keep_open: bool,
+        cut: bool,
     ) -> dict[str, RouteRef]:
-        """Publish a shard, or return references only, in the writing thread, after all its records are written."""
+        """Publish a shard or its records so far, or return references only, in the writing thread, after all its
+        records are written."""
         self.check()
         if (lost := self._lost.get(name)) is not None:
+            if cut:  # the disk may have room for another part
+                with self._lock:
+                    del self._lost[name]
+                for known in (sink.records, sink.families, sink.recent):
+                    known.clear()
+                sink.cut = True
             raise lost
         refs = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
         for key in aborted:
-            sink.writer.mark_aborted(key)
-        if keep_open:
+            if not sink.cut and refs[key].parts[0].shard == sink.writer.name:  # a published part cannot be marked
+                sink.writer.mark_aborted(key)
+        if keep_open and not cut:
             for key in refs:
                 del sink.records[key]
             return refs
         try:
-            sink.writer.publish()
+            if not sink.cut:
+                sink.writer.publish()
+            sink.cut = True
+        except DiskError as error:
+            self.refuse(name, "", error)  # a writer whose disk failed leaves nothing behind
+            raise
         finally:
-            del self._open[name]  # published or gone: a writer whose disk failed leaves nothing behind
+            if not keep_open:
+                del self._open[name]
         return refs
 
     def abandon_all(self) -> None:

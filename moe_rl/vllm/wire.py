@@ -75,7 +75,8 @@ class Start(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """Requests completions. A call without requests publishes a shard that earlier calls left open.
+    """Requests completions. A call without requests publishes a shard that earlier calls left open, or with `keep_open`
+    its records so far.
 
     Attributes:
         shard: this call's alone, unless earlier calls left it open.

@@ -23,6 +23,7 @@ from moe_rl.gateway.listening import GatewayListener
 from moe_rl.gateway.rendering import ChatRenderer
 from moe_rl.gateway.session_journal import SessionJournals
 from moe_rl.gateway.session_keys import SessionBook
+from moe_rl.gateway.shared_shard import SharedShard
 from moe_rl.gateway.turn_sampler import SamplerBounds, TurnSampler
 from moe_rl.gateway.web import GatewayApp
 from moe_rl.models.hf import read_model
@@ -191,9 +192,10 @@ class RunningGateway:
 
     def session(self, opened: dict):
         """Return the session itself, as the gateway's own next task would find it: a turn is noted as received in the
-        task that has sent its reply, which a client's thread may overtake."""
+        task that has sent its reply, which a client's thread may overtake. Its records are published."""
 
         async def named():
+            await self.gateway.shard.publish()
             return self.gateway.book.named(opened["session"])
 
         return asyncio.run_coroutine_threadsafe(named(), self.loop).result()
@@ -229,7 +231,8 @@ def start_gateway(sampler, settings: EngineSettings, folder: Path, *, renderer=N
     turns = TurnSampler(sampler, SamplerBounds(settings.max_model_len, VOCAB, True, at_once), seed=1)
     rendering = ChatRenderer(settings.model_path, renderer or {"name": "qwen3"})
     journals = SessionJournals(folder / "sessions")
-    gateway = AgentGateway("talker", rendering, codec, turns, SessionBook(most, limits), journals, ())
+    shard = SharedShard(sampler, settings.trace_root)
+    gateway = AgentGateway("talker", rendering, codec, turns, SessionBook(most, limits), journals, (), shard)
     store = TraceStore(settings.trace_root)
     keeper = SessionKeeper(folder / "sessions", store)
     app = GatewayApp(gateway, keeper, OWNER, longest=1 << 20)
@@ -250,6 +253,7 @@ def start_gateway(sampler, settings: EngineSettings, folder: Path, *, renderer=N
     def stop() -> None:
         listener.stop()
         thread.join()
+        loop.run_until_complete(shard.publish(last=True))  # as the next gateway does with what a killed one left
 
     url = f"http://127.0.0.1:{socket.getsockname()[1]}"
     return RunningGateway(url, gateway, store, folder, loop, problems), stop

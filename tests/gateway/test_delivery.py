@@ -15,6 +15,7 @@ import httpx2
 import openai
 import pytest
 
+from moe_rl.gateway import listening
 from moe_rl.gateway.session_sequences import sequences_of
 from moe_rl.gateway.sessions import Session, SessionLimits
 from tests.gateway.conftest import chat_tokenizer
@@ -147,15 +148,48 @@ def test_the_packages_own_attempts_are_one_turn(folder, package, stream):
     assert session.kinds == {"first": 1} and in_the_loss(session) == len(session.received[0].token_ids)
 
 
+LONG = HI | {"max_tokens": 40_000, "logprobs": True, "n": 3}
+
+
+async def never_read(running, opened) -> socket.socket:
+    """Ask for more than a connection holds, ask again on that connection, and read nothing. Returns the connection.
+
+    The first reply waits in the gateway's memory, and the second one waits for the first.
+    """
+    connection, session = raw(running, opened, body=LONG), opened.session
+    connection.sendall(written(opened))
+    async with asyncio.timeout(120):
+        while len(session.turns) < 4 or session.under_way:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    assert session.busy
+    return connection
+
+
+def test_a_client_that_never_reads_is_cut_off(folder, monkeypatch):
+    """Until then the owner cannot finish the session."""
+    monkeypatch.setattr(listening, "_UNREAD_SECONDS", 5)
+
+    async def play(running, opened, client):
+        with await never_read(running, opened):
+            await quiet(opened.session)
+
+    assert sampled(played(folder, play, *["x" * 30_000] * 3, ONE))[3:] == [(False, "stop")]
+
+
 def raw(running, opened, *, body=None, **headers) -> socket.socket:
     """Send a request on a connection of its own, and leave the reply unread."""
-    content = json.dumps(HI if body is None else body).encode()
     address = running.url.removeprefix("http://").split(":")
     made = socket.create_connection((address[0], int(address[1])))
+    made.sendall(written(opened, body=body, **headers))
+    return made
+
+
+def written(opened, *, body=None, **headers) -> bytes:
+    content = json.dumps(HI if body is None else body).encode()
     more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     head = f"POST /s/{opened.key}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}"
-    made.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    return made
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 async def go_unread(running, opened) -> None:

@@ -178,6 +178,7 @@ def test_a_killed_gateway_goes_on_in_its_folder(checkpoint, router, tmp_path):
         ask(client_of(running, changed), first, max_tokens=2)
         assert main(["serve", "--gateway", "--resume", str(running.folder)]) == 2  # it still runs there
         kill_while_asked(running, client)
+    assert TraceStore(running.folder / "trace").shards() == []  # the next one recovers what the engine wrote
     journals = running.folder / "sessions"
     assert opened["key"].partition(".")[2].encode() not in b"".join(path.read_bytes() for path in journals.iterdir())
     journal = journals / f"{changed['session']}.journal"
@@ -222,6 +223,7 @@ def test_a_killed_gateway_goes_on_over_its_server(checkpoint, router, tmp_path):
             client = client_of(running, opened)
             reply = ask(client, first, [ADD]).choices[0].message
             kill_while_asked(running, client)
+        assert TraceStore(running.folder / "trace").shards() == []  # the next one has the server publish it
         (tmp_path / "gateway.json").unlink()
         port = int(running.url.rpartition(":")[2])
         again = stack.enter_context(gateway_process(checkpoint, tmp_path, resume=running.folder, port=port))

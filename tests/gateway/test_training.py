@@ -8,6 +8,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
@@ -36,6 +37,7 @@ from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import Drawing, Prompt, VersionSpan
 from tests.gateway.scripted import Scripted
+from tests.gateway.test_delivery import never_read
 from tests.support.one_rank import alone
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -355,6 +357,37 @@ def test_only_the_episode_fails_whose_request_outlives_it(checkpoint, tmp_path, 
 
     verdict, answers = asyncio.run(run())
     assert (verdict.detail, answers) == ("killed at its time limit", (503, 401))
+
+
+def test_a_client_that_never_reads_its_reply_ends_no_run(checkpoint, tmp_path, monkeypatch):
+    """Its episode is over, and the sampler works for nobody."""
+    config, facts = config_of(checkpoint, tmp_path), read_model(checkpoint)
+    monkeypatch.setattr(episode_gateway, "_BUSY_SECONDS", 1)
+
+    class NeverReads:
+        async def play(self, access, row):
+            (session,) = player.gateway.book.all()
+            self._connection = await never_read(SimpleNamespace(url=access.url[: access.url.index("/s/")]),
+                                                SimpleNamespace(key=access.key, session=session))  # fmt: skip
+            return Episode(0.5)
+
+        def close(self):
+            self._connection.close()
+
+    async def run():
+        nonlocal player
+        sampler = Scripted(TextCodec(checkpoint, ()), *["x" * 30_000] * 3, "hello<|im_end|>")
+        player = EpisodeGateway(config, facts, sampler, tmp_path)
+        await player.open()
+        prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
+        (played,) = await player.play([Episodes(config).request("g-c0", "c0", prompt, None)])
+        await player.close()
+        return played
+
+    player: EpisodeGateway
+    monkeypatch.setattr(episode_gateway.EnvironmentPool, "of", lambda environment: NeverReads())
+    played = asyncio.run(run())
+    assert (played.verdict.reward, played.turns, played.undelivered) == (0.5, 3, 1)
 
 
 def test_a_systems_text_that_changes_is_a_metric_of_the_run(checkpoint, tmp_path, monkeypatch):

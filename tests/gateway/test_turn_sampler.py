@@ -67,6 +67,7 @@ def test_a_turn_of_a_lost_place_is_sampled_again_elsewhere(engine, settings):
         sampler = TwoPlaces(engine)
         turns = TurnSampler(sampler, BOUNDS, seed=5)
         session = Session("lost-place", "g", WIDE, 0.0)
+        session.shard = "lost-place"
         await say(turns, session, [5, 6, 7])
         (home,) = sampler.at
         sampler.lost.add(home)
@@ -74,7 +75,9 @@ def test_a_turn_of_a_lost_place_is_sampled_again_elsewhere(engine, settings):
         await say(turns, session, [*session.ids(1), 9])
         assert sampler.at == [home, home, 1 - home, 1 - home]
         assert (turns.counts["sampled_again"], turns.counts["lost_tokens"]) == (1, len(session.turns[1].token_ids))
-        assert [turn.continues for turn in session.turns] == [False, True, True]
+        assert [turn.continues for turn in session.turns] == [False, False, True]
+        for place in (0, 1):
+            await engine.sampler.publish(sampler.shard_at(place, session.shard))
         check_session(session.finish(), TraceStore(settings.trace_root))
         sampler.there = []
         with pytest.raises(SamplerGone):
@@ -84,12 +87,12 @@ def test_a_turn_of_a_lost_place_is_sampled_again_elsewhere(engine, settings):
     asyncio.run(run())
 
 
-def test_turns_of_a_run_share_a_shard_at_a_place_and_do_not_continue_that_of_a_lost_one(engine, settings):
+def test_turns_share_a_shard_at_a_place_and_do_not_continue_that_of_a_lost_one(engine, settings):
     async def run():
         sampler = TwoPlaces(engine)
         turns, sessions = TurnSampler(sampler, BOUNDS, seed=5), [Session(f"s{n}", "g", WIDE, 0.0) for n in range(2)]
         for session in sessions:
-            session.shards = session.shared = "shared"
+            session.shard = "shared"
         await asyncio.gather(*(say(turns, one, [5, 6, 7 + n]) for n, one in enumerate(sessions)))
         session = sessions[0]
         await say(turns, session, [*session.ids(0), 9])
@@ -113,7 +116,7 @@ def test_turns_of_a_run_share_a_shard_at_a_place_and_do_not_continue_that_of_a_l
     asyncio.run(run())
 
 
-def test_places_get_no_more_calls_than_they_may_fill_shards(engine):
+def test_places_get_no_more_calls_than_they_may_run(engine):
     async def run():
         sampler = TwoPlaces(engine)
         turns = TurnSampler(sampler, BOUNDS, seed=6)
@@ -147,11 +150,15 @@ class ManyWeights:
         self.asked.append(requests[0])
         return [said(one.prompt_token_ids, [3], key=one.key, version=self.version) for one in requests]
 
+    def shard_at(self, place, shard):
+        return shard
+
 
 def test_a_turn_that_begins_just_as_the_weights_change_is_sampled_again():
     async def run():
         sampler = ManyWeights()
         turns, session = TurnSampler(sampler, BOUNDS, seed=1), Session("changing", "g", WIDE, 0.0)
+        session.shard = "changing"
         await say(turns, session, [1, 2])
         sampler.version = 1
         turn = await say(turns, session, [1, 2, 3, 4])
@@ -219,8 +226,12 @@ def test_a_dialogue_may_have_500_turns(engine, settings):
     async def run():
         turns = TurnSampler(engine.sampler, BOUNDS, seed=5)
         session = Session("long", "g", WIDE, 0.0)
+        session.shard = "long"
         for turn in range(length):
             await say(turns, session, [*(session.ids(turn - 1) if turn else ()), 9 + turn % 50], most=2)
+            if turn % 100 == 50:
+                await engine.sampler.publish("long", keep_open=True)
+        await engine.sampler.publish("long")
         session.tell_received([length - 1])
         return session
 

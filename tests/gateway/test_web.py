@@ -120,6 +120,10 @@ def test_a_session_ends_at_its_limits(running):
     time.sleep(0.1)
     with pytest.raises(openai.BadRequestError, match="seconds"):
         ask(client_of(running, late), HI)
+    told = call(running, "GET", "/v1/models", key=late["key"])  # for nothing else either, though nobody has finished it
+    assert (told.status_code, told.json()["error"]["code"]) == (400, "session_limit")
+    told = call(running, "POST", "/v1/messages/count_tokens", key=late["key"], json=CHAT)
+    assert told.status_code == 400 and "seconds" in told.json()["error"]["message"]
 
 
 def test_a_client_that_goes_away_ends_its_request(running, engine, router):
@@ -180,6 +184,26 @@ def test_a_session_is_finished_once_and_can_be_read_again(running):
     assert running.owner("POST", f"/sessions/{opened['session']}/finish").status_code == 404
     with pytest.raises(openai.AuthenticationError):
         ask(client, HI)
+
+
+def test_a_session_is_finished_while_others_are_sampled_and_turns_share_shards(running, engine, router):
+    first, other = running.open(), running.open()
+    ask(client_of(running, first), [{"role": "user", "content": "ab"}], max_tokens=3)
+    running.session(first)
+    before = set(running.store.shards())
+
+    async def finish() -> None:
+        for _ in range(5):
+            await asyncio.to_thread(ask, client_of(running, first), HI, max_tokens=3)
+        told = await asyncio.to_thread(running.owner, "POST", f"/sessions/{first['session']}/finish")
+        assert told.status_code == 200, told.text
+
+    session = left_while_sampled(running, other, engine, finish)
+    assert len(set(running.store.shards()) - before) == 1, "five turns"
+    (turn,) = running.session(other).turns
+    assert turn.finish_reason == "abort"
+    running.agrees(session, router)
+    assert len(set(running.store.shards()) - before) == 2
 
 
 def moved(session: Session, number: int, **changes) -> Session:

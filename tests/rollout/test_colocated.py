@@ -72,8 +72,8 @@ class Engine:
         await self._called(f"score {shard}")
         return [ScoredTokens([np.zeros(1, np.float32)], [], self.name())]
 
-    async def publish(self, shard):
-        await self._called(f"publish {shard}")
+    async def publish(self, shard, *, keep_open):
+        await self._called(f"publish {shard}" + " so far" * keep_open)
         return []
 
     async def counts(self):

@@ -75,9 +75,9 @@ class Server:
     adopted: bool = False
     published: list[str] = field(default_factory=list)
 
-    async def publish(self, shard):
+    async def publish(self, shard, *, keep_open):
         self._may_fail("publish")
-        self.published.append(shard)
+        self.published.append(f"{shard} so far" if keep_open else shard)
 
     async def adopt(self):
         self.adopted, self.paused = True, False
@@ -296,9 +296,12 @@ def test_an_open_shard_is_published_where_it_was_left_and_a_lost_server_is_told(
 
     for place in (0, 1, 0):
         turn(place, "step000001")
+    assert made.run(made.sampler.publish("step000001", keep_open=True)) == []
     servers[1].fails.append("publish")
-    assert made.run(made.sampler.publish("step000001")) == ["step000001-server1"]
-    assert [server.published for server in servers] == [["step000001-server0"], [], []]
+    assert made.run(made.sampler.publish("step000001", keep_open=True)) == ["step000001-server1"]
+    assert made.run(made.sampler.publish("step000001")) == []
+    published = ["step000001-server0 so far"] * 2 + ["step000001-server0"]
+    assert [server.published for server in servers] == [published, ["step000001-server1 so far"], []]
     assert list(made.sampler.lost) == ["http://host:1"]
     assert made.run(made.sampler.publish("step000001")) == []
     for place in (2, 0):

@@ -68,7 +68,7 @@ class SlowSource:
     def stats(self):
         return {}
 
-    def publish(self, call, sink, sequences, aborted, keep_open):
+    def publish(self, call, sink, sequences, aborted, keep_open, cut):
         self.published_shards.append(sink)
 
     def published(self, sink):

@@ -109,8 +109,8 @@ class Engine:
     def moe_rl_open(self, sink: str, folder: str) -> None:
         self.sinks.open(sink, folder)
 
-    def moe_rl_publish(self, call: str, sink: str, sequences: dict, aborted: list, keep_open: bool) -> None:
-        self.publications[call] = self.sinks.publish(sink, sequences, aborted, keep_open=keep_open)
+    def moe_rl_publish(self, call: str, sink: str, sequences: dict, aborted: list, keep_open: bool, cut: bool) -> None:
+        self.publications[call] = self.sinks.publish(sink, sequences, aborted, keep_open, cut)
 
     def moe_rl_published(self, call: str) -> bool:
         return self.publications[call].done()

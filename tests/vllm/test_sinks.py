@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from moe_rl.errors import EngineError, TraceDiskError
+from moe_rl.errors import EngineError, RequestRefused, TraceDiskError
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.trace.recovery import recover_shard
 from moe_rl.vllm import sinks as module
@@ -57,8 +57,9 @@ def sinks(tmp_path):
 TURNS = 70  # more than the records that a reader follows
 
 
-def dialogue(sinks):
-    """Records the turns of a dialogue in a shard that stays open. Returns their references and the routes of all."""
+def dialogue(sinks, cuts=()):
+    """Records the turns of a dialogue in a shard that stays open, and is published so far after the turns `cuts`.
+    Returns their references and the routes of all."""
     rng, rows = np.random.default_rng(3), PROMPT + 3 * TURNS
     routes = np.sort(np.argsort(rng.random((rows, 2, 16)), -1)[..., :4], -1).astype(np.uint8)
     tokens, refs = np.arange(rows, dtype=np.int32), []
@@ -68,12 +69,14 @@ def dialogue(sinks):
         own = Rows(routes[:end], tokens[:end], np.zeros(end, np.int64), np.zeros(end, np.uint64))
         sinks.add(Recorded(turn, ask, tokens[: end - 2], cached=0, greedy=False), ask, own, {})
         refs.append(sinks.publish("shard", {key: tokens[:end]}, [], keep_open=True).result()[key])
+        if turn in cuts:
+            assert sinks.publish("shard", {}, [], keep_open=True, cut=True).result() == {}
     return refs, routes
 
 
 def readable(root, refs, routes):
     store = TraceStore(root)
-    store.check_published(["shard"])
+    store.check_published({ref.parts[0].shard for ref in refs})
     for ref in refs:
         assert np.array_equal(store.read(ref).routes, routes[: ref.rows]), ref.key
 
@@ -88,11 +91,49 @@ def test_the_turns_of_a_shard_that_stays_open_are_synced_once(tmp_path, sinks, m
     readable(tmp_path, refs, routes)
 
 
-def test_what_a_killed_writer_had_answered_for_is_recovered(tmp_path, sinks):
-    refs, routes = dialogue(sinks)
+def test_the_parts_of_a_shard_are_published_while_it_is_filled(tmp_path, sinks):
+    refs, routes = dialogue(sinks, cuts=(9, 40))
+    assert TraceStore(tmp_path).shards() == ["shard", "shard.part1"]
+    assert {ref.parts[0].shard for ref in refs[41:]} == {"shard.part2"}
+    readable(tmp_path, refs[:41], routes)
+    other = rows_of(5)
+    add(sinks, "late", other)  # ended, and not asked for, when the part is published
+    for _ in range(2):  # without new records nothing is published
+        sinks.publish("shard", {}, [], keep_open=True, cut=True).result()
+    assert sinks.publish("shard", {}, [], keep_open=True).result() == {}, "a call that left before its first token"
+    late = sinks.publish("shard", {"late": other.token_ids}, ["late"], keep_open=True).result()["late"]
+    assert sinks.publish("shard", {}, []).result() == {} and not list(tmp_path.glob("*.tmp"))
+    assert TraceStore(tmp_path).shards() == ["shard", "shard.part1", "shard.part2"]
+    readable(tmp_path, refs, routes)
+    assert np.array_equal(TraceStore(tmp_path).read(late).routes, other.routes)
+
+
+def test_a_part_that_a_full_disk_refused_is_lost_and_the_next_one_is_not(tmp_path, sinks, monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rows = rows_of(1)
+    sinks.open("shard")
+    add(sinks, "lost", rows)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for _ in range(2):
+            with refused(TraceDiskError, shard="shard"):
+                sinks.publish("shard", {}, [], keep_open=True, cut=True).result()
+    add(sinks, "next", rows)
+    with refused(RequestRefused, fault="not recorded", request="lost"):
+        sinks.publish("shard", {"lost": rows.token_ids}, [], keep_open=True).result()
+    assert list(sinks.publish("shard", {"next": rows.token_ids}, [], keep_open=True).result()) == ["next"]
+    sinks.publish("shard", {}, []).result()
+    assert TraceStore(tmp_path).shards() == ["shard.part1"]
+
+
+@pytest.mark.parametrize("cuts", [(), (9,)])
+def test_what_a_killed_writer_had_answered_for_is_recovered(tmp_path, sinks, cuts):
+    refs, routes = dialogue(sinks, cuts)
     (path,) = tmp_path.glob(".shard.*.tmp")
     recover_shard(tmp_path, "shard", 0.0)
-    assert not TraceStore(tmp_path).shards(), "its writer lives"
+    assert len(TraceStore(tmp_path).shards()) == len(cuts), "its writer lives"
     written = path.read_bytes()
     sinks.abandon_all()
     path.write_bytes(written)  # as the kernel leaves it: nobody holds its lock
