@@ -2,11 +2,13 @@
 
     moe-rl serve --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- more vLLM arguments]
     moe-rl serve --model DIR --trace-root DIR ... [-- ...]
+    moe-rl serve ... --nnodes N --node-rank R --master-addr A
     moe-rl serve --gateway --config FILE [a.b=c ...] [--host ADDRESS] [--port N]
     moe-rl serve --gateway --resume DIR [a.b=c ...] [--host ADDRESS] [--port N]
 
 With --config the server follows the run (rollout.servers): its model, precision, lengths, capture and token, and any
-trace store below run.runs_dir. One server holds all weights, on as many GPUs as they need.
+trace store below run.runs_dir. One server holds all weights, on as many GPUs as they need. If a node has too few, the
+same command on each of N nodes, with its own --node-rank, makes them one engine. Node 0 serves, at address A.
 
 With --gateway it speaks OpenAI's and Anthropic's APIs to agents, over the config's servers, or its own engine if there
 are none. It keeps sessions and routes in a new folder below run.runs_dir. With --resume it continues in the folder of
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from moe_rl.config.check import refuse
 from moe_rl.config.load import load_config
@@ -26,10 +29,14 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, EngineError, MoeRLError, SamplerGone
 from moe_rl.vllm.api_server import ServerSettings, serve
 from moe_rl.vllm.arguments import sized
+from moe_rl.vllm.nodes import PORT, Nodes
 
 # Options whose values follow from --config.
 _OF_THE_RUN = ("model", "trace_root", "capture", "model_fingerprint")
-_OF_A_SERVER = ("support", "router_logits_fraction", "head", "reads_text")
+_OF_NODES = ("nnodes", "node_rank", "master_addr", "master_port")
+_OF_A_SERVER = ("support", "router_logits_fraction", "head", "reads_text", *_OF_NODES)
+# Options of the process that listens.
+_OF_NODE_0 = ("host", "port", "token_file", "json")
 # Keys that a resumed gateway may change. A change to any other key would change its sessions.
 _MAY_CHANGE = (
     "rollout.servers",
@@ -88,11 +95,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="token file, created with mode 600 if missing (default: a temporary file)",
     )
+    add("--nnodes", type=int, metavar="N", help="number of nodes that this engine spans, with equally many GPUs each")
+    add("--node-rank", type=int, metavar="R", help="which of them this is, from 0; only node 0 listens (--nnodes)")
+    add("--master-addr", metavar="A", help="address of node 0, as the others reach it (--nnodes)")
+    add(
+        "--master-port",
+        type=int,
+        metavar="P",
+        help=f"port of node 0 for its nodes, which also need the next one (default with --nnodes: {PORT})",
+    )
     add("--json", type=Path, metavar="FILE", help="file written when the server listens, with its url, pid, ...")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT. Return 0 then, 2 if serving is impossible, and 3 if the gateway's sampler dies.
+    """Serve until SIGTERM or SIGINT. Return 0 then, 2 if serving is impossible, and 3 if the engine dies.
 
     options: the parsed options, and `further`, the arguments after "--".
     """
@@ -147,12 +163,39 @@ def _run_gateway(options: argparse.Namespace) -> None:
         run_gateway(config, folder.path, options.host, options.port, options.token_file, options.json)
 
 
+def _nodes(options: argparse.Namespace) -> Nodes | None:
+    """Return the nodes of an engine that spans several. Raises EngineError for options that do not fit together."""
+    given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in _OF_NODES}
+    if all(value is None for value in given.values()):
+        return None
+    count, rank, address, port = given.values()
+    port, wrong = PORT if port is None else port, ""
+    if None in (count, rank, address):
+        wrong = "all three are needed: --nnodes, --node-rank and --master-addr"
+    elif count < 2 or not 0 <= rank < count:
+        wrong = "at least 2 nodes, with ranks from 0"
+    elif not 0 < port < (1 << 16) - 1:
+        wrong = "two ports, the second one above --master-port"
+    elif rank and (unused := [f"--{name.replace('_', '-')}" for name in _OF_NODE_0 if getattr(options, name)]):
+        wrong = f"only node 0 has {', '.join(unused)}"
+    if wrong:
+        got = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        raise EngineError("cannot be combined", where={"option": "--nnodes"}, got=got, expected=wrong)
+    return Nodes(count, rank, address, port)
+
+
 def _settings(options: argparse.Namespace) -> ServerSettings:
     if options.resume is not None:
         raise EngineError(
             "only works for a gateway", where={"option": "--resume"}, got="no --gateway", do="add --gateway"
         )
-    address = {"host": options.host, "port": options.port, "ready_file": options.json, "further": options.further}
+    address: dict[str, Any] = {
+        "host": options.host,
+        "port": options.port,
+        "ready_file": options.json,
+        "further": options.further,
+        "nodes": _nodes(options),
+    }
     if options.config is None:
         if options.overrides or options.model is None or options.trace_root is None:
             got = " ".join(options.overrides) or "neither --config nor both --model and --trace-root"
@@ -176,6 +219,15 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
         raise EngineError("says this already", where={"option": "--config"}, got=", ".join(repeated), do="leave it out")
     config = load_config(options.config, options.overrides)
     refuse(list(passed_problems(config)))
+    needed = config.cluster.nodes_per_engine if config.cluster is not None else 1
+    if needed > 1 and needed != options.nnodes:
+        raise EngineError(
+            "the config's engine spans several nodes (cluster.gpus_per_engine)",
+            where={"option": "--nnodes"},
+            got=options.nnodes or 1,
+            expected=needed,
+            do="start it on each of them, with --node-rank and --master-addr",
+        )
     return ServerSettings(
         model=config.model.path,
         trace_root=config.run.runs_dir,

@@ -44,6 +44,13 @@ def engine_problems(config: Config) -> Iterator[Problem]:
             expected=f"{engines} of 1",
             do="change cluster.engines and cluster.gpus_per_engine; larger engines are servers of moe-rl serve",
         )
+    if cluster is not None and cluster.nodes_per_engine > 1 and cluster.gpus_per_engine % cluster.gpus_per_node:
+        yield describe(
+            "an engine of several nodes takes all GPUs of each",
+            where={"key": "cluster.gpus_per_engine", "given": f"cluster.gpus_per_node is {cluster.gpus_per_node}"},
+            got=cluster.gpus_per_engine,
+            expected="a multiple",
+        )
     if count and cluster is not None and cluster.engines != count:
         yield describe(
             "not the number of servers",

@@ -258,9 +258,14 @@ class ClusterConfig(Section):
     """Number of sampling engines. They run on their own GPUs, with as much memory, or beside ranks: rollout.engines.
     One engine of one GPU, where no server is named, is started by rank 0 on its GPU."""
     gpus_per_engine: Count = 1
-    """Number of GPUs of one engine (tensor parallelism)."""
+    """Number of GPUs of one engine (tensor parallelism). If one machine has fewer, the engine takes all GPUs of several
+    (moe-rl serve --nnodes)."""
     links_gb_per_second: dict[str, Positive] = {"network": 50.0}
     """Bandwidth of each link that can carry weights to an engine, by name, in 10^9 bytes per second."""
+
+    @property
+    def nodes_per_engine(self) -> int:
+        return -(-self.gpus_per_engine // self.gpus_per_node)
 
 
 class CheckpointConfig(Section):

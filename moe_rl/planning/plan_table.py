@@ -137,10 +137,11 @@ def _verdict(plan: Plan, total: int) -> str:
 
 
 def _sampler(plan: Plan) -> list[Row]:
-    sampler, shared = plan.sampler, plan.shared_bytes
+    sampler, shared, nodes = plan.sampler, plan.shared_bytes, plan.sampler.nodes_per_engine
     fits = "fit" if sampler.fits_max_concurrent else "not all fit at full length: the sampler will preempt some"
     return [
         ("engines", sampler.engines, f"of {sampler.gpus_per_engine:,} GPUs" if plan.limit_bytes else ""),
+        *([("nodes per engine", nodes, f"each starts moe-rl serve --nnodes {nodes}")] if nodes > 1 else []),
         ("weights", bytes_text(sampler.weight_bytes), "on each GPU" if plan.limit_bytes else ""),
         ("KV cache", sampler.kv_tokens, f"tokens of {sampler.kv_bytes_per_token:,} B, per engine"),
         ("sequences at once", sampler.max_concurrent, f"{fits}; {sampler.fitting:,} fit, per engine"),

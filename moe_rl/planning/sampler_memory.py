@@ -183,6 +183,7 @@ class SamplerMemory:
     """Holds the memory of a sampler's GPU, or of the host where there is no GPU, in bytes.
 
     Attributes:
+        nodes_per_engine: nodes that an engine spans.
         kv_tokens: tokens that the KV cache of an engine holds.
         max_concurrent: sequences that an engine may decode at once, whether they fit or not.
         fitting: sequences of full length that fit.
@@ -191,6 +192,7 @@ class SamplerMemory:
 
     engines: int
     gpus_per_engine: int
+    nodes_per_engine: int
     weight_bytes: int
     kv_cache_bytes: int
     kv_bytes_per_token: int
@@ -249,9 +251,10 @@ def kv_bytes_per_token(facts: ModelFacts, dtype: str, gpus: int) -> int:
 def make_sampler(config: Config, facts: ModelFacts, batch: Batch, largest_bucket: int) -> SamplerMemory:
     """Compute a sampler's memory. largest_bucket: bytes of the largest bucket of weights."""
     rollout = config.rollout
-    engines, gpus = max(rollout.engines, len(rollout.servers)), 1
+    engines, gpus, nodes = max(rollout.engines, len(rollout.servers)), 1, 1
     if config.cluster is not None:
         engines, gpus = config.cluster.engines, config.cluster.gpus_per_engine
+        nodes = config.cluster.nodes_per_engine
     per_token = kv_bytes_per_token(facts, rollout.dtype, gpus)
     tokens = (rollout.kv_cache_mib << 20) // per_token
     bucket, exporting = int(rollout.weight_bucket_mib * 2**20), config.parallel.expert
@@ -259,6 +262,7 @@ def make_sampler(config: Config, facts: ModelFacts, batch: Batch, largest_bucket
     return SamplerMemory(
         engines=engines,
         gpus_per_engine=gpus,
+        nodes_per_engine=nodes,
         weight_bytes=weight_bytes(facts, rollout.dtype, gpus),
         kv_cache_bytes=rollout.kv_cache_mib << 20,
         kv_bytes_per_token=per_token,

@@ -1,12 +1,13 @@
 """Starts vLLM's own API server with a recorder, behind a gate that checks the run's token (gate.py).
 
-One server is one replica of the weights, on as many GPUs as they need.
+One server is one replica of the weights, on as many GPUs as they need, of one node or several (nodes.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -18,31 +19,33 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
+import msgspec
 import psutil
 
 import moe_rl
 from moe_rl.disk import write_json
-from moe_rl.errors import EngineError
+from moe_rl.errors import EngineError, SamplerGone
 from moe_rl.parent import take_along
 from moe_rl.trace.model_spec import routed_fingerprint
-from moe_rl.vllm import arguments
+from moe_rl.vllm import arguments, nodes
 from moe_rl.vllm.control import read_token
 from moe_rl.vllm.gate import GATE, TOKEN_FILE
+from moe_rl.vllm.nodes import Nodes
 from moe_rl.vllm.process import Scratch, model_runner
 from moe_rl.vllm.recording import Recording
 
 # Time for answers in flight at shutdown. vLLM stops its engine first, so some of them are lost.
 _LEAVE_SECONDS = 3
-# Arguments that would give vLLM other listeners or authentication, which bypass the gate, or ranks of other servers.
-_RESERVED = (
-    *("uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"),
-    *("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
-)
 # vLLM's methods of speculative decoding whose drafts come from no model.
 _NO_WEIGHTS = {"ngram", "[ngram]", "ngram_gpu", "suffix"}
-
-
+# Arguments of vLLM that nobody may set: other listeners and authentication settings would bypass the gate, nodes have
+# options of moe-rl serve, and a data-parallel rank belongs to its server.
+_LISTENERS = ("host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "root_path")
+_NODES = ("headless", "nnodes", "node_rank", "master_addr", "master_port")
+_RANKS = ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb")
+_RESERVED = (*_LISTENERS, *_NODES, *_RANKS)
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """Describes how to start a server.
@@ -60,6 +63,7 @@ class ServerSettings:
         port: 0 for a free one.
         token_file: created if missing; None for a temporary file.
         ready_file: written when the server listens.
+        nodes: the nodes of an engine that spans several, as this one sees them; only node 0 listens.
     """
 
     model: Path
@@ -76,20 +80,28 @@ class ServerSettings:
     port: int
     token_file: Path | None
     ready_file: Path | None
+    nodes: Nodes | None = None
 
 
 def serve(settings: ServerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises MoeRLError for settings that cannot be served."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        MoeRLError: the settings cannot be served.
+        SamplerGone: the engine died. If another node of it did, the process ends with status 3.
+    """
     with contextlib.ExitStack() as cleanup:
         _leave_on_signals(cleanup)
         scratch = Scratch()
         cleanup.callback(scratch.cleanup)
         _use_temporary(scratch.name, cleanup)
+        if settings.nodes is not None and settings.nodes.rank > 0:
+            _work(settings, settings.nodes, cleanup)
         token_file = (settings.token_file or Path(scratch.name) / "token").absolute()
         make_token(token_file)
         read_token(token_file)
         listener = cleanup.enter_context(bound_socket(settings.host, settings.port))
-        _serve(settings, token_file, listener)
+        _serve(settings, token_file, listener, cleanup)
 
 
 def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
@@ -98,15 +110,19 @@ def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
     An exception would be lost if the signal handler raised it while pyzmq polls, as during most of the start.
     """
 
-    def leave(*_) -> None:
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        cleanup.close()
-        os._exit(0)
-
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
+        signal.signal(number, lambda *_: _leave(cleanup, 0))
+
+
+def _leave(cleanup: contextlib.ExitStack, status: int, message: str = "") -> None:
+    """End this process and its children at once."""
+    if message:
+        print(message, file=sys.stderr, flush=True)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    cleanup.close()
+    os._exit(status)
 
 
 def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
@@ -156,42 +172,66 @@ def url_of(address: str, port: int) -> str:
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) -> None:
-    arguments.refuse_wrong_vllm(settings.capture)
-    take_along()
-    os.environ |= model_runner(settings.capture) | {TOKEN_FILE: str(token_file)}
-    # By default torch.distributed listens at the host name's address. Servers on several machines set this themselves.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket, cleanup: contextlib.ExitStack) -> None:
+    os.environ[TOKEN_FILE] = str(token_file)
     # vLLM closes a connection after 5 s without a request. If its event loop stood still that long, a request may be on
     # its way, and the run would take the server for lost.
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "650")
     address, port = listener.getsockname()[:2]
-    fingerprint = settings.model_fingerprint or routed_fingerprint(settings.model)
-    trace_root = str(settings.trace_root.absolute())
     document = {
         "url": url_of(address, port),
         "pid": os.getpid(),
         "token_file": str(token_file),
-        "trace_root": trace_root,
+        "trace_root": str(settings.trace_root.absolute()),
         "capture": settings.capture,
         "moe_rl": moe_rl.__version__,
     }
+    parsed = _arguments(settings, {"host": address, "port": port})
+    if settings.nodes is not None:
+        link = nodes.gather(settings.nodes, vars(parsed), functools.partial(_leave, cleanup))
+        cleanup.push(link.close)
+    import uvloop
+
+    uvloop.run(_run(parsed, listener, document, settings.ready_file))
+
+
+def _work(settings: ServerSettings, node: Nodes, cleanup: contextlib.ExitStack) -> NoReturn:
+    """Run the workers of a node other than node 0, until node 0 ends or a worker dies."""
+    parsed = _arguments(settings, {})
+    link = nodes.join(node, vars(parsed), functools.partial(_leave, cleanup))
+    cleanup.push(link.close)
+    print(f"node {node.rank} of {node.count} works for {node.address}:{node.port}", flush=True)
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER, headless=True
+    )
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+    raise SamplerGone("a worker of this node died", got=f"the end of node {node.rank}")
+
+
+def _arguments(settings: ServerSettings, address: Mapping[str, object]):
+    """Prepare this process for vLLM, and return vLLM's arguments. address: host and port of its server."""
+    arguments.refuse_wrong_vllm(settings.capture)
+    take_along()
+    os.environ |= model_runner(settings.capture)
+    if settings.nodes is None:  # by default torch.distributed listens at the host name's address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     recording = Recording(
-        trace_root,
-        fingerprint,
+        str(settings.trace_root.absolute()),
+        settings.model_fingerprint or routed_fingerprint(settings.model),
         support=settings.support,
         router_logits_fraction=settings.router_logits_fraction,
         head=settings.head,
         native=settings.capture == "native",
     )
-    # Imported late, so that errors in the arguments are reported quickly.
-    import uvloop
-
     fixed = arguments.fixed(
         settings.model, capture=settings.capture, recording=recording, reads_text=settings.reads_text
     ) | {
-        "host": address,
-        "port": port,
+        **address,
+        **(settings.nodes.arguments() if settings.nodes is not None else {}),
         # vLLM's routes with token ids in and out.
         "enable_scale_out": True,
         # Requests arrive over many connections; waiting ones start in the order of their numbers, not of arrival.
@@ -203,11 +243,10 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
     sizes = (
         arguments.unsized(share_given=share_given) if settings.sizes is None else arguments.completed(settings.sizes)
     )
-    parsed = _vllm_arguments(fixed, sizes, settings.further)
-    uvloop.run(_run(parsed, recording, listener, document, settings.ready_file))
+    return _vllm_arguments(fixed, sizes, settings.further)
 
 
-def _vllm_arguments(fixed: Mapping[str, object], sizes: Mapping[str, object], further: Sequence[str]):
+def _vllm_arguments(fixed: Mapping[str, Any], sizes: Mapping[str, object], further: Sequence[str]):
     """Return the arguments of vLLM's server.
 
     Args:
@@ -240,6 +279,14 @@ def _vllm_arguments(fixed: Mapping[str, object], sizes: Mapping[str, object], fu
             option = f"--{name.replace('_', '-')}"
             raise EngineError("An argument of vLLM is reserved", where={"option": option}, got=value)
     native = "enable_return_routed_experts" in fixed
+    workers = parsed.tensor_parallel_size * parsed.pipeline_parallel_size
+    if workers % fixed.get("nnodes", 1):
+        raise EngineError(
+            "Nodes of an engine have equally many workers",
+            where={"option": "--nnodes"},
+            got=f"{fixed['nnodes']} nodes for {workers} workers",
+            do="change it or --tensor-parallel-size, with a config cluster.gpus_per_engine",
+        )
     for wrong, name, what, do in (
         (
             parsed.data_parallel_size > 1 and not native,
@@ -274,9 +321,7 @@ def _vllm_arguments(fixed: Mapping[str, object], sizes: Mapping[str, object], fu
     return parsed
 
 
-async def _run(
-    parsed, recording: Recording, listener: socket.socket, document: dict[str, object], ready_file: Path | None
-) -> None:
+async def _run(parsed, listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
     import vllm
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
 
@@ -289,6 +334,7 @@ async def _run(
     line = "serving on {url}, token in {token_file}, routes in {trace_root}"
     async with announced(listens, line, document | {"vllm": vllm.__version__}, ready_file):
         async with build_async_engine_client(parsed) as engine:
+            recording = msgspec.convert(parsed.additional_config["moe_rl"], Recording)
             if recording.native:
                 from moe_rl.vllm.native_source import attach
 

@@ -51,6 +51,10 @@ def test_good_servers():
         ([*GOOD, "rollout.prompts_per_step=1", "train.updates_per_step=1"], {"got": 2}),
         ([*GOOD, "rollout.engines=2"], {"key": "rollout.engines", "given": "rollout.servers is set", "got": 2}),
         (["rollout.engines=2", "rollout.prompts_per_step=1"], {"key": "rollout.engines", "got": 2}),
+        (
+            ["cluster={gpus: 2, gpus_per_node: 2, gpu_memory_gib: 79, gpus_per_engine: 3}"],
+            {"key": "cluster.gpus_per_engine", "got": "3", "expected": "a multiple"},
+        ),
         (["rollout.engines=2", CLUSTER], {"key": "cluster.engines", "got": "2 engines of 2 GPUs"}),
         (["rollout.engines=2", "cluster={gpus: 2, gpu_memory_gib: 79}"], {"key": "cluster.engines"}),
         ([*GOOD, CLUSTER.replace("engines: 2", "engines: 3")], {"key": "cluster.engines", "got": 3}),

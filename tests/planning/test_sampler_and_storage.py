@@ -5,6 +5,7 @@ import pytest
 from moe_rl.config.layout import make_layout
 from moe_rl.config.training import ParallelConfig
 from moe_rl.models.hf import read_published
+from moe_rl.planning.plan_table import render
 from moe_rl.planning.sampler_memory import kv_bytes_per_token, node_share, weight_bytes
 from tests.planning.meta_cases import ROOT
 
@@ -42,6 +43,12 @@ def test_engines_and_links(plan_of):
     urls = "rollout.servers=[http://a:1,http://b:1]"
     assert plan_of(urls, "rollout.token_file=t").sampler.engines == 2
     assert plan_of().storage.sync_seconds == {} and plan_of().sampler.max_concurrent == 8
+
+
+def test_an_engine_of_several_nodes(plan_of):
+    plans = [plan_of(f"cluster={{gpus: 2, gpus_per_node: 2, gpu_memory_gib: 1, gpus_per_engine: {n}}}") for n in (2, 4)]
+    assert [plan.sampler.nodes_per_engine for plan in plans] == [1, 2]
+    assert ["moe-rl serve --nnodes 2" in render(plan) for plan in plans] == [False, True]
 
 
 def test_an_epoch(plan_of):

@@ -15,6 +15,7 @@ from moe_rl.cli import main
 from moe_rl.errors import DiskError, EngineError
 from moe_rl.vllm import api_server
 from moe_rl.vllm.control import read_token
+from moe_rl.vllm.nodes import PORT, Nodes
 from tests.rollout.serving import ROOT
 from tests.support import refusals
 
@@ -127,6 +128,8 @@ def test_a_server_that_cannot_be_announced_ends_as_sigterm_ends_it(tmp_path):
         (["--additional-config", '{"moe_rl": {}}'], "--additional-config"),
         (["--worker_extension_cls=a.b"], "--worker-extension-cls"),
         (["--data-parallel-rank=1"], "--data-parallel-rank"),
+        (["--headless"], "--headless"),
+        (["--nnodes", "2"], "--nnodes"),
     ],
 )
 def test_arguments_of_vllm_that_would_open_a_side_door_are_refused(refused, further, option):
@@ -170,6 +173,44 @@ def test_what_is_to_be_served_is_said_once(arguments, said, capsys):
     assert main(["serve", *given]) == 2 and said in capsys.readouterr().err
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+NODES = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--node-rank", "1"], "got --node-rank 1, expected all three"),
+        (["--master-port", "29600"], "expected all three"),
+        (["--nnodes", "1", "--node-rank", "0", "--master-addr", "a"], "at least 2 nodes"),
+        ([*NODES, "--node-rank", "2"], "at least 2 nodes, with ranks from 0"),
+        ([*NODES, "--master-port", "65535"], "two ports"),
+        ([*NODES, "--port", "8000"], "only node 0 has --port"),
+        ([*NODES, "--json", "ready.json"], "only node 0 has --json"),
+        ([*NODES, "--", "--tensor-parallel-size", "3"], "got 2 nodes for 3 workers"),
+        ([*NODES, "--", "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"], "reserved"),
+    ],
+)
+def test_nodes_of_an_engine_are_given_completely(checkpoint, tmp_path, capsys, arguments, said):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    model = ["--model", str(checkpoint), "--trace-root", str(tmp_path)]
+    with patch.dict(os.environ), patch("moe_rl.vllm.nodes.join", side_effect=AssertionError("it began")):
+        assert main(["serve", *model, *arguments]) == 2 and said in capsys.readouterr().err
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("nodes", "count"), [([], 1), (["--nnodes", "3", *NODES[2:]], 3)])
+def test_an_engine_of_several_nodes_is_started_on_all_of_them(capsys, nodes, count):
+    cluster = "cluster={gpus: 4, gpus_per_node: 2, gpu_memory_gib: 79, gpus_per_engine: 4}"
+    config = ["--config", str(ROOT / "configs/tiny_moe_cpu.yaml"), cluster]
+    assert main(["serve", *config, *nodes]) == 2
+    assert f"got {count}, expected 2" in capsys.readouterr().err
+    with patch("moe_rl.commands.serve.serve") as served:
+        assert main(["serve", *config, *NODES]) == 0
+    settings = served.call_args.args[0]
+    assert settings.nodes == Nodes(2, 1, "10.0.0.5", PORT) and settings.sizes["tensor_parallel_size"] == 4
 
 
 @pytest.mark.parametrize(

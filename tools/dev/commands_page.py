@@ -50,8 +50,8 @@ last message says how to continue.
 The other commands exit with 0 when they are done, and with 2 after an error with an explanation. `plan` and `doctor`
 also exit with 2 when they found a problem. `trace verify` and `trace import --check` exit with 1 when something is
 wrong with the traces, `check-replay` with 1 when a claim is refused, `prove` with 1 when a layout is not exact, `play`
-with 1 when an episode failed, `explain` with 1 when it stays undecided, and `compare` with 3 when it is not decided
-that replay lowered the policy KL.
+with 1 when an episode failed, `explain` with 1 when it stays undecided, `serve` with 3 when its engine died, and
+`compare` with 3 when it is not decided that replay lowered the policy KL.
 
 ## Files of a run
 
