@@ -331,6 +331,7 @@ async def _run(parsed, listener: socket.socket, document: dict[str, object], rea
     def listens() -> bool:
         return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
+    dead: list[bool] = []
     line = "serving on {url}, token in {token_file}, routes in {trace_root}"
     async with announced(listens, line, document | {"vllm": vllm.__version__}, ready_file):
         async with build_async_engine_client(parsed) as engine:
@@ -342,9 +343,14 @@ async def _run(parsed, listener: socket.socket, document: dict[str, object], rea
             elif not any(await engine.collective_rpc("moe_rl_records")):
                 raise EngineError("vLLM did not attach the recorder", got=f"capture {document['capture']}")
             await engine.update_weight_version("0")
+            # A signal makes vLLM shut its engine down; otherwise that happens only after the engine's death.
+            shutdown = engine.shutdown
+            engine.shutdown = lambda **given: (dead.append(engine.errored), shutdown(**given))
             url = document["url"]
             end = await build_and_serve(engine, url, listener, parsed, timeout_graceful_shutdown=_LEAVE_SECONDS)
         await end
+    if dead[0]:
+        raise SamplerGone("vLLM's engine died", where={"url": document["url"]})
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from moe_rl.cli import main
-from moe_rl.errors import DiskError, EngineError
+from moe_rl.errors import DiskError, EngineError, SamplerGone
 from moe_rl.vllm import api_server
 from moe_rl.vllm.control import read_token
 from moe_rl.vllm.nodes import PORT, Nodes
@@ -116,6 +117,46 @@ def test_a_server_that_cannot_be_announced_ends_as_sigterm_ends_it(tmp_path):
 
     with refusals.refused(DiskError, file=tmp_path / "nowhere/ready.json"):
         asyncio.run(serve())
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_server_whose_engine_died_does_not_end_as_one_that_was_stopped(tmp_path, died):
+    """SLURM's script starts it again only after an error. In vLLM a stopped engine looks like a dead one."""
+
+    class Engine:
+        errored = False
+
+        async def collective_rpc(self, _):
+            return [True]
+
+        async def update_weight_version(self, _):
+            pass
+
+        def shutdown(self, timeout):
+            self.errored = True
+
+    @contextlib.asynccontextmanager
+    async def engine_client(_):
+        engine = Engine()
+        yield engine
+        engine.shutdown(timeout=0)
+
+    async def until_the_end(engine, *_, **__):
+        if died:
+            engine.errored = True
+        else:
+            engine.shutdown(timeout=0)
+        return asyncio.sleep(0)
+
+    entry = "vllm.entrypoints.launchers.api_server.entry"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        patch(f"{entry}.build_async_engine_client", engine_client),
+        patch(f"{entry}.build_and_serve", until_the_end),
+        pytest.raises(SamplerGone) if died else contextlib.nullcontext(),
+    ):
+        document = {"url": "u", "capture": "patch", "token_file": "t", "trace_root": "r"}
+        asyncio.run(api_server._run(None, listener, document, None))
 
 
 @pytest.mark.parametrize(
