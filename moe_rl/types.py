@@ -323,13 +323,16 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSupport:
-    """Lists the ids that could have been drawn for each token of a completion under top-k, top-p and min-p.
+    """Lists the ids that could have been drawn for each token of a completion under a grammar, top-k, top-p and min-p.
 
     Attributes:
-        counts: number of ids for each token [T], integers; 0 means the whole vocabulary.
-        ids: the ids of all tokens, concatenated [sum of counts]; ascending within a token.
+        sets: the number of each token's set of ids [T], integers.
+        counts: number of ids listed for each set [S], integers: n > 0 ids that could be drawn, or -n that could not. So
+            0 means the whole vocabulary.
+        ids: the ids of all sets, concatenated; ascending within a set.
     """
 
+    sets: np.ndarray
     counts: np.ndarray
     ids: np.ndarray
 

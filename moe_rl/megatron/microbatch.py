@@ -9,6 +9,7 @@ for them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -354,8 +355,8 @@ def pack(
 
 def _support(supports: Seq[SamplingSupport], predicted: np.ndarray, device: torch.device) -> Support:
     """Return the supports of the completion tokens `predicted` [n], ascending, out of all N of the packed sequences."""
-    counts = np.concatenate([np.empty(0, np.int64), *(support.counts for support in supports)])
-    ids = np.concatenate([np.empty(0, np.int64), *(support.ids for support in supports)])
-    here = np.zeros(len(counts), bool)
-    here[predicted] = True
-    return Support.of(counts[here], ids[np.repeat(here, counts)], device)
+    nothing = np.empty(0, np.int64)
+    before = itertools.accumulate((len(support.counts) for support in supports), initial=0)
+    sets = np.concatenate([nothing, *(support.sets + first for support, first in zip(supports, before, strict=False))])
+    counts, ids = ([nothing, *(getattr(support, name) for support in supports)] for name in ("counts", "ids"))
+    return Support.of(sets[predicted], np.concatenate(counts), np.concatenate(ids), device)

@@ -333,34 +333,42 @@ class Support:
     """Holds the ids from which each of T tokens was sampled, in a flat layout.
 
     Attributes:
-        counts: [T] int64 on the device, the number of ids of each token. 0 means the whole vocabulary.
-        ids: [sum of counts] int32 on the device, the ids of each token, one token after the other.
-        starts: [T + 1] int64 on the host. The ids of token t are ids[starts[t]:starts[t + 1]].
+        sets: [T] int64 on the host, the number of each token's set of ids.
+        counts: [S] int64 on the device: n > 0 for a set that lists the n ids of the support, -n for one that lists the
+            n ids outside it. 0 means the whole vocabulary.
+        ids: int32 on the device, the listed ids of each set, one set after the other.
+        starts: [S + 1] int64 on the host. The listed ids of set s are ids[starts[s]:starts[s + 1]].
     """
 
+    sets: np.ndarray
     counts: Tensor
     ids: Tensor
     starts: np.ndarray
 
     @classmethod
-    def of(cls, counts: np.ndarray, ids: np.ndarray, device: torch.device) -> Support:
-        """Build a Support from counts [T] and ids [sum of counts], of any integer dtype."""
+    def of(cls, sets: np.ndarray, counts: np.ndarray, ids: np.ndarray, device: torch.device) -> Support:
+        """Build a Support from sets [T], counts [S] and the listed ids, of any integer dtype."""
         counts = np.asarray(counts, np.int64)
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        return cls(to_device(counts, device), to_device(np.asarray(ids).astype(np.int32), device), starts)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.abs(counts))])
+        ids = to_device(np.asarray(ids).astype(np.int32), device)
+        return cls(np.asarray(sets, np.int64), to_device(counts, device), ids, starts)
 
     def __len__(self) -> int:
-        return len(self.counts)
+        return len(self.sets)
 
     def removed(self, rows: slice, first: int, size: int) -> Tensor:
         """Return bool [rows, size]: True where the id first + column is outside the token's support. Makes no host
         sync.
         """
-        counts, begin = self.counts[rows], self.starts[rows.start]
-        ids = self.ids[begin : self.starts[min(rows.stop, len(self))]].long() - first
-        row = torch.repeat_interleave(counts, output_size=len(ids))
+        sets, place = np.unique(self.sets[rows], return_inverse=True)
+        # Neighbouring sets are one slice: without a grammar nearly every token has its own set.
+        runs = [(run[0], run[-1] + 1) for run in np.split(sets, np.flatnonzero(np.diff(sets) > 1) + 1)]
+        counts = torch.cat([self.counts[begin:end] for begin, end in runs])
+        ids = torch.cat([self.ids[self.starts[begin] : self.starts[end]] for begin, end in runs]).long() - first
+        row = torch.repeat_interleave(counts.abs(), output_size=len(ids))
         # An extra column collects the ids of other parts of the vocabulary. Filtering them out would need a host sync.
         column = torch.where((ids >= 0) & (ids < size), ids, size)
         removed = (counts > 0)[:, None].repeat(1, size + 1)
-        removed.view(-1).index_fill_(0, row * (size + 1) + column, False)
-        return removed[:, :size]
+        index = row * (size + 1) + column
+        removed.view(-1).index_put_((index,), (counts < 0)[row])
+        return removed[:, :size].index_select(0, to_device(place, counts.device))

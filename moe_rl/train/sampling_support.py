@@ -1,10 +1,13 @@
 """Reads the recorded parts of the sampler's distributions from the trace store, and checks them before any pass.
 
-A sampling support is the set of token ids that top-k, top-p and min-p left to sample from. A wrong support silently
-gives wrong logprobs: no other check would detect it. A head is the sampler's likeliest tokens, with their logprobs.
+A sampling support is the set of token ids that a grammar, top-k, top-p and min-p left to sample from. A wrong support
+silently gives wrong logprobs: no other check would detect it. A head is the sampler's likeliest tokens, with their
+logprobs.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import numpy as np
 
@@ -23,20 +26,20 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
         SupportError: The support was not recorded, belongs to other tokens, has ids out of range or out of order, or
             lacks the sampled token. The message names request and token.
     """
-    counts, ids = _drawn(store, sequence, "support_counts", "support_ids")
-    tokens = np.asarray(sequence.token_ids, np.int64)
-    counts, ids = counts.astype(np.int64), ids.astype(np.int64)
-    if counts.sum() != len(ids):
+    pieces = _drawn(store, sequence, "support_sets", "support_counts", "support_ids")
+    before = accumulate((len(counts) for _, counts, _ in pieces), initial=0)
+    numbered = [(own + first, *rest) for (own, *rest), first in zip(pieces, before, strict=False)]
+    sets, counts, ids = (np.concatenate(arrays).astype(np.int64) for arrays in zip(*numbered, strict=True))
+    tokens, listed = np.asarray(sequence.token_ids, np.int64), np.abs(counts)
+    if listed.sum() != len(ids) or (sets >= len(counts)).any():
         raise _refused(
             sequence,
             "the number of ids of a sampling support differs from its counts",
             fault="counts",
-            got=f"{len(ids)} ids",
-            expected=int(counts.sum()),
+            got=f"{len(ids)} ids in {len(counts)} sets",
+            expected=int(listed.sum()),
         )
-    counts = counts[: len(tokens)]
-    ids = ids[: counts.sum()]
-    owner = np.repeat(np.arange(len(tokens)), counts)
+    owner = np.repeat(np.arange(len(counts)), listed)
     beyond = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if beyond.size:
         first = beyond[0]
@@ -44,11 +47,11 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
             sequence,
             "sampling support has an id that is not in the vocabulary",
             fault="vocabulary",
-            token=owner[first],
+            token=_first_token(sets, owner[first]),
             got=ids[first],
             expected=f"0 to {vocabulary - 1}",
         )
-    # One number for each (token, id). These numbers ascend exactly when the ids of each token do.
+    # One number for each (set, id). These numbers ascend exactly when the ids of each set do.
     keys = owner * vocabulary + ids
     unordered = np.flatnonzero(np.diff(keys) <= 0)
     if unordered.size:
@@ -57,21 +60,26 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
             sequence,
             "sampling support is not in ascending order",
             fault="order",
-            token=owner[first],
+            token=_first_token(sets, owner[first]),
             got=f"id {ids[first]} after {ids[first - 1]}",
         )
-    restricted = np.flatnonzero(counts)
-    absent = restricted[~np.isin(restricted * vocabulary + tokens[restricted], keys)]
+    absent = np.flatnonzero(np.isin(sets * vocabulary + tokens, keys) != (counts[sets] > 0))
     if absent.size:
         first = absent[0]
+        listed_as = "could" if counts[sets[first]] > 0 else "could not"
         raise _refused(
             sequence,
             "the sampled token is not in its own sampling support",
             fault="absent",
             token=first,
-            got=f"token {tokens[first]} and {counts[first]} other ids",
+            got=f"token {tokens[first]}, and {listed[sets[first]]} ids that {listed_as} be drawn",
         )
-    return SamplingSupport(counts, ids)
+    return SamplingSupport(sets, counts, ids)
+
+
+def _first_token(sets: np.ndarray, number: int) -> int | None:
+    """Return the first token with the set of this number."""
+    return next(iter(np.flatnonzero(sets == number)), None)
 
 
 def read_head(store: TraceStore, sequence: Sequence, vocabulary: int, size: int) -> SamplerHead:
@@ -86,7 +94,8 @@ def read_head(store: TraceStore, sequence: Sequence, vocabulary: int, size: int)
             twice, has logprobs that form no distribution, or gives the sampled token a logprob that differs from the
             completion's. The message names request and token.
     """
-    ids, logprobs = (array[: len(sequence.token_ids)] for array in _drawn(store, sequence, "head_ids", "head_logprobs"))
+    pieces = _drawn(store, sequence, "head_ids", "head_logprobs")
+    ids, logprobs = map(np.concatenate, zip(*((ids, of_ids[: len(ids)]) for ids, of_ids in pieces), strict=True))
     wanted = (len(sequence.token_ids), min(size, vocabulary))
     if ids.shape != wanted or logprobs.shape != wanted:
         raise _refused(
@@ -111,16 +120,16 @@ def read_head(store: TraceStore, sequence: Sequence, vocabulary: int, size: int)
     return SamplerHead(ids, logprobs)
 
 
-def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return two recorded arrays of a sequence, after a check that the first has an entry for each token drawn."""
+def _drawn(store: TraceStore, sequence: Sequence, first: str, *others: str) -> list[tuple[np.ndarray, ...]]:
+    """Return recorded arrays of each record of a sequence, after a check that the first has an entry for each token
+    drawn. It is cut to the sequence's tokens; the others are whole."""
     if sequence.routes is None:
         raise _refused(sequence, f"{first} is missing", fault="missing", got="no record")
-    ones: list[np.ndarray] = []
-    others: list[np.ndarray] = []
+    pieces: list[tuple[np.ndarray, ...]] = []
     ref, positions, end = sequence.routes, sequence.positions, len(sequence.token_ids)
     while True:
         try:
-            array, other, info = store.aux(ref, first), store.aux(ref, second), store.info(ref)
+            array, rest, info = store.aux(ref, first), [store.aux(ref, name) for name in others], store.info(ref)
         except TraceError as error:
             raise _refused(sequence, f"{first} cannot be read", fault="unreadable", got=error) from error
         # A record that continues another has entries only for its own tokens. Those of earlier tokens are in the
@@ -144,13 +153,9 @@ def _drawn(store: TraceStore, sequence: Sequence, first: str, second: str) -> tu
                 fault="tokens",
                 expected=max(drawn, own_tokens),
             )
-        if ones:  # drop what was drawn late, after an earlier turn
-            ids = int(array[:own_tokens].sum()) if first == "support_counts" else own_tokens
-            array, other = array[:own_tokens], other[:ids]
-        ones.insert(0, array)
-        others.insert(0, other)
+        pieces.insert(0, (array[:own_tokens], *rest))  # without what was drawn late
         if info.parent is None or not before:
-            return np.concatenate(ones), np.concatenate(others)
+            return pieces
         ref, end = info.parent, before
 
 

@@ -1,6 +1,6 @@
 """Records more than routes, each kind with its own switch: sampling support, log-normaliser, router logits, head.
 
-support         the token ids that could have been drawn under top-k, top-p and min-p, per sampled token
+support         the token ids that could have been drawn under grammar, top-k, top-p and min-p, per sampled token
 log_normalizer  log of the support's total probability before truncation, per sampled token. Add it to the token's
                 log-probability to get the log-probability without top-k, top-p and min-p.
 router_logits   logits of every router, for a fraction of the tokens that this request computed itself
@@ -12,10 +12,11 @@ for some requests.
 
 Arrays as they are stored with a record and read back by `TraceStore.aux`:
 
-support_counts [N] uint32, support_ids [sum] int32 (ascending per token; a count of 0: every token could be drawn),
-log_normalizer [N] float32, head_ids [N, K] int32 and head_logprobs [N, K] float32 (the likeliest first, -inf for a
-token that could not be drawn), for the N sampled tokens in order; router_logits [M, L, E] float32 of rows
-router_logits_rows [M] uint32, ascending.
+support_sets [N] uint32, support_counts [S] int32, support_ids int32 (each token's set; the S different sets, with
+ascending ids: n > 0 ids that could be drawn, or, if those are fewer, -n ids that could not), log_normalizer [N]
+float32, head_ids [N, K] int32 and head_logprobs [N, K] float32 (the likeliest first, -inf for a token that could not be
+drawn), for the N sampled tokens in order; router_logits [M, L, E] float32 of rows router_logits_rows [M] uint32,
+ascending.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Extras:
         self._head = recording.head
         self._samples = recording.distributions
         self._sampled: dict[int, dict[int, _Drawn]] = {}
+        self._supports: dict[int, dict[_Support, _Support]] = {}  # the different ones of each request
         self._logits: dict[int, dict[int, np.ndarray]] = {}
         self._in_step: list[tuple[Recorded, int]] = []
         self._log_mass_before: Tensor | None = None
@@ -99,15 +101,15 @@ class Extras:
 
     def drop(self, request: Recorded) -> None:
         """Forget a request that is not stored."""
-        self._sampled.pop(request.number, None)
-        self._logits.pop(request.number, None)
+        for kept in (self._sampled, self._supports, self._logits):
+            kept.pop(request.number, None)
 
     def of_request(self, request: Recorded, rows: int) -> dict[str, np.ndarray]:
         """Return the arrays of a finished request and forget them. `rows` is the number of its forwarded tokens."""
         assert request.ask is not None  # the recorder calls this only for requests that are stored
         aux: dict[str, np.ndarray] = {}
-        sampled = self._sampled.pop(request.number, {})
-        logits = self._logits.pop(request.number, {})
+        sampled, logits = self._sampled.get(request.number, {}), self._logits.get(request.number, {})
+        self.drop(request)
         # The row of position p - 1 gave the token at position p; the last token drawn has no row.
         positions = range(len(request.prompt), rows + 1) if self._samples and not request.greedy else range(0)
         if unseen := [p for p in positions if p not in sampled]:
@@ -119,8 +121,12 @@ class Extras:
             )
         drawn = [sampled[p] for p in positions]
         if self._support and not request.greedy:
-            aux["support_counts"] = np.asarray([len(distribution.support) for distribution in drawn], np.uint32)
-            aux["support_ids"] = np.concatenate([_NOTHING, *(distribution.support for distribution in drawn)])
+            sets = {support: number for number, support in enumerate(dict.fromkeys(d.support for d in drawn))}
+            ids = [np.frombuffer(listed, np.int32) for _, listed in sets]
+            signs = [-1 if excluded else 1 for excluded, _ in sets]
+            aux["support_sets"] = np.asarray([sets[distribution.support] for distribution in drawn], np.uint32)
+            aux["support_counts"] = np.asarray([s * len(i) for s, i in zip(signs, ids, strict=True)], np.int32)
+            aux["support_ids"] = np.concatenate([_NOTHING, *ids])
         if self._log_normalizer and not request.greedy:
             aux["log_normalizer"] = np.asarray([distribution.mass for distribution in drawn], np.float32)
         if self._head and not request.greedy:
@@ -175,10 +181,16 @@ class Extras:
         heads = _heads(logprobs, rows, self._head) if self._head else {}
         for row, request in wanted:
             value = float(mass[row]) if mass is not None else 0.0
-            distribution = _Drawn(supports.get(row, _NOTHING), value, *heads.get(row, _NO_HEAD))
+            support = supports.get(row, _ALL)
+            # A grammar allows the same tokens again and again, and one set may have tens of thousands.
+            support = self._supports.setdefault(request.number, {}).setdefault(support, support)
+            distribution = _Drawn(support, value, *heads.get(row, _NO_HEAD))
             self._sampled.setdefault(request.number, {}).setdefault(request.forwarded, distribution)
 
 
+# Whether ids that could not be drawn are listed rather than those that could, and the ids as int32.
+_Support = tuple[bool, bytes]
+_ALL: _Support = (True, b"")
 _NOTHING = np.zeros(0, np.int32)
 _NO_HEAD = _NOTHING, _NOTHING.astype(np.float32)
 
@@ -187,7 +199,7 @@ _NO_HEAD = _NOTHING, _NOTHING.astype(np.float32)
 class _Drawn:
     """Holds the stored data about the distribution that one token was drawn from."""
 
-    support: np.ndarray
+    support: _Support
     mass: float
     head_ids: np.ndarray
     head_logprobs: np.ndarray
@@ -200,14 +212,15 @@ def _heads(logprobs: Tensor, rows: list[int], size: int) -> dict[int, tuple[np.n
     return dict(zip(rows, kept, strict=True))
 
 
-def _supports(possible: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
-    """Return ascending ids int32 for those of `rows` of possible [R, V] that exclude a token; waits for the device
-    twice."""
-    complete = possible.all(-1).cpu().numpy()
-    restricted = [row for row in rows if not complete[row]]
-    pairs = possible[restricted].nonzero().cpu().numpy()
-    ends = np.searchsorted(pairs[:, 0], np.arange(1, len(restricted)))
-    return dict(zip(restricted, np.split(pairs[:, 1].astype(np.int32), ends), strict=True)) if restricted else {}
+def _supports(possible: Tensor, rows: list[int]) -> dict[int, _Support]:
+    """Return the supports of these rows of possible [R, V]: the ids that are possible or those that are not, whichever
+    are fewer. Waits for the device twice."""
+    excluded = possible[rows].sum(-1) * 2 > possible.shape[1]
+    listed = possible[rows] ^ excluded[:, None]
+    signs, pairs = excluded.tolist(), listed.nonzero().cpu().numpy()
+    ends = np.searchsorted(pairs[:, 0], np.arange(1, len(rows)))
+    ids = np.split(pairs[:, 1].astype(np.int32), ends)
+    return {row: (sign, some.tobytes()) for row, sign, some in zip(rows, signs, ids, strict=False)}
 
 
 def _watch_routers(worker, moe_modules: Mapping[int, torch.nn.Module]) -> Tensor:

@@ -73,8 +73,8 @@ def test_the_host_waits_for_no_copy_to_the_device():
     """A blocking copy waits for all work that the device still has: the layers of the microbatch before."""
     sequences = [sequence("a", [1, 2, 3], [4, 5], 0.5), sequence("b", [6], [7, 8], -1)]
     supports = [
-        SamplingSupport(np.array([1, 2]), np.array([4, 5, 6])),
-        SamplingSupport(np.ones(2, int), np.array([7, 8])),
+        SamplingSupport(np.arange(2), np.array([1, 2]), np.array([4, 5, 6])),
+        SamplingSupport(np.arange(2), np.ones(2, int), np.array([7, 8])),
     ]
     with Copies() as copies:
         packed = pack(sequences, None, torch.device("meta"), supports=supports)
@@ -142,6 +142,12 @@ def test_rows_targets_and_padding_where_two_ranks_share_sequences():
         assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 8, 12, 16]
 
 
+def shared_sets(draw, tokens):
+    """A support of this many tokens, some of which share a set."""
+    counts = draw.integers(-3, 4, 3)
+    return SamplingSupport(draw.integers(0, 3, tokens), counts, draw.integers(0, 99, np.abs(counts).sum()))
+
+
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), max_size=6)
 
 
@@ -155,14 +161,15 @@ def test_ranks_share_what_one_would_be_fed_and_predict(lengths, ranks):
     fed = [token for s in sequences for token in (s.prompt_token_ids + s.token_ids)[:-1]]
     where = [(s, position) for s, (p, c) in zip(sequences, lengths, strict=True) for position in range(p + c - 1)]
     completion = [(s, number) for s in sequences for number in range(len(s.token_ids))]
-    counts = [draw.integers(0, 4, c) for _, c in lengths]
-    supports = [SamplingSupport(n, draw.integers(0, 99, n.sum())) for n in counts]
-    ids = [ids for s in supports for ids in np.split(s.ids, np.cumsum(s.counts)[:-1])]
+    supports = [shared_sets(draw, c) for _, c in lengths]
+    listed = [np.split(s.ids, np.cumsum(np.abs(s.counts))[:-1]) for s in supports]
+    sets = [(s.counts[number], list(ids[number])) for s, ids in zip(supports, listed, strict=True) for number in s.sets]
     numbers, predicted = [], []
     for rank in range(ranks):
         packed = pack(sequences, range(len(sequences)), torch.device("cpu"), (rank, ranks), supports)
-        assert packed.support.counts.tolist() == [len(ids[place]) for place in packed.predicted]
-        assert packed.support.ids.tolist() == [i for place in packed.predicted for i in ids[place]]
+        s = packed.support
+        got = [(s.counts[number], s.ids[s.starts[number] : s.starts[number + 1]].tolist()) for number in s.sets]
+        assert got == [sets[place] for place in packed.predicted]
         assert packed.tokens.shape[1] * ranks == sum(packed.lengths)
         assert packed.sequence_ids.tolist() == [i for i, s in enumerate(sequences) for _ in s.token_ids]
         for number, token, position in zip(packed.rows, packed.tokens[0], packed.positions[0], strict=True):

@@ -1837,8 +1837,8 @@ MUTANTS: list[Mutant] = [
         (
             "supports of the last tokens",
             "sampling_support.py",
-            "counts = counts[: len(tokens)]",
-            "counts = counts[-len(tokens) :]",
+            "array[:own_tokens], *rest",
+            "array[-own_tokens:], *rest",
             "After a stop string each token has the support of a later one.",
             "tests/train/test_support.py",
         ),

@@ -33,12 +33,19 @@ def test_equals_the_scalar_definition(temperature):
 
 
 def supported(targets, vocabulary):
-    """Make a support for each token: its own id and others; for token 1 all ids, for token 2 only its own."""
+    """Make a support for each token: its own id and others; for token 1 all ids, for token 2 only its own. Tokens 3 and
+    4 share a set, which lists the ids outside it."""
     rng = np.random.default_rng(3)
     sets = [sorted({target, *rng.choice(vocabulary, vocabulary // 2).tolist()}) for target in targets.tolist()]
     sets[1:3] = [], [int(targets[2])]
-    flat = np.array([i for ids in sets for i in ids])
-    return sets, Support.of(np.array([len(ids) for ids in sets]), flat, torch.device("cpu"))
+    outside = [i for i in range(vocabulary) if i not in {*sets[3], int(targets[4])}]
+    sets[3:5] = [[i for i in range(vocabulary) if i not in outside]] * 2
+    listed = [*sets[:3], outside, *sets[5:]]
+    counts = np.array([len(ids) for ids in listed])
+    counts[3] *= -1
+    numbers = [*range(4), 3, *range(4, len(listed))]
+    flat = np.array([i for ids in listed for i in ids])
+    return sets, Support.of(numbers, counts, flat, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -111,9 +118,9 @@ def test_further_ids_of_other_tokens_are_refused(others, error, facts):
 
 def test_a_support_of_everything_changes_no_bit():
     logits, targets = sample(16, 300, torch.bfloat16)
-    plain, everything = token_logprobs(logits, targets, 0.9), Support.of(np.zeros(16), np.zeros(0), logits.device)
+    plain, everything = token_logprobs(logits, targets, 0.9), Support.of(np.zeros(16), [0], [], logits.device)
     assert torch.equal(plain, token_logprobs(logits, targets, 0.9, support=everything))
-    named = Support.of(np.full(16, 300), np.tile(np.arange(300), 16), logits.device)
+    named = Support.of(np.zeros(16), [300], np.arange(300), logits.device)
     assert torch.equal(plain, token_logprobs(logits, targets, 0.9, support=named))
     assert torch.equal(plain, token_logprobs_and_entropies(logits, targets, 0.9)[0])
 
@@ -121,7 +128,7 @@ def test_a_support_of_everything_changes_no_bit():
 def test_a_token_outside_its_support_is_impossible():
     logits, targets = sample(3, 5)
     others = [[i for i in range(5) if i != target] for target in targets.tolist()]
-    support = Support.of(np.full(3, 4), np.array(others).flatten(), logits.device)
+    support = Support.of(np.arange(3), np.full(3, 4), np.array(others).flatten(), logits.device)
     assert token_logprobs(logits, targets, 1.0, support=support).tolist() == [-math.inf] * 3
 
 
@@ -205,7 +212,7 @@ def test_backward_holds_no_second_copy_of_the_logits():
 
 def test_no_tokens():
     logits = torch.zeros(0, 8, requires_grad=True)
-    nothing = Support.of(np.zeros(0), np.zeros(0), logits.device)
+    nothing = Support.of([], [], [], logits.device)
     got = token_logprobs_and_entropies(logits, torch.zeros(0, dtype=torch.int64), 1.0, support=nothing)
     sum(values.sum() for values in got).backward()
     assert [values.tolist() for values in got] == [[], []] and logits.grad.shape == (0, 8)
@@ -214,7 +221,7 @@ def test_no_tokens():
 def test_the_support_of_other_tokens_is_refused():
     logits, targets = sample(3, 5)
     with refused(ValueError, argument="support", got=("4",), expected=3):
-        token_logprobs(logits, targets, 1.0, support=Support.of(np.zeros(4), np.zeros(0), logits.device))
+        token_logprobs(logits, targets, 1.0, support=Support.of(np.zeros(4), [0], [], logits.device))
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_no_logprob_and_no_entropy_hides_it(data):
     if data.draw(st.booleans()):
         inside = data.draw(st.booleans())
         ids = [sorted({int(target), where}) if inside else [int(target)] for target in targets]
-        support = Support.of([len(one) for one in ids], sum(ids, []), torch.device("cpu"))
+        support = Support.of(range(tokens), [len(one) for one in ids], sum(ids, []), torch.device("cpu"))
     bad = data.draw(BAD)
     where = int(targets[at]) if bad == -math.inf else where
     logits[at, where] = bad

@@ -235,7 +235,7 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
     store = TraceStore(tmp_path / "trace")
     for completion in completions:
         assert completion.versions[0].weight_version == 0, "the checkpoint's own"
-        counts = store.aux(completion.routes, "support_counts")
+        counts = store.aux(completion.routes, "support_counts")[store.aux(completion.routes, "support_sets")]
         counts = counts[: len(completion.token_ids)]
         assert len(counts) == len(completion.token_ids) and 1 <= counts.min() <= counts.max() <= 10
         tokens = completion.prompt_token_ids + completion.token_ids
@@ -249,7 +249,7 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         trained = Sequence(completion.key, completion.prompt_token_ids, completion.token_ids, completion.logprobs, 0.0,
                            completion.versions, completion.routes)  # fmt: skip
         support = read_support(store, trained, VOCAB)
-        support = Support.of(support.counts, support.ids, torch.device("cpu"))
+        support = Support.of(support.sets, support.counts, support.ids, torch.device("cpu"))
         logits = computed.logits[first:]
         ours = token_logprobs(logits, torch.tensor(completion.token_ids), 1.0, support=support)
         np.testing.assert_allclose(ours[:clear], completion.logprobs[:clear], rtol=0, atol=1e-5)

@@ -431,11 +431,11 @@ def test_extras(play, reference):
         tokens = completion["prompt"] + completion["token_ids"]
         computed, first = reference(tokens), len(completion["prompt"]) - 1
         clear, logprobs = max(computed.clear - first, 0), computed.logits.log_softmax(-1)[first:]
-        counts, ids = outcome.store.aux(ref, "support_counts"), outcome.store.aux(ref, "support_ids")
+        sets, counts, ids = (outcome.store.aux(ref, f"support_{name}") for name in ("sets", "counts", "ids"))
         mass = outcome.store.aux(ref, "log_normalizer")
         head_ids, head = outcome.store.aux(ref, "head_ids"), outcome.store.aux(ref, "head_logprobs")
-        assert len(counts) == len(mass) == len(completion["token_ids"])
-        assert head_ids.shape == head.shape == (len(counts), 8) and (head[:, 1:] <= head[:, :-1]).all()
+        assert len(sets) == len(mass) == len(completion["token_ids"])
+        assert head_ids.shape == head.shape == (len(sets), 8) and (head[:, 1:] <= head[:, :-1]).all()
         if completion["key"].startswith("free"):
             assert not counts.any() and not ids.size and np.abs(mass).max() < 1e-5
             expected = np.take_along_axis(logprobs.numpy(), head_ids.astype(np.int64), -1)
@@ -444,7 +444,7 @@ def test_extras(play, reference):
             starts = [0, *np.cumsum(counts).tolist()]
             for at, token in enumerate(completion["token_ids"][:clear]):
                 scaled = (logprobs[at] / 0.9).log_softmax(-1)
-                support = ids[starts[at] : starts[at + 1]]
+                support = ids[starts[sets[at]] : starts[sets[at] + 1]]
                 assert token in support and 1 <= len(support) <= 20 and (np.diff(support) > 0).all()
                 inside = scaled[support.tolist()]
                 assert float(inside.min()) >= float(scaled.topk(len(support)).values[-1]) - 1e-5

@@ -36,17 +36,37 @@ def read(tmp_path):
 
 
 def recorded(counts, ids):
-    return {"support_counts": np.array(counts, np.uint32), "support_ids": np.array(ids, np.int32)}
+    """The arrays of tokens that have a set each."""
+    return {
+        "support_sets": np.arange(len(counts), dtype=np.uint32),
+        "support_counts": np.array(counts, np.int32),
+        "support_ids": np.array(ids, np.int32),
+    }
+
+
+def of_tokens(support):
+    """Return the number of ids of each token's set, and all their ids."""
+    ids = np.split(support.ids, np.cumsum(np.abs(support.counts)))
+    return support.counts[support.sets].tolist(), [i for number in support.sets for i in ids[number].tolist()]
 
 
 def test_a_support_comes_back_as_it_was_recorded(read):
     support = read(**recorded(COUNTS, IDS))
-    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+    assert of_tokens(support) == (COUNTS, IDS)
+
+
+def test_tokens_share_sets_and_a_set_may_list_what_could_not_be_drawn(read):
+    sets = {"support_sets": np.array([1, 0, 1], np.uint32)}
+    assert of_tokens(read(**recorded([1, -2], [40, 8, 30]) | sets)) == ([-2, 1, -2], [8, 30, 40, 8, 30])
+    with refused(SupportError, fault="absent", token=2, got=("9", "2 ids that could not")):
+        read(**recorded([1, -2], [40, 9, 30]) | sets)
+    with refused(SupportError, fault="counts", got=("1 sets",)):
+        read(**recorded([-2], [8, 30]) | sets)
 
 
 def test_tokens_that_were_drawn_behind_a_stop_string_have_no_support(read):
     support = read(surplus=2, **recorded([*COUNTS, 1, 2], [*IDS, 8, 3, 4]))
-    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+    assert of_tokens(support) == (COUNTS, IDS)
     for counts, ids in ((COUNTS, IDS), ([*COUNTS, 1], [*IDS, 8])):
         with refused(SupportError, fault="tokens", got=(str(len(counts)),), expected=("5",)):
             read(surplus=2, **recorded(counts, ids))
@@ -70,7 +90,7 @@ def test_the_pieces_of_a_completion_have_the_supports_of_their_own_tokens(tmp_pa
         return read_support(TraceStore(root), sequence, VOCABULARY)
 
     support = read(COUNTS[:2], IDS[:3])
-    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+    assert of_tokens(support) == (COUNTS, IDS)
     with refused(SupportError, fault="tokens", got=("1",), expected=("2",)):
         read(COUNTS[:1], IDS[:3])
 
@@ -91,7 +111,7 @@ def test_completions_that_share_all_rows_of_their_prompt_have_their_own_supports
         return read_support(TraceStore(root), sequence, VOCABULARY)
 
     support = read(COUNTS, IDS)
-    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+    assert of_tokens(support) == (COUNTS, IDS)
     with refused(SupportError, fault="tokens", got=("4",)):
         read([*COUNTS, 1], [*IDS, 8])
 
@@ -114,7 +134,7 @@ def test_the_turns_of_a_dialogue_have_the_supports_of_what_was_said(tmp_path):
         return read_support(TraceStore(root), sequence, VOCABULARY)
 
     support = read([1])
-    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+    assert of_tokens(support) == (COUNTS, IDS)
     with refused(SupportError, fault="tokens", got=("1",), expected=("2",)):
         read([])
 

@@ -39,6 +39,20 @@ def request(key, *, forwarded=2, greedy=False, ask=True):
     return SimpleNamespace(number=next(_NUMBERS), ask=ask, prompt=prompt, greedy=greedy, forwarded=forwarded)
 
 
+def listed(kept):
+    return tuple(kept[f"support_{name}"].tolist() for name in ("sets", "counts", "ids"))
+
+
+def test_a_set_is_kept_once_and_as_the_ids_that_are_fewer():
+    sampler, one = Hooked(), request("a")
+    most, few = [-1.1, -1.1, NEG, -1.1], [NEG, 0.0, NEG, NEG]
+    for forwarded, logprobs in enumerate([most, few, most, most], 2):
+        one.forwarded = forwarded
+        sampler.draw([one], [logprobs])
+    assert listed(sampler.extras.of_request(one, 5)) == ([0, 1, 0, 0], [-1, 1], [2, 1])
+    assert not sampler.extras._supports
+
+
 def test_each_request_keeps_the_support_of_its_own_tokens():
     sampler = Hooked()
     restricted, whole, greedy, silent, early = everyone = [
@@ -49,9 +63,9 @@ def test_each_request_keeps_the_support_of_its_own_tokens():
     restricted.forwarded = whole.forwarded = 3
     sampler.draw([whole, restricted], [other, none])
     kept = sampler.extras.of_request(restricted, 3)
-    assert (kept["support_counts"].tolist(), kept["support_ids"].tolist()) == ([2, 0], [1, 3])
+    assert listed(kept) == ([0, 1], [2, 0], [1, 3])
     kept = sampler.extras.of_request(whole, 3)
-    assert (kept["support_counts"].tolist(), kept["support_ids"].tolist()) == ([0, 2], [0, 3])
+    assert listed(kept) == ([0, 1], [0, 2], [0, 3])
     assert sampler.extras.of_request(greedy, 2) == {} and not sampler.extras._sampled
 
 

@@ -56,7 +56,8 @@ def aux_of(number, sequence, support, plan):
         del support[-1]
     tokens, size = np.array(sequence.token_ids), plan.get("heads", 0)
     return {
-        "support_counts": np.array([len(ids) for ids in support], np.uint32),
+        "support_sets": np.arange(len(support), dtype=np.uint32),
+        "support_counts": np.array([len(ids) for ids in support], np.int32),
         "support_ids": np.array([i for ids in support for i in ids], np.int32),
         "head_ids": (tokens[:, None] + 1 + np.arange(size)).astype(np.int32) % HEAD_IDS,
         "head_logprobs": np.full((len(tokens), size), np.log(0.2), np.float32),
@@ -71,7 +72,7 @@ def shared_logits(dtype=torch.float32):
     targets = torch.tensor([0, 19, 20, 39, 7, 25, 3, 33, 20])
     ids = [[], [3, 19], [1, 2, 20], [20, 39], [], [25], [0, 3, 38], list(range(40)), []]
     counts, flat = np.array([len(one) for one in ids]), np.array([i for one in ids for i in one])
-    return logits, targets, Support.of(counts, flat, logits.device)
+    return logits, targets, Support.of(np.arange(len(ids)), counts, flat, logits.device)
 
 
 def scores_of(logits, targets, support, group=None):
