@@ -92,8 +92,8 @@ class NativeRecorder:
         tokens = np.asarray([*result.prompt_token_ids, *token_ids][:-1], np.int32)
         fault: tuple[str, object, object] | None = None
         if routes is None or len(routes) != len(tokens):
-            got = "nothing" if routes is None else f"{len(routes)} rows"
-            fault = "did not return every forwarded token", got, len(tokens)
+            rows = "nothing" if routes is None else f"{len(routes)} rows"
+            fault = "did not return every forwarded token", rows, len(tokens)
         elif routes.dtype.kind != "u":
             fault = "returned ids of another type", routes.dtype, "uint8 or uint16, whose ids cannot be negative"
         elif len(versions) != 1:
