@@ -111,7 +111,7 @@ class AgentGateway:
             DiskError: its journal cannot be written.
         """
         opened = self.book.open(group, now=_now(), limits=limits, name=name)
-        opened.session.shard = self.shard and self.shard.name
+        opened.session.shard = None if self.shard is None else self.shard.name
         try:
             if self._journals is not None:
                 self._journals.open(opened.session, hash_key(opened.key), time.time())
@@ -143,7 +143,7 @@ class AgentGateway:
                 problems.append(f"session {name} cannot be reopened: {error}")
                 continue
             self.counts["reopened"] += 1
-            journaled.session.shard = self.shard and self.shard.name
+            journaled.session.shard = None if self.shard is None else self.shard.name
             self.book.reopen(journaled.session, journaled.key_hash)
             self._dialogues[name] = Dialogues()
             self._dialogues[name].restore(journaled.replies)

@@ -97,7 +97,7 @@ def text_of(part: Any, field: str, kinds: Collection[str] = ("text",), beside: C
     raise BadRequest(f"got {str(kind)[:40]!r}, expected text", field, code="unsupported_value")
 
 
-def refuse_unread(part: Mapping[str, Any], known: Collection[str], field: str) -> None:
+def refuse_unread(part: Mapping[Any, Any], known: Collection[str], field: str) -> None:
     """Refuse a part of a message with fields that are not read, such as citations. Raises BadRequest."""
     for name, value in part.items():
         if name not in known and name not in _OF_THE_PROVIDER and value not in (None, "", [], {}):

@@ -46,6 +46,8 @@ _LISTENERS = ("host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfile", "
 _NODES = ("headless", "nnodes", "node_rank", "master_addr", "master_port")
 _RANKS = ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb")
 _RESERVED = (*_LISTENERS, *_NODES, *_RANKS)
+
+
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """Describes how to start a server.
@@ -345,7 +347,12 @@ async def _run(parsed, listener: socket.socket, document: dict[str, object], rea
             await engine.update_weight_version("0")
             # A signal makes vLLM shut its engine down; otherwise that happens only after the engine's death.
             shutdown = engine.shutdown
-            engine.shutdown = lambda **given: (dead.append(engine.errored), shutdown(**given))
+
+            def end_engine(**given: Any) -> None:
+                dead.append(engine.errored)
+                shutdown(**given)
+
+            engine.shutdown = end_engine
             url = document["url"]
             end = await build_and_serve(engine, url, listener, parsed, timeout_graceful_shutdown=_LEAVE_SECONDS)
         await end
