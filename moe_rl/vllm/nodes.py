@@ -73,11 +73,11 @@ class Welcome(Message, frozen=True):
     refusal: str = ""
 
 
-class Ended(Message, frozen=True):
+class EngineStopped(Message, frozen=True):
     """Tells a node that node 0 was stopped."""
 
 
-_HELLO, _ANSWER = decoder(Hello), decoder(Welcome | Ended)
+_HELLO, _ANSWER = decoder(Hello), decoder(Welcome | EngineStopped)
 
 
 class Link:
@@ -100,7 +100,7 @@ class Link:
         for channel in self._others.values():
             with suppress(OSError):
                 if stopped:
-                    channel.send(Ended())
+                    channel.send(EngineStopped())
                 channel.socket.shutdown(socket.SHUT_RDWR)
 
     def _watch(self, name: str, channel: Channel) -> None:
@@ -110,7 +110,7 @@ class Link:
         if self._over:
             return
         self._over = True  # the first node that is lost takes the others along
-        if isinstance(message, Ended):
+        if isinstance(message, EngineStopped):
             self._leave(0, f"{name} was stopped")
         else:
             self._leave(3, f"{name} is gone, and with it this engine")
