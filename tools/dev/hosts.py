@@ -100,6 +100,7 @@ def connect(hosts: Sequence[Host]) -> None:
     _run("ip", "link", "add", "switch", "type", "bridge")
     _run("ip", "link", "set", "switch", "up")
     for number, host in enumerate(hosts):
+        subprocess.run(["ip", "link", "delete", f"port{number}"], capture_output=True)  # of a host that has just ended
         _run("ip", "link", "add", f"end{number}", "type", "veth", "peer", "name", f"port{number}")
         _run("ip", "link", "set", f"port{number}", "master", "switch", "up")
         host.plug_in(f"end{number}")
@@ -108,7 +109,9 @@ def connect(hosts: Sequence[Host]) -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if done.returncode:
-        raise ConfigError(describe("A host could not be made", where=" ".join(command), got=done.stderr.strip()))
+        raise ConfigError(
+            describe("A host could not be made", where={"command": " ".join(command)}, got=done.stderr.strip())
+        )
 
 
 def wait_for(condition, seconds: float, what: str, processes: Sequence[subprocess.Popen] = ()):
