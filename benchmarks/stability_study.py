@@ -92,16 +92,17 @@ def main() -> int:
     return 0
 
 
-def result_of(cell, work: Path) -> dict[str, object]:
+def result_of(cell, work: Path, **how) -> dict[str, object]:
     """Return the result of one run of the main job, from DIR if it is there; else make the run.
 
     Args:
         cell: has the run's `name`, and `overrides` of the shared settings.
+        **how: arguments of `run_once`.
     """
     kept = work / f"{cell.name}.json"
     if not kept.exists():
         with tempfile.TemporaryDirectory() as folder:
-            run_once(cell, Path(folder), work / f"{cell.name}.log")
+            run_once(cell, Path(folder), work / f"{cell.name}.log", **how)
             (run_dir,) = (path for path in Path(folder).iterdir() if path.is_dir())
             unfinished = kept.with_suffix(".tmp")
             unfinished.write_text(json.dumps(measure(run_dir)) + "\n")
@@ -110,9 +111,11 @@ def result_of(cell, work: Path) -> dict[str, object]:
     return json.loads(kept.read_text())
 
 
-def run_once(cell, folder: Path, log: Path) -> None:
-    given = ["--config", str(CONFIG), *cell.overrides, f"run.runs_dir={folder}"]
-    command = [*torchrun(1), "tools/train_moe_rl.py", *given]
+def run_once(
+    cell, folder: Path, log: Path, *, config: Path = CONFIG, ranks: int = 1, script: str = "tools/train_moe_rl.py"
+) -> None:
+    given = ["--config", str(config), *cell.overrides, f"run.runs_dir={folder}"]
+    command = [*torchrun(ranks), script, *given]
     with log.open("w") as out:
         status = subprocess.run(
             command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}

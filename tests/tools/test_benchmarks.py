@@ -180,7 +180,10 @@ def test_a_process_of_somebody_else_is_load():
         other.wait()
 
 
-ALONE = {"simulate_cluster.py", "pairs.py", "stability_study.py", "adapter_study.py", "staleness.py", "one_node.py"}
+ALONE = {
+    "simulate_cluster.py", "pairs.py", "stability_study.py", "adapter_study.py", "low_precision.py", "staleness.py",
+    "one_node.py",
+}  # fmt: skip
 
 
 def test_every_benchmark_that_measures_writes_the_load_beside_it():
