@@ -337,11 +337,10 @@ async def _run(parsed, listener: socket.socket, document: dict[str, object], rea
     line = "serving on {url}, token in {token_file}, routes in {trace_root}"
     async with announced(listens, line, document | {"vllm": vllm.__version__}, ready_file):
         async with build_async_engine_client(parsed) as engine:
-            recording = msgspec.convert(parsed.additional_config["moe_rl"], Recording)
-            if recording.native:
+            if document["capture"] == "native":
                 from moe_rl.vllm.native_source import attach
 
-                await attach(engine, recording)
+                await attach(engine, msgspec.convert(parsed.additional_config["moe_rl"], Recording))
             elif not any(await engine.collective_rpc("moe_rl_records")):
                 raise EngineError("vLLM did not attach the recorder", got=f"capture {document['capture']}")
             await engine.update_weight_version("0")
