@@ -212,12 +212,14 @@ class AgentGateway:
         self._exchanges.add(session, exchange)
         exchange.enter(call)
         replies: list[AgentReply] = []
+        session.under_way += 1
         try:
             if isinstance(wish, ChatWish):
                 replies = await self._chat(session, wish, exchange, call.size)
             else:
                 replies = await self._complete(session, wish, exchange, call.size)
         finally:
+            session.under_way -= 1
             self.counts["left"] += int(exchange.leave.is_set())
             assert exchange.replies is not None
             exchange.replies.set_result(replies)
@@ -379,7 +381,7 @@ class AgentGateway:
         wish = replace(wish, stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *wish.stop_token_ids))))
         most = room if wish.max_tokens is None else min(room, wish.max_tokens)
         place = exchange.place = self._begin(session, prompt, wish.samples, most)
-        session.under_way += 1
+        session.sampling += 1
         try:
             self.turns.check(place, wish)
             sampled, continues = await self.turns.sample(session, place, wish, exchange.leave)
@@ -390,7 +392,7 @@ class AgentGateway:
             text = f"got {got}{expected}" if problem.fault else str(error)
             raise BadRequest(text, asked.named(problem.fault)) from None
         finally:
-            session.under_way -= 1
+            session.sampling -= 1
             if self.shard is not None:
                 self.shard.fresh = True
         # A completion that was aborted before its first token makes no turn.

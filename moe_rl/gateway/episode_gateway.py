@@ -205,7 +205,7 @@ class EpisodeGateway:
         stay as long as it likes."""
         try:
             async with asyncio.timeout(_BUSY_SECONDS) as limit:
-                while session.under_way:
+                while session.sampling:
                     if self.gateway.turns.held:  # a sampler that is paused for new weights ends no request
                         limit.reschedule(asyncio.get_running_loop().time() + _BUSY_SECONDS)
                     await asyncio.sleep(_LOOK_SECONDS)

@@ -124,7 +124,7 @@ class Session:
         group: names the sessions whose rewards are compared; the caller's choice.
         turns: in the order in which they ended, including those that nobody received.
         ended: whether it takes no more turns. The caller sets it.
-        under_way: requests that are being sampled.
+        under_way: requests that have no reply yet. sampling: those of them that are being sampled.
         other_system: requests that failed to continue a turn only because the system prompt differed. The caller
             counts both.
         reopened: how often a restarted gateway has reopened it. The caller sets it.
@@ -141,7 +141,7 @@ class Session:
         self.name, self.group, self.limits = name, group, limits
         self.turns: list[Turn] = []
         self.ended = False
-        self.under_way = self.other_system = 0
+        self.under_way = self.sampling = self.other_system = 0
         self.reopened = self.calls = 0
         self.parting: str | None = None
         self.home: int | None = None

@@ -131,7 +131,7 @@ def test_episodes_whose_records_are_lost_with_a_server_are_played_again(opened, 
         return lost
 
     monkeypatch.setattr(sampler, "publish", loses_the_first)
-    monkeypatch.setattr(episode_gateway, "_DYING_SECONDS", 0.0)
+    monkeypatch.setattr(episode_gateway, "DYING_SECONDS", 0.0)
     batch = rollouts.take(1, Clock())
     assert lost == ["step000001"] and shards_of(batch.sequences) == ["step000001-again1"]
     assert rollouts.kept.store.shards().count("step000001") == 0
@@ -361,7 +361,7 @@ def test_only_the_episode_fails_whose_request_outlives_it(checkpoint, tmp_path, 
 
 def test_a_client_that_never_reads_its_reply_ends_no_run(checkpoint, tmp_path, monkeypatch):
     """Its episode is over, and the sampler works for nobody."""
-    config, facts = config_of(checkpoint, tmp_path), read_model(checkpoint)
+    config, facts = config_of(checkpoint, tmp_path, "task.environment.tokens=200000"), read_model(checkpoint)
     monkeypatch.setattr(episode_gateway, "_BUSY_SECONDS", 1)
 
     class NeverReads:

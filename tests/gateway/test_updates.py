@@ -71,7 +71,7 @@ def flight(running, engine, checkpoint, others, tmp_path):
 
 def test_a_turn_under_new_weights_has_the_rows_that_it_attended_to(running, flight, other_router, router):
     opened, anew = running.open(), running.gateway.turns.counts["recorded_anew"]
-    client, session = client_of(running, opened), running.session(opened)
+    client = client_of(running, opened)
     messages = list(FIRST)
 
     def say() -> None:
@@ -81,6 +81,7 @@ def test_a_turn_under_new_weights_has_the_rows_that_it_attended_to(running, flig
     asyncio.run(flight.send())
     say()
     say()
+    session = running.session(opened)
     assert [turn.kind for turn in session.turns] == ["first", "continued", "continued"]
     # The record of the second turn has the whole prompt again, and the third one continues it.
     assert [turn.continues for turn in session.turns] == [False, False, True]
@@ -103,7 +104,7 @@ def test_a_turn_that_sees_an_update_keeps_its_keys_and_values(running, engine, f
     (turn,) = session.turns
     assert [span.weight_version for span in turn.versions] == [flight.old, flight.old + 1]
     ask(client_of(running, opened), [{"role": "user", "content": "ab"}], max_tokens=3)
-    check_session(session.finish(), running.store)
+    check_session(running.session(opened).finish(), running.store)
     first, second = running.completions(session)
     record = running.store.read(first.routes)
     change = Change(router, other_router)
