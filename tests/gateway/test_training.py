@@ -37,6 +37,7 @@ from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import Drawing, Prompt, VersionSpan
 from tests.gateway.scripted import Scripted
+from tests.gateway.test_clients import Slow
 from tests.gateway.test_delivery import never_read
 from tests.support.one_rank import alone
 
@@ -313,20 +314,20 @@ class LeftConnected:
     """Ends each episode while a request of it is under way, on a connection that stays open, as a sandbox on another
     host does that outlives its episode."""
 
-    def __init__(self, ends):
-        self._ends = ends
+    def __init__(self, ends, path="completions", **body):
+        self._ends, self._path, self._body = ends, path, body or {"prompt": "ab"}
 
     async def play(self, access, row):
         self._client = aiohttp.ClientSession()
-        self._url = f"{access.base_url}/completions"
-        self._asking = asyncio.create_task(self._client.post(self._url, json={"prompt": "ab"}))
+        self._url = f"{access.base_url}/{self._path}"
+        self._asking = asyncio.create_task(self._client.post(self._url, json=self._body))
         await self._ends()
         return Episode(None, "killed at its time limit")
 
     async def answers(self):
         """Return the answers to the request and to one after the episode."""
         async with self._client:
-            return (await self._asking).status, (await self._client.post(self._url, json={"prompt": "ab"})).status
+            return (await self._asking).status, (await self._client.post(self._url, json=self._body)).status
 
     def close(self):
         pass
@@ -357,6 +358,32 @@ def test_only_the_episode_fails_whose_request_outlives_it(checkpoint, tmp_path, 
 
     verdict, answers = asyncio.run(run())
     assert (verdict.detail, answers) == ("killed at its time limit", (503, 401))
+
+
+def test_a_chat_that_is_rendered_for_long_ends_no_run(checkpoint, tmp_path, monkeypatch):
+    """The sampler never sees it, as its episode is over."""
+    config, facts = config_of(checkpoint, tmp_path), read_model(checkpoint)
+    monkeypatch.setattr(episode_gateway, "_BUSY_SECONDS", 0.3)
+
+    async def run():
+        async def ends():
+            while not slow.began:
+                await asyncio.sleep(0.01)
+
+        pool = LeftConnected(ends, "chat/completions", messages=[{"role": "user", "content": "hi " * 10_000}])
+        monkeypatch.setattr(episode_gateway.EnvironmentPool, "of", lambda environment: pool)
+        player = EpisodeGateway(config, facts, SlowToLeave(), tmp_path)
+        player.gateway._renderer = slow = Slow(player.gateway._renderer)
+        await player.open()
+        prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
+        (played,) = await player.play([Episodes(config).request("g-c0", "c0", prompt, "g")])
+        slow.others.set()
+        answers = await pool.answers()
+        await player.close()
+        return played.verdict, answers
+
+    verdict, answers = asyncio.run(run())
+    assert (verdict.detail, answers) == ("killed at its time limit", (400, 401))
 
 
 def test_a_client_that_never_reads_its_reply_ends_no_run(checkpoint, tmp_path, monkeypatch):
