@@ -203,7 +203,7 @@ class Gateway:
 
     def __init__(self, engine: VllmEngine, model: Path, vocabulary: int, folder: Path, options: argparse.Namespace):
         self._options = options
-        turns = TurnSampler(engine, SamplerBounds(LONGEST, vocabulary, False, 192), seed=1)
+        turns = TurnSampler(engine, SamplerBounds(LONGEST, vocabulary, False, False, 192), seed=1)
         renderer, codec = ChatRenderer(model, {"name": "qwen3"}), TextCodec(model, ())
         journals = SessionJournals(folder / "sessions")
         self.shard = SharedShard(engine, folder / "trace")

@@ -215,6 +215,8 @@ class GenerateRequest:
         record: whether to store the routes.
         parent: record with all rows of the earlier turns that the prompt begins with; only later rows are stored.
         record_from: without a parent, the first position whose row is stored.
+        grammar: tokens are drawn only where this allows them: a structural tag of xgrammar, as JSON text. "": anywhere.
+            The sampler must read text and record supports.
     """
 
     key: str
@@ -230,6 +232,7 @@ class GenerateRequest:
     parent: RouteRef | None = None
     record_from: int = 0
     stop: tuple[str, ...] = ()
+    grammar: str = ""
 
     @property
     def drawing(self) -> Drawing:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from moe_rl.config.check_cluster import engine_problems, neighbour_problems, queue_problems
 from moe_rl.config.check_features import environment_problems, lora_problems, stale_problems
 from moe_rl.config.check_files import file_problems
+from moe_rl.config.environment import GatewayConfig
 from moe_rl.config.layout import layout_problems
 from moe_rl.config.passed_on import passed_problems
 from moe_rl.config.schema import Config
@@ -62,6 +63,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *_segment_problems(config),
         *_replay_problems(config),
         *_head_problems(config),
+        *_mask_problems(config),
         *lora_problems(config, facts),
         *engine_problems(config),
         *queue_problems(config),
@@ -113,6 +115,20 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
             where={"key": "rollout.top_k"},
             got=config.rollout.top_k,
             expected=f"below vocab_size = {facts.vocab}, or 0 for all",
+        )
+
+
+def _mask_problems(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    removes = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+    serves = config.task.environment is not None or config.gateway != GatewayConfig()
+    if rollout.keep_sampling_mask and not (removes or serves):
+        yield describe(
+            "no token is removed, so there is no mask to keep",
+            where={"key": "rollout.keep_sampling_mask"},
+            got="true",
+            expected="rollout.top_k above 0, rollout.top_p below 1, rollout.min_p above 0, or a gateway",
+            do="set one of them, or turn it off",
         )
 
 

@@ -125,7 +125,8 @@ VLLM = Passed(
     classes=(("vllm/engine/arg_utils.py", "EngineArgs"),),
     ours=_words(
         """model skip_tokenizer_init generation_config logprobs_mode worker_extension_cls scheduler_cls worker_cls
-        weight_transfer_config load_format additional_config enable_return_routed_experts dtype seed max_model_len
+        weight_transfer_config structured_outputs_config load_format
+        additional_config enable_return_routed_experts dtype seed max_model_len
         max_num_seqs kv_cache_memory_bytes tensor_parallel_size enable_sleep_mode scheduling_policy enforce_eager"""
     ),
     refused={

@@ -122,8 +122,9 @@ class RolloutConfig(Section):
     min_p: BelowOne = 0.0
     """Sample from the tokens whose probability is at least this times that of the most likely token. 0: from all."""
     keep_sampling_mask: bool = False
-    """Whether the sampler records, for every sampled token, which tokens top_k, top_p and min_p left. The trainer then
-    renormalises its distributions over the same tokens in every pass (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Whether the sampler records, for every sampled token, which tokens top_k, top_p, min_p and a grammar left. The
+    trainer then renormalises its distributions over the same tokens in every pass (DeepSeek-V3.2, arXiv 2512.02556).
+    Agents may ask for JSON schemas and forced tool calls only with it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision in which the sampler computes."""
     weights: Literal["exact", "fp8_e4m3"] = "exact"
@@ -223,14 +224,6 @@ class RolloutConfig(Section):
                 got="false",
                 expected="true",
                 do="set it, or sample from all tokens",
-            )
-        if self.keep_sampling_mask and not asked:
-            yield describe(
-                "no token is removed, so there is no mask to keep",
-                where={"key": "rollout.keep_sampling_mask"},
-                got="true",
-                expected="rollout.top_k above 0, rollout.top_p below 1 or rollout.min_p above 0",
-                do="set one of them, or turn it off",
             )
         if self.keep_sampling_mask and self.capture == "native":
             yield describe(

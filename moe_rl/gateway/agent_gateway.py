@@ -295,6 +295,7 @@ class AgentGateway:
         self._refuse_unserved(wish)
         dialogues = self._dialogues.setdefault(session.name, Dialogues())
         prompt, continued, parted = await self.off_loop(size, self._prompt, session, dialogues, wish)
+        wish = self._constrained(wish)
         if parted is not None:
             self._part(session, session.prompt(parted), prompt)
         replies = []
@@ -310,6 +311,16 @@ class AgentGateway:
         if new and self._journals is not None:
             self._journals.add(session, RepliesEntry(new))
         return replies
+
+    def _constrained(self, wish: ChatWish) -> ChatWish:
+        """Return the wish with the grammar of its answer."""
+        if wish.constraint is None:
+            return wish
+        try:
+            grammar = self._renderer.grammar.of(wish.constraint)
+        except ValueError as error:
+            raise BadRequest(str(error), wish.named("grammar"), code="unsupported_value") from None
+        return replace(wish, sampling=replace(wish.sampling, grammar=grammar))
 
     def _parsed(self, prompt: tuple[int, ...], completion: Completion, wish: ChatWish) -> ParsedAnswer:
         """Parse a completion without the stop that ended it, unless the renderer reads that stop or it ends a call."""
@@ -390,7 +401,9 @@ class AgentGateway:
             expected = f", expected {problem.expected}" if problem.expected else ""
             got = problem.got.removeprefix(f"{problem.fault} ")
             text = f"got {got}{expected}" if problem.fault else str(error)
-            raise BadRequest(text, asked.named(problem.fault)) from None
+            # Apart from its own record, the sampler itself refuses only a grammar.
+            fault = problem.fault or ("grammar" if wish.grammar else "")
+            raise BadRequest(text, asked.named(fault)) from None
         finally:
             session.sampling -= 1
             if self.shard is not None:

@@ -16,9 +16,11 @@ import msgspec
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SamplingWish
 from moe_rl.gateway.fields import (
     ToolName,
+    answer_schema,
     checked,
     function_tool,
     plain_text,
+    read_constraint,
     read_sampling,
     refuse_prefill,
     refuse_unread,
@@ -29,9 +31,7 @@ from moe_rl.gateway.rendering import read_arguments
 
 # Fields that are accepted only with these values, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "tool_choice": (None, {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
     "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
-    "output_config": (None, {}),
     "container": (None,),
     "context_management": (None, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "mcp_servers": (None, []),
@@ -42,6 +42,7 @@ _NAMES = {
     "tool_calls": "tool_use",
     "tool_call_id": "tool_use_id",
     "stop": "stop_sequences",
+    "grammar": "output_config.format",
 }
 # Prefix of the system prompt's first line with the provider's billing data, which differs with each request.
 _BILLING = "x-anthropic-billing-header:"
@@ -77,6 +78,8 @@ class _CountedBody(msgspec.Struct, kw_only=True):
     model: str = ""
     system: str | list[dict[str, Any]] | None = None
     tools: list[_Offered] | None = None
+    tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
     # These only concern the provider.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -120,6 +123,11 @@ def _read(request: _CountedBody) -> ChatWish:
     if not request.messages:
         raise BadRequest("at least one message is needed", "messages")
     refuse_prefill(request.messages[-1].role, f"messages.{len(request.messages) - 1}")
+    refuse_unread(request.output_config or {}, ("format",), "output_config")
+    schema = answer_schema((request.output_config or {}).get("format"), "output_config.format")
+    tools = tuple(_tool(index, tool) for index, tool in enumerate(request.tools or []))
+    strict = [tool.strict for tool in request.tools or []]
+    single = bool((request.tool_choice or {}).get("disable_parallel_tool_use"))
     system = _system(request.system)
     messages: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
     places = ["system"] if system else []
@@ -135,7 +143,8 @@ def _read(request: _CountedBody) -> ChatWish:
         messages=tuple(messages),
         places=tuple(places),
         names=_NAMES,
-        tools=tuple(_tool(index, tool) for index, tool in enumerate(request.tools or [])),
+        tools=tools,
+        constraint=read_constraint(schema, tools, strict, request.tool_choice, single=single),
         sampling=SamplingWish(),
     )
 
@@ -238,8 +247,6 @@ def _said(blocks: Sequence[Mapping[str, Any]], field: str) -> list[Mapping[str, 
 def _tool(index: int, tool: _Offered) -> Mapping[str, Any]:
     if tool.type not in (None, "custom"):
         raise BadRequest(f"got {tool.type[:40]!r}, expected custom", f"tools.{index}.type", code="unsupported_value")
-    if tool.strict:
-        raise BadRequest("arguments are not constrained to the schema: leave it out", f"tools.{index}.strict")
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 

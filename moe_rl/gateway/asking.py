@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from moe_rl.gateway.answer_grammar import Constraint
 from moe_rl.gateway.rendering import Message, ParsedAnswer
 from moe_rl.gateway.sessions import Turn
 from moe_rl.types import Drawing
@@ -49,6 +50,7 @@ class SamplingWish:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     samples: int = 1
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +100,19 @@ class ChatWish(Wish):
     Attributes:
         tools: in OpenAI's form.
         places: the place of each message in the request.
+        constraint: what the answer must be; None: anything.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
     places: tuple[str, ...]
+    constraint: Constraint | None = None
+
+    def named(self, name: str) -> str:
+        """Return the request's name of a field. `grammar` is the field that constrains the answer."""
+        if name == "grammar" and self.constraint is not None and self.constraint.schema is None:
+            return "tool_choice" if self.constraint.forced else "tools"
+        return Wish.named(self, name)
 
     def place(self, number: int | None, name: str) -> str:
         """Return the place of a message's field in the request; number None: that of a field of the request."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from moe_rl.errors import did_you_mean
+from moe_rl.gateway.answer_grammar import Constraint
 from moe_rl.gateway.asking import BadRequest, SamplingWish
 from moe_rl.gateway.json_values import carried
 from moe_rl.types import LONGEST_STOP_STRING, MOST_STOP_STRINGS
@@ -27,6 +28,7 @@ _OF_THE_PROVIDER = {"cache_control", "prompt_cache_breakpoint"}
 ToolName = Annotated[str, msgspec.Meta(min_length=1)]
 # What a tool takes if its client does not say.
 NO_PARAMETERS = {"type": "object", "properties": {}}
+_ANY_OBJECT = {"type": "object"}
 
 
 def checked[T: msgspec.Struct](
@@ -109,6 +111,63 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
     """Return a tool in OpenAI's form."""
     described = {} if description is None else {"description": description}
     return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
+def answer_schema(form: Any, field: str, described: Any = None) -> Mapping[str, Any] | None:
+    """Return the JSON schema that the format of an answer asks for; None for any text. Raises BadRequest.
+
+    described: the object with the schema, where that is not the format itself.
+    """
+    match described or form:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return _ANY_OBJECT
+        case {"schema": dict(schema), **rest} if form.get("type") == "json_schema":
+            refuse_unread(rest, ("type", "name", "description", "strict"), field)
+            return schema
+    text = f"got {str(form)[:80]!r}, expected text, json_object, or json_schema with a schema"
+    raise BadRequest(text, field, code="unsupported_value")
+
+
+def read_constraint(
+    schema: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]],
+    strict: Sequence[bool | None],
+    choice: Any,
+    *,
+    single: bool,
+) -> Constraint | None:
+    """Return what an answer must be; None if anything. Raises BadRequest.
+
+    Args:
+        schema: the JSON schema of its text; None: any text.
+        tools: in OpenAI's form.
+        strict: for each tool, whether its arguments must follow its schema. None: they do if anything is constrained.
+        choice: says which of them must be called, as any of the dialects says it; None: none must.
+        single: whether at most one may be called.
+    """
+    name, forced = "", True
+    match choice:
+        case None | "auto" | {"type": "auto"}:
+            forced = False
+        case "required" | {"type": "any"}:
+            pass
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function" | "tool", "name": str(name)}:
+            single = True
+        case _:
+            text = f"got {str(choice)[:80]!r}, expected auto, that any tool must be called, or a tool by its name"
+            raise BadRequest(text, "tool_choice", code="unsupported_value")
+    schemas = {
+        tool["function"]["name"]: _ANY_OBJECT if told is False else tool["function"]["parameters"]
+        for tool, told in zip(tools, strict, strict=True)
+    }
+    wanted = tuple((tool, taken) for tool, taken in schemas.items() if name in ("", tool))
+    if forced and not wanted:
+        raise BadRequest(f"got {str(choice)[:80]!r}, and no such tool in this request", "tool_choice")
+    if schema is None and not forced and not (tools and (single or any(strict))):
+        return None
+    return Constraint(schema, wanted, forced, single)
 
 
 def refuse_prefill(role: str, field: str) -> None:

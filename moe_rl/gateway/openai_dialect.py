@@ -19,9 +19,11 @@ from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, T
 from moe_rl.gateway.fields import (
     NO_PARAMETERS,
     ToolName,
+    answer_schema,
     checked,
     function_tool,
     plain_text,
+    read_constraint,
     read_sampling,
     refuse_prefill,
     strings,
@@ -35,9 +37,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     "top_logprobs": (None, 0),
-    "parallel_tool_calls": (None, True),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto"),
     "modalities": (None, ["text"]),
     "functions": (None, []),
     "function_call": (None,),
@@ -129,6 +128,9 @@ class _ChatBody(_Asked, kw_only=True):
     messages: list[_Message] = []
     max_completion_tokens: int | None = None
     tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
 
 
@@ -144,10 +146,15 @@ def read_chat(body: bytes) -> ChatWish:
     if not request.messages:
         raise BadRequest("at least one message is needed", "messages")
     refuse_prefill(request.messages[-1].role, f"messages.{len(request.messages) - 1}")
+    form = request.response_format
+    schema = answer_schema(form, "response_format", form and form.get("json_schema"))
+    tools = tuple(_tool(index, tool) for index, tool in enumerate(request.tools or []))
+    strict, single = [tool.function.strict for tool in request.tools or []], request.parallel_tool_calls is False
     return ChatWish(
         messages=tuple(_message(index, message) for index, message in enumerate(request.messages)),
         places=tuple(f"messages.{index}" for index in range(len(request.messages))),
-        tools=tuple(_tool(index, tool) for index, tool in enumerate(request.tools or [])),
+        tools=tools,
+        constraint=read_constraint(schema, tools, strict, request.tool_choice, single=single),
         logprobs=bool(request.logprobs),
         **_in_both(request, {name: getattr(request, name) for name in ("max_tokens", "max_completion_tokens")}),
     )
@@ -270,9 +277,6 @@ def _call(call: _ToolCall) -> Mapping[str, Any]:
 def _tool(index: int, tool: _Tool) -> Mapping[str, Any]:
     if tool.type != "function":
         raise BadRequest(f"got {tool.type[:40]!r}, expected function", f"tools.{index}.type", code="unsupported_value")
-    if tool.function.strict:
-        field = f"tools.{index}.function.strict"
-        raise BadRequest("arguments are not constrained to the schema: leave it out", field, code="unsupported_value")
     return function_tool(tool.function.name, tool.function.description, tool.function.parameters or NO_PARAMETERS)
 
 
@@ -280,7 +284,11 @@ def _in_both(request: _Asked, counts: Mapping[str, int | None]) -> dict[str, Any
     """Return the fields of a wish that both routes share. counts: fields that limit the tokens; all of them hold."""
     limits = [(most, name) for name, most in counts.items() if most is not None]
     longest, name = min(limits, default=(None, "max_tokens"))
-    names = {"max_tokens": name, "messages": "messages" if "messages" in request.__struct_fields__ else "prompt"}
+    names = {
+        "max_tokens": name,
+        "grammar": "response_format",
+        "messages": "messages" if "messages" in request.__struct_fields__ else "prompt",
+    }
     return {
         "model": request.model,
         "names": names,

@@ -12,6 +12,7 @@ from typing import Any
 from moe_rl.config.environment import DialogueKind
 from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import About, ConfigError
+from moe_rl.gateway.answer_grammar import AnswerGrammar
 from moe_rl.gateway.json_values import as_object, carried
 from moe_rl.gateway.template_check import Chat, Difference, Message, difference, differences, kinds_of
 from moe_rl.models.facts import ModelFacts
@@ -184,6 +185,22 @@ class ChatRenderer:
             ids = self._behind(prompt, completion, *hidden, renderer=renderer)
             return None if ids is None else earlier + spelling.spelt(ids[len(earlier) :])
         return ids
+
+    @cached_property
+    def grammar(self) -> AnswerGrammar:
+        """Writes the grammars of constrained answers."""
+        user = [{"role": "user", "content": "?"}]
+
+        def said(message: Message, tools: Chat) -> str | None:
+            prompt, whole = self._written(user, tools), self._written([*user, message], tools, answers=False)
+            return self._tokenizer.decode(whole[len(prompt) :]) if whole[: len(prompt)] == prompt else None
+
+        def called(text: str, tools: Chat) -> list[str] | None:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            answer = self.parse(self._written(user, tools), ids, tools)
+            return None if answer.unreadable else [use.name for use in answer.uses]
+
+        return AnswerGrammar(said, called, self._tokenizer.get_added_vocab(), self.stop_token_ids)
 
     def _written(self, messages: Chat, tools: Chat, *, answers: bool = True, renderer: Any = None) -> tuple[int, ...]:
         return self._refusing(

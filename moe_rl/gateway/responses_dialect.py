@@ -16,9 +16,11 @@ import msgspec
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish
 from moe_rl.gateway.fields import (
     NO_PARAMETERS,
+    answer_schema,
     checked,
     function_tool,
     plain_text,
+    read_constraint,
     read_sampling,
     refuse_prefill,
     refuse_unread,
@@ -32,19 +34,21 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "conversation": (None,),
     "max_tool_calls": (None,),
     "moderation": (None,),
-    "parallel_tool_calls": (None, True),
     "previous_response_id": (None,),
     "prompt": (None,),
     "reasoning": (None, {}),
-    "text": (None, {}, {"format": {"type": "text"}}),
-    "tool_choice": (None, "auto"),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 # What this API calls the fields.
-_NAMES = {"tool_call_id": "call_id", "messages": "input", "max_tokens": "max_output_tokens"}
+_NAMES = {
+    "tool_call_id": "call_id",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "grammar": "text.format",
+}
 _ROLES = {"developer": "system", "system": "system", "user": "user"}
 _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")
 # The parts of an assistant's message, in the order of their items.
@@ -59,6 +63,9 @@ class _Body(ForProvider, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
     stream: bool | None = None
     include: list[str] | None = None
     # These only concern the provider.
@@ -82,12 +89,18 @@ def read_responses(body: bytes) -> ChatWish:
         messages, places = [{"role": "system", "content": request.instructions}], ["instructions"]
     _read(items, messages, places)
     refuse_prefill(messages[-1]["role"], places[-1])
+    form = request.text or {}
+    refuse_unread(form, ("format",), "text")
+    schema, offered = answer_schema(form.get("format"), "text.format"), request.tools or []
+    tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(offered))
+    strict, single = [tool.get("strict") for tool in offered], request.parallel_tool_calls is False
     return ChatWish(
         model=request.model,
         messages=tuple(messages),
         places=tuple(places),
         names=_NAMES,
-        tools=tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(request.tools or [])),
+        tools=tools,
+        constraint=read_constraint(schema, tools, strict, request.tool_choice, single=single),
         sampling=read_sampling(
             _NAMES, temperature=request.temperature, top_p=request.top_p, max_tokens=request.max_output_tokens
         ),
@@ -109,9 +122,11 @@ def responses_body(name: str, model: str, wish: ChatWish, replies: Sequence[Agen
         "error": None,
         "model": model,
         "output": _output(name, wish, reply),
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in wish.tools],
+        "parallel_tool_calls": wish.constraint is None or not wish.constraint.single,
+        "tool_choice": "required" if wish.constraint is not None and wish.constraint.forced else "auto",
+        "tools": [
+            {"type": "function", "strict": wish.constraint is not None, **tool["function"]} for tool in wish.tools
+        ],
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -207,9 +222,6 @@ def _tool(tool: Mapping[str, Any], field: str) -> Mapping[str, Any]:
             kind = str(tool.get("type"))[:40]
             raise BadRequest(f"got {kind!r}, expected a function with a name", field, code="unsupported_value")
     refuse_unread(tool, ("type", "name", "description", "parameters", "strict"), field)
-    if tool.get("strict"):
-        text = "arguments are not constrained to the schema: send false (openai-agents: strict_mode=False)"
-        raise BadRequest(text, f"{field}.strict", code="unsupported_value")
     return function_tool(name, tool.get("description"), tool.get("parameters") or NO_PARAMETERS)
 
 

@@ -140,6 +140,7 @@ def gateway_over(
         max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
         vocabulary=facts.vocab,
         reads_text=reads_text,
+        keeps_support=config.rollout.keep_sampling_mask,
         at_once=min(config.rollout.max_concurrent, _MOST_CALLS),
     )
     usual = SessionLimits(limits.session_tokens, limits.session_turns, limits.session_seconds)

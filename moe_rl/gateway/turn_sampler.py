@@ -34,12 +34,14 @@ class SamplerBounds:
         max_model_len: prompt plus completion, in tokens.
         vocabulary: number of rows of the embeddings.
         reads_text: whether it finds stop strings.
+        keeps_support: whether it records the ids that a token could be drawn from, which a grammar needs.
         at_once: concurrent calls at one place.
     """
 
     max_model_len: int
     vocabulary: int
     reads_text: bool
+    keeps_support: bool
     at_once: int
 
 
@@ -84,6 +86,7 @@ class TurnSampler:
             max_model_len=bounds.max_model_len,
             vocabulary=bounds.vocabulary,
             reads_text=bounds.reads_text,
+            keeps_support=bounds.keeps_support,
         )
 
     async def sample(
@@ -171,6 +174,7 @@ class TurnSampler:
                 parent=parent,
                 record=record,
                 stop=wish.stop,
+                grammar=wish.grammar,
             )
             for sample in range(place.samples)
         ]

@@ -160,7 +160,11 @@ class VllmServer:
         async with self._transport.client(3 + self._at_once(requests, leave)) as client:
             served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
             sampling.check(
-                requests, max_model_len=served.max_model_len, vocabulary=served.vocab_size, reads_text=served.reads_text
+                requests,
+                max_model_len=served.max_model_len,
+                vocabulary=served.vocab_size,
+                reads_text=served.reads_text,
+                keeps_support=served.support,
             )
             if not served.weights_whole:
                 got = "an update that failed" if served.updates else "no update since it started without weights"

@@ -69,6 +69,9 @@ async def collect(
     Raises:
         EngineError: the server is silent for too long, refuses the request, or cannot sample it.
     """
+    params = sampling.parameters(request, RecordingRequest.of(request, shard))
+    if request.grammar:
+        params["structured_outputs"] = {"structural_tag": request.grammar}
     # The fields are those of control.Generation.
     asked = msgspec.json.encode(
         {
@@ -76,7 +79,7 @@ async def collect(
             "stream": stream,
             "priority": priority,
             "name": name,
-            "sampling_params": sampling.parameters(request, RecordingRequest.of(request, shard)),
+            "sampling_params": params,
         }
     )
     seconds = None if forever else transport.timeout

@@ -95,7 +95,8 @@ def read_head(store: TraceStore, sequence: Sequence, vocabulary: int, size: int)
             completion's. The message names request and token.
     """
     pieces = _drawn(store, sequence, "head_ids", "head_logprobs")
-    ids, logprobs = map(np.concatenate, zip(*((ids, of_ids[: len(ids)]) for ids, of_ids in pieces), strict=True))
+    cut = [(ids, of_ids[: len(ids)]) for ids, of_ids in pieces]
+    ids, logprobs = (np.concatenate(arrays) for arrays in zip(*cut, strict=True))
     wanted = (len(sequence.token_ids), min(size, vocabulary))
     if ids.shape != wanted or logprobs.shape != wanted:
         raise _refused(

@@ -45,6 +45,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
 
     Raises EngineError if vLLM's own capture (native) cannot run, before a model is loaded.
     """
+    from vllm.config import StructuredOutputsConfig
     from vllm.platforms import current_platform
 
     from moe_rl.vllm.loader import FORMAT
@@ -61,6 +62,8 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": CONTROL,
         "scheduler_cls": SCHEDULER,
+        # auto would follow some JSON schemas with another backend, which an engine cannot load beside the first.
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
         "weight_transfer_config": {"backend": BACKEND},
     }
     if needs_loader(model):

@@ -196,7 +196,8 @@ class ChildEngine:
         (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
         transfer.on_progress = pulse
         self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
-        self._max_model_len, self._reads_text = settings.max_model_len, settings.reads_text
+        self._max_model_len = settings.max_model_len
+        self._keeps = {"reads_text": settings.reads_text, "keeps_support": settings.support}
         # vLLM's engine core of this process.
         self._core = self._llm.llm_engine.engine_core.engine_core
         self._llm.update_weight_version("0")
@@ -279,9 +280,8 @@ class ChildEngine:
     def _generate(self, number: int, call: wire.Generate) -> None:
         if call.requests:  # an open shard is published even while weights go in
             self._check_ready()
-        sampling.check(
-            call.requests, max_model_len=self._max_model_len, vocabulary=self._vocabulary, reads_text=self._reads_text
-        )
+        sampling.check(call.requests, max_model_len=self._max_model_len, vocabulary=self._vocabulary, **self._keeps)
+        sampling.check_grammars(call.requests)
         if call.alone:
             self._refuse_pause()
             self._refuse_company("A call that samples alone")
@@ -430,6 +430,7 @@ def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: b
     prompt_logprobs = 0 if scores else None
     return SamplingParams(
         **sampling.parameters(request, ask),
+        structured_outputs=sampling.structured_outputs(request.grammar),
         output_kind=kind,
         prompt_logprobs=prompt_logprobs,
         skip_clone=True,  # they are not shared, and vLLM would deep-copy each

@@ -84,8 +84,14 @@ class RecordArguments(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     moe_rl_start: _Count = 0
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Constrains the tokens of a completion, see types.GenerateRequest.grammar."""
+
+    structural_tag: str
+
+
 class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Holds the vLLM sampling parameters that `sampling.parameters` sets."""
+    """Holds the vLLM sampling parameters that `sampling.parameters` and `transport.collect` set."""
 
     max_tokens: _Count
     temperature: float = 1.0
@@ -100,6 +106,7 @@ class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: Annotated[list[StopString], msgspec.Meta(max_length=MOST_STOP_STRINGS)] = []
     skip_special_tokens: bool = False
     extra_args: RecordArguments | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -101,8 +101,9 @@ class Extras:
 
     def drop(self, request: Recorded) -> None:
         """Forget a request that is not stored."""
-        for kept in (self._sampled, self._supports, self._logits):
-            kept.pop(request.number, None)
+        self._sampled.pop(request.number, None)
+        self._supports.pop(request.number, None)
+        self._logits.pop(request.number, None)
 
     def of_request(self, request: Recorded, rows: int) -> dict[str, np.ndarray]:
         """Return the arrays of a finished request and forget them. `rows` is the number of its forwarded tokens."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,6 +19,8 @@ from moe_rl.vllm.recording import RecordingRequest
 _NO_LOGPROB = -9999.0
 # vLLM raises any lower temperature, except 0, to this value.
 _COLDEST = 0.01
+LONGEST_GRAMMAR = 1 << 16
+"""Characters of the longest grammar. vLLM's grammar of a longer one may take seconds to make."""
 
 
 class ReportedSpan(msgspec.Struct, frozen=True):
@@ -70,8 +73,11 @@ class Growing:
             refs: references to routes by key.
 
         Raises:
-            EngineError: vLLM did not report which weights sampled each token, or a log-probability is not finite.
+            EngineError: vLLM ended the request with an error (a grammar that it cannot make), did not report which
+                weights sampled each token, or a log-probability is not finite.
         """
+        if self.finish_reason == "error":
+            raise EngineError("vLLM could not sample a completion", where={"request": request.key}, do="read its log")
         return Completion(
             key=request.key,
             prompt_token_ids=request.prompt_token_ids,
@@ -125,7 +131,9 @@ def sampled_logprobs(values: array[float] | Sequence[float], key: str) -> np.nda
     return logprobs
 
 
-def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int, reads_text: bool) -> None:
+def check(
+    requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int, reads_text: bool, keeps_support: bool
+) -> None:
     """Raise RequestRefused for requests that vLLM would truncate or change silently, or that would crash it.
 
     vLLM checks neither token ids against its embeddings nor whether it has a tokenizer to find stop strings.
@@ -133,6 +141,7 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
     Args:
         vocabulary: number of rows of the embeddings, which may exceed the tokenizer's number of ids.
         reads_text: whether vLLM has a tokenizer.
+        keeps_support: whether the recorder keeps the ids that a token could be drawn from.
     """
     keys = set()
     for request in requests:
@@ -140,6 +149,12 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
         if fault is None and request.stop and not reads_text:
             do = "start the sampler with rollout.stop, so that it reads text"
             fault = "stop", "stop strings", "stop tokens only", do
+        if fault is None and request.grammar and not (keeps_support and reads_text):
+            got = (
+                "a grammar, and a sampler that keeps no sampling masks" if reads_text else "a grammar, and no tokenizer"
+            )
+            do = "set rollout.keep_sampling_mask=true: the trainer must know which tokens the grammar left"
+            fault = "grammar", got, "free text", do if reads_text else "start the sampler so that it reads text"
         if fault is None and request.key in keys:
             fault = "key", "a key used twice", "another one", ""
         if fault is not None:
@@ -170,6 +185,8 @@ def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tup
         return "max_tokens", f"max_tokens {request.max_tokens}", "at least 1", ""
     if length > max_model_len:
         return "prompt", f"{length} tokens, more than max_model_len {max_model_len}", None, ""
+    if len(request.grammar) > LONGEST_GRAMMAR:
+        return "grammar", f"{len(request.grammar)} characters of grammar", f"at most {LONGEST_GRAMMAR}", ""
     for name, inside, expected in (
         ("temperature", request.temperature == 0 or _COLDEST <= request.temperature <= 2, f"0, or {_COLDEST} to 2"),
         ("top_k", 0 <= request.top_k <= vocabulary, f"0 to {vocabulary}"),
@@ -180,6 +197,44 @@ def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tup
         if not inside:
             return name, f"{name} {getattr(request, name)}", expected, ""
     return _unknown(tokens, vocabulary) or _unknown(request.stop_token_ids, vocabulary, "stop_token_ids", "stop ")
+
+
+def check_grammars(requests: Sequence[GenerateRequest]) -> None:
+    """Raise RequestRefused for a grammar that vLLM cannot follow to the letter. Imports vLLM.
+
+    vLLM would end such a request with an error, or leave out the keywords of a JSON schema that it does not know.
+    """
+    for text in {request.grammar for request in requests} - {""}:
+        from vllm import SamplingParams
+        from vllm.v1.structured_output.backend_xgrammar import (
+            has_xgrammar_unsupported_json_features,
+            validate_xgrammar_grammar,
+        )
+
+        try:
+            if any(map(has_xgrammar_unsupported_json_features, _schemas(json.loads(text)))):
+                raise ValueError("a JSON schema has keywords that xgrammar does not enforce")
+            validate_xgrammar_grammar(SamplingParams(structured_outputs=structured_outputs(text)))
+        except (ValueError, RecursionError) as error:
+            got = " ".join(str(error.__cause__ or error).split())[:300]
+            raise RequestRefused("A grammar cannot be followed", got=got, do="simplify the JSON schema") from error
+
+
+def structured_outputs(grammar: str):
+    """Return vLLM's parameter for a grammar; None for none. Imports vLLM."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(structural_tag=grammar) if grammar else None
+
+
+def _schemas(tag: object) -> Iterator[dict]:
+    """Yield the JSON schemas in a structural tag."""
+    parts: Iterable[object] = tag if isinstance(tag, list) else tag.values() if isinstance(tag, dict) else ()
+    if isinstance(tag, dict) and tag.get("type") == "json_schema":
+        yield tag["json_schema"]
+        parts = ()
+    for part in parts:
+        yield from _schemas(part)
 
 
 def _unknown(
@@ -206,7 +261,7 @@ def prompt_logprobs(result, token_ids: Sequence[int]) -> np.ndarray:
 
 
 def parameters(request: GenerateRequest, ask: RecordingRequest | None) -> dict[str, object]:
-    """Return vLLM's sampling parameters for a request. `ask` says what to record."""
+    """Return vLLM's sampling parameters for a request, but its grammar. `ask` says what to record."""
     return {
         "temperature": request.temperature,
         "top_k": request.top_k,

@@ -260,10 +260,14 @@ def test_tokens_are_removed_only_where_the_trainer_knows_which(found, removing):
     tells(message, key="rollout.keep_sampling_mask", given=given, got="false", expected="true")
 
 
+def test_a_gateway_may_keep_the_masks_of_grammars(found):
+    assert found(KEPT, "gateway.renderer={name: qwen3}") == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ([KEPT], ["rollout.keep_sampling_mask", "got true", "rollout.top_p"]),
+        ([KEPT], ["rollout.keep_sampling_mask", "got true", "rollout.top_p", "a gateway"]),
         ([KEPT, "rollout.min_p=0.1", "rollout.capture=native"], [KEPT.partition("=")[0], "rollout.capture is native"]),
         ([KEPT, "rollout.top_k=1"], ["rollout.top_k", "got 1", "at least 2"]),
         ([KEPT, "rollout.top_k=24"], ["rollout.top_k", "got 24", "vocab_size = 24"]),

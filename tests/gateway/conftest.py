@@ -228,7 +228,7 @@ def start_gateway(sampler, settings: EngineSettings, folder: Path, *, renderer=N
     Sessions that were open in the folder are opened again.
     """
     codec = TextCodec(settings.model_path, ())
-    turns = TurnSampler(sampler, SamplerBounds(settings.max_model_len, VOCAB, True, at_once), seed=1)
+    turns = TurnSampler(sampler, SamplerBounds(settings.max_model_len, VOCAB, True, settings.support, at_once), seed=1)
     rendering = ChatRenderer(settings.model_path, renderer or {"name": "qwen3"})
     journals = SessionJournals(folder / "sessions")
     shard = SharedShard(sampler, settings.trace_root)

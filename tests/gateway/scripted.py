@@ -80,7 +80,7 @@ async def served(folder: Path, *texts: str, kept: Path | None = None, longest: i
     """Serve the renderer of Qwen3. kept: a folder for journals. longest: most bytes of a body."""
     renderer, codec = _renderer(folder)
     sampler = Scripted(codec, *texts, **more)
-    turns = TurnSampler(sampler, SamplerBounds(LONGEST, VOCAB, True, 48), seed=1)
+    turns = TurnSampler(sampler, SamplerBounds(LONGEST, VOCAB, True, True, 48), seed=1)
     journals = None if kept is None else SessionJournals(kept)
     gateway = AgentGateway("talker", renderer, codec, turns, SessionBook(99, WIDE), journals, ())
     with tempfile.TemporaryDirectory() as nothing:

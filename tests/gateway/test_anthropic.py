@@ -94,7 +94,8 @@ def test_how_a_reply_ended_is_told(running):
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"output_config": {"effort": "low"}}, "output_config"),
-        ({"tools": [{**TOOL, "strict": True}]}, "tools.0.strict"),
+        ({"tool_choice": {"type": "none"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(running, more, field):

@@ -170,8 +170,12 @@ def test_completions_take_text_and_token_ids(running, router):
 WRONG = [
     ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_value"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_value"),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
+    ({"tool_choice": "none"}, "tool_choice", "unsupported_value"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [ADD]}, "tool_choice",
+     "invalid_value"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format",
+     "unsupported_value"),
     ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "unsupported_value"),
     ({"extra_body": {"guided_json": {}}}, "guided_json", "unsupported_parameter"),
     ({"n": 0}, "n", "invalid_value"),
@@ -184,8 +188,6 @@ WRONG = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "invalid_value"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "unsupported_value"),
     ({"messages": [{"role": "user", "content": "x" * 4 * LONGEST}]}, "messages", "context_length_exceeded"),
-    ({"tools": [{**ADD, "function": {**ADD["function"], "strict": True}}]}, "tools.0.function.strict",
-     "unsupported_value"),
 ]  # fmt: skip
 
 

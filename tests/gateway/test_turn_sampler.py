@@ -19,7 +19,7 @@ from tests.gateway.conftest import LONGEST, VOCAB
 from tests.gateway.session_turns import WIDE, said
 from tests.support.refusals import refused
 
-BOUNDS = SamplerBounds(LONGEST, VOCAB, True, 2)
+BOUNDS = SamplerBounds(LONGEST, VOCAB, True, True, 2)
 
 
 class TwoPlaces:

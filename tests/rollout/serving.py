@@ -73,10 +73,16 @@ class Running:
 
 @contextmanager
 def serving(
-    checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL, capture: str = "patch"
+    checkpoint: Path,
+    folder: Path,
+    *further: str,
+    tool: Path = TOOL,
+    capture: str = "patch",
+    support: bool = False,
 ) -> Iterator[Running]:
     """Start a server and yield it; store, token and log are in `folder`. It is killed at the end."""
     ours = ["--model", str(checkpoint), "--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
+    ours += ["--support"] if support else []
     ours += ["--reads-text", "--capture", capture, "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
     ours += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager", *further]
     with _serving(folder, ours, tool=tool, place=folder, interpreted=capture == "native") as server:

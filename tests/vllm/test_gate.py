@@ -43,6 +43,7 @@ GENERATION = {
     "sampling_params": {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, "max_tokens": 4, "stop_token_ids": [5],
         "ignore_eos": True, "logprobs": 0, "detokenize": True, "stop": ["##", "\n"], "skip_special_tokens": False,
+        "structured_outputs": None,
         "extra_args": {
             "moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 3, "0" * 16, "older", "0" * 16]
         },

@@ -42,12 +42,13 @@ def grown(tokens: int, *, finish: str = "stop", versions=ONE) -> Growing:
 )
 def test_what_vllm_would_cut_short_or_die_of_is_refused(requests, message):
     with pytest.raises(EngineError, match=f"request a.*{message}"):
-        check(requests, max_model_len=LONGEST, vocabulary=VOCABULARY, reads_text=False)
+        check(requests, max_model_len=LONGEST, vocabulary=VOCABULARY, reads_text=False, keeps_support=False)
     check(
         [request(max_tokens=LONGEST - 3), request("b", (0, VOCABULARY - 1))],
         max_model_len=LONGEST,
         vocabulary=100,
         reads_text=False,
+        keeps_support=False,
     )
 
 
@@ -112,9 +113,26 @@ def test_text_is_read_only_for_stop_strings():
     assert (without["stop"], without["detokenize"]) == ([], False)
     assert with_stop["skip_special_tokens"] is False
     limits = {"max_model_len": 99, "vocabulary": 99}
-    check([replace(request(), stop=("##",))], **limits, reads_text=True)
+    check([replace(request(), stop=("##",))], **limits, reads_text=True, keeps_support=False)
     with refused(EngineError, request="a", got="stop strings"):
-        check([replace(request(), stop=("##",))], **limits, reads_text=False)
+        check([replace(request(), stop=("##",))], **limits, reads_text=False, keeps_support=False)
+
+
+def test_a_request_that_vllm_ends_with_an_error_has_no_completion():
+    with refused(EngineError, request="a"):
+        grown(2, finish="error").completion(request(), {})
+
+
+def test_a_grammar_needs_masks_and_text():
+    limits = {"max_model_len": 99, "vocabulary": 99}
+    asked = replace(request(), grammar="{}")
+    check([asked], **limits, reads_text=True, keeps_support=True)
+    with refused(EngineError, "rollout.keep_sampling_mask=true", request="a", fault="grammar"):
+        check([asked], **limits, reads_text=True, keeps_support=False)
+    with refused(EngineError, request="a", fault="grammar", got=("no tokenizer",)):
+        check([asked], **limits, reads_text=False, keeps_support=True)
+    with refused(EngineError, request="a", fault="grammar", expected="at most 65536"):
+        check([replace(asked, grammar="x" * 65537)], **limits, reads_text=True, keeps_support=True)
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -147,5 +165,5 @@ def test_vllm_is_asked_for_what_the_request_says():
     wanted = {"seed": 77, "max_tokens": 9, "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1}
     assert parameters(asked, None).items() >= {**wanted, "logprobs": 0}.items()
     shared = replace(asked, seed=None)
-    check([shared], max_model_len=32, vocabulary=64, reads_text=False)
+    check([shared], max_model_len=32, vocabulary=64, reads_text=False, keeps_support=False)
     assert parameters(shared, None)["seed"] is None
