@@ -149,12 +149,8 @@ def check(
         if fault is None and request.stop and not reads_text:
             do = "start the sampler with rollout.stop, so that it reads text"
             fault = "stop", "stop strings", "stop tokens only", do
-        if fault is None and request.grammar and not (keeps_support and reads_text):
-            got = (
-                "a grammar, and a sampler that keeps no sampling masks" if reads_text else "a grammar, and no tokenizer"
-            )
-            do = "set rollout.keep_sampling_mask=true: the trainer must know which tokens the grammar left"
-            fault = "grammar", got, "free text", do if reads_text else "start the sampler so that it reads text"
+        if fault is None and request.grammar:
+            fault = _grammar_fault(request, keeps_support=keeps_support, reads_text=reads_text)
         if fault is None and request.key in keys:
             fault = "key", "a key used twice", "another one", ""
         if fault is not None:
@@ -199,6 +195,20 @@ def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tup
     return _unknown(tokens, vocabulary) or _unknown(request.stop_token_ids, vocabulary, "stop_token_ids", "stop ")
 
 
+def _grammar_fault(
+    request: GenerateRequest, *, keeps_support: bool, reads_text: bool
+) -> tuple[str, str, str, str] | None:
+    """Return the fault, as `_fault` does, if the sampler cannot follow any grammar for this request."""
+    if not reads_text:
+        return "grammar", "a grammar, and no tokenizer", "free text", "start the sampler so that it reads text"
+    if not keeps_support:
+        do = "the trainer must know which tokens the grammar left"
+        return "grammar", "a grammar, and no sampling masks", "rollout.keep_sampling_mask=true", do
+    if not request.stop_token_ids:  # vLLM would let tokens of its own end the grammar, and sample on without it
+        return "grammar", "a grammar, and no stop tokens", "stop tokens", ""
+    return None
+
+
 def check_grammars(requests: Sequence[GenerateRequest]) -> None:
     """Raise RequestRefused for a grammar that vLLM cannot follow to the letter. Imports vLLM.
 
@@ -215,7 +225,7 @@ def check_grammars(requests: Sequence[GenerateRequest]) -> None:
             if any(map(has_xgrammar_unsupported_json_features, _schemas(json.loads(text)))):
                 raise ValueError("a JSON schema has keywords that xgrammar does not enforce")
             validate_xgrammar_grammar(SamplingParams(structured_outputs=structured_outputs(text)))
-        except (ValueError, RecursionError) as error:
+        except Exception as error:  # vLLM raises many kinds for a schema whose keywords have values of a wrong type
             got = " ".join(str(error.__cause__ or error).split())[:300]
             raise RequestRefused("A grammar cannot be followed", got=got, do="simplify the JSON schema") from error
 

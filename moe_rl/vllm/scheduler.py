@@ -1,7 +1,11 @@
-"""Makes a vLLM scheduler in which a request that waits during a pause gets no prefix cached before it.
+"""Makes a vLLM scheduler with two changes.
 
-New weights arrive in a pause. vLLM looks up cached prefixes when a request begins. The salt that separates prefixes of
-different weights comes with the request, which may begin much later, once there is room.
+A request that waits during a pause gets no prefix cached before it. New weights arrive in a pause. vLLM looks up cached
+prefixes when a request begins. The salt that separates prefixes of different weights comes with the request, which may
+begin much later, once there is room.
+
+A grammar ends only with the request's own stop tokens. vLLM also lets the model's end it, but those do not end the
+request, which would continue without a grammar.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ from typing import Any
 SCHEDULER = f"{__name__}.make"
 
 
-def make(*, vllm_config: Any, **rest: Any) -> Any:
-    """Return vLLM's scheduler with this change. vLLM calls this as its `scheduler_cls`."""
+def make(*, vllm_config: Any, structured_output_manager: Any, **rest: Any) -> Any:
+    """Return vLLM's scheduler with these changes. vLLM calls this as its `scheduler_cls`."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -33,4 +37,11 @@ def make(*, vllm_config: Any, **rest: Any) -> Any:
                     request.block_hashes.clear()
                     request.update_block_hashes()
 
-    return Salting(vllm_config=vllm_config, **rest)
+    begin = structured_output_manager.grammar_init
+
+    def begin_exactly(request: Any) -> None:
+        request.sampling_params._all_stop_token_ids = set(request.sampling_params.stop_token_ids)
+        begin(request)
+
+    structured_output_manager.grammar_init = begin_exactly
+    return Salting(vllm_config=vllm_config, structured_output_manager=structured_output_manager, **rest)

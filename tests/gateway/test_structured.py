@@ -11,6 +11,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+import xgrammar.testing
 from tokenizers import Tokenizer
 
 from moe_rl.errors import RequestRefused
@@ -21,6 +22,7 @@ from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.sampler import Blocking
 from moe_rl.train.sampling_support import read_support
 from moe_rl.types import GenerateRequest, Sequence
+from moe_rl.vllm.sampling import check_grammars
 from tests.gateway import test_anthropic, test_openai, test_responses
 from tests.gateway.conftest import ADD, VOCAB, chat_tokenizer, start_gateway
 from tests.rollout.serving import serving
@@ -152,7 +154,7 @@ def test_each_dialect_has_its_field_for_a_schema(masked):
     client = test_anthropic.client_of(masked, opened)
     form = {"format": {"type": "json_schema", "schema": FORM}}
     reply = client.messages.create(
-        model="any", messages=HI, max_tokens=ROOM, temperature=0, extra_body={"output_config": form}
+        model="any", messages=HI, max_tokens=ROOM, output_config=form, extra_body=test_anthropic.COLD
     )
     assert reply.stop_reason == "end_turn" and json.loads(reply.content[-1].text) == expected
 
@@ -193,7 +195,12 @@ def test_each_dialect_forces_a_tool(masked, router):
     client = test_anthropic.client_of(masked, opened)
     for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
         reply = client.messages.create(
-            model="any", temperature=0, max_tokens=80, messages=SUM, tools=[test_anthropic.TOOL], tool_choice=choice
+            model="any",
+            max_tokens=80,
+            messages=SUM,
+            tools=[test_anthropic.TOOL],
+            tool_choice=choice,
+            extra_body=test_anthropic.COLD,
         )
         assert reply.stop_reason == "tool_use" and reply.content[-1].input == {"a": 2, "b": 3}
 
@@ -232,7 +239,8 @@ def test_a_gateway_without_masks_says_which_key_to_set(masked, settings, tmp_pat
     ("schema", "told"),
     [
         ({"type": "integer", "multipleOf": 3}, "does not enforce"),
-        ({"$ref": "#/$defs/none"}, ""),
+        ({"$ref": "#/$defs/none"}, "defs/none"),
+        ({"type": "string", "format": []}, "unhashable"),
         ({"enum": ["x" * 70_000]}, "65536"),
     ],
 )
@@ -242,6 +250,21 @@ def test_a_schema_that_cannot_be_followed_is_refused(masked, schema, told):
         chat(masked, opened, HI, response_format=in_chat(schema))
     assert caught.value.param == "response_format" and not masked.session(opened).turns
     chat(masked, opened, HI, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "string", "not": {"const": "a"}}, '"a"'),
+        ({"type": "string", "if": {}, "then": {"maxLength": 1}}, '"aaa"'),
+        ({"minLength": 3}, '"a"'),
+        ({"minimum": 3}, "1"),
+    ],
+)
+def test_the_docs_name_what_xgrammar_ignores(schema, text):
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}})
+    check_grammars([GenerateRequest("a", (1,), 0, 1, 1.0, (2,), grammar=tag)])
+    assert xgrammar.testing._is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(tag), text)
 
 
 def test_a_server_follows_grammars_too(checkpoint, router, tokenizer, tmp_path):

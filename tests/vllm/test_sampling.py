@@ -131,6 +131,8 @@ def test_a_grammar_needs_masks_and_text():
         check([asked], **limits, reads_text=True, keeps_support=False)
     with refused(EngineError, request="a", fault="grammar", got=("no tokenizer",)):
         check([asked], **limits, reads_text=False, keeps_support=True)
+    with refused(EngineError, request="a", fault="grammar", got=("no stop tokens",)):
+        check([replace(asked, stop_token_ids=())], **limits, reads_text=True, keeps_support=True)
     with refused(EngineError, request="a", fault="grammar", expected="at most 65536"):
         check([replace(asked, grammar="x" * 65537)], **limits, reads_text=True, keeps_support=True)
 
