@@ -78,6 +78,7 @@ def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
             speeds=None,
             plan=False,
             accept=[],
+            json=None,
         ),
         [],
     )
