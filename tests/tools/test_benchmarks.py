@@ -182,7 +182,7 @@ def test_a_process_of_somebody_else_is_load():
 
 ALONE = {
     "simulate_cluster.py", "pairs.py", "stability_study.py", "adapter_study.py", "low_precision.py", "staleness.py",
-    "one_node.py",
+    "one_node.py", "simulate_queue.py",
 }  # fmt: skip
 
 
