@@ -166,11 +166,11 @@ def gather(nodes: Nodes, arguments: Mapping[str, object], leave: Callable[[int, 
             with suppress(OSError, EOFError, ValueError):  # whoever it was, it was no node
                 hello = channel.receive()
                 refusal = _refusal(nodes, hello, _texts(arguments), came)
+                if refusal:
+                    print(f"refused node {hello.rank} ({hello.host}): {refusal}", file=sys.stderr)
                 channel.send(Welcome(refusal))
                 if not refusal:
                     came[hello.rank] = f"node {hello.rank} ({hello.host})", channel
-                else:
-                    print(f"refused node {hello.rank} ({hello.host}): {refusal}", file=sys.stderr)
     return Link(dict(came.values()), leave)
 
 
