@@ -51,7 +51,7 @@ def main() -> int:
     options = parser.parse_args()
     (_, costs), facts, rows = read_costs(COSTS, Costs), read_published(MODEL), []
     print("| prompts x completions | slow | in flight | shares, s | queue, s | shares : queue |\n" + "|---" * 6 + "|")
-    for prompts, in_flight in ((128, 64), (512, 64), (512, 128)):
+    for prompts, in_flight in ((128, 32), (128, 64), (512, 64), (512, 128)):
         for slow in (1.0, 2.0, 4.0):
             works = [Work(prompts=prompts, seed=seed, steps=1, warmup=0) for seed in range(SEEDS)]
             shares, queue = (

@@ -82,12 +82,13 @@ def _run(arguments: Sequence[str] | None) -> int:
             options.further = rest[cut + 1 :]
         elif rest[cut:]:
             parser.error(f"arguments after -- are for vLLM, and {verb} does not start vLLM: {' '.join(rest[cut:])}")
-        # `train` checks this as it checks all else: as one of many ranks.
-        if verb != "train" and getattr(options, "json", None) is not None:
+        # `train` checks this as it checks all else: as one of many ranks. Only the first one writes the file.
+        first = os.environ.get("RANK", "0") == "0"
+        if first and verb != "train" and getattr(options, "json", None) is not None:
             check_writable(options.json, "--json")
         return module.run(options)
     except MoeRLError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank under torchrun finds the same
+        if os.environ.get("RANK", "0") == "0":  # every rank under torchrun finds the same, or the first one alone
             print(f"moe-rl: {error}", file=sys.stderr, flush=True)
         return 2
     except (ImportError, SyntaxError) as error:

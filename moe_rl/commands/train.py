@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
-        if options.json is not None:
+        if rank == 0 and options.json is not None:  # it may be on this node alone
             check_writable(options.json, "--json")
         config, folder, world_size = _configure(options)
         if options.plan:

@@ -227,7 +227,6 @@ def _arguments(settings: ServerSettings, address: Mapping[str, object]):
         support=settings.support,
         router_logits_fraction=settings.router_logits_fraction,
         head=settings.head,
-        native=settings.capture == "native",
     )
     fixed = arguments.fixed(
         settings.model, capture=settings.capture, recording=recording, reads_text=settings.reads_text
@@ -241,7 +240,9 @@ def _arguments(settings: ServerSettings, address: Mapping[str, object]):
         # The last middleware is the outermost.
         "middleware": [GATE],
     }
-    share_given = any(argument.startswith("--gpu-memory-utilization") for argument in settings.further)
+    share_given = any(
+        argument.replace("_", "-").startswith("--gpu-memory-utilization") for argument in settings.further
+    )
     sizes = (
         arguments.unsized(share_given=share_given) if settings.sizes is None else arguments.completed(settings.sizes)
     )
@@ -300,13 +301,13 @@ def _vllm_arguments(fixed: Mapping[str, Any], sizes: Mapping[str, object], furth
             parsed.pipeline_parallel_size > 1 and native,
             "pipeline_parallel_size",
             "vLLM's own capture records no pipeline stages",
-            "leave it out, or --capture native",
+            "leave it out, or choose --capture patch",
         ),
         (
             parsed.enable_prefix_caching is False and native,
             "enable_prefix_caching",
             "vLLM's own capture needs the prefix cache",
-            "leave --no-enable-prefix-caching out, or --capture native",
+            "leave --no-enable-prefix-caching out, or choose --capture patch",
         ),
         (
             parsed.enable_eplb,

@@ -78,6 +78,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text:
         arguments["enable_return_routed_experts"] = True
     if capture == "worker":
         arguments["worker_cls"] = WORKER
+    recording = msgspec.structs.replace(recording, native=capture == "native")
     return arguments | {"additional_config": {"moe_rl": msgspec.to_builtins(recording)}}
 
 

@@ -38,7 +38,7 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         log_normalizer: also record the log of the support's total probability before truncation.
         router_logits_fraction: fraction of the tokens whose router logits are recorded.
         head: number of likeliest tokens also recorded per sampled token, with their log-probabilities.
-        native: vLLM's own capture gives the routes, and its workers get no recorder.
+        native: vLLM's own capture gives the routes, and its workers get no recorder. `arguments.fixed` sets it.
     """
 
     trace_root: str

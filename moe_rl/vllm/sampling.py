@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import msgspec
@@ -215,19 +216,24 @@ def check_grammars(requests: Sequence[GenerateRequest]) -> None:
     vLLM would end such a request with an error, or leave out the keywords of a JSON schema that it does not know.
     """
     for text in {request.grammar for request in requests} - {""}:
-        from vllm import SamplingParams
-        from vllm.v1.structured_output.backend_xgrammar import (
-            has_xgrammar_unsupported_json_features,
-            validate_xgrammar_grammar,
-        )
+        _check_grammar(text)
 
-        try:
-            if any(map(has_xgrammar_unsupported_json_features, _schemas(json.loads(text)))):
-                raise ValueError("a JSON schema has keywords that xgrammar does not enforce")
-            validate_xgrammar_grammar(SamplingParams(structured_outputs=structured_outputs(text)))
-        except Exception as error:  # vLLM raises many kinds for a schema whose keywords have values of a wrong type
-            got = " ".join(str(error.__cause__ or error).split())[:300]
-            raise RequestRefused("A grammar cannot be followed", got=got, do="simplify the JSON schema") from error
+
+@lru_cache(maxsize=64)  # an agent sends the same tools in every turn
+def _check_grammar(text: str) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.structured_output.backend_xgrammar import (
+        has_xgrammar_unsupported_json_features,
+        validate_xgrammar_grammar,
+    )
+
+    try:
+        if any(map(has_xgrammar_unsupported_json_features, _schemas(json.loads(text)))):
+            raise ValueError("a JSON schema has keywords that xgrammar does not enforce")
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=structured_outputs(text)))
+    except Exception as error:  # vLLM raises many kinds for a schema whose keywords have values of a wrong type
+        got = " ".join(str(error.__cause__ or error).split())[:300]
+        raise RequestRefused("A grammar cannot be followed", got=got, do="simplify the JSON schema") from error
 
 
 def structured_outputs(grammar: str):

@@ -1181,7 +1181,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "rows not taken before their blocks are given away",
-            "recorder.py",
+            "slot_journal.py",
             "self._take(lose[-1] + 1 if lose else 0)",
             "self._take(0)",
             "Requests that finish in one step lose their rows to the next requests, and have no routes.",

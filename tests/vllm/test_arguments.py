@@ -101,6 +101,15 @@ def test_what_the_config_passes_on_reaches_both(of_engine, of_server):
         assert {name: given[name] for name in PASSED} == PASSED
 
 
+def test_workers_get_no_recorder_where_vllm_captures_itself(of_engine, of_server, monkeypatch):
+    monkeypatch.setattr(arguments, "_refuse_native", lambda recording: None)
+    for start in (of_engine, of_server):
+        for capture in ("native", "worker"):
+            given, native = start(f"rollout.capture={capture}"), capture == "native"
+            assert given["additional_config"]["moe_rl"]["native"] == native
+            assert bool(given.get("enable_return_routed_experts")) == native
+
+
 def test_a_server_without_weights_has_no_draft_that_needs_some(monkeypatch):
     """A run sends the draft none, so it would propose nonsense for ever."""
     monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
@@ -169,6 +178,7 @@ def test_what_the_config_decides_may_be_replaced_for_one_server(of_server):
         ((), 1 << 30, 0.92),
         (("--kv-cache-memory-bytes", "5"), 5, 0.92),
         (("--gpu-memory-utilization", "0.1"), None, 0.1),
+        (("--gpu_memory_utilization=0.1",), None, 0.1),
     ],
 )
 def test_a_server_of_a_model_starts_on_a_cpu_that_others_use_too(of_server, further, cache, share):

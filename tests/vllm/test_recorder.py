@@ -21,8 +21,8 @@ from moe_rl.trace import TraceStore, signed
 from moe_rl.trace.source_sum import rows_of, total
 from moe_rl.trace.spans import versions_of_rows
 from moe_rl.types import Provenance, Sequence, sampled_by
-from moe_rl.vllm import recorder
 from moe_rl.vllm import recorder as module
+from moe_rl.vllm import slot_journal
 from moe_rl.vllm.hooks import attach_recorder, refuse_layout
 from moe_rl.vllm.recorder import Recorder
 from tests.support.refusals import refused
@@ -336,7 +336,7 @@ def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
 @pytest.mark.parametrize("has_time", [False, True])
 def test_a_step_takes_the_rows_of_one_finished_request_and_of_more_for_a_while(fake, monkeypatch, has_time):
     """The other rows are taken in later steps, and at once where their blocks get new owners, always in order."""
-    monkeypatch.setattr(recorder, "_TAKING_SECONDS", 1e9 if has_time else 0.0)
+    monkeypatch.setattr(slot_journal, "_TAKING_SECONDS", 1e9 if has_time else 0.0)
     added, tokens = [], {key: [number, 10 + number, 20 + number] for number, key in enumerate("abcde")}
 
     def add(sinks, request, ask, rows, aux, real=module.Sinks.add):
