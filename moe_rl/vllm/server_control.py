@@ -237,8 +237,8 @@ class Control:
             stop=tuple(params.stop),
             grammar=params.structured_outputs.structural_tag if params.structured_outputs is not None else "",
         )
-        support = engine.vllm_config.additional_config["moe_rl"]["support"]
-        sampling.check([request], **_limits(engine), reads_text=_reads_text(engine), keeps_support=support)
+        keeps_support = _recording(engine)["support"]
+        sampling.check([request], **_limits(engine), reads_text=_reads_text(engine), keeps_support=keeps_support)
         sampling.check_grammars([request])
         salt = str(self._holding.version)
         return control.SaltedGeneration(message.token_ids, params, message.stream, message.priority, salt, message.name)
