@@ -68,8 +68,8 @@ _MAX_OPEN = 256
 _MAX_REFUSALS = 1024
 # Bytes of ids that a record must share with its group's first record to refer to it: a reference costs bytes too.
 _MIN_SHARED_BYTES = 64
-# Number of most recent prompts whose rows are remembered for sharing.
-_MAX_FAMILIES = 256
+# Most recent prompts whose rows are remembered for sharing: their number, and bytes of rows.
+_MAX_FAMILIES, _FAMILY_BYTES = 256, 1 << 30
 # Number of most recent records whose tokens and versions are remembered for the records that continue them.
 _MAX_RECENT = 256
 # Bytes of rows that may wait to be written, over all shards, enough for 250 requests of 10,000 tokens, 48 layers and
@@ -239,8 +239,9 @@ class Sinks:
                 sink.recent.popitem(last=False)
         if parent is None and not ask.start:
             sink.families[request.prompt.tobytes()] = (ref, rows.first(len(request.prompt)))
-            if len(sink.families) > _MAX_FAMILIES:
-                sink.families.popitem(last=False)
+            held = sum(known.nbytes for _, known in sink.families.values())
+            while len(sink.families) > _MAX_FAMILIES or held > _FAMILY_BYTES:
+                held -= sink.families.popitem(last=False)[1][1].nbytes
 
     def refuse(self, name: str, key: str, error: MoeRLError) -> None:
         """Remember why a request, or a whole shard on a failed disk, has no record."""

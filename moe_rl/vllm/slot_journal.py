@@ -84,7 +84,8 @@ class SlotJournal:
     def leave(self, sink: str, table: BlockTable, take: Callable[[], None]) -> None:
         """Queue the end of a request. `take` takes its rows for a shard."""
         self._untaken.append(sink)
-        self.add(partial(self._leaving.append, _Leaving(sink, frozenset(table.blocks), take)))
+        # The table is read late: queued changes may still give it blocks.
+        self.add(lambda: self._leaving.append(_Leaving(sink, frozenset(table.blocks), take)))
 
     def awaits(self, sink: str) -> bool:
         """Return whether rows for a shard are still to be taken."""

@@ -333,6 +333,23 @@ def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
     fake.compare("b", refs["b"], b, fake.routes(b, range(4), 1))
 
 
+def test_the_last_block_of_a_request_is_read_before_it_gets_another_owner(fake, monkeypatch):
+    """The copy of an earlier step is under way when the request gets that block, and ends with the request."""
+    events = []
+
+    def to_host(tensors):
+        events.append(LateEvent([]))
+        return [tensor.clone() for tensor in tensors], events[-1]
+
+    monkeypatch.setattr(module, "to_host", to_host)
+    a = [11, 12, 13, 14, 15]
+    fake.step(new=[("a", "a", [5], 0, a[:4])])
+    fake.step(cached=[("a", [6], 4, a[4:], [5, 6])])
+    events[0].arrived = True
+    fake.step(new=[("b", None, [6], 0, [1])], finished=["a"])
+    assert fake.recorder.publish("shard", {"a": a}).result()["a"].rows == 5
+
+
 @pytest.mark.parametrize("has_time", [False, True])
 def test_a_step_takes_the_rows_of_one_finished_request_and_of_more_for_a_while(fake, monkeypatch, has_time):
     """The other rows are taken in later steps, and at once where their blocks get new owners, always in order."""

@@ -54,6 +54,17 @@ def sinks(tmp_path):
     return Sinks(tmp_path, SPEC, layers=SPEC.moe_layers, suffix="")
 
 
+def test_prompts_are_remembered_for_sharing_up_to_a_number_of_bytes(sinks, monkeypatch):
+    rows = rows_of(1)
+    monkeypatch.setattr(module, "_FAMILY_BYTES", 2 * rows.first(PROMPT).nbytes)
+    for number in range(3):
+        ids = rows.token_ids + number
+        add(sinks, f"{number}", Rows(rows.routes, ids, rows.weight_versions, rows.sums))
+    sink = sinks._open["shard"]
+    sink.wait()
+    assert [np.frombuffer(prompt, np.int32)[0] for prompt in sink.families] == [1, 2]
+
+
 TURNS = 70  # more than the records that a reader follows
 
 
