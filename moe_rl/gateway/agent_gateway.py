@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from moe_rl.errors import DataError, DiskError, RequestRefused, SessionError
+from moe_rl.errors import DataError, DiskError, RequestRefused, SessionError, TraceError
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingRule, TextWish
 from moe_rl.gateway.dialogues import Dialogues
 from moe_rl.gateway.exchanges import AgentExchange, AgentExchanges, ClientCall
@@ -138,7 +138,7 @@ class AgentGateway:
                 journaled = journals.read(name, now=time.time(), clock=_now())
                 keeper.check_records(journaled.session)
                 journals.go_on(journaled)
-            except (DataError, SessionError, DiskError) as error:
+            except (DataError, SessionError, TraceError, DiskError) as error:
                 self.counts["not_reopened"] += 1
                 problems.append(f"session {name} cannot be reopened: {error}")
                 continue
@@ -335,9 +335,10 @@ class AgentGateway:
         prompt = await self.off_loop(size, self._codec.encode, text) if isinstance(text, str) else text
         replies = []
         for turn, completion in await self._turns(session, prompt, wish, self._text_stops, exchange):
-            text = (self._codec.decode(prompt) if wish.echo else "") + self._codec.text(completion)
+            echo = self._codec.decode(prompt) if wish.echo else ""
+            said, stop = echo + self._codec.text(completion), completion.stop_string
             tokens = self._tokens(completion) if wish.logprobs else ()
-            replies.append(AgentReply(turn, len(prompt), _NOTHING_SAID, (), text, tokens, completion.stop_string))
+            replies.append(AgentReply(turn, len(prompt), _NOTHING_SAID, (), said, tokens, stop, len(echo)))
         return replies
 
     def _prompt(

@@ -153,6 +153,7 @@ class AgentReply:
         text: the text, otherwise.
         tokens: the sampled tokens, without the one that ended it; empty if not requested.
         stop: the stop string that ended it.
+        echoed: number of characters of the prompt with which the text begins.
     """
 
     turn: Turn
@@ -162,6 +163,7 @@ class AgentReply:
     text: str
     tokens: Sequence[SaidToken]
     stop: str | None
+    echoed: int = 0
 
     @property
     def truncated(self) -> bool:

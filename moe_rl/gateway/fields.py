@@ -121,7 +121,8 @@ def answer_schema(form: Any, field: str, described: Any = None) -> Mapping[str, 
     match described or form:
         case None | {"type": "text"}:
             return None
-        case {"type": "json_object"}:
+        case {"type": "json_object", **rest}:
+            refuse_unread(rest, (), field)
             return _ANY_OBJECT
         case {"schema": dict(schema), **rest} if form.get("type") == "json_schema":
             refuse_unread(rest, ("type", "name", "description", "strict"), field)
@@ -150,6 +151,8 @@ def read_constraint(
     name, forced = "", True
     match choice:
         case None | "auto" | {"type": "auto"}:
+            forced = False
+        case "none" | {"type": "none"} if not tools:
             forced = False
         case "required" | {"type": "any"}:
             pass

@@ -41,6 +41,7 @@ class SessionKeeper:
         Raises:
             SessionError: a turn has changed, or its record is missing or belongs to another turn.
             DiskError: the file could not be written.
+            TraceError: the store cannot be read now.
         """
         check_session(finished, self._store)
         path = self._folder / f"{finished.name}.session"
@@ -115,6 +116,8 @@ def _check_record(session: Session, turn: Turn, store: TraceStore, read: Mapping
     try:
         record, parent = (read or _read(store, [turn]))[turn.number]
     except TraceError as error:
+        if _is_of_the_system(error):
+            raise
         raise fault("The record of a turn cannot be read", "no record", error) from error
     fed = np.asarray(session.ids(turn.number)[:-1])
     if len(fed) != len(record.token_ids) or (fed != record.token_ids).any():
@@ -138,6 +141,13 @@ def _check_record(session: Session, turn: Turn, store: TraceStore, read: Mapping
             f"version {rows[position]} for token {position}",
             f"version {versions[position]}",
         )
+
+
+def _is_of_the_system(error: BaseException | None) -> bool:
+    """Return whether a record could not be read for want of open files, or as a disk failed: it may be there."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error is not None and not isinstance(error, FileNotFoundError)
 
 
 def _continues(store: TraceStore, ref: RouteRef, parent: RouteRef | None, before: RouteRef) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 from moe_rl.rollout.sampler import nobody
+from moe_rl.rollout.transport import allow_files
 
 # A client that takes nothing of a reply for so long is cut off: until then its session cannot be finished.
 _UNREAD_SECONDS = 60
@@ -27,6 +28,7 @@ class GatewayListener:
 
     def __init__(self, app, listener: socket.socket):
         self._listener = listener
+        allow_files()  # each client takes one
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS * 1000)
         # No access log: addresses may contain keys.
         config = uvicorn.Config(

@@ -202,7 +202,7 @@ def text_body(name: str, model: str, wish: TextWish, replies: Sequence[AgentRepl
         {
             "index": index,
             "text": reply.text,
-            "logprobs": _text_logprobs(reply.tokens) if wish.logprobs else None,
+            "logprobs": _text_logprobs(reply) if wish.logprobs else None,
             "finish_reason": _finish(reply),
         }
         for index, reply in enumerate(replies)
@@ -334,11 +334,11 @@ def _chat_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
     return {"content": token_logprobs(tokens), "refusal": None}
 
 
-def _text_logprobs(tokens: Sequence[SaidToken]) -> dict[str, Any]:
-    texts, logprobs = [token.text for token in tokens], [token.logprob for token in tokens]
+def _text_logprobs(reply: AgentReply) -> dict[str, Any]:
+    texts, logprobs = [token.text for token in reply.tokens], [token.logprob for token in reply.tokens]
     # All tokens of a split character have the offset of its start.
     read = codecs.getincrementaldecoder("utf-8")("replace").decode
-    offsets = [*accumulate((len(read(token.bytes)) for token in tokens), initial=0)][:-1]
+    offsets = [*accumulate((len(read(token.bytes)) for token in reply.tokens), initial=reply.echoed)][:-1]
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
 

@@ -27,7 +27,7 @@ class SharedShard:
 
     Attributes:
         name: the shard's name, new in the store.
-        fresh: whether turns may have been recorded since the last publication. The caller sets it.
+        fresh: whether turns may have been recorded since the last publication that succeeded. The caller sets it.
 
     Args:
         trace: the store, which has no other shards being filled.
@@ -53,12 +53,14 @@ class SharedShard:
             if not (self._open if last else self.fresh):
                 return
             self.fresh = False
+            shards = [self._sampler.shard_at(place, self.name) for place in self._sampler.places]
             try:
                 lost = await self._sampler.publish(self.name, keep_open=not last)
-            except SamplerGone:
-                if not last:
+            except BaseException as error:
+                self.fresh = True
+                if not (last and isinstance(error, SamplerGone)):
                     raise
-                lost = [self._sampler.shard_at(place, self.name) for place in self._sampler.places]
+                lost = shards
             for name in lost:
                 await asyncio.to_thread(recover_shard, self._trace, name, DYING_SECONDS)
 

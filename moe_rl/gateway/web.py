@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from moe_rl.errors import DiskError, MoeRLError, SessionError
+from moe_rl.errors import MoeRLError, SessionError
 from moe_rl.gateway import anthropic_dialect as anthropic
 from moe_rl.gateway import openai_dialect as openai
 from moe_rl.gateway import responses_dialect as responses
@@ -185,6 +185,7 @@ class GatewayApp:
                 code = "busy" if error.message.fault == "busy" else "session"
                 return JSONResponse({"error": str(error), "code": code}, 409)
             except MoeRLError as error:
+                self._failed(error)
                 return JSONResponse({"error": str(error), "code": type(error).__name__}, 500)
 
         return serve
@@ -212,9 +213,7 @@ class GatewayApp:
             await self._gateway.shard.publish()
         try:
             file = await asyncio.to_thread(self._keeper.keep, finished)
-        except DiskError:
-            raise  # it can be finished again once there is disk space
-        except MoeRLError:
+        except SessionError:  # after any other error, such as a full disk, it can be finished again
             self._gateway.forget(session)
             raise
         self._gateway.forget(session)

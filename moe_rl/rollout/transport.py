@@ -190,6 +190,14 @@ class Transport:
             raise EngineError("The vLLM server gave the wrong answer", where={"url": self.url}, got=got) from None
 
 
+def allow_files() -> int:
+    """Let this process open as many files as the system allows it. Returns their number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
 @contextlib.contextmanager
 def _files_for(connections: int) -> Iterator[None]:
     """Let this process open as many files as it may while a client has connections.
@@ -197,9 +205,7 @@ def _files_for(connections: int) -> Iterator[None]:
     Raises EngineError if that is too few for the connections of all its clients: a server that cannot be called for
     want of files would look unreachable.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:  # not only as many as the clients need: agents connect to a gateway in this process
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = allow_files()
     _connections.append(connections)
     try:
         needed = sum(_connections) + _OTHER_FILES

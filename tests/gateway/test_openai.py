@@ -159,7 +159,9 @@ def test_completions_take_text_and_token_ids(running, router):
     one = client.completions.create(model="any", prompt="ab", max_tokens=5, temperature=0, logprobs=0, echo=True)
     session = running.session(opened)
     assert one.choices[0].text.startswith("ab") and one.choices[0].finish_reason == "length"
-    assert one.choices[0].logprobs.token_logprobs == pytest.approx(session.turns[0].logprobs.tolist())
+    said = one.choices[0].logprobs
+    assert [one.choices[0].text[at] for at in said.text_offset] == [token[0] for token in said.tokens]
+    assert said.token_logprobs == pytest.approx(session.turns[0].logprobs.tolist())
     ids = [*session.ids(0), 9]
     chunks = list(client.completions.create(model="any", prompt=ids, max_tokens=5, temperature=0, stream=True))
     assert len(chunks) == 1 and [turn.kind for turn in session.turns] == ["first", "continued"]
@@ -170,12 +172,14 @@ def test_completions_take_text_and_token_ids(running, router):
 WRONG = [
     ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_value"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_value"),
-    ({"tool_choice": "none"}, "tool_choice", "unsupported_value"),
+    ({"tool_choice": "none", "tools": [ADD]}, "tool_choice", "unsupported_value"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [ADD]}, "tool_choice",
      "invalid_value"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format",
      "unsupported_value"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "response_format.schema",
+     "unsupported_parameter"),
     ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "unsupported_value"),
     ({"extra_body": {"guided_json": {}}}, "guided_json", "unsupported_parameter"),
     ({"n": 0}, "n", "invalid_value"),
@@ -200,4 +204,5 @@ def test_what_is_not_served_is_refused_by_name(running):
         assert (caught.value.param, caught.value.code) == (param, code), caught.value
     assert running.session(opened).turns == [] and not running.session(opened).busy
     accepted = {"user": "u", "metadata": {"a": "b"}, "parallel_tool_calls": True, "tool_choice": "auto", "top_p": 1.0}
-    ask(client, [{"role": "user", "content": "hi"}], max_tokens=1, **accepted)
+    for choice in ("auto", "none"):  # both are the default without tools
+        ask(client, [{"role": "user", "content": "hi"}], max_tokens=1, **accepted | {"tool_choice": choice})

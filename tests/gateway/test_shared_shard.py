@@ -13,12 +13,10 @@ from moe_rl.gateway.shared_shard import SharedShard
 
 
 class Places:
-    """Is a sampler that notes what it is to publish."""
-
-    places = (0, 1)
+    """Is a sampler that notes what it is to publish. Its places are lost when it is gone."""
 
     def __init__(self, *fails: EngineError, lost=()):
-        self.fails, self.lost, self.published = list(fails), list(lost), []
+        self.fails, self.lost, self.published, self.places = list(fails), list(lost), [], (0, 1)
 
     def shard_at(self, place, shard):
         return f"{shard}-{place}"
@@ -27,7 +25,10 @@ class Places:
         self.published.append(keep_open)
         await asyncio.sleep(0.01)
         if self.fails:
-            raise self.fails.pop()
+            error = self.fails.pop()
+            if isinstance(error, SamplerGone):
+                self.places = ()
+            raise error
         return self.lost
 
 
@@ -71,6 +72,20 @@ def test_what_a_lost_place_wrote_is_recovered(tmp_path, recovered):
     assert recovered == ["a-1", f"{name}-0", f"{name}-1"]
 
 
+def test_turns_whose_publication_failed_are_published_again(tmp_path):
+    async def run():
+        sampler = Places(EngineError("planted: no room"))
+        shard = SharedShard(sampler, tmp_path)
+        shard.fresh = True
+        with pytest.raises(EngineError):
+            await shard.publish()
+        for _ in range(2):
+            await shard.publish()
+        assert sampler.published == [True, True], "the second succeeded"
+
+    asyncio.run(run())
+
+
 def test_new_turns_are_published_in_time_and_an_error_ends_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shared_shard, "_PUBLISH_SECONDS", 0.01)
 
@@ -79,11 +94,10 @@ def test_new_turns_are_published_in_time_and_an_error_ends_nothing(tmp_path, mon
         sampler, failed = Places(error), []
         shard = SharedShard(sampler, tmp_path)
         tending = asyncio.create_task(shard.tend(failed.append))
-        for _ in range(2):
-            shard.fresh = True
-            while shard.fresh:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+        shard.fresh = True
+        while shard.fresh:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         tending.cancel()
         with suppress(asyncio.CancelledError):
             await tending

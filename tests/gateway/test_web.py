@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import pytest
 from moe_rl.errors import SessionError
 from moe_rl.gateway.finishing import SessionKeeper, check_session
 from moe_rl.gateway.sessions import Session
+from moe_rl.trace.files import LocalFolder
 from tests.gateway.conftest import ADD
 from tests.gateway.session_turns import WIDE
 from tests.gateway.test_openai import ask, client_of
@@ -184,6 +186,21 @@ def test_a_session_is_finished_once_and_can_be_read_again(running):
     assert running.owner("POST", f"/sessions/{opened['session']}/finish").status_code == 404
     with pytest.raises(openai.AuthenticationError):
         ask(client, HI)
+
+
+def test_a_session_is_finished_later_if_no_file_can_be_opened_now(running, monkeypatch):
+    opened = running.open()
+    ask(client_of(running, opened), HI, max_tokens=3)
+    running.session(opened)
+
+    def no_file(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(LocalFolder, "open", no_file)
+        told = running.owner("POST", f"/sessions/{opened['session']}/finish")
+        assert told.status_code == 500 and "Too many open files" in told.text
+    assert running.owner("POST", f"/sessions/{opened['session']}/finish").status_code == 200
 
 
 def test_a_session_is_finished_while_others_are_sampled_and_turns_share_shards(running, engine, router):
