@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import resource
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,14 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a limit to the size of files is reached",
 }
+
+
+def allow_files() -> int:
+    """Let this process open as many files as the system allows it. Returns their number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def is_pointer(file: Path) -> bool:

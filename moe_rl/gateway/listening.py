@@ -10,8 +10,8 @@ from typing import Any
 
 import uvicorn
 
+from moe_rl.disk import allow_files
 from moe_rl.rollout.sampler import nobody
-from moe_rl.rollout.transport import allow_files
 
 # A client that takes nothing of a reply for so long is cut off: until then its session cannot be finished.
 _UNREAD_SECONDS = 60

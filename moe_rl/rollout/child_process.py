@@ -125,10 +125,13 @@ class ChildProcess:
             f"The {self._name} was left in the middle of a call", where={"pid": self.pid}
         )
 
-    def close(self, goodbye: Message) -> None:
-        """End the child and everything it started. May be called at any time, and repeatedly."""
-        # A child in the middle of a call, or one that failed, does not answer; waiting is pointless.
-        patience = 0.0 if self._failure else _CLOSE_SECONDS
+    def close(self, goodbye: Message, *, hears: bool = False) -> None:
+        """End the child and everything it started. May be called at any time, and repeatedly.
+
+        Args:
+            hears: a child that was deserted in the middle of a call hears the goodbye, and gets time to leave.
+        """
+        patience = 0.0 if self._failure and not (hears and self._ready) else _CLOSE_SECONDS
         self._failure = self._failure or describe(f"The {self._name} was closed", where={"pid": self.pid})
         if self._process.returncode is None:
             with contextlib.suppress(OSError):

@@ -188,6 +188,7 @@ class ServerFleet:
         samples, name = [Growing() for _ in requests], self.shard_at(place, shard)
         if options.get("keep_open"):
             self._left_open.setdefault(shard, {})[name] = place
+        returns = self._returns[place]
         self._calls += 1
         try:
             if options.get("leave") is None:
@@ -196,7 +197,8 @@ class ServerFleet:
         except RequestRefused:
             raise
         except EngineError as error:
-            self.lose(place, error)
+            if returns == self._returns[place]:  # else it was lost meanwhile, and is used again
+                self.lose(place, error)
             message = describe("A server is lost", where={"server": place, "url": server.url}, got=error)
             raise ServerLost(message, sum(len(sample.token_ids) for sample in samples)) from error
         finally:
@@ -407,7 +409,7 @@ class ServerFleet:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return dict(sorted(results.items()))
+        return {number: results[number] for number in sorted(results) if number in self.servers}
 
     def server(self, number: int) -> VllmServer:
         """Return a server that is not lost. Raises EngineError for a lost one."""

@@ -216,7 +216,7 @@ class PooledRollouts:
         self.workers = self._call(Wake(part), SamplerUpdated).workers
 
     def close(self) -> None:
-        self._child.close(Close())
+        self._child.close(Close(), hears=True)  # a stopped run waits here, and the pool keeps what is half sampled
 
     def _begin(self, step: int) -> None:
         """Make the pool sample the batch of a step, unless it has already begun."""

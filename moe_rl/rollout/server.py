@@ -84,6 +84,7 @@ class VllmServer:
         self._folder = folder
         self._alone = alone
         self.paused = False
+        self._load_seconds: float | None = None  # how long a part of an update may take
         self._shards: dict[str, asyncio.Task[None]] = {}  # those left open, and what opened each
 
     def generate(self, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
@@ -113,6 +114,7 @@ class VllmServer:
 
     async def update(self, update: WeightUpdate, seconds: float | None = None) -> Holding:
         """Send a part of an update. `seconds` limits the loading; default: timeout_seconds."""
+        self._load_seconds = seconds
         return await self._transport.call(None, "POST", "/moe_rl/update", update, _HOLDING, seconds)
 
     async def adopt(self) -> Holding:
@@ -194,7 +196,11 @@ class VllmServer:
                         part = slice(start, start + size)
                         tokens = sampling.forwarded(requests[part], asks[part], samples[part])
                         message = Publish(shard, *tokens, keep_open or part.stop < len(requests))
-                        refs |= await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
+                        # Beside other calls, it may wait until an update is loaded.
+                        seconds = None if leave is None else self._load_seconds
+                        refs |= await self._transport.call(
+                            client, "POST", "/moe_rl/publish", message, _REFERENCES, seconds
+                        )
             except BaseException:
                 if records and not keep_open:
                     await self._tidy(client, "/moe_rl/abandon", Sink(shard))
@@ -316,11 +322,19 @@ class VllmServer:
                 await self._transport.call(client, "POST", path, message, _NOTHING)
 
     async def _watch(self, client: httpx.AsyncClient) -> None:
-        """Raise EngineError once the server forwards no token for timeout_seconds; otherwise never return."""
+        """Raise EngineError once the server forwards no token for timeout_seconds; otherwise never return.
+
+        A paused server may load weights, and answers nothing meanwhile.
+        """
         forwarded, since = -1, time.monotonic()
         while True:
             await asyncio.sleep(self._transport.timeout / 4)
-            stats = await self._transport.call(client, "GET", "/moe_rl/stats", None, _STATS)
+            try:
+                stats = [] if self.paused else await self._transport.call(client, "GET", "/moe_rl/stats", None, _STATS)
+            except EngineError:
+                if not self.paused:
+                    raise
+                stats = []
             now = sum(worker.get("forwarded", 0) for worker in stats)
             if now != forwarded or self.paused:
                 forwarded, since = now, time.monotonic()

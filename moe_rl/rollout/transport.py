@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from moe_rl.disk import allow_files
 from moe_rl.errors import About, EngineError, RequestRefused
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm import sampling
@@ -188,14 +189,6 @@ class Transport:
         except msgspec.DecodeError as error:
             got = f"{error}: {str(text)[:200]}"
             raise EngineError("The vLLM server gave the wrong answer", where={"url": self.url}, got=got) from None
-
-
-def allow_files() -> int:
-    """Let this process open as many files as the system allows it. Returns their number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ class RankZero:
     Attributes:
         kept_awake: Whether the sampler was told to sleep but could not free its memory.
         newest: The metrics of the newest step, and those of the newest evaluation.
+        whole: Whether the prompt ledger must be whole at the end: the last step ends all groups that have begun. Not
+            if a resumed run has become shorter, and its last step was none when it was sampled.
     """
 
     log: RunLog
@@ -42,6 +44,7 @@ class RankZero:
     trackers: Trackers
     kept_awake: bool = False
     newest: Mapping[str, float] = field(default_factory=dict)
+    whole: bool = True
 
     def finish_step(self, step: int, metrics: dict[str, float], lines: list[SampleLine]) -> None:
         """Write a step's samples and metrics."""
@@ -71,7 +74,7 @@ class RankZero:
         if early or collapse:  # the batch of the next step may have been sampled
             rollouts.ledger.rewind(done)
         # A run that ends early leaves groups that have begun.
-        rollouts.ledger.verify(rollouts.source, steps=done, whole=not (early or collapse))
+        rollouts.ledger.verify(rollouts.source, steps=done, whole=self.whole and not (early or collapse))
         facts = {
             "heldout_best_metric": config.eval.best,
             "heldout_best_step": None if best is None else best[0],

@@ -178,7 +178,9 @@ def _restore_rollouts(trainer: Trainer, main: RankZero, done: int) -> None:
     batch = _take_left_behind(trainer, main, rollouts, done)
     rollouts.left_behind = None if isinstance(batch, SampledStep) else batch
     entered = done + (rollouts.left_behind is not None)
-    rollouts.ledger.verify(rollouts.source, steps=entered, whole=not trainer.config.pipeline.by_group)
+    by_group = trainer.config.pipeline.by_group
+    rollouts.ledger.verify(rollouts.source, steps=entered, whole=not by_group)
+    main.whole = not by_group or entered < trainer.config.run.steps
     rollouts.retain(set(range(done + 1 + (batch is not None))))
     trainer.store.collect_garbage()
     for shard in trainer.store.unpublished():

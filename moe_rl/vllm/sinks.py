@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_rl.disk import allow_files
 from moe_rl.errors import DiskError, EngineError, MoeRLError, RequestRefused, TraceError
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.trace.source_sum import rows_total, total
@@ -64,7 +65,8 @@ class WritingThread:
             self._room.notify()
 
 
-_MAX_OPEN = 256
+# In an asynchronous run each group that is being sampled has a shard.
+_MAX_OPEN = 4096
 _MAX_REFUSALS = 1024
 # Bytes of ids that a record must share with its group's first record to refer to it: a reference costs bytes too.
 _MIN_SHARED_BYTES = 64
@@ -123,6 +125,7 @@ class Sinks:
     """
 
     def __init__(self, root: Path, spec: TraceSpec, *, layers: tuple[int, ...], suffix: str):
+        allow_files()  # each shard takes one
         self._root, self._spec, self._layers, self._suffix = root, spec, layers, suffix
         self._open: dict[str, _Sink] = {}
         self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()

@@ -538,6 +538,23 @@ def test_the_clients_of_all_servers_share_the_limit_on_open_files(tmp_path, monk
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("paused", ["no", "before", "meanwhile"])
+def test_a_server_that_loads_weights_may_be_silent_for_longer_than_any_other(tmp_path, monkeypatch, paused):
+    make_token(token := tmp_path / "token")
+    server = VllmServer("http://host:1", token, timeout_seconds=0.2)
+    server.paused = paused == "before"
+
+    async def silent(*_):
+        server.paused = paused != "no"
+        await asyncio.sleep(0.1)
+        raise EngineError("The vLLM server hangs")
+
+    monkeypatch.setattr(server._transport, "call", silent)
+    expected = pytest.raises(EngineError if paused == "no" else TimeoutError)
+    with expected:
+        asyncio.run(asyncio.wait_for(server._watch(None), 1.0))
+
+
 def wake(made):
     """Begin a sync as the trainer does. Returns the numbers of workers before and after it."""
     before = len(made.workers)
@@ -698,6 +715,65 @@ def test_a_server_may_be_lost_in_an_update(fleet, tmp_path):
     assert list(made.sampler.lost) == ["http://host:0"]
     made.generate(REQUESTS, shard="step000001")
     assert len(servers[1].shards["step000001-server1"]) == len(REQUESTS)
+
+
+def fails_at(server: Server, moment: asyncio.Event) -> None:
+    """Let the calls that sample on a server fail at a moment."""
+
+    async def sample(*_, **__):
+        await moment.wait()
+        raise EngineError("planted: dead")
+
+    server.sample = sample
+
+
+def test_a_server_that_confirmed_an_update_may_be_lost_before_the_others_did(fleet, tmp_path):
+    made, servers = fleet(max_lost=1)
+    groups, loaded, load = made.sampler, asyncio.Event(), servers[1].update
+
+    async def late(update, seconds=None):
+        await loaded.wait()
+        return await load(update)
+
+    async def run():
+        dies, servers[1].update = asyncio.Event(), late
+        fails_at(servers[0], dies)
+        call = asyncio.create_task(groups.sample(0, REQUESTS, shard="g", leave=asyncio.Event()))
+        await groups.pause()
+        updating = asyncio.create_task(groups.take_weights(update(tmp_path, 2)))
+        while servers[0].served_.weight_version < 2:
+            await asyncio.sleep(0)
+        dies.set()
+        with pytest.raises(ServerLost):
+            await call
+        loaded.set()
+        await updating
+        assert list(groups.places) == [1] and list(groups.confirmed()) == [1]
+
+    asyncio.run(run())
+
+
+def test_a_call_from_before_a_server_was_lost_does_not_lose_it_again(fleet, tmp_path):
+    made, servers = fleet(max_lost=1)
+    groups = made.sampler
+
+    async def run():
+        dies = asyncio.Event()
+        fails_at(servers[0], dies)
+        call = asyncio.create_task(groups.sample(0, REQUESTS, shard="g", leave=asyncio.Event()))
+        await asyncio.sleep(0)
+        servers[0].fails.append("served")  # one other call gets no answer
+        await groups.each(lambda number: groups.server(number).served())
+        assert list(groups.places) == [1]
+        await groups.wake("weights")
+        await groups.pause()
+        await groups.take_weights(update(tmp_path, 2))
+        dies.set()
+        with pytest.raises(ServerLost):
+            await call
+        assert list(groups.places) == [0, 1]
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -19,6 +19,7 @@ from moe_rl.rollout.kept import shard_group, shards_of
 from moe_rl.rollout.rollouts import Rollouts
 from moe_rl.rollout.sampler import ServerLost, nobody, sample_all
 from moe_rl.rollout.trajectories import Trajectory
+from moe_rl.tasks.prompts import PromptSource
 from moe_rl.types import Completion, InsertedTokens, RoutePart, RouteRef, Verdict, VersionSpan
 from moe_rl.weights.update import Received, WeightUpdate
 from tests.support.refusals import refused
@@ -491,6 +492,30 @@ def test_a_killed_pool_takes_over_what_is_on_disk(tmp_path, checkpoint):
     check_of_all_runs(rig, 2)
     assert not {one.key.split("/")[0] for one in rig.servers.asked} & {f"g{cursor}" for cursor in ready}
     assert ready or checkpoint < 2
+
+
+def test_a_group_of_an_older_text_of_its_prompt_is_sampled_again(tmp_path, monkeypatch):
+    """--accept lets the text of a row change whose id stays."""
+
+    async def first():
+        rig = Rig(tmp_path)
+        await rig.feed.begin()
+        await rig.train(until=2)
+        await rig.feed.stop()
+        return [group.cursor for group in rig.feed.groups if group.pieces and any(group.pieces)]
+
+    def changed(source, cursor, count, real=PromptSource.at):
+        return [replace(prompt, token_ids=(*prompt.token_ids, 9)) for prompt in real(source, cursor, count)]
+
+    sampled = run(first())
+    monkeypatch.setattr(PromptSource, "at", changed)
+
+    async def resumed():
+        return Rig(tmp_path, done=2).feed
+
+    feed = run(resumed())
+    assert sampled and len(feed.unusable) == len(sampled) and "an older text of its prompt" in feed.unusable[0]
+    assert not {group.cursor for group in feed.groups} & set(sampled)
 
 
 def test_a_damaged_group_is_sampled_again(tmp_path):

@@ -65,6 +65,12 @@ def test_prompts_are_remembered_for_sharing_up_to_a_number_of_bytes(sinks, monke
     assert [np.frombuffer(prompt, np.int32)[0] for prompt in sink.families] == [1, 2]
 
 
+def test_each_group_of_an_asynchronous_run_may_have_a_shard(sinks):
+    for number in range(600):
+        sinks.open(f"group{number}")
+    assert len(sinks._open) == 600
+
+
 TURNS = 70  # more than the records that a reader follows
 
 
