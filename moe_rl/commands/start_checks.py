@@ -129,7 +129,7 @@ def read_task(config: Config, facts: ModelFacts, known: list[Problem]) -> tuple[
         if config.task.environment is not None:
             return task, _try_environment(config, config.task.environment)
         if task.has_chats:
-            write = ChatTemplate(config.model.path, config.task.chat).history
+            write = ChatTemplate(config.model.path, config.task.chat, config.run.date).history
             if endless := endless_problem(write, codec, facts.eos_token_ids, config.rollout):
                 return task, [endless]
         return _try_rewards(config, task)

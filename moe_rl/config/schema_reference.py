@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -33,6 +34,7 @@ _WORDS = {
     bool: "true or false",
     str: "text",
     Path: "path",
+    date: "day, as YYYY-MM-DD",
     NoneType: "null",
     Any: "any value",
 }

@@ -55,7 +55,7 @@ class PromptFile:
         hasher = xxhash.xxh3_128()
         settings = source.model_dump(mode="json", exclude={"data", "weight", "prompts"})
         chat = None if config.task.chat is None else config.task.chat.model_dump(mode="json")
-        limits = [config.rollout.max_prompt_tokens, config.task.environment is not None]
+        limits = [config.rollout.max_prompt_tokens, config.task.environment is not None, str(config.run.date)]
         hasher.update(json.dumps([settings, chat, limits, importlib.metadata.version("transformers")]).encode())
         code = sorted(Path(__file__).parent.glob("*.py"))
         tokenizer = sorted(file for file in config.model.path.iterdir() if file.suffix in _TOKENIZERS)

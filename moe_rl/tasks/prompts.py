@@ -193,7 +193,7 @@ class _PromptMaker:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._config.model.path, self._config.task.chat)
+        return ChatTemplate(self._config.model.path, self._config.task.chat, self._config.run.date)
 
     def read(self, source: PromptSourceConfig, key: str) -> PromptSet:
         """Read one source. key: the source's config key, for messages. Raises DataError with every problem."""

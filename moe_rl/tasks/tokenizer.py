@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from bisect import bisect_right
@@ -235,13 +236,18 @@ def transformers_tokenizer(folder: Path) -> Any:
 class ChatTemplate:
     """Renders chat messages with the model's own template."""
 
-    def __init__(self, model_path: Path | str, chat: ChatConfig | None):
-        """Load the template of the checkpoint folder `model_path`. chat: the settings `task.chat`.
+    def __init__(self, model_path: Path | str, chat: ChatConfig | None, day: datetime.date | None = None):
+        """Load the template of the checkpoint folder `model_path`.
+
+        Args:
+            chat: the settings `task.chat`.
+            day: what the template takes for today; None: today.
 
         Raises:
             DataError: the model has no template, or the template ignores one of the settings.
         """
         self._chat = chat or ChatConfig()
+        self._today = {} if day is None else {"strftime_now": day.strftime}
         where: About = {"key": "task.chat", "folder": model_path}
         try:
             self._tokenizer = transformers_tokenizer(Path(model_path))
@@ -344,9 +350,16 @@ class ChatTemplate:
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=answers,
+            **self._today,
             **self._chat.template_kwargs,
         )
         return text
+
+
+def writes_date(model_path: Path) -> bool:
+    """Return whether a model's chat template writes the day into prompts."""
+    files = [model_path / "tokenizer_config.json", *model_path.glob("*.jinja")]
+    return any("strftime_now" in file.read_text("utf-8", "replace") for file in files if file.is_file())
 
 
 def _message(message: Any) -> dict[str, Any]:

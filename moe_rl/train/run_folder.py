@@ -19,6 +19,7 @@ A step's trace shards and its rollout file are kept or deleted together. The run
 
 from __future__ import annotations
 
+import datetime
 import fcntl
 import os
 import shutil
@@ -36,6 +37,7 @@ from moe_rl.disk import refusal, write_whole
 from moe_rl.errors import About, ConfigError, DiskError, MoeRLError, Problem, describe
 from moe_rl.models.hf import expected_tensors, read_model
 from moe_rl.report import history, run_config, summary
+from moe_rl.tasks.tokenizer import writes_date
 
 # Keys that a resumed run may change. A name with a dot at its end stands for all keys of the section.
 MAY_CHANGE = (
@@ -96,7 +98,7 @@ def create(config: Config) -> RunFolder:
         except OSError as error:
             raise DiskError(refusal(error, "the run folder could not be created", path)) from error
         folder = RunFolder(path)
-        _write_config(folder, anchored(_with_start(config)))
+        _write_config(folder, anchored(_with_date(_with_start(config))))
         return folder
     raise ConfigError(
         "no free name for a run folder", where={"key": "run.runs_dir", "folder": config.run.runs_dir}, got=name
@@ -162,6 +164,13 @@ def _with_start(config: Config) -> Config:
         return config
     step = checkpoint_folder.step_of(checkpoint_folder.find(model.from_run / checkpoint_folder.FOLDER, model.from_step))
     return config.model_copy(update={"model": model.model_copy(update={"from_step": step})})
+
+
+def _with_date(config: Config) -> Config:
+    """Set run.date to today if prompts depend on the day: a run that goes on tomorrow must read the same ones."""
+    if config.run.date is not None or not writes_date(config.model.path):
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"date": datetime.date.today()})})
 
 
 def start_problems(config: Config) -> list[Problem]:

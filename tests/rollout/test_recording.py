@@ -208,10 +208,11 @@ def test_worker_class_without_a_patch(play, reference, tmp_path):
     )
     agree(outcome, reference)
     for completion in outcome.completions(1):
-        counts, ids = (outcome.store.aux(outcome.ref(completion), f"support_{name}") for name in ("counts", "ids"))
-        assert len(counts) == len(completion["token_ids"]) and 1 <= counts.min() <= counts.max() <= 8
+        ref, tokens = outcome.ref(completion), completion["token_ids"]
+        sets, counts, ids = (outcome.store.aux(ref, f"support_{name}") for name in ("sets", "counts", "ids"))
+        assert len(sets) == len(tokens) and 1 <= counts.min() <= counts.max() <= 8
         supports = np.split(ids, np.cumsum(counts)[:-1])
-        assert all(token in support for token, support in zip(completion["token_ids"], supports, strict=True))
+        assert all(token in supports[number] for token, number in zip(tokens, sets, strict=True))
 
 
 def _pristine(tmp_path, patches) -> dict[str, str]:

@@ -1,16 +1,19 @@
 """Tests who may write into a run folder."""
 
+import datetime
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import ConfigError
 from moe_rl.report import history
+from moe_rl.tasks.tokenizer import ChatTemplate
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder, held
 from tests.support.refusals import refused
@@ -72,6 +75,24 @@ def test_a_run_folder_means_the_same_in_every_working_directory(tmp_path, monkey
     run_folder.reopen(path, ["task.train.0.data=moved.jsonl", "model.path=moved"])
     with refused(ConfigError, folder=path):
         run_folder.reopen(path, ["task.train.0.data=moved.jsonl", "task.train.0.id=null"])
+
+
+def test_the_prompts_of_a_run_have_the_day_of_its_beginning(tmp_path):
+    """gpt-oss's template writes the day. Resumed on the next day, a run must not read other prompts."""
+    model = tmp_path / "model"
+    copytree("assets/tiny_gym/policy", model, ignore=ignore_patterns("*.safetensors"))
+    given = [f"run.runs_dir={tmp_path / 'runs'}", f"model.path={model}"]
+    assert load_config(run_folder.create(load_config("tiny_moe_cpu", given)).config).run.date is None
+    template = model / "chat_template.jinja"
+    template.write_text('Today is {{ strftime_now("%Y-%m-%d") }}.' + template.read_text())
+    config = load_config(run_folder.create(load_config("tiny_moe_cpu", given)).config)
+    assert config.run.date is not None
+    first, other = (ChatTemplate(model, None, day) for day in (config.run.date, datetime.date(2001, 2, 3)))
+    messages = first.messages("1+2=")
+    assert first.render(messages).startswith(f"Today is {config.run.date:%Y-%m-%d}.")
+    assert other.render(messages).startswith("Today is 2001-02-03.")
+    chosen = load_config(run_folder.create(load_config("tiny_moe_cpu", [*given, "run.date=2001-02-03"])).config)
+    assert chosen.run.date == datetime.date(2001, 2, 3)
 
 
 def test_a_config_that_was_edited_by_hand_is_named(tmp_path):
