@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from moe_rl.commands import train as train_command
+from moe_rl.commands.serve import _nodes, engine_arguments
 from moe_rl.commands.serve import add_arguments as add_serve_arguments
-from moe_rl.commands.serve import engine_arguments
 from moe_rl.config.check_cluster import server_problems, start_problems
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
@@ -165,12 +165,37 @@ def test_the_slurm_job_starts_servers_and_trainers_that_fit(shell):
     assert len(calls["curl"]) == len(servers) and "requeue" not in str(calls.get("scontrol"))
 
 
+def test_the_slurm_job_starts_an_engine_on_several_nodes(shell, tmp_path):
+    path = tmp_path / "repository/configs/launch/slurm.sbatch"
+    text = path.read_text()
+    for old, new in (
+        ("CONFIG=configs/qwen3_30b_a3b.yaml", "CONFIG=configs/deepseek_v3.yaml"),
+        ("TRAIN_NODES=4", "TRAIN_NODES=32"),
+        ("ENGINES_PER_NODE=4 GPUS_PER_ENGINE=2", "ENGINES_PER_NODE=1 GPUS_PER_ENGINE=8"),
+        ("NODES_PER_ENGINE=1 ", "NODES_PER_ENGINE=4 "),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-47]", "SLURM_NNODES": "48"}
+    calls = shell("bash", "configs/launch/slurm.sbatch", **variables)
+    nodes = [served(arguments) for arguments in calls["python"] if arguments[0] != "-c"]
+    serving = {one.master_addr: one for one in nodes if one.node_rank == 0}
+    assert sorted(serving) == ["node32", "node36", "node40", "node44"]
+    (arguments,) = calls["torchrun"]
+    check_agreement(trainer(arguments)[1], list(serving.values()))
+    for address, first in serving.items():
+        engine = [one for one in nodes if one.master_addr == address]
+        assert sorted(_nodes(one).rank for one in engine) == [0, 1, 2, 3] and {one.nnodes for one in engine} == {4}
+        assert first.host == address and [one for one in engine if one.host or one.port] == [first]
+
+
 def test_a_slurm_job_ends_with_the_reason_of_a_server_that_does_not_start(shell, tmp_path):
     """srun writes a server's output into its log, which the stand-in does not."""
     script = (tmp_path / "repository/configs/launch/slurm.sbatch").read_text()
     ends = script.replace("python tools/serve_vllm.py", 'bash -c \'echo "no CUDA device" >"$0"; exit 2\' "${logs[-1]}"')
     (tmp_path / "repository/ends.sbatch").write_text(ends.replace("curl ", "false "))
-    says = "the server http://node4:8000 ended before it was ready; the end of"
+    says = "a server ended before it was ready; the end of"
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-5]", "SLURM_NNODES": "6"}
     calls = shell("bash", "ends.sbatch", ends=1, says=says, **variables)
     assert ends != script and "torchrun" not in calls and calls["srun"]
