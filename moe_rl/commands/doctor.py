@@ -10,6 +10,7 @@ from moe_rl.commands.diagnosis import Diagnosis, diagnose, fits
 from moe_rl.commands.machine import ALWAYS, PARTS, VLLM, Machine, Requirement, look
 from moe_rl.config.load import load_config
 from moe_rl.disk import write_json
+from moe_rl.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Examine the machine and print the findings. Return the exit status."""
+    if options.overrides and not options.config:
+        got = " ".join(options.overrides)
+        raise ConfigError("nothing to override", where={"option": "--config"}, got=got, do="give --config FILE")
     config = load_config(options.config, options.overrides) if options.config else None
     machine = look(PARTS)
     diagnosis = diagnose(machine, config)

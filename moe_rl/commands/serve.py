@@ -34,7 +34,8 @@ from moe_rl.vllm.nodes import PORT, Nodes
 # Options whose values follow from --config.
 _OF_THE_RUN = ("model", "trace_root", "capture", "model_fingerprint")
 _OF_NODES = ("nnodes", "node_rank", "master_addr", "master_port")
-_OF_A_SERVER = ("support", "router_logits_fraction", "head", "reads_text", *_OF_NODES)
+_RECORDED = ("support", "router_logits_fraction", "head", "reads_text")
+_OF_A_SERVER = (*_RECORDED, *_OF_NODES)
 # Options of the process that listens.
 _OF_NODE_0 = ("host", "port", "token_file", "json")
 # Keys that a resumed gateway may change. A change to any other key would change its sessions.
@@ -215,8 +216,11 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
             token_file=options.token_file,
             **address,
         )
-    if repeated := [f"--{name.replace('_', '-')}" for name in _OF_THE_RUN if getattr(options, name) is not None]:
-        raise EngineError("says this already", where={"option": "--config"}, got=", ".join(repeated), do="leave it out")
+    repeated = [name for name in _OF_THE_RUN if getattr(options, name) is not None]
+    repeated += [name for name in _RECORDED if getattr(options, name)]
+    if repeated:
+        got = ", ".join(f"--{name.replace('_', '-')}" for name in repeated)
+        raise EngineError("says this already", where={"option": "--config"}, got=got, do="leave it out")
     config = load_config(options.config, options.overrides)
     refuse(list(passed_problems(config)))
     needed = config.cluster.nodes_per_engine if config.cluster is not None else 1

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moe_rl.config.load import load_config
 from moe_rl.disk import write_json
-from moe_rl.errors import About, DataError, MoeRLError
+from moe_rl.errors import About, ConfigError, DataError, MoeRLError
 from moe_rl.gateway.finishing import read_session
 from moe_rl.gateway.sessions import Session
 from moe_rl.report import evidence_folder
@@ -130,10 +130,13 @@ def run(options: argparse.Namespace) -> int:
     if not options.run.exists():
         do = "give the run folder that the run printed, or a session file"
         raise DataError("there is no such folder or file", where={"folder": options.run}, do=do)
+    session = options.session is not None or options.run.suffix == SESSION_SUFFIX
+    if options.json and (options.profile or session):
+        raise ConfigError("only samples are written", where={"option": "--json"}, got=options.json, do="leave it out")
     if options.profile:
         print("\n".join(_profile_lines(options.run)))
         return 0
-    if options.session is not None or options.run.suffix == SESSION_SUFFIX:
+    if session:
         print("\n".join(session_lines(options.run, options.session, options.model)))
         return 0
     if kept := evidence_folder.lines(options.run):

@@ -12,6 +12,7 @@ with the traces (verify, import --check), 2 with one message when a command fail
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -159,6 +160,13 @@ def _cat(options: argparse.Namespace) -> tuple[int, object]:
         layers = selection.store.info(ref).layers
         if options.layers is not None:
             layers = tuple(layer for layer in layers if layer in options.layers)
+            if not layers:
+                raise TraceError(
+                    "no such layer was recorded",
+                    where={"option": "--layers", "record": ref.key},
+                    got=", ".join(map(str, options.layers)),
+                    expected=", ".join(map(str, selection.store.info(ref).layers)),
+                )
         first, last = options.rows or (0, ref.rows)
         record = selection.store.read(ref, layers=layers, rows=(min(first, ref.rows), min(last, ref.rows)))
         line = {
@@ -201,7 +209,8 @@ def _import(options: argparse.Namespace) -> tuple[int, object]:
         refs = import_lines(path, options.store, options.shard, spec, form)
     rows = sum(ref.rows for ref in refs)
     print(f"{len(refs)} sequences, {rows:,} rows in shard {options.shard}")
-    return 0, {"shard": options.shard, "sequences": len(refs), "rows": rows}
+    references = [dataclasses.asdict(ref) for ref in refs]
+    return 0, {"shard": options.shard, "sequences": len(refs), "rows": rows, "references": references}
 
 
 def _export(options: argparse.Namespace) -> tuple[int, object]:

@@ -97,10 +97,10 @@ def _layers(result: dict[str, Any]) -> Panel:
     direction = "tokens whose expert set differs from the recorded one, lower is better"
     layers = [entry["layer"] for entry in result["layers"]]
     figure, both_axes = figure_of(rows=2, xlabel="layer")
-    highest = max(
-        entry[part]["set_mismatch"][when]
-        for entry in result["layers"] for part in ("completion", "prompt") for when in ("before", "after")
-    )  # fmt: skip
+    rates = [entry[part]["set_mismatch"] for entry in result["layers"] for part in ("completion", "prompt")]
+    # Completions of one token have no rows.
+    measured = [rate for each in rates for rate in (each["before"], each["after"]) if rate is not None]
+    highest = max(measured, default=0.0)
     for axes, part in zip(both_axes, ("completion", "prompt"), strict=True):
         for when, color, label in (("before", ORANGE, "native forward"), ("after", BLUE, "shadow choice in replay")):
             values = [entry[part]["set_mismatch"][when] for entry in result["layers"]]

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.objectives.device import to_device
@@ -297,6 +298,13 @@ def pack(
     indices = range(len(sequences)) if indices is None else indices
     device = world.device() if device is None else device
     chosen = [sequences[i] for i in indices]
+    if len(keys := {sequence.key for sequence in chosen}) < len(chosen):
+        raise ReplayError(
+            "sequences of a microbatch have equal keys, and would be one unit of the loss",
+            got=f"{len(keys)} keys for {len(chosen)} sequences",
+            do="give each sequence its own key",
+            fault="keys",
+        )
     lengths = padded_lengths([s.forwarded for s in chosen], context[1])
     starts = np.cumsum((0, *lengths))
     tokens, is_real = np.zeros(starts[-1], np.int64), np.zeros(starts[-1], bool)

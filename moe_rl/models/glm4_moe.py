@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.models.facts import Fields, ModelFacts, Rope, SigmoidDefaults, sigmoid_routing
-from moe_rl.models.weight_table import Weight, dense_mlp, grouped_query_attention, routed_mlp, separate_experts
+from moe_rl.models.facts import Fields, Rope, SigmoidDefaults, sigmoid_routing
+from moe_rl.models.qwen3_moe import layer_weights as layer_weights
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
 MODEL_TYPES = ("glm4_moe",)
@@ -25,11 +25,3 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: Rope) -> dict[str, Any
         "attention_bias": read.flag("attention_bias", False),
         "qk_norm": read.flag("use_qk_norm", False),
     }
-
-
-def layer_weights(facts: ModelFacts, *, has_experts: bool) -> tuple[Weight, ...]:
-    """Return the weights of a layer."""
-    attention = grouped_query_attention(facts)
-    if not has_experts:
-        return *attention, *dense_mlp(facts)
-    return *attention, *routed_mlp(facts, "gate"), *separate_experts(facts)

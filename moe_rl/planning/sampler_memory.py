@@ -13,6 +13,7 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import expected_tensors, layer_weights, parameter_count
 from moe_rl.models.peft import adapter_tensors
 from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
+from moe_rl.trace import TraceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,6 @@ class Storage:
     weight_sync_bytes: int
     weight_bucket_bytes: int
     sync_seconds: dict[str, float]
-
-
-def routes_bytes_per_token(facts: ModelFacts) -> int:
-    """Return the bytes of routes per token: MoE layers x top_k ids, one byte each up to 256 experts and two above."""
-    return len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2)
 
 
 def node_share(layout: Layout, gpus_per_node: int) -> float:
@@ -85,7 +81,7 @@ def weight_bucket_bytes(facts: ModelFacts, dtype: str, bucket_mib: float) -> int
 
 
 def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> Storage:
-    routes, weights = routes_bytes_per_token(facts), weight_sync_bytes(facts, config.rollout.dtype)
+    routes, weights = TraceSpec.of(facts).row_bytes, weight_sync_bytes(facts, config.rollout.dtype)
     of_step = batch.sampling_rounds * batch.sequences_per_step * (batch.max_sequence_tokens - 1) * routes
     cluster, lora = config.cluster, config.train.lora
     links = cluster.links_gb_per_second if cluster else {}

@@ -26,7 +26,7 @@ import select
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,6 +107,7 @@ class TrackedRun:
         config: the resolved config, by section.
         id: the tracker's name for the run from an earlier process; "" for a new run.
         again_from: the first step that is logged again after the run went back to a checkpoint; None if it did not.
+        keep: keeps the tracker's name for a new run, should a later call fail.
     """
 
     path: Path
@@ -114,6 +115,7 @@ class TrackedRun:
     config: dict[str, Any]
     id: str
     again_from: int | None
+    keep: Callable[[str], None]
 
     @property
     def project(self) -> str:
@@ -239,11 +241,11 @@ class MLflow:
             experiment = self._client.get_experiment_by_name(run.project)
             number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
             self.id = self._client.create_run(number, run_name=run.path.name).info.run_id
+            run.keep(self.id)
             values = [Param(key, str(value)) for key, value in run_config.flat(run.config).items()]
             for begin in range(0, len(values), _PARAMETERS):
                 self._client.log_batch(self.id, params=values[begin : begin + _PARAMETERS])
         self.place = self._client.get_run(self.id).info.artifact_uri or ""
-        self._client.log_artifact(self.id, str(run.path / run_config.FILE))
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         now = int(1000 * time.time())
@@ -256,7 +258,7 @@ class MLflow:
         self._client.log_text(self.id, text, f"samples/step-{step:06d}.jsonl")
 
     def report(self, summary: dict[str, Any]) -> None:
-        for name in ("summary.json", "report.html"):
+        for name in (run_config.FILE, "summary.json", "report.html"):
             self._client.log_artifact(self.id, str(self._path / name))
 
     def close(self, *, finished: bool) -> None:
@@ -320,7 +322,12 @@ class _Worker:
         known = path.read_bytes().splitlines()[:metrics] if path.exists() else []
         again = 1 + (json.loads(known[-1])["step"] if known else -1)
         config = read_config(self._run)
-        facts = TrackedRun(self._run, self._run / FOLDER, config, state.id, again if back else None)
+
+        def keep(name: str) -> None:
+            state.id = name
+            self._save()
+
+        facts = TrackedRun(self._run, self._run / FOLDER, config, state.id, again if back else None, keep)
         with self._limited():
             tracker: Tracker = OPEN[self._name](facts)  # type: ignore[index]
         state.id, state.place, state.reported = tracker.id, tracker.place, False

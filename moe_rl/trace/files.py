@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_rl.disk import sync
 from moe_rl.errors import TraceError
 
 if TYPE_CHECKING:
@@ -215,12 +216,4 @@ def make_directory(root: Path) -> None:
     if not root.is_dir():
         make_directory(root.parent)
         root.mkdir(exist_ok=True)
-        sync_directory(root.parent)
-
-
-def sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync(root.parent)

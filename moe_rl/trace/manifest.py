@@ -25,7 +25,8 @@ from pathlib import Path
 
 import xxhash
 
-from moe_rl.trace.files import File, create_locked, sync_directory, write_all
+from moe_rl.disk import sync
+from moe_rl.trace.files import File, create_locked, write_all
 
 MANIFEST = "manifest.jsonl"
 # A manifest is replaced when its lines exceed twice the lines it needs by more than this.
@@ -103,7 +104,7 @@ class ManifestFile:
             os.replace(path, self._root / MANIFEST)
             os.dup2(fd, self._fd, inheritable=False)
             self._end = len(new)
-            sync_directory(self._root)
+            sync(self._root)
         finally:
             os.close(fd)
             with contextlib.suppress(OSError):
@@ -119,7 +120,7 @@ def locked_manifest(root: Path) -> Iterator[ManifestFile]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             if new:
-                sync_directory(root)
+                sync(root)
             _lock(fd)
             # Another writer may have replaced the file between the two calls above.
             if os.fstat(fd).st_nlink:

@@ -115,10 +115,6 @@ class TraceSpec:
         return np.dtype("<u1") if self.num_experts <= 256 else np.dtype("<u2")
 
     @property
-    def row_shape(self) -> tuple[int, int]:
-        return len(self.moe_layers), self.top_k
-
-    @property
     def row_bytes(self) -> int:
         """Return the bytes of one token's routes before encoding."""
         return len(self.moe_layers) * self.top_k * self.dtype.itemsize

@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,12 +117,13 @@ def recover_shard(root: Path, name: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for path, whole in unsealed(root).items():
         while whole == name or whole.startswith(f"{name}."):
-            with suppress(TraceError):
+            try:
                 recover(path, whole)
                 path.unlink(missing_ok=True)  # its lock is free again, so a collector may have taken it
                 break
-            if time.monotonic() > deadline:
-                break
+            except TraceError as error:
+                if error.message.fault != "unfinished" or time.monotonic() > deadline:
+                    break
             time.sleep(_POLL_SECONDS)
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from moe_rl.disk import refusal
+from moe_rl.disk import refusal, sync
 from moe_rl.errors import About, TraceDiskError, TraceError
-from moe_rl.trace.files import LocalFile, create_locked, make_directory, sync_directory, write_all
+from moe_rl.trace.files import LocalFile, create_locked, make_directory, write_all
 from moe_rl.trace.frame import MAX_DEPTH, Frame, Parent, build_frame, digest_of, head_size
 from moe_rl.trace.library import Library, Reading, ShardIndex
 from moe_rl.trace.manifest import locked_manifest
@@ -228,7 +228,7 @@ class ShardWriter:
                     os.link(self._tmp, self._final)
                     linked = True
                     os.unlink(self._tmp)
-                    sync_directory(self._root)
+                    sync(self._root)
                 except BaseException:
                     if linked:
                         with contextlib.suppress(OSError):

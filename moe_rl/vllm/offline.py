@@ -102,16 +102,20 @@ class RecordingLLM:
         shard = shard or f"offline-{secrets.token_hex(8)}"
         settings = sampling_params if isinstance(sampling_params, Seq) else [sampling_params] * len(prompts)
         inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
-        asked = [_with_recording(params, RecordingRequest(str(index), shard)) for index, params in enumerate(settings)]
+        # Sequences of several calls may be packed together, so that each needs a key of its own.
+        names = [f"{shard}/{index}" for index in range(len(settings))]
+        asked = [
+            _with_recording(params, RecordingRequest(name, shard)) for name, params in zip(names, settings, strict=True)
+        ]
         self._source.open(shard)
         try:
             results = self.llm.generate(inputs, asked, use_tqdm=False)
             # The recorder learns of the last finished requests in the next step.
             self.llm.llm_engine.step()
             made = {}
-            for index, (result, params) in enumerate(zip(results, asked, strict=True)):
+            for name, result, params in zip(names, results, asked, strict=True):
                 for output in result.outputs:
-                    key = str(index) if params.n == 1 else f"{index}/{output.index}"
+                    key = name if params.n == 1 else f"{name}/{output.index}"
                     made[key] = tuple(result.prompt_token_ids), output
             sequences = {key: [*prompt, *output.token_ids[:-1]] for key, (prompt, output) in made.items()}
             self._source.publish(shard, shard, sequences)

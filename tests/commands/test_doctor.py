@@ -73,6 +73,8 @@ def test_what_is_missing_is_said_and_is_the_status(monkeypatch, capsys):
     assert cli.main(["doctor", "--config", str(CONFIG), "rollout.capture=worker"]) == 0
     assert cli.main(["doctor", "--config", "no/such.yaml"]) == 2
     assert "no/such.yaml" in capsys.readouterr().err
+    assert cli.main(["doctor", "rollout.capture=worker"]) == 2
+    assert "nothing to override" in capsys.readouterr().err
 
 
 def test_what_a_config_names_and_is_not_here_is_missing(monkeypatch, capsys, tmp_path):

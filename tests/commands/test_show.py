@@ -56,6 +56,12 @@ def test_a_result_that_cannot_be_written_is_told(folder, capsys):
     assert str(file) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["--profile"], ["--session", "s"]])
+def test_what_is_not_written_as_json_is_refused(folder, options, capsys):
+    assert main(["show", str(folder), *options, "--json", str(folder / "out.json")]) == 2
+    assert "--json" in capsys.readouterr().err and not (folder / "out.json").exists()
+
+
 @pytest.mark.parametrize("options", [["--step", "7"], []])
 def test_what_is_not_there_is_refused(folder, options, capsys):
     run = folder if options else folder / "nothing"

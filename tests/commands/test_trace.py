@@ -65,6 +65,8 @@ def test_cat_gives_the_slice_that_was_asked_for(tool, tmp_path, capsys):
     record = json.loads(line)
     assert record["routes"] == routes[3:5, 1:].tolist() and record["token_ids"] == [6, 8]
     assert record["spans"] == [[2, 5, "decode"]] and record["layers"] == [2]
+    assert tool(["cat", str(tmp_path), "--layers", "7"]) == 2
+    assert "no such layer was recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("limit", "lines"), [([], 10), (["--limit", "3"], 3), (["--limit", "0"], 12)])
@@ -85,9 +87,13 @@ def test_cat_into_head_ends_quietly(tmp_path):
 
 def test_import_takes_replies_and_says_what_is_wrong_with_others(tool, tmp_path, capsys):
     file = str(FIXTURES / "sglang_024911f2.jsonl")
-    assert tool(["import", str(tmp_path), file, "--format", "sglang", "--shard", "new", *MODEL]) == 0
+    done = tmp_path / "done.json"
+    given = ["import", str(tmp_path), file, "--format", "sglang", "--shard", "new", *MODEL]
+    assert tool([*given, "--json", str(done)]) == 0
     assert [ref.rows for ref in TraceStore(tmp_path).records("new")] == [10, 15]
-    assert tool(["import", str(tmp_path), file, "--format", "sglang", "--shard", "new", *MODEL]) == 2
+    told = json.loads(done.read_text())["references"]
+    assert [one["rows"] for one in told] == [10, 15] and all(one["source_sum"] for one in told), "what replay needs"
+    assert tool(given) == 2
     assert "never overwritten" in capsys.readouterr().err
     assert tool(["import", str(tmp_path), file, "--format", "sglang", "--check", *MODEL]) == 0
     wrong = [*MODEL[:-1], "d,d,m,m,m"]

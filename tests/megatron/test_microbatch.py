@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+from moe_rl.errors import ReplayError
 from moe_rl.megatron.microbatch import pack
 from moe_rl.planning.packing import PAD_MULTIPLE, padded_length
 from moe_rl.types import InsertedTokens, RewardedTurn, SamplingSupport, Sequence, VersionSpan, sampled_by, unit_lengths
+from tests.support.refusals import refused
 
 
 def sequence(key, prompt, completion, reward):
@@ -111,6 +113,13 @@ def test_the_tokens_of_segments_are_of_their_completion():
     assert packed.sequence_ids.tolist() == [0, 1] and packed.counts == (1, 1)
     apart = [dataclasses.replace(one, alone=True) for one in (first, later)]
     assert pack([other, *apart], None, torch.device("cpu")).sequence_ids.tolist() == [0, 1, 1, 2]
+
+
+def test_two_sequences_of_one_key_are_refused():
+    """They would be one unit of the loss."""
+    twice = [sequence("0", [1], [2, 3], 0.5), sequence("0", [6], [7], -1)]
+    with refused(ReplayError, fault="keys", got="1 keys for 2 sequences"):
+        pack(twice, None, torch.device("cpu"))
 
 
 def test_a_rank_without_sequences_still_has_a_microbatch_to_run():

@@ -18,7 +18,7 @@ from moe_rl.report.lines import encode, read_rows, write_rows
 from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import SampleFile, SampleLine
 from moe_rl.report.summary import summarize
-from moe_rl.report.tracker_worker import FOLDER, TrackerState, read_state, state_file
+from moe_rl.report.tracker_worker import FOLDER, MLflow, TrackedRun, TrackerState, read_state, state_file
 from moe_rl.report.trackers import Trackers
 from moe_rl.types import sampled_by
 
@@ -224,6 +224,29 @@ def test_mlflow_gets_one_run(run):
     assert yaml.safe_load((kept / "config.yaml").read_text()) == CONFIG
     lines = [json.loads(line) for line in (kept / "samples/step-000004.jsonl").read_text().splitlines()]
     assert [(line["key"], line["advantages"]) for line in lines] == [("s4/a", "advantage +0.500"), ("s4/b", "")]
+
+
+def test_mlflow_gets_metrics_though_its_store_of_files_cannot_be_reached(tmp_path, monkeypatch):
+    """The server is reached, and the client lacks the rights to the bucket that keeps the files."""
+    from mlflow import MlflowClient
+
+    def refused(*_, **__):
+        raise PermissionError("no credentials")
+
+    kept: list[str] = []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/store")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(MlflowClient, "log_artifact", refused)
+    facts = TrackedRun(tmp_path / "tiny-1", tmp_path, CONFIG, "", None, kept.append)
+    tracker = MLflow(facts)
+    tracker.metrics(1, {"reward/mean": 0.5})
+    with pytest.raises(PermissionError):
+        tracker.report({})
+    with monkeypatch.context() as fails, pytest.raises(PermissionError):
+        fails.setattr(MlflowClient, "log_batch", refused)
+        MLflow(facts)
+    assert len(kept) == 2 and kept[0] == tracker.id, "a run that was begun is gone on with"
+    assert [one.value for one in MlflowClient().get_metric_history(tracker.id, "reward/mean")] == [0.5]
 
 
 @pytest.mark.long

@@ -203,6 +203,7 @@ def test_experts_that_move_are_refused(refused):
     ("arguments", "said"),
     [
         (["--config", "CONFIG", "--model", "m"], "got --model"),
+        (["--config", "CONFIG", "--support", "--head", "5", "--reads-text"], "got --support, --head, --reads-text"),
         (["--config", "CONFIG", "rollout.no_such=1"], "rollout.no_such"),
         (["--model", "m"], "nothing says which model to serve"),
         (["--model", "m", "--trace-root", "t", "run.seed=1"], "nothing says which model to serve: got run.seed=1"),

@@ -158,6 +158,14 @@ def test_one_bad_line_publishes_nothing(tmp_path, change, facts):
     assert TraceStore(tmp_path / "store").shards() == []
 
 
+def test_a_choice_of_vllm_may_have_the_tokens_of_its_prompt(tmp_path):
+    line = lines("vllm")[0]
+    alone = {"key": "one", "response": line["response"]["choices"][0] | {"prompt_token_ids": line["prompt_token_ids"]}}
+    (tmp_path / "replies.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (line | {"key": "all"}, alone)))
+    first, second = import_lines(tmp_path / "replies.jsonl", tmp_path, "shard", SPEC, "vllm")
+    assert first.rows == second.rows
+
+
 @pytest.mark.parametrize("named", ["choices", "outputs"])
 def test_several_choices_are_several_records(tmp_path, named):
     line = lines("vllm")[0]

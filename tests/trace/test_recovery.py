@@ -146,3 +146,12 @@ def test_a_full_disk_while_recovering(tmp_path, left, monkeypatch):
         recover(dead, "r")
     assert len(fired) == 2 and os.listdir(tmp_path) == [dead.name]
     _expect(TraceStore(tmp_path), recover(dead, "r"), "r", refs, routes)
+
+
+def test_a_file_that_cannot_be_recovered_is_not_waited_for(tmp_path, left, monkeypatch):
+    dead, *_ = left
+    recover(dead, "s")  # its writer died just after it had published the shard
+    monkeypatch.setattr(recovery, "_POLL_SECONDS", 3600.0)
+    recovery.recover_shard(tmp_path, "s", 7200.0)
+    dead.write_bytes(b"")
+    recovery.recover_shard(tmp_path, "s", 7200.0)

@@ -38,7 +38,7 @@ with record("{POLICY}", trace_root=sys.argv[1], dtype="float32", max_model_len=6
     found = llm.generate(list(prompts), params, shard="ids")
     (text,) = llm.generate(["12+34="], params[0])
     several = llm.generate(list(prompts)[:1], SamplingParams(max_tokens=4, n=2, seed=5))
-    assert [one.ref.key for one in several] == ["0/0", "0/1"]
+    assert [one.ref.key.rpartition("/0/")[2] for one in several] == ["0", "1"] and text.ref.key != several[0].ref.key
     assert several[0].prompt_token_ids == text.prompt_token_ids == list(prompts)[0]
     assert all(len(one.routes) == len(one.prompt_token_ids) + len(one.output.token_ids) - 1 for one in several)
     np.testing.assert_array_equal(text.routes, found[0].routes)

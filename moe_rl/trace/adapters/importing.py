@@ -191,6 +191,8 @@ def _split(line: _Line, form: str, where: About) -> list[_Item]:
     # vLLM's own class, RequestOutput, calls them outputs.
     choices = line.response.get("choices", line.response.get("outputs")) if form in ("vllm", "nemo") else None
     if choices is None:
+        if form == "vllm":
+            given = given or line.response.get("prompt_token_ids")
         return [_Item(line.key, given, line.response, line)]
     if form == "nemo" and isinstance(choices, list):
         choices = [choice.get("message", choice) if isinstance(choice, dict) else choice for choice in choices]
