@@ -53,19 +53,33 @@ _PATIENCE, _LOOK_SECONDS = 1800.0, 0.3
 class Night:
     """Keeps a run going over two servers that are killed, and through hangs of its ranks.
 
+    Args:
+        seed: of the moments.
+        stack: ends servers and run.
+        turns: of every third dialogue, and of the others.
+        hang_seconds: `run.hang_seconds`.
+
     Attributes:
         counts: what happened.
     """
 
-    def __init__(self, work: Path, seed: int, stack: ExitStack):
+    def __init__(
+        self,
+        work: Path,
+        seed: int,
+        stack: ExitStack,
+        *,
+        turns: tuple[int, int] = (TURNS, SHORT),
+        hang_seconds: float = 60,
+    ):
         self.work, self.random, self.stack = work, random.Random(seed), stack
         self.counts = {"servers_killed": 0, "ranks_hung": 0, "runs_lost": 0}
         self.runs = work / "runs"
         self.runs.mkdir(parents=True)
-        self.given, self.token = _config(work, self.runs), self.runs / "token"
+        self.given, self.token = _config(work, self.runs, turns, hang_seconds), self.runs / "token"
         self.ports = [free_port() for _ in range(2)]
-        both = stack.enter_context(ThreadPoolExecutor())  # stays: what a thread starts may end with it
-        self.servers = list(both.map(self._serve, (0, 1)))
+        self.threads = stack.enter_context(ThreadPoolExecutor())  # stays: what a thread starts may end with it
+        self.servers = list(self.threads.map(self._serve, (0, 1)))
         urls = ",".join(server.url for server in self.servers)
         self.run = self._launch("--config", self.given, f"rollout.servers=[{urls}]")
 
@@ -77,31 +91,56 @@ class Night:
             _say(f"{self.steps} steps, {self.counts}")
             if time.monotonic() > until:
                 break
+        self.end()
+
+    def strike_at_once(self) -> None:
+        """Kill a server in the first step. Stop a rank in the second, while the server starts again. Resume the run,
+        then ask it to stop.
+        """
+        self._kill(0)
+        server = self.threads.submit(self._serve, 0)
+        self.until(lambda: self.steps)
+        self._stop(1)
+        self.servers[0] = server.result()
+        self._resume()
+        self.end()
+
+    def kill(self, at: int) -> None:
+        """Kill a server in the middle of a step, start it again, and wait until the run uses it again."""
+        self._kill(at, within=10.0)
+        before = self.steps
+        self.servers[at] = self._serve(at)
+        self.until(lambda: self.steps > before and self.trained()[-1]["rollout/lost_servers"] == 0)
+
+    def hang(self, rank: int) -> None:
+        """Stop the main thread of a rank while it trains. The run must end and name the rank; it is resumed."""
+        self._stop(rank)
+        self._resume()
+
+    def end(self) -> None:
+        """Ask the run to stop."""
         os.kill(self.run.rank_pid(0), signal.SIGTERM)
         self.run.wait(_PATIENCE)
         self.expect("the run was asked to stop")
 
-    def kill(self, at: int) -> None:
-        """Kill a server in the middle of a step, start it again, and wait until the run uses it again."""
+    def _kill(self, at: int, within: float = 0.0) -> None:
         self.run.until(lambda: self.run.folder, _PATIENCE)
         trace = self.run.folder / "trace"
         self.until(lambda: any(trace.glob(f".step*-server{at}[.-]*")))
-        time.sleep(self.random.uniform(0.0, 10.0))
+        time.sleep(self.random.uniform(0.0, within))
         for one in self.servers[at].processes():
             one.kill()
         self.counts["servers_killed"] += 1
-        before = self.steps
-        self.servers[at] = self._serve(at)
-        self.until(lambda: self.steps > before and self._rows()[-1]["rollout/lost_servers"] == 0)
 
-    def hang(self, rank: int) -> None:
-        """Stop the main thread of a rank while it trains. The run must end and name the rank; it is resumed."""
+    def _stop(self, rank: int) -> None:
         self.run.until(lambda: self.run.sign(rank).get("phase") == "train", _PATIENCE)
         pid = self.run.rank_pid(rank)
         os.kill(pid, signal.SIGUSR2)
         self.counts["ranks_hung"] += 1
         self.run.wait(_PATIENCE)
         self.expect("and all live: ", f"rank {rank} (pid {pid}")
+
+    def _resume(self) -> None:
         before = self.steps
         saved = checkpoints.complete(self.run.folder / "checkpoints")
         self.run = self._launch("--resume", self.run.folder, *([] if saved else ["--step", 0]))
@@ -120,7 +159,7 @@ class Night:
         """Return the figures of the run, which has ended."""
         folder = self.run.folder
         config, store = load_config(folder / "config.yaml"), TraceStore(folder / "trace")
-        trained = self._rows()
+        trained = self.trained()
         ledger = PromptLedger.of_run(folder, config.pipeline)
         lines = [line for step in range(self.steps) if (line := ledger.find(step)) is not None]
         used = [at for line in lines for at in line.ended()]
@@ -142,9 +181,10 @@ class Night:
     @property
     def steps(self) -> int:
         """Return the number of finished steps."""
-        return max((row["step"] for row in self._rows()), default=0)
+        return max((row["step"] for row in self.trained()), default=0)
 
-    def _rows(self) -> list[dict]:
+    def trained(self) -> list[dict]:
+        """Return the lines of metrics of the finished steps."""
         file = self.run.folder and self.run.folder / "metrics.jsonl"
         return [row for row in rows(self.run.folder) if row["kind"] == "train"] if file and file.exists() else []
 
@@ -159,26 +199,27 @@ class Night:
         return run
 
 
-def _config(work: Path, runs: Path) -> Path:
+def _config(work: Path, runs: Path, turns: tuple[int, int] = (TURNS, SHORT), hang_seconds: float = 60) -> Path:
     """Write the config of the run, its rows, and its policy: that of tool use, for longer dialogues."""
+    many, few = turns
     policy = work / "policy"
     copytree(ROOT / "assets/tiny_tool/policy", policy)
     shape = json.loads((policy / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": LONGEST}))
     rows = work / "rows.jsonl"
     rows.write_text(
-        "".join(json.dumps({"question": f"{at}", "turns": SHORT if at % 3 else TURNS}) + "\n" for at in range(1000))
+        "".join(json.dumps({"question": f"{at}", "turns": few if at % 3 else many}) + "\n" for at in range(1000))
     )
     heldout = work / "heldout.jsonl"
     heldout.write_text(json.dumps({"question": "held out", "turns": 2}) + "\n")
     config = load_config(
         ROOT / "configs/tool_use_cpu.yaml",
         [
-            f"run.runs_dir={runs}", "run.name=night", "run.steps=1000", "run.hang_seconds=60",
+            f"run.runs_dir={runs}", "run.name=night", "run.steps=1000", f"run.hang_seconds={hang_seconds}",
             "run.peer_timeout_seconds=120", f"model.path={policy}", f"task.train=[{{name: sums, data: {rows}}}]",
             f"task.heldout=[{{name: sums, data: {heldout}}}]",
             "task.environment.run=benchmarks.night_parts.dialogue.run",
-            "task.environment.seconds=3600", f"task.environment.turns={TURNS}", f"task.environment.tokens={LONGEST}",
+            "task.environment.seconds=3600", f"task.environment.turns={many}", f"task.environment.tokens={LONGEST}",
             "rollout.prompts_per_step=2", "rollout.group_size=2", f"rollout.max_prompt_tokens={LONGEST - 8}",
             "rollout.max_completion_tokens=8", "rollout.kv_cache_mib=128", "rollout.max_lost_servers=1",
             "rollout.sleep_level=0", f"rollout.token_file={runs / 'token'}", f"train.microbatch_tokens={LONGEST}",

@@ -1,4 +1,8 @@
-"""Tests what benchmarks/night.py is made of. The night itself runs in `make nightly`."""
+"""Tests what benchmarks/night.py is made of, and a minute of the night. The whole night runs in `make nightly`."""
+
+from contextlib import ExitStack
+
+import pytest
 
 from moe_rl.config.load import load_config
 
@@ -24,3 +28,16 @@ def test_a_figure_beyond_its_bound_is_a_failure(benchmark):
     assert night.passed(good)
     for name, bad in {**dict.fromkeys(list(good)[:3], 1), **dict.fromkeys(list(good)[3:], 0)}.items():
         assert not night.passed(good | {name: bad}), name
+
+
+@pytest.mark.timeout(1500)
+def test_a_killed_server_and_a_stopped_rank_cost_no_prompt_and_no_route(benchmark, tmp_path):
+    with ExitStack() as stack:
+        night = benchmark("night").Night(tmp_path / "night", 0, stack, turns=(40, 20), hang_seconds=20)
+        night.strike_at_once()
+    figures = night.result()
+    assert (figures["servers_killed"], figures["ranks_hung"], figures["runs_lost"]) == (1, 1, 0)
+    assert (figures["prompts_lost"], figures["episodes_failed"], figures["all_routes_trained_on"]) == (0, 0, 1)
+    assert figures["turns_recorded"] == 40
+    lost = [row["rollout/lost_servers"] for row in night.trained()]
+    assert lost[0] == 1 and lost[-1] == 0, "the run used one server, then both again"
