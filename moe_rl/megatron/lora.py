@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,6 @@ def attach(models: Iterable[torch.nn.Module], facts: ModelFacts, lora: LoraConfi
             do="uninstall transformer-engine, or set train.lora to null",
         )
     models = list(models)
-    whole = _initial if lora.start is None else partial(_stored, lora.start / WEIGHTS)
     for model in models:
         model.requires_grad_(False)
         layers = {id(layer.weight): layer for layer in model.modules() if hasattr(layer, "weight")}
@@ -84,7 +84,13 @@ def attach(models: Iterable[torch.nn.Module], facts: ModelFacts, lora: LoraConfi
                 adapter.share(common, model.config.sequence_parallel)
         if model.pre_process:
             model.embedding.register_forward_hook(_begin_gradients)
-        for target in adapted(model, facts):
+    with ExitStack() as stack:
+        whole: Callable[[str, tuple[int, ...], bool], Tensor] = _initial
+        if lora.start is not None:
+            file = lora.start / WEIGHTS
+            # Opened once: opening it reads the names of all tensors.
+            whole = partial(_stored, file, stack.enter_context(safe_open(file, framework="pt")))
+        for target in (target for model in models for target in adapted(model, facts)):
             _fill(target, facts, whole)
 
 
@@ -138,27 +144,29 @@ def _initial(name: str, shape: tuple[int, ...], shared: bool) -> Tensor:
     return torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(math.sqrt(shape[1]))
 
 
-def _stored(file: Path, name: str, shape: tuple[int, ...], shared: bool) -> Tensor:
+def _stored(file: Path, tensors: safe_open, name: str, shape: tuple[int, ...], shared: bool) -> Tensor:
     """Return a whole tensor of a folder that `peft.folder_problems` has found to be right.
+
+    Args:
+        tensors: The folder's `file`, opened.
 
     Raises:
         ConfigError: The layer's experts are to share the tensor, and have different ones.
     """
-    with safe_open(file, framework="pt") as tensors:
-        tensor = tensors.get_tensor(name)
-        if shared and not torch.equal(tensor, tensors.get_tensor(of_first_expert(name))):
-            raise ConfigError(
-                "the experts of a layer have different outer matrices",
-                where={
-                    "key": "train.lora.start",
-                    "given": "train.lora.shared_outer is on",
-                    "file": file,
-                    "tensor": name,
-                },
-                expected="the same matrix in all experts",
-                do="set train.lora.shared_outer to false",
-            )
-        return tensor
+    tensor = tensors.get_tensor(name)
+    if shared and not torch.equal(tensor, tensors.get_tensor(of_first_expert(name))):
+        raise ConfigError(
+            "the experts of a layer have different outer matrices",
+            where={
+                "key": "train.lora.start",
+                "given": "train.lora.shared_outer is on",
+                "file": file,
+                "tensor": name,
+            },
+            expected="the same matrix in all experts",
+            do="set train.lora.shared_outer to false",
+        )
+    return tensor
 
 
 @torch.no_grad()
