@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moe_rl.config.layout import Layout
+from moe_rl.config.layout import Layout, make_layout
 from moe_rl.config.schema import Config
-from moe_rl.config.training import LoraConfig, TrainConfig
+from moe_rl.config.training import LoraConfig, ParallelConfig, TrainConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import expected_tensors, layer_weights, parameter_count
 from moe_rl.models.peft import adapter_tensors
 from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
+from moe_rl.planning.parameters import adapter_buffers
 from moe_rl.trace import TraceSpec
 
 
@@ -60,11 +61,18 @@ def node_share(layout: Layout, gpus_per_node: int) -> float:
 
 def checkpoint_bytes(facts: ModelFacts, train: TrainConfig) -> int:
     """Return the bytes of a checkpoint: every trained parameter and its optimizer state, once."""
-    trained = parameter_count(facts).total if train.lora is None else adapter_elements(facts, train.lora)
+    trained = parameter_count(facts).total if train.lora is None else trained_elements(facts, train.lora)
     return trained * (DTYPE_BYTES[train.dtype] + state_bytes(train).stored)
 
 
+def trained_elements(facts: ModelFacts, lora: LoraConfig) -> int:
+    """Return the elements of all adapters as a single rank holds them: those that a layer's experts share, once."""
+    alone = make_layout(ParallelConfig(), facts, 1)
+    return sum(buffer.elements for buffer in adapter_buffers(facts, alone, range(facts.layers), lora))
+
+
 def adapter_elements(facts: ModelFacts, lora: LoraConfig) -> int:
+    """Return the elements of all adapters as they are sent: those that a layer's experts share, once for each."""
     return sum(map(math.prod, adapter_tensors(facts, lora.rank, lora.targets).values()))
 
 

@@ -17,6 +17,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.models.hf import read_model
 from moe_rl.models.peft import folder_problems
 from moe_rl.planning.parameters import adapter_buffers
+from moe_rl.planning.sampler_memory import trained_elements
 from moe_rl.proof.batch import batch, make_checkpoint
 from moe_rl.proof.matrix import largest, merged
 from moe_rl.proof.reference import reference as transformers
@@ -266,13 +267,16 @@ def test_a_checkpoint_has_adapters_only(saved):
     from megatron.core import dist_checkpointing
 
     case, seen = saved
-    names = dist_checkpointing.load_tensors_metadata(str(checkpoints.find(Path(case["save"])))).keys()
-    weights = [name for name in names if not name.startswith("optimizer.")]
-    assert all("lora." in name for name in names) and len(names) == 3 * len(weights)
+    stored = dist_checkpointing.load_tensors_metadata(str(checkpoints.find(Path(case["save"]))))
+    weights = [name for name in stored if not name.startswith("optimizer.")]
+    assert all("lora." in name for name in stored) and len(stored) == 3 * len(weights)
     # one A of each parameter of Megatron, which may be several of peft's
     assert {name.split(".lora_")[0] for name in merged(seen, "begun")} >= {
         name.removeprefix("lora.").rpartition(".")[0] for name in weights
     }
+    settings = LoraConfig(rank=RANK, alpha=ALPHA, targets=ALL[::2], shared_outer=case["shared"])
+    planned = trained_elements(read_model(Path(case["checkpoint"])), settings)
+    assert sum(math.prod(tensor.global_shape) for tensor in stored.values()) == 3 * planned
 
 
 def test_peft_loads_the_adapters(given, saved):

@@ -144,6 +144,20 @@ def test_memory_of_a_rank_without_the_distributed_optimizer(plan_of):
     assert "not sharded" in render(whole) and "not sharded" not in render(shared)
 
 
+def test_a_checkpoint_has_once_what_experts_share(plan_of):
+    """In 2 layers 4 experts have one A of gate and one of up, 2 x 8, and one B of down, 8 x 2: 14 bytes per element."""
+    lora = ("train.lora={rank: 2, alpha: 4, sync: adapter}", "train.dtype=bfloat16")
+    own, shared = (
+        plan_of(*lora, f"train.lora.shared_outer={on}", "parallel.expert=1", world_size=1) for on in ("false", "true")
+    )
+    for plan in (own, shared):
+        assert plan.storage.checkpoint_bytes == plan.fullest.memory.checkpoint_copy_bytes
+    assert own.storage.checkpoint_bytes - shared.storage.checkpoint_bytes == 14 * 2 * (4 - 1) * 3 * (2 * 8)
+    assert plan_of(*lora, "train.lora.shared_outer=true").storage.checkpoint_bytes == shared.storage.checkpoint_bytes
+    # A sampler gets a copy for each expert.
+    assert own.storage.weight_sync_bytes == shared.storage.weight_sync_bytes
+
+
 def test_parameters_of_a_rank_that_shares_its_matrices(plan_of):
     """8 ranks form 4 data-parallel pairs. Each expert is cut in two and has two copies. Norms and routers are whole."""
     shared = ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2", "train.dtype=float32")
