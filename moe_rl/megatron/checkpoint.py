@@ -113,6 +113,9 @@ def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
         policy.updates = 0  # restores the optimizer's learning rate
     else:
         _restore_weights(path, policy, pieces)
+        for one in policy.optimizers:
+            if one.config.use_precision_aware_optimizer:
+                optimizer_slices.begin(one)  # Adam holds the main weights, which begin as the model's
         policy.optimizer.reload_model_params()
     policy.moves += 1
 
@@ -354,7 +357,9 @@ def sharded(policy: Policy, *, loading: bool, there: Collection[str] = ()) -> di
 
 def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
     """Restore an optimizer from its part of the loaded `sharded` tensors."""
-    if optimizer_slices.is_offloaded(optimizer):
+    distributed = isinstance(optimizer, DistributedOptimizer)
+    # These hold their state themselves. A state dict would copy all of it, on the GPU.
+    if distributed and (optimizer_slices.is_offloaded(optimizer) or optimizer.config.use_precision_aware_optimizer):
         optimizer_slices.set_steps(optimizer, step)
         set_slices(optimizer, loaded)
         return
@@ -362,23 +367,24 @@ def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
     of_torch = state.get("optimizer", state)
     for group in of_torch["param_groups"]:
         group["step"] = step
-    if not isinstance(optimizer, DistributedOptimizer):
+    if not distributed:
         of_torch["state"] = loaded.get("optimizer", loaded)["state"]
         if "fp32_from_fp16_params" in state:
             state["fp32_from_fp16_params"] = loaded["fp32_from_fp16_params"]
     optimizer.load_state_dict(state)
-    if isinstance(optimizer, DistributedOptimizer):
+    if distributed:
         set_slices(optimizer, loaded)
 
 
-def optimizer_sums(policy: Policy) -> list[dict[str, tuple[int, int]]]:
+def optimizer_sums(tensors: dict) -> list[dict[str, tuple[int, int]]]:
     """Return for each rank {kind of optimizer state: sum over its elements, their number}, see `weights.conservation`.
+    `tensors` is what `sharded` returned.
 
     What several ranks hold is counted once, so the totals do not depend on the layout. All ranks call this together.
     """
     entries = [
         entry
-        for entry in nested_values(sharded(policy, loading=False)["optimizer"])
+        for entry in nested_values(tensors["optimizer"])
         if isinstance(entry, ShardedTensor | ShardedTensorFactory) and not any(map(int, _replica(entry)))
     ]
     kinds = [entry.key.split(".")[2] for entry in entries]  # of optimizer.state.exp_avg.NAME
@@ -413,7 +419,7 @@ def check_optimizer(path: Path, policy: Policy, saved: Mapping[str, Sequence[int
     Raises:
         CheckpointError: The state differs. Raised on all ranks; the message names the ranks that have only zeros.
     """
-    sums = optimizer_sums(policy)
+    sums = optimizer_sums(sharded(policy, loading=False))
     now = totals(sums)
     wrong = [kind for kind in sorted(now.keys() | saved.keys()) if now.get(kind) != list(saved.get(kind, ()))]
     if not wrong:

@@ -318,7 +318,7 @@ def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[s
 
     An optimizer writes float32 values, and the parameter is their rounding. The optimizer writes a float32 parameter
     directly, so such parameters are skipped. The host waits for the device once, and then once for each parameter of a
-    group that differs.
+    group that differs. Values in host memory are moved to the device a chunk at a time.
     """
     owners = {
         p: owner for owner in optimizers if isinstance(owner, DistributedOptimizer) for p in owner.model_param_gbuf_map
@@ -333,7 +333,8 @@ def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[s
             there = owners[owned.tensor]._get_model_param_range_map(owned.tensor)["param"]
             values = values[there.start : there.end]
         elements += values.numel()
-        if not groups or elements > _GROUP or values.dtype != groups[-1][0].has.dtype:
+        last = groups[-1][0] if groups else None
+        if last is None or elements > _GROUP or (values.dtype, main.device) != (last.has.dtype, last.wrote.device):
             groups.append([])
             elements = values.numel()
         groups[-1].append(_Written(owned.parts, values, main))
@@ -345,13 +346,13 @@ def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[s
 
 
 def _main_values(parameter: Tensor, owner: DistributedOptimizer | None) -> Tensor | None:
-    """Return what the optimizer wrote for this rank's elements of a parameter.
+    """Return what the optimizer wrote for this rank's elements of a parameter, on the device or in host memory.
 
     None if that is the parameter itself, or only the bits that it lacks of the float32 values.
     """
     main = getattr(parameter, "main_param", None)
     if main is None and owner is not None and owner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        main = owner._get_main_param_and_optimizer_states(parameter)["param"].to(parameter.device)
+        main = owner._get_main_param_and_optimizer_states(parameter)["param"]
     return None if main is None or main.dtype is torch.int16 else main
 
 
@@ -370,7 +371,7 @@ def _unlike(group: list[_Written]) -> Tensor:
     if len(group) > 1:
         has, wrote = torch.cat([entry.has for entry in group]), torch.cat([entry.wrote for entry in group])
     chunks = zip(has.split(_CHUNK), wrote.split(_CHUNK), strict=True)
-    return torch.stack([(main.to(values.dtype) != values).any() for values, main in chunks]).any()
+    return torch.stack([(main.to(values.device, values.dtype) != values).any() for values, main in chunks]).any()
 
 
 def _differs(table: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -41,7 +41,13 @@ def begin(optimizer: MegatronOptimizer) -> None:
     """Give Adam its moments, zeros, if it has made no step yet. Megatron's own way would take a step."""
     hybrid = optimizer.optimizer
     if not is_offloaded(optimizer):
-        optimizer.init_state_fn(hybrid, optimizer.config)
+        if optimizer.config.use_precision_aware_optimizer:  # Megatron leaves out an argument of TransformerEngine's
+            for values in (parameter for group in hybrid.param_groups for parameter in group["params"]):
+                if not hybrid.state[values]:
+                    remainders = hybrid.store_param_remainders and values.dtype is torch.bfloat16
+                    hybrid.initialize_state(values, remainders)
+        else:
+            optimizer.init_state_fn(hybrid, optimizer.config)
         return
     for adam in hybrid.sub_optimizers:
         for values in (parameter for group in adam.param_groups for parameter in group["params"]):
@@ -66,8 +72,8 @@ def steps(optimizers: Iterable[MegatronOptimizer]) -> int:
 
 
 def set_steps(optimizer: MegatronOptimizer, made: int) -> None:
-    """Set the number of steps that an offloaded optimizer has made."""
-    for adam in optimizer.optimizer.sub_optimizers:
+    """Set the number of steps that an optimizer has made which is offloaded or precision-aware."""
+    for adam in optimizer.optimizer.sub_optimizers if is_offloaded(optimizer) else [optimizer.optimizer]:
         for group in adam.param_groups:
             if not isinstance(adam, torch.optim.AdamW):
                 group["step"] = made
@@ -91,6 +97,7 @@ def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: boo
     Args:
         model: The sharded state dict of the model, with the parameters themselves. It says where each is stored.
         loading: Leave the boxes without data, to be filled in. Otherwise they share memory with the optimizer's state.
+            Moments below float32 are copied to the host instead, in float32.
         there: Names of the tensors in the checkpoint that is loaded. Older checkpoints have "param" of every parameter.
     """
     kinds = ShardedTensor | ShardedTensorFactory
@@ -106,6 +113,9 @@ def sharded_slices(optimizer: DistributedOptimizer, model: dict, *, loading: boo
             if in_place and not any(_key(kind, box) in there for box in boxes):
                 continue
             values = state.detach().split([math.prod(box.local_shape) for box in boxes])
+            if not loading and optimizer._get_state_key_dtype(kind) is not torch.float32:
+                # The GPU has no room for new float32 tensors of all parameters.
+                values = [value.cpu() for value in values]
             slices[number][kind] = [
                 replace(
                     box,

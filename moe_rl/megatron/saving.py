@@ -161,6 +161,7 @@ class Checkpoints(StepFolders):
         # killed rank.
         filesystem_async._results_queue = queue.Queue()
         sharded = checkpoint.sharded(policy, loading=False)
+        sums = checkpoint.totals(checkpoint.optimizer_sums(sharded))
         in_use = _storages(sharded) if self.asynchronous else set()
         request = dist_checkpointing.save(
             sharded,
@@ -170,6 +171,7 @@ class Checkpoints(StepFolders):
             async_sharded_save=True,
             async_strategy="mcore",
         )
+        del sharded  # or copies in it would lie beside those of the request
         files = {f"rng-rank{rank}.safetensors": rng.state()}
         if rank == 0 and tensors:
             files[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -178,7 +180,7 @@ class Checkpoints(StepFolders):
             "step": step,
             "updates": policy.updates,
             "optimizer_step": checkpoint.optimizer_step(policy),
-            "optimizer": checkpoint.totals(checkpoint.optimizer_sums(policy)),
+            "optimizer": sums,
             "layout": checkpoint.layout(self.parallel),
         }
         part = _RankPart(request, hidden, files, in_use, self._pinned)
