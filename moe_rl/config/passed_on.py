@@ -19,7 +19,7 @@ from moe_rl.config.bypasses import NO_PLAN, bypasses
 from moe_rl.config.schema import Config
 from moe_rl.errors import Problem, describe, did_you_mean
 
-DTYPES = ("float32", "bfloat16", "float16", "uint8", "int16")
+DTYPES = ("float32", "bfloat16", "float16", "uint8")
 """Names of the precisions that a field of type torch.dtype takes."""
 
 _OBJECT = "only a program can set it: its value is an object"
@@ -110,12 +110,13 @@ OPTIMIZER = Passed(
     refused={
         "timers": _OBJECT,
         r"(muon|adaptive_muon|lion|soap|sgd|loss_scale|initial_loss|min_loss)_\w+|loss_scale|hysteresis": _ADAM,
-        r"config_logger_dir|barrier_with_L1_time|log_num_zeros_in_grad|optimizer_cuda_graph|"
+        r"config_logger_dir|barrier_with_L1_time|log_num_zeros_in_grad|optimizer_cuda_graph|main_grads_dtype|"
         r"num_buckets|overlap_param_gather_with_optimizer_step|use_layer_wise_distributed_optimizer": _UNREAD,
         r"\w*fsdp\w*|use_custom_fsdp|\w+_sharding_strategy|keep_fp8_transpose_cache|"
         r"suggested_communication_unit_size|gradient_reduce_div_fusion": "the trainer does not use Megatron's FSDP",
         r"grad_norm_skip_threshold|check_for_\w+": "guards decides which updates are skipped",
         r"(overlap|align)_param_gather": "a step reads the parameters right after its last update",
+        "main_params_dtype": "main weights are float32, or the 16 bits that bfloat16 weights lack",
         "average_in_collective": "gradients are sums, because the loss has its global denominator already",
         "num_distributed_optimizer_instances": _LAYOUT,
     },
@@ -152,7 +153,7 @@ VLLM = Passed(
 )
 _MAPPINGS = {"train.megatron": MEGATRON, "train.megatron_optimizer": OPTIMIZER, "rollout.vllm": VLLM}
 _PLANNED = re.compile(
-    r"train\.megatron_optimizer\.(use_precision_aware_optimizer|main_\w+_dtype|exp_avg\w*_dtype|store_param_remainders|"
+    r"train\.megatron_optimizer\.(use_precision_aware_optimizer|exp_avg\w*_dtype|store_param_remainders|"
     r"optimizer_cpu_offload|optimizer_offload_fraction|grad_reduce_in_fp32)"
 )
 # Megatron's names for what train.recompute sets.
@@ -257,13 +258,21 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each combination that has no effect, or under which the optimizer's state could not be moved,
     saved or seen."""
     passed = config.train.megatron_optimizer
-    away = passed.get("optimizer_offload_fraction")
+    moves, away = bool(passed.get("optimizer_cpu_offload")), passed.get("optimizer_offload_fraction", 0.0)
     if isinstance(away, int | float) and not 0 <= away <= 1:
         yield describe(
             "not a fraction of the parameters",
             where={"key": "train.megatron_optimizer.optimizer_offload_fraction"},
             got=away,
             expected="0 to 1",
+        )
+    elif isinstance(away, int | float) and moves != (away > 0):
+        yield describe(
+            "no state would be in host memory" if moves else "has an effect only with optimizer_cpu_offload",
+            where={"key": "train.megatron_optimizer.optimizer_offload_fraction"},
+            got=away,
+            expected="above 0, at most 1" if moves else 0,
+            do="set both keys, or remove both",
         )
     if "bucket_size" in passed and not passed.get("overlap_grad_reduce"):
         yield describe(
@@ -280,6 +289,23 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
             got=False,
             expected=True,
         )
+    if "use_precision_aware_optimizer" in apart and config.train.dtype == "float32":
+        yield describe(
+            "only bfloat16 weights have main weights beside them",
+            where={"key": f"train.megatron_optimizer.{apart[0]}", "given": "train.dtype is float32"},
+            got=True,
+            expected=False,
+            do="remove it, or set train.dtype to bfloat16",
+        )
+    for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if apart != ["use_precision_aware_optimizer"] and passed.get(key) in DTYPES[1:]:
+            yield describe(
+                "only the precision-aware optimizer on a GPU takes it",
+                where={"key": f"train.megatron_optimizer.{key}"},
+                got=passed[key],
+                expected="float32",
+                do="remove it, or set use_precision_aware_optimizer to true, without optimizer_cpu_offload",
+            )
     if apart and config.placement.experts != "natural":
         yield describe(
             "experts cannot move, because the optimizer holds their state itself",

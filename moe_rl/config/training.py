@@ -230,7 +230,7 @@ class TrainConfig(Section):
     recompute_modules, fp8, or apply_rope_fusion. docs/howto/one_node.md says which are refused, and why."""
     megatron_optimizer: dict[str, Any] = {}
     """Further fields of Megatron's OptimizerConfig and DistributedDataParallelConfig that moe_rl does not set, such as
-    use_precision_aware_optimizer, main_grads_dtype, exp_avg_dtype, optimizer_cpu_offload, or grad_reduce_in_fp32
+    use_precision_aware_optimizer, exp_avg_dtype, optimizer_cpu_offload, or grad_reduce_in_fp32
     (false: gradients are summed in the parameters' precision). Precisions are written as text: bfloat16."""
 
     def problems(self) -> Iterator[Problem]:

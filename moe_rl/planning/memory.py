@@ -15,7 +15,7 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.parameters import Buffer, adapter_buffers, chunk_buffers
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
+_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,7 @@ def state_bytes(train: TrainConfig) -> StateBytes:
     if not passed.get("use_precision_aware_optimizer"):
         return StateBytes(gpu=8 + whole + (4 if gradient_bytes(train) < 4 else 0), host=0, stored=8 + whole)
     moments = _number_bytes(passed, "exp_avg_dtype") + _number_bytes(passed, "exp_avg_sq_dtype")
-    main = _number_bytes(passed, "main_params_dtype")
-    if main == 4 and passed.get("store_param_remainders", True):
-        main = 2
-    main = min(main, whole)
+    main = min(2 if passed.get("store_param_remainders", True) else 4, whole)
     return StateBytes(gpu=moments + main, host=0, stored=8 + main)
 
 

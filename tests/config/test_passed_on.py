@@ -13,6 +13,7 @@ from tests.support.refusals import tells
 CONFIG = "configs/tiny_moe_cpu.yaml"
 TAKEN = [
     "train.megatron={recompute_granularity: selective, recompute_modules: [core_attn], fp8: hybrid}",
+    "train.dtype=bfloat16",
     "train.megatron_optimizer={use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16, decoupled_lr: 0.01}",
     "rollout.vllm={speculative_config: {method: ngram}, kv_cache_dtype: fp8, stream_interval: 16}",
 ]
@@ -52,6 +53,9 @@ def test_fields_of_the_installed_versions_are_taken(tmp_path):
         ("train.megatron.inference_rng_tracker=true", {}),
         ("train.megatron.rotary_interleaved=true", {}),
         ("train.megatron_optimizer.exp_avg_dtype=int4", {"expected": ("float32", "bfloat16")}),
+        ("train.megatron_optimizer.main_grads_dtype=bfloat16", {"do": "remove it"}),
+        ("train.megatron_optimizer.main_params_dtype=float16", {"do": "remove it"}),
+        ("train.megatron_optimizer.exp_avg_dtype=int16", {"expected": ("float32", "bfloat16")}),
         ("train.megatron_optimizer.overlap_param_gather=true", {}),
         ("train.megatron_optimizer.bucket_size=1000", {"got": 1000, "do": "overlap_grad_reduce to true"}),
         ("train.megatron_optimizer.lr=0.1", {"got": 0.1}),
@@ -70,16 +74,43 @@ def test_what_is_unknown_or_breaks_a_run_is_refused_by_name(override, facts):
     tells(problem, key=override.partition("=")[0], **facts)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "passed", "key", "facts"),
+    [
+        ("bfloat16", "optimizer_cpu_offload: true", "optimizer_offload_fraction", {"got": 0.0}),
+        ("bfloat16", "optimizer_cpu_offload: true, optimizer_offload_fraction: 0", "optimizer_offload_fraction",
+         {"got": 0, "expected": "above 0, at most 1"}),
+        ("bfloat16", "optimizer_offload_fraction: 0.5", "optimizer_offload_fraction", {"got": 0.5, "expected": 0}),
+        ("bfloat16", "optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0, exp_avg_dtype: bfloat16",
+         "exp_avg_dtype", {"expected": "float32"}),
+        ("bfloat16", "use_precision_aware_optimizer: false, exp_avg_sq_dtype: uint8",
+         "exp_avg_sq_dtype", {"do": "use_precision_aware_optimizer to true"}),
+        ("float32", "use_precision_aware_optimizer: true", "use_precision_aware_optimizer",
+         {"got": True, "given": "train.dtype is float32", "do": "train.dtype to bfloat16"}),
+    ],
+)  # fmt: skip
+def test_settings_of_the_optimizer_that_do_nothing_together_are_told(dtype, passed, key, facts):
+    aware = "" if "use_precision" in passed else "use_precision_aware_optimizer: true, "
+    (problem,) = found(f"train.dtype={dtype}", f"train.megatron_optimizer={{{aware}{passed}}}")
+    assert facts.pop("do", "") in problem
+    tells(problem, key=f"train.megatron_optimizer.{key}", **facts)
+
+
+def test_settings_of_the_optimizer_that_go_together_are_taken():
+    moved = "use_precision_aware_optimizer: true, optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5"
+    assert found("train.dtype=bfloat16", f"train.megatron_optimizer={{{moved}, exp_avg_dtype: float32}}") == []
+    assert found("train.megatron_optimizer={optimizer_cpu_offload: false, optimizer_offload_fraction: 0.0}") == []
+
+
 @pytest.mark.parametrize("value", ["null", "true", "bf16", "[float32]", "[[a]]", "{a: 1}", "-1", "1.0e+308", "1.5"])
 def test_a_wrong_value_is_told_and_does_not_end_the_plan(value):
     for others, key in (
         ("{use_precision_aware_optimizer: true}", "train.megatron_optimizer.exp_avg_dtype"),
-        ("{use_precision_aware_optimizer: true}", "train.megatron_optimizer.main_params_dtype"),
         ("{use_precision_aware_optimizer: true, optimizer_cpu_offload: true}",
          "train.megatron_optimizer.optimizer_offload_fraction"),
         ("{grad_reduce_in_fp32: false}", "train.megatron.recompute_modules"),
     ):  # fmt: skip
-        config = load_config(CONFIG, [f"train.megatron_optimizer={others}", f"{key}={value}"])
+        config = load_config(CONFIG, ["train.dtype=bfloat16", f"train.megatron_optimizer={others}", f"{key}={value}"])
         facts = read_model(config.model.path)
         assert list(needs_engine(config)) in ([], ["train.megatron_optimizer.use_precision_aware_optimizer"],
                                               ["train.megatron.recompute_modules"])  # fmt: skip

@@ -103,7 +103,6 @@ def test_memory_of_a_rank(plan_of, dtype, parameter, state):
         ("{use_precision_aware_optimizer: true}", 4, 10, 0, 10),
         ("{use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16, exp_avg_sq_dtype: bfloat16}", 4, 6, 0, 10),
         ("{use_precision_aware_optimizer: true, store_param_remainders: false}", 4, 12, 0, 12),
-        ("{use_precision_aware_optimizer: true, main_params_dtype: float16}", 4, 10, 0, 10),
         ("{optimizer_cpu_offload: true, optimizer_offload_fraction: 0.75}", 4, 4, 12, 12),
     ],
 )
