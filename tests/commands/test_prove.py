@@ -18,7 +18,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.proof import matrix, precision
 from moe_rl.proof.batch import batch, make_checkpoint
 from moe_rl.proof.cases import LAYOUTS, RECORDED, Case, parse
-from moe_rl.proof.matrix import Proof, Proved, largest, merged
+from moe_rl.proof.matrix import Proof, Proved, _torchrun, largest, merged
 from moe_rl.proof.reference import reference
 from tests.support.refusals import refused
 
@@ -80,12 +80,13 @@ def test_a_layout_of_ones_own_is_proven(tmp_path, capsys, dtype, within):
 
 
 def test_ranks_that_do_not_end_are_told_and_leave_no_process(tmp_path, monkeypatch):
+    """Tests that ran before may have put other ranks in place of `matrix._torchrun`, which this module got first."""
     started = tmp_path / "started"
     rank = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w'), flush=True); time.sleep(600)"
     parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:3]])"
     monkeypatch.setattr(matrix, "torchrun", lambda ranks: [sys.executable, "-c", parent, rank, str(started)])
     with pytest.raises(ReplayError, match=r"2 ranks after 15 s"):
-        matrix._torchrun(2, timeout=15)  # a busy machine takes seconds to start two processes
+        _torchrun(2, timeout=15)  # a busy machine takes seconds to start two processes
     pid = int(started.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 

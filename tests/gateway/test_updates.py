@@ -87,7 +87,7 @@ def test_a_turn_under_new_weights_has_the_rows_that_it_attended_to(running, flig
     assert [turn.continues for turn in session.turns] == [False, False, True]
     assert running.gateway.turns.counts["recorded_anew"] == anew + 1
     check_session(session.finish(), running.store)
-    change = Change(router, other_router)
+    change = Change(router, other_router, atol=5e-5)
     for completion, version in zip(running.completions(session), (0, 1, 1), strict=True):
         record = running.store.read(completion.routes)
         assert set(versions_of_rows(record.spans)) == {flight.old + version}
@@ -107,6 +107,6 @@ def test_a_turn_that_sees_an_update_keeps_its_keys_and_values(running, engine, f
     check_session(running.session(opened).finish(), running.store)
     first, second = running.completions(session)
     record = running.store.read(first.routes)
-    change = Change(router, other_router)
+    change = Change(router, other_router, atol=5e-5)
     change.check(first, record, int((versions_of_rows(record.spans) == flight.old).sum()))
     assert session.rows_version(0) is None and session.rows_version(1) == flight.old + 1

@@ -25,16 +25,16 @@ PROMPT, ENDLESS, FEW = 40, 3000, 60
 
 class Change:
     """Compares with the two models of an update: the first computes the first rows, the other goes on with the first's
-    keys and values."""
+    keys and values. atol: of log-probabilities, see `serving.agree`."""
 
-    def __init__(self, before: Independent, after: Independent):
-        self.before, self.after = before, after
+    def __init__(self, before: Independent, after: Independent, *, atol: float = 2e-5):
+        self.before, self.after, self.atol = before, after, atol
 
     def check(self, completion: Completion, record, rows: int, *, first: int = 0) -> None:
         """Compare a record's rows from `first`, and the log-probabilities, with a pass whose first `rows` rows are of
         the first model."""
         computed = self.after.continued(self.before, rows, completion.prompt_token_ids + completion.token_ids)
-        computed.check(completion.key, record.routes[first:], completion.logprobs, first=first, atol=2e-5)
+        computed.check(completion.key, record.routes[first:], completion.logprobs, first=first, atol=self.atol)
 
 
 def versions_of(record) -> list[int]:

@@ -22,7 +22,8 @@ def _frames() -> Iterator[FrameType]:
 def place() -> str:
     """Return file and line of the innermost code of moe_rl, Megatron, the benchmarks or the tests."""
     for frame in _frames():
-        name = frame.f_code.co_filename
+        # A checkout may be called moe_rl too, and its environment lies in it.
+        name = "/" + frame.f_code.co_filename.rpartition("/site-packages/")[2]
         for part in _OURS:
             before, found, after = name.rpartition(part)
             if found:
