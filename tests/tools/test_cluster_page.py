@@ -59,7 +59,9 @@ class Reader:
         ours = re.search(r'OURS=".*?"', once, re.DOTALL).group() + "\n"
         mine = {"configs/qwen3_30b_a3b.yaml": str(self.shared / "config.yaml")}
         for host in self.hosts:
-            self._run(f"doctor-{host.name}", host, ours + changed(self.parts["doctor"], mine))
+            name = f"doctor-{host.name}"
+            self._run(name, host, ours + changed(self.parts["doctor"], mine), ends=2)
+            assert "missing: cluster.gpus_per_node: " in self._text(name) and "\n1 missing" in self._text(name)
         servers = []
         for host in self.hosts:
             serve = changed(self.parts["serve"], mine | {"--host 10.0.0.5 ": f"--host {host.address} "})
@@ -91,7 +93,8 @@ class Reader:
         config = yaml.safe_load((ROOT / "configs/tiny_moe_cpu.yaml").read_text())
         config["run"] |= {"steps": 4, "peer_timeout_seconds": 20}
         config["rollout"] |= {"prompts_per_step": 8, "group_size": 4, "kv_cache_mib": 64, "in_flight": 8}
-        config |= {"checkpoint": {"every_steps": 1}, "cluster": {"engines": 2, "gpus_per_engine": 1}}
+        config["cluster"] = {"gpus": 4, "gpu_memory_gib": 79, "engines": 2, "gpus_per_engine": 1}
+        config["checkpoint"] = {"every_steps": 1}
         config["eval"] = {"prompts": 8}
         (self.shared / "config.yaml").write_text(yaml.safe_dump(config))
 
@@ -116,9 +119,9 @@ class Reader:
         }  # fmt: skip
         return host.start(["bash", "-euo", "pipefail", "-c", text], environment, self._log(name), ROOT)
 
-    def _run(self, name: str, host: Host, text: str) -> None:
+    def _run(self, name: str, host: Host, text: str, *, ends: int = 0) -> None:
         status = self._begin(name, host, text).wait(SECONDS)
-        assert status == 0, f"{name} ended with {status}:\n{self._text(name)[-4000:]}"
+        assert status == ends, f"{name} ended with {status}:\n{self._text(name)[-4000:]}"
 
     def _text(self, name: str) -> str:
         return self._log(name).read_text(errors="replace")
