@@ -95,7 +95,7 @@ class Night:
 
     def strike_at_once(self) -> None:
         """Kill a server in the first step. Stop a rank in the second, while the server starts again. Resume the run,
-        then ask it to stop.
+        and ask it to stop once it uses both servers.
         """
         self._kill(0)
         server = self.threads.submit(self._serve, 0)
@@ -103,6 +103,7 @@ class Night:
         self._stop(1)
         self.servers[0] = server.result()
         self._resume()
+        self._await_server()
         self.end()
 
     def kill(self, at: int) -> None:
@@ -110,7 +111,8 @@ class Night:
         self._kill(at, within=10.0)
         before = self.steps
         self.servers[at] = self._serve(at)
-        self.until(lambda: self.steps > before and self.trained()[-1]["rollout/lost_servers"] == 0)
+        self.until(lambda: self.steps > before)
+        self._await_server()
 
     def hang(self, rank: int) -> None:
         """Stop the main thread of a rank while it trains. The run must end and name the rank; it is resumed."""
@@ -131,6 +133,10 @@ class Night:
         for one in self.servers[at].processes():
             one.kill()
         self.counts["servers_killed"] += 1
+
+    def _await_server(self) -> None:
+        """Wait for a step that both servers sampled."""
+        self.until(lambda: self.trained()[-1]["rollout/lost_servers"] == 0)
 
     def _stop(self, rank: int) -> None:
         self.run.until(lambda: self.run.sign(rank).get("phase") == "train", _PATIENCE)
