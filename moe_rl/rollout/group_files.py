@@ -136,7 +136,8 @@ class GroupFiles:
         if not kept.trajectories and any(own and own[0].prompt_token_ids != prompt.token_ids for own in kept.pieces):
             raise DataError(
                 "the completions of a group belong to an older text of its prompt",
-                where={"file": path, "group": kept.cursor, "prompt": prompt.id},
+                where={"file": path, "group": kept.cursor},
+                got=prompt.id,
             )
         self._kept.store.check_published(shards_of(all_pieces(kept.pieces)))
         left = 0 if kept.trajectories else len(unfinished(kept.pieces))
