@@ -113,9 +113,9 @@ def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
         policy.updates = 0  # restores the optimizer's learning rate
     else:
         _restore_weights(path, policy, pieces)
-        for one in policy.optimizers:
-            if one.config.use_precision_aware_optimizer:
-                optimizer_slices.begin(one)  # Adam holds the main weights, which begin as the model's
+        for owner in policy.optimizers:
+            if owner.config.use_precision_aware_optimizer:
+                optimizer_slices.begin(owner)  # Adam holds the main weights, which begin as the model's
         policy.optimizer.reload_model_params()
     policy.moves += 1
 
