@@ -54,7 +54,7 @@ def recorded(scripts) -> None:
     folder, rng = scripts[0].parent, np.random.default_rng(0)
     spec, sequences = TraceSpec.of(read_model(ROOT / "assets/tiny_moe/policy")), []
     with ShardWriter(folder / "routes", "step0", spec) as writer:
-        for key, prompt, sampled in (("0", 6, 5), ("1", 4, 3)):
+        for key, prompt, sampled in (("step0/0", 6, 5), ("step0/1", 4, 3)):
             tokens, rows = tuple(map(int, rng.integers(2, 300, prompt + sampled))), prompt + sampled - 1
             scores = rng.random((rows, len(spec.moe_layers), spec.num_experts))
             routes = np.sort(np.argsort(scores, -1)[..., : spec.top_k]).astype(np.uint8)
