@@ -356,12 +356,6 @@ class ChatTemplate:
         return text
 
 
-def writes_date(model_path: Path) -> bool:
-    """Return whether a model's chat template writes the day into prompts."""
-    files = [model_path / "tokenizer_config.json", *model_path.glob("*.jinja")]
-    return any("strftime_now" in file.read_text("utf-8", "replace") for file in files if file.is_file())
-
-
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__

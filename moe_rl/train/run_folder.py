@@ -37,7 +37,6 @@ from moe_rl.disk import refusal, write_whole
 from moe_rl.errors import About, ConfigError, DiskError, MoeRLError, Problem, describe
 from moe_rl.models.hf import expected_tensors, read_model
 from moe_rl.report import history, run_config, summary
-from moe_rl.tasks.tokenizer import writes_date
 
 # Keys that a resumed run may change. A name with a dot at its end stands for all keys of the section.
 MAY_CHANGE = (
@@ -168,7 +167,10 @@ def _with_start(config: Config) -> Config:
 
 def _with_date(config: Config) -> Config:
     """Set run.date to today if prompts depend on the day: a run that goes on tomorrow must read the same ones."""
-    if config.run.date is not None or not writes_date(config.model.path):
+    model = config.model.path
+    templates = [file for file in (model / "tokenizer_config.json", *model.glob("*.jinja")) if file.is_file()]
+    writes = any("strftime_now" in file.read_text("utf-8", "replace") for file in templates)
+    if config.run.date is not None or not writes:
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"date": datetime.date.today()})})
 

@@ -153,7 +153,7 @@ def gather(nodes: Nodes, arguments: Mapping[str, object], leave: Callable[[int, 
         raise EngineError("Node 0 cannot listen", where={"host": where}, got=error, do=do) from None
     with listener:
         _listen_at(listener.getsockname()[0])
-        while missing := sorted(set(range(1, nodes.count)) - came.keys()):
+        while missing := [rank for rank in range(1, nodes.count) if rank not in came or _is_gone(came[rank][1])]:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 end, _ = listener.accept()
@@ -191,7 +191,7 @@ def _dialed(nodes: Nodes, where: str) -> socket.socket:
 def _refusal(nodes: Nodes, hello: Hello, ours: Mapping[str, str], came: Mapping[int, tuple[str, Channel]]) -> str:
     if not 0 < hello.rank < nodes.count:
         return f"there are nodes 1 to {nodes.count - 1}"
-    if hello.rank in came and not select.select([came[hello.rank][1].socket], [], [], 0)[0]:
+    if hello.rank in came and not _is_gone(came[hello.rank][1]):
         return f"{came[hello.rank][0]} is there already"
     differ = [
         f"{name}: got {hello.arguments.get(name, 'nothing')}, expected {ours.get(name, 'nothing')}"
@@ -199,6 +199,11 @@ def _refusal(nodes: Nodes, hello: Hello, ours: Mapping[str, str], came: Mapping[
         if ours.get(name) != hello.arguments.get(name)
     ]
     return f"it was started with other arguments: {first_of(differ)}" if differ else ""
+
+
+def _is_gone(channel: Channel) -> bool:
+    """Return whether the node at the other end has closed its connection: it says nothing after its hello."""
+    return bool(select.select([channel.socket], [], [], 0)[0])
 
 
 def _texts(arguments: Mapping[str, object]) -> dict[str, str]:

@@ -93,6 +93,7 @@ class _Sink:
         records: key -> reference to all stored rows, token ids and sums of all rows, first row to refer to. A record
             is left out once its reference is returned.
         families: prompt -> a record that begins with this prompt, and the prompt's rows.
+        family_bytes: of these rows.
         recent: digest of a record -> token ids and weight versions of all its rows.
         last: the writing thread's last work. Until it is done, only that thread uses the fields above.
         dropped: whether waiting rows need not be written.
@@ -104,9 +105,25 @@ class _Sink:
     cut: bool = False
     records: dict[str, tuple[RouteRef, np.ndarray, np.ndarray, int]] = field(default_factory=dict)
     families: OrderedDict[bytes, tuple[RouteRef, Rows]] = field(default_factory=OrderedDict)
+    family_bytes: int = 0
     recent: OrderedDict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=OrderedDict)
     last: Future[Any] | None = None
     dropped: bool = False
+
+    def remember(self, prompt: bytes, ref: RouteRef, rows: Rows) -> None:
+        """Add to `families`, and forget the oldest ones beyond the bounds."""
+        _, before = self.families.pop(prompt, (None, None))
+        self.families[prompt] = ref, rows
+        self.family_bytes += rows.nbytes - (0 if before is None else before.nbytes)
+        while len(self.families) > _MAX_FAMILIES or self.family_bytes > _FAMILY_BYTES:
+            _, (_, oldest) = self.families.popitem(last=False)
+            self.family_bytes -= oldest.nbytes
+
+    def forget(self) -> None:
+        """Forget all records of the present part."""
+        for known in (self.records, self.families, self.recent):
+            known.clear()
+        self.family_bytes = 0
 
     def wait(self) -> None:
         """Wait until all rows of this shard are written."""
@@ -241,10 +258,7 @@ class Sinks:
             if len(sink.recent) > _MAX_RECENT:
                 sink.recent.popitem(last=False)
         if parent is None and not ask.start:
-            sink.families[request.prompt.tobytes()] = (ref, rows.first(len(request.prompt)))
-            held = sum(known.nbytes for _, known in sink.families.values())
-            while len(sink.families) > _MAX_FAMILIES or held > _FAMILY_BYTES:
-                held -= sink.families.popitem(last=False)[1][1].nbytes
+            sink.remember(request.prompt.tobytes(), ref, rows.first(len(request.prompt)))
 
     def refuse(self, name: str, key: str, error: MoeRLError) -> None:
         """Remember why a request, or a whole shard on a failed disk, has no record."""
@@ -297,8 +311,7 @@ class Sinks:
             if cut:  # the disk may have room for another part
                 with self._lock:
                     del self._lost[name]
-                for known in (sink.records, sink.families, sink.recent):
-                    known.clear()
+                sink.forget()
                 sink.cut = True
             raise lost
         refs = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}

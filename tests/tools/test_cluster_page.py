@@ -14,15 +14,16 @@ import time
 from pathlib import Path
 from shutil import copytree
 
+import psutil
 import pytest
 import yaml
 
 from moe_rl.report.lines import read_rows
 from tools.dev.hosts import Host, connect, enter, wait_for
 from tools.dev.runs import ROOT
+from tools.dev.two_hosts import ADDRESSES
 
 PAGE = ROOT / "docs/howto/cluster.md"
-ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
 SECONDS = 900.0
 PARTS = ("plan", "once", "doctor", "serve", "train", "resume")
 
@@ -131,10 +132,9 @@ class Reader:
 
 
 def _torchrun(shell: subprocess.Popen) -> int:
-    """Return the pid of the process that `nsenter` became, or started."""
-    import psutil
-
-    return next(one.pid for one in psutil.Process(shell.pid).children(recursive=True) if "torchrun" in one.cmdline()[1])
+    """Return the pid of the torchrun that a command started."""
+    children = psutil.Process(shell.pid).children(recursive=True)
+    return next(child.pid for child in children if any("torchrun" in word for word in child.cmdline()))
 
 
 @pytest.mark.long

@@ -114,7 +114,8 @@ def test_a_node_that_does_not_belong_is_refused_and_the_others_still_meet(engine
     engine.all_there()
 
 
-def test_strangers_and_a_node_that_came_again_do_no_harm(engine):
+@pytest.mark.parametrize("then", [(2, 1), (1, 2)])
+def test_strangers_and_a_node_that_came_again_do_no_harm(engine, then):
     engine.start(0)
     first = engine.start(2)
     first.join(20)
@@ -122,8 +123,8 @@ def test_strangers_and_a_node_that_came_again_do_no_harm(engine):
     for text in (b"", b"GET / HTTP/1.1\r\n\r\n"):
         with suppress(ConnectionError), socket.create_connection(("127.0.0.1", engine.port)) as stranger:
             stranger.sendall(text)
-    engine.start(2)
-    engine.start(1)
+    for rank in then:
+        engine.start(rank).join(20)
     engine.all_there()
 
 

@@ -63,6 +63,9 @@ def test_prompts_are_remembered_for_sharing_up_to_a_number_of_bytes(sinks, monke
     sink = sinks._open["shard"]
     sink.wait()
     assert [np.frombuffer(prompt, np.int32)[0] for prompt in sink.families] == [1, 2]
+    add(sinks, "other rows of the last prompt", Rows(rows_of(2).routes, ids, rows.weight_versions, rows.sums))
+    sink.wait()
+    assert len(sink.families) == 2 and sink.family_bytes == 2 * rows.first(PROMPT).nbytes
 
 
 def test_each_group_of_an_asynchronous_run_may_have_a_shard(sinks):
