@@ -234,11 +234,13 @@ class GuardsConfig(Section):
     max_canary_difference: Positive | None = None
     """Upper limit of sync/canary_abs_diff, in nats. A run above it ends before the next token is sampled. null: the
     limit is 1e-4 where sampler and trainer compute in float32 on the same weights (rounding gives 1e-6 to 1e-5), and 1
-    otherwise (tiny bfloat16 models stay below 0.3; exchanged layers or experts give 1 to 6). With null the run also
-    ends when the difference is far above that of its own last syncs: see docs/internals/weight_sync.md."""
+    otherwise (tiny bfloat16 models stay below 0.3, and so do faults of a single expert: docs/measurements/costs.md).
+    With null the run also ends when the difference is far above that of its own last syncs: see
+    docs/internals/weight_sync.md."""
     same_version: bool = True
     """Whether a run that samples ahead of training ends when tokens of lag 0, which the trainer's own version sampled,
-    disagree with the trainer as tokens of other weights do. That is a fault, not drift: see docs/howto/guards.md."""
+    disagree with the trainer as tokens of other weights do. That is a fault, not drift: see docs/howto/guards.md. If
+    objective.old_logprobs is not trainer, it sees only a step's first update, which has the oldest groups."""
     evidence_mib: Whole = 4096
     """Largest size in MiB of the evidence that a run keeps for `moe-rl explain` when a check ends it: the trainer's
     weights, some sequences, and both engines' routes. Weights that do not fit are left out; then `explain` needs a

@@ -60,6 +60,17 @@ class Alignment:
     claims: tuple[Claim, ...] = tuple(Claim(name) for name in CLAIMS)
     moved: float = 0.0
 
+    def joined(self, other: Alignment | None) -> Alignment:
+        """Return what both results prove."""
+        if other is None:
+            return self
+        claims = [
+            replace(min(pair, key=lambda claim: (claim.status == "proven", claim.power)), evidence=evidence)
+            for pair in zip(self.claims, other.claims, strict=True)
+            for evidence in (max(claim.evidence for claim in pair),)
+        ]
+        return Alignment(tuple(claims), max(self.moved, other.moved))
+
     @property
     def faults(self) -> list[str]:
         """Return descriptions of all faults. Layers with the same fault share one."""
@@ -192,7 +203,8 @@ def blind_witness(where: About) -> NonFiniteError:
     return NonFiniteError(
         "scores of the trainer's routers are not finite, so the routes cannot be tested against them",
         where=where,
-        do="look for NaN in the trainer's weights, and start from an earlier checkpoint. No weights were updated",
+        do="look for NaN in the trainer's weights, and start from an earlier checkpoint. No weights were updated "
+        "with these rows",
     )
 
 

@@ -157,7 +157,7 @@ def refuse_misaligned(alignment: Alignment, where: About) -> None:
             "recorded routes belong to other rows than they would be replayed on",
             where=where,
             got=first_of(faults),
-            expected="routes that the trainer's routers nearly agree with. No weights were updated",
+            expected="routes that the trainer's routers nearly agree with. No weights were updated with them",
             do="check the recorder, and the weights that the sampler holds. If the routes come from other weights "
             "or tokens on purpose, set guards.alignment=false",
             fault="alignment",

@@ -6,7 +6,7 @@ microbatch by microbatch, while passes run. NumPy releases the interpreter's loc
 
 Legend: M microbatches, C chunks of a microbatch, L layers, R rows of this rank in a microbatch, K top-k, E experts. For
 the groups of ranks of `planning.dispatch`: P expert-parallel ranks, T ranks that share an expert's matrices, G = P x T,
-n experts on a rank. Where experts are copied (`planning.expert_copies`), each rank has c more slots for copies.
+n experts on a rank. Where experts are copied (`planning.copy_choice`), each rank has c more slots for copies.
 """
 
 from __future__ import annotations

@@ -97,6 +97,11 @@ class Tally:
     native_by_layer: dict[int, int] = field(default_factory=dict)
     native_by_lag: tuple[tuple[float, float], ...] = ((0.0, 0.0),) * len(LAGS)
 
+    def without_native(self) -> Tally:
+        """Return the counts without those of the routers' own choice."""
+        names = ("consumed", "expected", "dispatched", "planned", "applied_mismatch", "applied_checked")
+        return Tally(*(getattr(self, name) for name in names))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compared:

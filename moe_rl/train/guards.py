@@ -19,7 +19,7 @@ from moe_rl.objectives.lags import LAGS
 from moe_rl.train.canary import Heard
 
 # The largest canary difference in nats a token, where both sides compute in float32 and elsewhere. Rounding alone gives
-# 1e-6 to 1e-5 in float32, and up to 0.3 for tiny models in bfloat16. Exchanged layers or experts give 1 to 6.
+# 1e-6 to 1e-5 in float32, and up to 0.3 for tiny models in bfloat16. Faults of a single expert may stay below that.
 _EXACT, _ROUNDED = 1e-4, 1.0
 # The test against the run's own history needs 5 syncs and looks at the last 32. A difference is too large when it is 8
 # times their median, or 5 standard deviations above it if that is more. Differences below 1e-6 count as 1e-6.

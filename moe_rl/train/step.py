@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -232,7 +233,8 @@ class TrainStep:
         self.placement = ExpertPlacement(config, policy, store, spec)
         if config.placement.copies:
             policy.check_copies()
-        self.history = History()  # what the last steps showed of the routes
+        # What the last steps showed of the routes, by number of the update.
+        self.histories = [History() for _ in range(config.train.updates_per_step)]
         self.guards = Guards(config.guards, exact=computes_alike(config))
         self.views: dict[str, list[View]] = {}  # what the ranks saw of the last step's samples
         self.work: list[Work] = []  # of the step that runs, with the routes to replay
@@ -279,30 +281,24 @@ class TrainStep:
             work = [item for share in shares for item in share.work]
             later = [item for share in shares[own_old:] for item in share.work]
             mode: Mode = "observe" if replay == "off" else "replay"
-            align = None
+            # All routes are tested before the first update, or those of each update before it if no pass runs earlier.
+            together = [work] if objective.old_logprobs == "trainer" else [share.work for share in shares]
+            aligns: list[AlignmentTest] = []
             if replay == "r3":
                 self.work = work
                 if self.config.guards.alignment:
-                    tested = work if objective.old_logprobs == "trainer" else shares[0].work
-                    places = [item.table.places for item in tested]
-                    align = AlignmentTest(
-                        policy.layers,
-                        places,
-                        world.device(),
-                        groups=policy.facts.groups,
-                        moves=(policy.lr or 0.0) * self.config.train.updates_per_step,
-                        history=self.history,
-                    )
+                    aligns = [self._alignment(tested, number) for number, tested in enumerate(together)]
                 in_turn = later + work[: len(work) - len(later)]
                 shown.peak_rows, shown.copied_excess = self.shares.plan_rows(policy, in_turn, step)
         with clock("logprobs"):
             if objective.old_logprobs == "trainer" and later:
-                watch = Watch(native=True, align=align, align_from=len(work) - len(later))
+                watch = Watch(native=True, align=aligns[0] if aligns else None, align_from=len(work) - len(later))
                 scored = policy.score(
                     later, "record" if replay == "r2" else mode, f"step {step} old logprobs", watch, entropies=True
                 )
                 shown.tallies.append(scored.seen.tally)
                 shown.add(scored)
+                shown.align(scored.seen.alignment)
                 for item, logprobs in zip(later, scored.logprobs, strict=True):
                     item.old_logprobs = logprobs
                 if replay == "r2":
@@ -310,7 +306,7 @@ class TrainStep:
                         item.table = table
                     shown.peak_rows, shown.copied_excess = self.shares.plan_rows(policy, work, step)
             if measure_native and replay == "r3":
-                scored = policy.score(work, "observe", f"step {step} native logprobs", Watch(native=True))
+                scored = policy.score(together[0], "observe", f"step {step} native logprobs", Watch(native=True))
                 shown.native = mismatch_of(scored.pairs), scored.seen.tally
             if self.reference is not None:
                 self.reference.score(work)
@@ -320,18 +316,20 @@ class TrainStep:
         with clock("train"):
             for number, share in enumerate(shares):
                 observed = number == 0 and (own_old or objective.old_logprobs != "trainer")
+                align = aligns[number] if number < len(aligns) and (observed or number) else None
                 loss = UpdateLoss(objective, share, shown.sums, own_old=own_old and number == 0)
                 result, seen = policy.update(
                     share.work,
                     loss,
                     mode,
                     f"step {step} update {number}",
-                    Watch(native=True, align=align) if observed else Watch(),
+                    Watch(native=observed or align is not None, align=align),
                     entropies=observed or objective.entropy_coef > 0,
                     learned=partial(_check_learned, share, loss, probe if number == 0 else None),
                 )
                 shown.results.append(result)
-                shown.tallies.append(seen.tally)
+                shown.tallies.append(seen.tally if observed else seen.tally.without_native())
+                shown.align(seen.alignment)
                 if observed:
                     shown.add(ScoredWork(share.work, *loss.scored(), seen))
                 self.guards.after_update(result, step=step, update=number)
@@ -344,6 +342,20 @@ class TrainStep:
         if replay != "off":
             metrics |= fallback
         return metrics | credit | placement | {"optim/updates": policy.updates}
+
+    def _alignment(self, work: list[Work], update: int) -> AlignmentTest:
+        """Return the test of the routes of `work`. update: how many updates of the step are made before it runs."""
+        places = [item.table.places for item in work]
+        if update:  # its weights have moved by a part of a step: the rows count as older by a whole one
+            places = [replace(rows, lag=rows.lag + 1) for rows in places]
+        return AlignmentTest(
+            self.policy.layers,
+            places,
+            world.device(),
+            groups=self.policy.facts.groups,
+            moves=(self.policy.lr or 0.0) * self.config.train.updates_per_step,
+            history=self.histories[update],
+        )
 
 
 def _check_learned(share: Share, loss: UpdateLoss, probe: TemperatureProbe | None) -> None:

@@ -61,7 +61,7 @@ class Shown:
         peak_rows: The largest `replay.plans.Plans.peak` over all ranks; 0 without dispatch plans.
         copied_excess: How much fuller the fullest rank is than the mean, minus 1, in the dispatch plans; None unless
             experts may be copied.
-        alignment: Result of the alignment test, if it ran.
+        alignment: Result of the alignment tests, if they ran.
     """
 
     passes: list[ScoredWork] = field(default_factory=list)
@@ -76,7 +76,10 @@ class Shown:
     def add(self, scored: ScoredWork) -> None:
         """Add a pass on the step's starting weights. The first update's, which is the last, comes first."""
         self.passes.insert(0, scored)
-        self.alignment = scored.seen.alignment
+
+    def align(self, alignment: Alignment | None) -> None:
+        """Add the result of an alignment test. A step proves what all of its tests prove."""
+        self.alignment = alignment.joined(self.alignment) if alignment is not None else self.alignment
 
 
 def mismatch_of(scored: Iterable[tuple[Work, torch.Tensor]]) -> MismatchSums:

@@ -18,6 +18,7 @@ from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.report.registry import METRICS, find
 from tests.distributed.jobs.step import (
+    judged,
     one,
     scores_of,
     scores_of_hidden,
@@ -227,6 +228,16 @@ def test_microbatches_of_padding_are_part_of_a_step_and_change_nothing_in_it(ste
         assert filled[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-9)
     for key in ("shadow_mismatch", "native_mismatch", "fallback_positions"):
         assert filled[f"routing/{key}"] == whole[f"routing/{key}"]
+
+
+def test_the_routes_of_each_update_are_tested_before_it(on_ranks, checkpoint, tmp_path):
+    """Without a pass for old log-probabilities each update tests its own; older updates have moved the weights."""
+    for old, tests in (
+        ("trainer", [(2, [0], "step 1 update 0")]),
+        ("sampler", [(1, [0], "step 1 update 0"), (1, [1], "step 1 update 1")]),
+    ):
+        plan = {"overrides": [f"objective.old_logprobs={old}"]}
+        assert on_ranks(2, judged, old, plan, checkpoint, tmp_path) == [tests, tests]
 
 
 @pytest.mark.parametrize("case", ["by-length", "by-load"])

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -110,6 +111,15 @@ def test_routes_of_their_own_rows_pass_and_every_claim_says_what_it_saw(microbat
     assert [claim.name for claim in found.claims] == [*CLAIMS] and not found.faults
     assert {status(found)[name] for name in CORE} == {"proven"}
     assert found.power == 1 and -1000 < found.evidence < -10
+
+
+def test_two_passes_prove_together_what_both_prove():
+    found = HEALTHY.test()
+    weak = replace(found, claims=(replace(found.claims[0], status="weak", power=0.5), *found.claims[1:]), moved=0.25)
+    for joined in (found.joined(weak), weak.joined(found)):
+        assert status(joined) == status(found) | {found.claims[0].name: "weak"}
+        assert joined.claims[0].power == 0.5 and joined.moved == 0.25 and joined.evidence == found.evidence
+    assert found.joined(None) is found
 
 
 def layer_of(record, at, rows):

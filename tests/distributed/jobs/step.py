@@ -28,9 +28,11 @@ from moe_rl.objectives.logprobs import (
     token_scores,
 )
 from moe_rl.proof.batch import batch
+from moe_rl.replay.alignment import Alignment, AlignmentTest
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.trace.spans import versions_of_rows
+from moe_rl.train import step as step_module
 from moe_rl.train.step import TrainStep
 from moe_rl.types import Provenance, Span, sampled_by
 
@@ -204,6 +206,27 @@ def one(name, plan, checkpoint, out):
         seen = f"{type(error).__name__}: {error} [{len(passes)} passes]"
     step.policy.release()
     return seen, [chunks(plans) for plans in passes]
+
+
+def judged(name, plan, checkpoint, out):
+    """[(microbatches, lags of their rows, the pass that ended it)] of each alignment test of a step; for `plan` see
+    `one`."""
+    seen = []
+
+    class Noted(AlignmentTest):
+        def __init__(self, layers, places, device, **given):
+            super().__init__(layers, places, device, **given)
+            self.about = len(places), sorted({int(lag) for rows in places for lag in rows.lag})
+
+        def verdict(self, where=None):
+            if len(self._names) < self.about[0]:
+                return None
+            seen.append((*self.about, where["run"]))
+            return Alignment()  # no router chose these routes
+
+    with patch.object(step_module, "AlignmentTest", Noted):
+        one(name, plan | {"overrides": [*plan["overrides"], "guards.alignment=true"]}, checkpoint, out)
+    return seen
 
 
 def tables_alive():
