@@ -20,6 +20,7 @@ Read next: `rollout/rollouts.py` (sampling a batch), `rollout/pool.py`, `step.py
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -114,6 +115,7 @@ def train(
         stack.callback(gc.unfreeze)
         gc.collect()
         gc.freeze()  # what exists now stays until the end: a collection would look at all of it for 0.2 s
+        trainer.step_ended = time.monotonic()  # what came before was no step
         for step in range(done + 1, config.run.steps + 1):
             if early:
                 break

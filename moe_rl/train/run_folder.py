@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from moe_rl import checkpoint_folder
-from moe_rl.config.load import anchored, dump_config, load_config
+from moe_rl.config.load import anchored, config_of, dump_config, load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import refusal, write_whole
 from moe_rl.errors import About, ConfigError, DiskError, MoeRLError, Problem, describe
@@ -131,7 +131,7 @@ def reopen(
         ConfigError: `path` is not a run folder, or another key is changed: that would be a different run.
     """
     folder = existing(path, "--resume, --run")
-    config = load_config(folder.config, overrides)
+    config = anchored(load_config(folder.config, overrides))
     where: About = {"option": "--resume, --run", "folder": path}
     if wrong := edited(folder, where) or change_problem(load_config(folder.config), config, may_change, where):
         raise ConfigError(wrong)
@@ -140,8 +140,11 @@ def reopen(
 
 def edited(folder: RunFolder, where: About) -> Problem | None:
     """Say which keys of a run's config.yaml differ from every recorded start of the run: somebody edited the file."""
-    known = [run_config.flat(start.config) for start in history.read_history(folder.path) if start.config]
-    now = run_config.flat(load_config(folder.config).model_dump(mode="json"))
+    known, now = [], run_config.flat(load_config(folder.config).model_dump(mode="json"))
+    for start in history.read_history(folder.path):
+        with suppress(ConfigError):  # it has a key that this version lacks
+            if start.config:  # keys that an earlier version lacked have their defaults, as they have in `now`
+                known.append(run_config.flat(config_of(start.config, {}).model_dump(mode="json")))
     if not known or now in known:
         return None
     others = run_config.differing([known[-1], now])

@@ -10,6 +10,7 @@ from shutil import copytree, ignore_patterns
 
 import pytest
 
+from moe_rl.config import strict_yaml
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import ConfigError
 from moe_rl.report import history
@@ -120,6 +121,28 @@ def test_a_config_that_was_edited_by_hand_is_named(tmp_path):
     run_folder.take_over(folder, faster)
     _, config = run_folder.reopen(folder.path)
     assert config.train.optimizer.lr == 2e-5
+
+
+def test_a_run_of_a_version_with_fewer_keys_was_not_edited(tmp_path):
+    folder = run_folder.create(load_config("tiny_moe_cpu", [f"run.runs_dir={tmp_path}"]))
+    values = load_config(folder.config).model_dump(mode="json")
+    del values["run"]["date"], values["rollout"]["engines"]
+    history.record(folder.path, after=0, ranks=1, device="CPU", changed={}, config=values)
+    folder.config.write_text(strict_yaml.dump(values))
+    run_folder.reopen(folder.path)
+    values["rollout"]["temperature"] = 0.5
+    folder.config.write_text(strict_yaml.dump(values))
+    with refused(ConfigError, "rollout.temperature = 0.5", fault="edited"):
+        run_folder.reopen(folder.path)
+
+
+def test_relative_paths_of_a_resume_mean_the_same_in_every_folder(tmp_path, monkeypatch):
+    folder = run_folder.create(load_config("tiny_moe_cpu", [f"run.runs_dir={tmp_path}"]))
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    _, config = run_folder.reopen(folder.path, ["rollout.token_file=token", "task.heldout.0.data=mine.jsonl"])
+    assert config.rollout.token_file == tmp_path / "token"
+    assert config.task.heldout[0].data == str(tmp_path / "mine.jsonl")
 
 
 def test_what_is_left_of_a_run_that_was_killed_is_waited_for(tmp_path, rank):
