@@ -47,7 +47,7 @@ class KeptWeights:
 
     Attributes:
         version: the weights after this step.
-        path: relative to the folder of the evidence; absolute if elsewhere.
+        path: relative to the folder of the evidence; that of a published model is absolute.
         published: whether it is a Hugging Face checkpoint; otherwise a checkpoint of the run.
         updates: number of updates made after this version.
     """

@@ -176,7 +176,7 @@ class _Keeping:
             staleness=0,
             power=float(about["power"]) if "power" in about else None,
             temperature=config.rollout.temperature,
-            truncated=bool(config.rollout.top_k or config.rollout.top_p < 1 or config.rollout.min_p),
+            truncated=config.rollout.keep_sampling_mask,
             trainer_dtype=config.train.dtype,
             sampler_dtype=config.rollout.dtype,
             sampler_weights=config.rollout.weights,
@@ -391,7 +391,7 @@ class _Keeping:
                 if evidence_folder.size_of(source) + evidence_folder.size_of(hidden) + used <= self.limit:
                     shutil.copytree(source, hidden / name, copy_function=_link)
                 else:
-                    name = str(source)
+                    name = os.path.relpath(source, hidden)  # the hidden folder is renamed where it is
                 weights.append(KeptWeights(version, name, published=version in exported))
             else:
                 self.evidence.left_out.append(

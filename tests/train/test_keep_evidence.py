@@ -1,6 +1,8 @@
 """A whole run that a check ends keeps evidence, and `moe-rl explain` says who was right."""
 
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +53,20 @@ def test_a_version_is_kept_beside_what_some_updates_made_of_it(tmp_path):
     assert (kept.version, kept.updates, kept.published) == (2, 0, False) and keeping.evidence.left_out == []
     assert (hidden / kept.path / "state.json").read_text() == "sampled"
     assert (own / "state.json").read_text() == "updated"
+
+
+def test_weights_that_do_not_fit_are_named_where_a_moved_run_still_has_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/mine")  # run.runs_dir may be relative
+    hidden, saved = run / "evidence/.x.tmp", run / "checkpoints/step-000002"
+    for folder in (hidden, saved):
+        folder.mkdir(parents=True)
+    (saved / "state.json").write_text("sampled")
+    keeping = _Keeping.__new__(_Keeping)
+    keeping.folder, keeping.limit = RunFolder(run), 0
+    (kept,) = keeping._older(hidden, 0, {2})
+    shutil.move(run, tmp_path / "moved")
+    assert (tmp_path / "moved/evidence/.x.tmp" / kept.path / "state.json").read_text() == "sampled"
 
 
 @pytest.mark.parametrize(
