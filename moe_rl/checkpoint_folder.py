@@ -58,7 +58,7 @@ def find(folder: Path, step: int | Literal["best"] | None = None) -> Path:
     if step is None and checkpoints:
         step = max(checkpoints)
     if step == BEST:
-        if (link := folder / BEST).is_dir():
+        if (link := folder / BEST).is_symlink() and link.is_dir():
             return folder / link.readlink()
         raise CheckpointError(
             "no checkpoint is the best one",
@@ -139,6 +139,8 @@ def to_go_on(folder: Path) -> str:
 def name_best(folder: Path, step: int | None) -> None:
     """Point the link `best` to the checkpoint after `step` steps, or remove the link if there is no such checkpoint."""
     link, place = folder / BEST, folder / f".{BEST}.tmp"
+    if link.is_dir() and not link.is_symlink():  # whoever copied the run copied what the link leads to
+        shutil.rmtree(link)
     if step is None or not (folder / name_of(step)).is_dir():
         link.unlink(missing_ok=True)
     elif not link.is_symlink() or link.readlink() != Path(name_of(step)):

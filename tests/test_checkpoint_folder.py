@@ -97,6 +97,21 @@ def test_the_best_one_stays_and_a_link_names_it(tmp_path):
     assert names(tmp_path) == ["step-000012", "step-000014"]
 
 
+def test_a_copy_that_followed_the_link_has_a_best_checkpoint_again(tmp_path):
+    """scp -r and object stores copy what a link leads to."""
+    add(tmp_path, 2, 4, best=2)
+    (tmp_path / "best").unlink()
+    shutil.copytree(tmp_path / "step-000002", tmp_path / "best")
+    with refused(CheckpointError, folder=tmp_path, got=("best",)):
+        checkpoints.find(tmp_path, "best")
+    checkpoints.name_best(tmp_path, 2)
+    assert checkpoints.find(tmp_path, "best").resolve() == tmp_path / "step-000002"
+    (tmp_path / "best").unlink()
+    shutil.copytree(tmp_path / "step-000002", tmp_path / "best")
+    checkpoints.name_best(tmp_path, None)
+    assert names(tmp_path) == ["step-000002", "step-000004"]
+
+
 def test_a_kill_leaves_the_link_at_the_old_best_one_which_is_still_there(tmp_path, monkeypatch):
     add(tmp_path, 2, 4, 6, best=2)
 

@@ -115,7 +115,8 @@ def run(options: argparse.Namespace) -> int:
         if options.bisect or options.engines:
             return _bisect(options)
         config, folder = _configure(options)
-        all_problems = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
+        # A run that was compared kept its prompts, and may have been moved to a machine without their files.
+        all_problems = problems(config, int(os.environ.get("WORLD_SIZE", "1")), samples=folder is None)
         if options.config or options.sampler_dtype or options.budget_tokens:
             all_problems += installation_problems(config)
         refuse(all_problems)
@@ -146,7 +147,7 @@ def _bisect(options: argparse.Namespace) -> int:
     run = run_folder.existing(options.bisect, "--bisect")
     config = load_config(run.config)
     _existing_folder(options.out)
-    all_problems = problems(on_one_rank(config), 1)
+    all_problems = problems(on_one_rank(config), 1, samples=False)
     refuse(all_problems + (installation_problems(_in_own_engine(config)) if options.engines else []))
     # torch, megatron and transformers are imported only here, so that mistakes in the options show at once.
     from moe_rl.comparison.bisection import bisect, text

@@ -1,7 +1,8 @@
 """Implements `moe-rl report`: writes the report of a finished or unfinished run, or a page that compares several runs.
 
 moe-rl report RUN                      writes RUN/report.html
-moe-rl report RUN --share FILE         writes a page for others: no prompts, names, paths, hosts or keys
+moe-rl report RUN --share FILE         writes a page for others: no prompts, paths, hosts or keys; names of
+                                       rewards, levels and held-out sets stay
 moe-rl report RUN RUN --out FILE       writes a page with both runs
 """
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="FILE", help=f"with several runs: the page (default: runs_{FILE} in this folder)"
     )
     parser.add_argument(
-        "--share", type=Path, metavar="FILE", help="with one run: a page without prompts, names, paths, hosts and keys"
+        "--share", type=Path, metavar="FILE", help="with one run: a page without prompts, paths, hosts and keys"
     )
 
 

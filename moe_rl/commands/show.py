@@ -45,7 +45,7 @@ def session_lines(path: Path, name: str | None, model: Path | None) -> Iterator[
         SessionError: a turn is not what it was.
     """
     file = path if name is None else path / "rollouts" / f"{name}{SESSION_SUFFIX}"
-    run = file.parent.parent
+    run = file.absolute().parent.parent
     session = Session.of(read_session(file))
     codec = TextCodec(_tokenizer(run) if model is None else model, ())
     turns = session.received

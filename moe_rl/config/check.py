@@ -21,16 +21,17 @@ from moe_rl.errors import About, ConfigError, Problem, describe, did_you_mean
 from moe_rl.models.hf import ModelFacts, read_model
 
 
-def problems(config: Config, world_size: int) -> list[Problem]:
+def problems(config: Config, world_size: int, *, samples: bool = True) -> list[Problem]:
     """Return every reason why `config` cannot run here on `world_size` ranks, one message each; empty when it can.
 
-    This does not examine the installed software, nor the memory that a plan needs (`planning.cluster_plan`).
+    This does not examine the installed software, nor the memory that a plan needs (`planning.cluster_plan`). samples:
+    whether prompts, rewards and a folder for the run are needed.
     """
     try:
         facts, model_problems = read_model(config.model.path), []
     except ConfigError as error:
         facts, model_problems = None, error.problems
-    return model_problems + config_problems(config, facts, world_size) + file_problems(config, facts)
+    return model_problems + config_problems(config, facts, world_size) + file_problems(config, facts, samples)
 
 
 def refuse(problems: list[Problem]) -> None:

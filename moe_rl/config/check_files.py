@@ -23,13 +23,11 @@ from moe_rl.models.weight_files import read_checkpoint
 NOT_COMPARED = ("fingerprint", "dtype", "eos_token_ids")
 
 
-def file_problems(config: Config, facts: ModelFacts | None) -> list[Problem]:
-    """Return one message for each problem. facts: the checkpoint's, None if they could not be read."""
-    return [
-        *(_checkpoint_problems(config, facts) if facts is not None else ()),
-        *absent_problems(config),
-        *prompt_problems(config),
-    ]
+def file_problems(config: Config, facts: ModelFacts | None, samples: bool = True) -> list[Problem]:
+    """Return one message for each problem. facts: the checkpoint's, None if they could not be read. samples: see
+    `check.problems`."""
+    of_checkpoint = [*(_checkpoint_problems(config, facts) if facts is not None else ())]
+    return [*of_checkpoint, *absent_problems(config), *prompt_problems(config)] if samples else of_checkpoint
 
 
 def absent_problems(config: Config) -> list[Problem]:

@@ -38,7 +38,8 @@ def write_report(run_dir: Path, share: Path | None = None) -> Path:
     The last two may be missing if the run was stopped. The report then says so and computes its numbers from the lines.
 
     share: write a page for other people there instead. It has no samples, no starts and no trackers, and of the texts
-        in config and summary only choices that this version of moe_rl knows, so no prompt, name, path, host or key.
+        in config and summary only choices that this version of moe_rl knows, so no prompt, path, host or key. Names
+        of rewards, levels and held-out sets stay.
     """
     run_dir = Path(run_dir)
     run = read_run(run_dir)

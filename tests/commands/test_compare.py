@@ -80,6 +80,16 @@ def test_one_rank_drops_what_only_a_layout_can_have(run, monkeypatch, overlap):
     assert problems(config.model_copy(update={section: getattr(trained, section)}), 1) != []
 
 
+def test_a_run_is_compared_where_its_prompts_and_its_first_folder_are_not(run, monkeypatch, tmp_path):
+    """It kept its prompts, and what is written goes to its folder or --out."""
+    config = load_config(run / "config.yaml", ["run.runs_dir=/proc/nobody/runs", "task.train.0.data=/gone.jsonl"])
+    (run / "config.yaml").write_text(dump_config(config))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(compare, "_compare", lambda config, folder, options: 0)
+    assert main(["--run", str(run)]) == 0
+    assert main(["--config", str(run / "config.yaml")]) == 2
+
+
 def test_a_precision_that_is_none(run, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--run", str(run), "--sampler-dtype", "fp4"])

@@ -493,13 +493,15 @@ def test_a_wrong_sequence_of_an_episode_is_refused_by_name(played):
         assert one.key in str(refused.value), fault
 
 
-def test_the_turns_of_an_episode_are_shown(opened, tmp_path, checkpoint, capsys):
+def test_the_turns_of_an_episode_are_shown(opened, tmp_path, checkpoint, capsys, monkeypatch):
     opened().take(1, Clock())
     assert main(["show", str(tmp_path), "--session", "step000001-p0-c0"]) == 0
     told = capsys.readouterr().out
     assert "session step000001-p0-c0 of sums/0: 4 turns, 2 branches" in told
     assert "turn 0, first:" in told and "turn 3, forked, after turn 0:" in told and told.count("  said  ") == 4
     assert "step 1: reward 1, trained on as 2 sequences" in told and '"name": "add"' in told
+    monkeypatch.chdir(tmp_path / "rollouts")
+    assert main(["show", "step000001-p0-c0.session"]) == 0 and capsys.readouterr().out == told
     alone = tmp_path / "elsewhere/sessions/step000001-p0-c0.session"
     alone.parent.mkdir(parents=True)
     shutil.copy(tmp_path / "rollouts/step000001-p0-c0.session", alone)
