@@ -20,6 +20,7 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model, read_published
 from moe_rl.models.second_reading import reading_problems
 from moe_rl.planning.cluster_plan import disk_problems, make_plan, memory_problems, transfer_problems
+from moe_rl.planning.sampler_memory import record_problems
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
 from moe_rl.rollout.attach import attach_problems
@@ -87,7 +88,7 @@ def every_problem(
     task = None
     if facts is not None:
         plan = make_plan(config, facts, world_size)
-        all_problems += [*memory_problems(plan), *transfer_problems(plan)]
+        all_problems += [*memory_problems(plan), *transfer_problems(plan), *record_problems(config, facts)]
         all_problems += disk_problems(config, plan, folder.path if folder else None, step)
         if first and not absent:
             task, wrong = read_task(config, facts, all_problems)

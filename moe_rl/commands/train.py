@@ -35,6 +35,7 @@ from moe_rl.planning.cluster_plan import disk_problems, make_plan, memory_proble
 from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.planning.peaks import render as render_peaks
 from moe_rl.planning.plan_table import render
+from moe_rl.planning.sampler_memory import record_problems
 from moe_rl.planning.side_balance import Speeds, side_balance
 from moe_rl.report.side_speeds import measured_speeds, read_speeds
 from moe_rl.train import run_folder
@@ -264,7 +265,7 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, options: ar
             print(line)
         for line in notes(config.model.path, facts) if not problems and not absent else ():
             print(line)
-        problems += [*memory_problems(plan), *transfer_problems(plan)]
+        problems += [*memory_problems(plan), *transfer_problems(plan), *record_problems(config, facts)]
         full = disk_problems(config, plan, folder.path if folder else None, options.step)
         (absent if absent else problems).extend(full)
     if facts is not None and trace and not problems:

@@ -54,19 +54,28 @@ def active_matrix_elements(facts: ModelFacts) -> int:
 def forward_flops(facts: ModelFacts, lengths: Iterable[int]) -> int:
     """Return the operations of a forward pass over sequences of these numbers of tokens. A multiplication and its
     addition are two operations."""
-    lengths = list(lengths)
+    matrices, attention = _forward(facts, list(lengths))
+    return matrices + attention
+
+
+def training_flops(facts: ModelFacts, lengths: Iterable[int], *, adapters: bool = False) -> int:
+    """Return the operations of a forward and a backward pass. Recomputation to save memory does not count.
+
+    The backward pass needs twice the forward's: for the gradients of the inputs, and for those of the weights. With
+    `adapters` (LoRA) the weights are frozen and need none. The adapters' own operations, a few per cent, are left out.
+    """
+    matrices, attention = _forward(facts, list(lengths))
+    return (2 if adapters else 3) * matrices + 3 * attention
+
+
+def _forward(facts: ModelFacts, lengths: list[int]) -> tuple[int, int]:
+    """Return the operations of a forward pass: with weights, and between queries, keys and values."""
     queries = facts.head_dim  # of each head, also in latent attention, whose values may have fewer
     values = facts.head_dim if facts.latent is None else facts.latent.value_dim
     windowed = len(facts.windowed_layers)
     pairs = (facts.layers - windowed) * sum(_pairs(length, length) for length in lengths)
     pairs += windowed * sum(_pairs(length, facts.window) for length in lengths)
-    return 2 * active_matrix_elements(facts) * sum(lengths) + 2 * facts.heads * (queries + values) * pairs
-
-
-def training_flops(facts: ModelFacts, lengths: Iterable[int]) -> int:
-    """Return the operations of a forward and a backward pass. The backward pass needs twice the forward's.
-    Recomputation to save memory does not count."""
-    return 3 * forward_flops(facts, lengths)
+    return 2 * active_matrix_elements(facts) * sum(lengths), 2 * facts.heads * (queries + values) * pairs
 
 
 def _pairs(length: int, window: int) -> int:

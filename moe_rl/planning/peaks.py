@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from moe_rl.planning.memory import DTYPE_BYTES
 from moe_rl.planning.packing import pack, padded_lengths, padding_experts, split_groups
 from moe_rl.planning.plan_table import Row, aligned, bytes_text
 from moe_rl.trace.inspection import references, select
+from moe_rl.types import RouteRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,9 @@ class Peaks:
     """Holds the peak row counts of the fullest rank over the batches of a trace.
 
     Attributes:
-        rows: see `planning.budgets.Budget`. Its `sent` and `source` count a data-parallel share, whose rows are sent by
+        rows: see `Budget`. Its `sent` and `source` count a data-parallel share, whose rows are sent by
             `parallel.tensor` x `parallel.context` ranks in parts.
-        batches: shards of the trace; each counts as one step.
+        batches: steps of the trace, see `_batches`.
         layers: MoE layers of the fullest stage.
         row_bytes: bytes that the experts keep of a row for the backward pass, without recomputation.
         exact: False where the ranks of a share dispatch to different copies of the experts. Each copy is then assumed
@@ -163,7 +164,7 @@ def dispatching_groups(parallel: ParallelConfig, shares: int) -> list[slice]:
 
 
 def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Peaks:
-    """Find the peaks over all shards at `trace`, a store or one shard. All records count as trained on, in key order.
+    """Find the peaks over all steps at `trace`, a store or one shard. All sequences count as trained on, in key order.
 
     Raises:
         TraceError: the store does not exist or is empty, or a record is damaged or belongs to another model.
@@ -173,7 +174,7 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
     columns = [[facts.moe_layers.index(layer) for layer in stage if layer in facts.moe_layers] for stage in stages]
     ranks = make_layout(parallel, facts, world_size).data
     budgets, batches, sequences = [], 0, 0
-    for groups, lengths, counts in _batches(trace, facts):
+    for groups, lengths, counts in _batches(trace, facts, config.rollout.prompts_per_step):
         batches, sequences = batches + 1, sequences + len(lengths)
         for chosen in filter(None, split_groups(groups, config.train.updates_per_step)):
             tokens = [lengths[index] for index in chosen]
@@ -198,11 +199,24 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
     )
 
 
-def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[int], np.ndarray]]:
-    """Yield for each shard the groups of its sequences, their lengths, and counts [S, L, E], in key order."""
+def _batches(trace: str, facts: ModelFacts, prompts: int) -> Iterator[tuple[list[str], list[int], np.ndarray]]:
+    """Yield for each step the groups of its sequences, their lengths, and counts [S, L, E], in key order.
+
+    The shards of a step, from several rounds, samplers or pipeline stages, begin with its name. A group that was
+    sampled alone has no step: `prompts` such groups in turn make one. Any other shard is a step. A record that another
+    one continues to its end, as a turn continues the turn before, is no sequence.
+    """
     selection, shape = select(trace), (len(facts.moe_layers), facts.num_experts)
-    for shard in selection.shards:
-        refs = [ref for ref in references(selection) if ref.parts[0].shard == shard]
+    steps: dict[str, dict[str, RouteRef]] = {}
+    for ref in references(selection):
+        step = steps.setdefault(_step_of(ref.parts[0].shard, prompts), {})
+        other = step.get(ref.key)
+        staged = other is not None and ".pp" in ref.parts[0].shard
+        step[ref.key] = replace(ref, parts=(*other.parts, *ref.parts)) if other and staged else ref
+    for step in steps.values():
+        refs = [*step.values()]
+        continued = {(parent.key, parent.rows) for parent in selection.store.parents(refs) if parent is not None}
+        refs = [ref for ref in refs if (ref.key, ref.rows) not in continued]
         refs.sort(key=lambda ref: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", ref.key)])
         counts = np.zeros((len(refs), *shape), np.int32)
         for record, ref in zip(counts, refs, strict=True):
@@ -217,6 +231,14 @@ def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[in
                 )
             record[:] = stored
         yield [ref.key.rpartition("/")[0] for ref in refs], [ref.rows for ref in refs], counts
+
+
+def _step_of(shard: str, prompts: int) -> str:
+    """Return a name that all shards of a step share."""
+    name = re.match(r"(step|group)(\d{6,})", shard)
+    if name is None:
+        return shard
+    return name[0] if name[1] == "step" else f"groups {int(name[2]) // prompts}"
 
 
 def _packed(config: Config, lengths: list[int], counts: np.ndarray, ranks: int) -> Plan:

@@ -4,17 +4,20 @@ a rank: routes, checkpoints, weight transfers, and tokens sent to experts."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_rl.config.layout import Layout, make_layout
 from moe_rl.config.schema import Config
 from moe_rl.config.training import LoraConfig, ParallelConfig, TrainConfig
+from moe_rl.errors import Problem, describe
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import expected_tensors, layer_weights, parameter_count
 from moe_rl.models.peft import adapter_tensors
 from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
 from moe_rl.planning.parameters import adapter_buffers
 from moe_rl.trace import TraceSpec
+from moe_rl.trace.frame import MAX_AUX_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,3 +278,26 @@ def make_sampler(config: Config, facts: ModelFacts, batch: Batch, largest_bucket
         fitting=tokens // batch.max_sequence_tokens,
         sync_bytes=arriving,
     )
+
+
+def record_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+    """Yield a problem for each setting with which the record of the longest sequence would be too large to store."""
+    rollout, sampled = config.rollout, config.rollout.max_completion_tokens
+    rows, fraction = rollout.max_prompt_tokens + sampled, rollout.router_logits_fraction
+    # Rows are drawn one by one: six standard deviations more than the mean.
+    drawn = min(rows, fraction * rows + 6 * math.sqrt(fraction * (1 - fraction) * rows))
+    logits = 4 * len(facts.moe_layers) * facts.num_experts * drawn
+    head = 4 * (config.objective.score_centering or 0) * sampled
+    for key, got, needed in (
+        ("rollout.router_logits_fraction", fraction, logits),
+        ("objective.score_centering", config.objective.score_centering, head),
+    ):
+        if needed > MAX_AUX_BYTES:
+            yield describe(
+                "the record of a long sequence would be too large to store",
+                where={"key": key},
+                got=f"{got}: {needed / 2**20:.0f} MiB at rollout.max_prompt_tokens + rollout.max_completion_tokens "
+                f"= {rows} tokens",
+                expected=f"at most {MAX_AUX_BYTES >> 20} MiB",
+                do="lower it, or rollout.max_completion_tokens",
+            )

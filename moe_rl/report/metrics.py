@@ -212,7 +212,8 @@ ALL = (
         "Far from 0, or of the same sign at every step: a systematic difference (temperature, dtype, wrong weights)."),
     Metric("policy_kl/k3", "nats/token", "lower", EVERY_STEP, MODES,
         "Mean over the sampled tokens of (r - 1 - log r), where r = trainer probability / sampler probability: the k3 "
-        "estimate of KL(rollout || trainer). The trainer routes as it does in training.",
+        "estimate of KL(rollout || trainer). The trainer routes as it does in training. If objective.old_logprobs is "
+        "not trainer, only the sequences of the step's first update count, here and in all metrics of this comparison.",
         "Grows over the run: an early sign of collapse, because the importance ratio is turning into noise."),
     Metric("policy_kl/k3_lag/<name>", "nats/token", "lower", MEASURED, MODES,
         "policy_kl/k3 of the tokens that were sampled this many weight versions before the trainer's: 0, 1, 2-3, 4-7 "
@@ -312,7 +313,7 @@ ALL = (
         "How much this step's alignment test could see: the mean, over its core claims and the ranks, of the share of "
         "planted faults that it would have refused. The test compares the recorded routes with the scores of the "
         "trainer's routers before the first update under them (guards.alignment). Core claims are those about rows of "
-        "another layer, token, prompt or completion, or of nothing.",
+        "another layer, token, prompt or completion, or of nothing. Of several tests in a step the weakest counts.",
         "Low: few tokens per rank, short sequences, or routers that choose alike for all tokens. Only the checksums "
         "would detect such faults."),
     Metric("routing/alignment_evidence", "nats", "lower", MEASURED, R3,
@@ -541,7 +542,8 @@ ALL = (
     Metric("throughput/mfu", "fraction", "higher", MEASURED, MODES,
         "Model FLOPs utilization of time/train: the operations of a forward and a backward pass over the trained "
         "tokens, with the experts that each token uses and without recomputation, over what all ranks could do at the "
-        "peak of their device. Not measured where that is not known: on CPUs, and with train.dtype=float32.",
+        "peak of their device. With train.lora, no gradients of frozen weights count. Not measured where that peak is "
+        "not known: on CPUs, and with train.dtype=float32.",
         "Far below that of a dense model of the active size: small microbatches, or experts wait for each other."),
     Metric("memory/host_peak_bytes", "bytes", "lower", MEASURED, MODES,
         "Largest resident memory of a training rank since its start, on the rank that had most.",

@@ -46,6 +46,7 @@ def measured_speeds(run_dir: Path) -> Speeds | None:
     started = max(rollout.get("engines", 1), len(rollout.get("servers") or ()))
     samplers, _ = sampling_gpus(cluster.get("engines"), cluster.get("gpus_per_engine"), started)
     rows = [row for row in read_run(run_dir).train if row["step"] > last.after and _busy(row) > 0]
+    rows = [row for row in rows if row["throughput/sampled_tokens_per_second"]]  # in others no request ended
     if not rows:
         return None
     tokens = [row["rollout/sequences"] * row["rollout/completion_tokens_mean"] for row in rows]

@@ -238,8 +238,8 @@ class Trainer:
         """
         lengths = [sequence.forwarded for sequence in batch.sequences]
         if self.peak_flops is not None:
-            needed, seconds = training_flops(self.facts, lengths), clock.seconds["train"]
-            metrics["throughput/mfu"] = needed / (seconds * dist.get_world_size() * self.peak_flops)
+            needed = training_flops(self.facts, lengths, adapters=self.config.train.lora is not None)
+            metrics["throughput/mfu"] = needed / (clock.seconds["train"] * dist.get_world_size() * self.peak_flops)
         metrics = (
             batch.metrics
             | metrics

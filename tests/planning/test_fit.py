@@ -6,8 +6,10 @@ from collections import namedtuple
 import pytest
 
 from moe_rl.config.load import load_config
+from moe_rl.models.hf import read_model
 from moe_rl.planning.cluster_plan import Stage, disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.plan_table import render
+from moe_rl.planning.sampler_memory import record_problems
 from tests.support.refusals import tells
 
 
@@ -17,6 +19,23 @@ def test_a_full_disk(plan_of, config_file, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1))
     (message,) = disk_problems(load_config(config_file), plan_of())
     tells(message, key="run.runs_dir", got=("1 ",))
+
+
+@pytest.mark.parametrize("key", ["rollout.router_logits_fraction", "objective.score_centering"])
+def test_a_record_that_could_not_be_stored(config_file, key):
+    facts = dataclasses.replace(read_model(load_config(config_file).model.path), num_experts=256)
+    rows = (64 << 20) // (4 * 256 * len(facts.moe_layers))
+    loss = ["objective.name=cispo", "objective.weight_cap=5", "objective.clip_low=null", "objective.clip_high=null"]
+    settings = {
+        "rollout.router_logits_fraction": (["rollout.max_prompt_tokens=192"], 1.0, rows - 192, rows - 191),
+        "objective.score_centering": ([*loss, "objective.old_logprobs=sampler"], 1024, 16384, 16385),
+    }
+    overrides, value, fits, too_long = settings[key]
+    for tokens, problems in ((fits, 0), (too_long, 1)):
+        config = load_config(config_file, [*overrides, f"{key}={value}", f"rollout.max_completion_tokens={tokens}"])
+        told = list(record_problems(config, facts))
+        assert len(told) == problems
+    tells(told[0], key=key, expected=("64 MiB",))
 
 
 def test_a_runs_dir_that_leads_nowhere_has_no_disk(plan_of, config_file, tmp_path):

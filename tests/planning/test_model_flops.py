@@ -37,6 +37,8 @@ def test_a_pass_over_sequences(published):
     forward = 2 * QWEN * 5 + 48 * 2 * 32 * (128 + 128) * (10 + 1)
     assert forward_flops(qwen, [4, 1]) == forward and training_flops(qwen, [4, 1]) == 3 * forward
     assert forward_flops(qwen, []) == 0
+    # frozen weights need no gradients, but attention has no weights
+    assert training_flops(qwen, [4, 1], adapters=True) == 3 * forward - 2 * QWEN * 5
     # a head of latent attention has queries of 192 and values of 128
     assert forward_flops(deepseek, [4]) == 2 * DEEPSEEK * 4 + 61 * 2 * 128 * (192 + 128) * 10
 

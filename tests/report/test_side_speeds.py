@@ -26,6 +26,9 @@ def test_speeds_are_those_of_the_last_start_for_one_gpu(synthetic_run):
     idle = {"pipeline/sampler_idle_fraction": 0.75}
     write_rows(run_dir / "metrics.jsonl", [row | idle if row["step"] == 5 else row for row in rows])
     assert read_speeds(str(run_dir)).sampled == pytest.approx(4 * speeds.sampled)  # a quarter of the places was used
+    nothing = {"throughput/sampled_tokens_per_second": 0.0}  # groups of an earlier process were trained on
+    write_rows(run_dir / "metrics.jsonl", [row | nothing if row["step"] == 5 else row for row in rows])
+    assert measured_speeds(run_dir) is None
     history.record(run_dir, after=5, ranks=2, device="CPU", changed={}, config={})
     assert measured_speeds(run_dir) is None  # no step since
 
