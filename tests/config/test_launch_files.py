@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs/launch"
 # Writes down its name and arguments; `srun` then runs what it was given, as its tasks would.
 STAND_IN = (
-    f"#!{sys.executable}"
+    f"#!/bin/sh\n''':'\nexec '{sys.executable}' \"$0\" \"$@\"\n'''"  # a shell begins: the path may have spaces
     + """
 import json, os, sys, time
 from pathlib import Path
@@ -165,6 +166,21 @@ def test_the_slurm_job_starts_servers_and_trainers_that_fit(shell):
     assert len(calls["curl"]) == len(servers) and "requeue" not in str(calls.get("scontrol"))
 
 
+def test_overrides_of_the_slurm_job_reach_servers_and_trainers(shell, tmp_path):
+    path = tmp_path / "repository/configs/launch/slurm.sbatch"
+    text = path.read_text()
+    assert text.count("OURS+=()") == 1
+    own = "cluster.engines=4 cluster.gpus_per_engine=4 rollout.max_concurrent=32"
+    text = text.replace("OURS+=()", f"OURS+=({own})")
+    path.write_text(text.replace("ENGINES_PER_NODE=4 GPUS_PER_ENGINE=2", "ENGINES_PER_NODE=2 GPUS_PER_ENGINE=4"))
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-5]", "SLURM_NNODES": "6"}
+    calls = shell("bash", "configs/launch/slurm.sbatch", **variables)
+    servers = [served(arguments) for arguments in calls["python"] if arguments[0] != "-c"]
+    (arguments,) = calls["torchrun"]
+    check_agreement(trainer(arguments)[1], servers)
+    assert {configured(options).rollout.max_concurrent for options in servers} == {32}
+
+
 def test_the_slurm_job_starts_an_engine_on_several_nodes(shell, tmp_path):
     path = tmp_path / "repository/configs/launch/slurm.sbatch"
     text = path.read_text()
@@ -253,7 +269,7 @@ def manifest() -> dict[tuple[str, str], dict]:
 
 
 def test_the_manifests_names_are_each_others(manifest):
-    claims = {name for kind, name in manifest if kind == "PersistentVolumeClaim"}
+    (claim,) = re.findall(r"make a claim `(.+?)`", (LAUNCH / "kubernetes.yaml").read_text())
     image = (ROOT / "Dockerfile").read_text()
     (folder,) = [line.split()[1] for line in image.splitlines() if line.startswith("WORKDIR")]
     assert f"ENV PATH={folder}/.venv/bin:" in image
@@ -267,7 +283,7 @@ def test_the_manifests_names_are_each_others(manifest):
         (container,) = pod["spec"]["containers"]
         assert container["workingDir"] == folder
         assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
-        assert volumes["shared"]["persistentVolumeClaim"]["claimName"] in claims
+        assert volumes["shared"]["persistentVolumeClaim"]["claimName"] == claim
         assert volumes["token"]["secret"]["secretName"] == "moe-rl-token"
     policy = manifest["NetworkPolicy", "moe-rl-server"]["spec"]
     assert policy["podSelector"]["matchLabels"] == {"app": "moe-rl-server"}
@@ -280,13 +296,19 @@ def test_the_pods_commands_fit(manifest, shell, tmp_path):
         (container,) = spec["template"]["spec"]["containers"]
         variables = {one["name"]: one.get("value", "10.0.0.9") for one in container["env"]}
         shared = str(tmp_path / "shared")
-        text = container["args"][0].replace("/shared", shared)
+        text = container["args"][0].replace("/shared", shared).replace("/dev/tcp", str(tcp))
         (arguments,) = shell(*container["command"], text, **variables)[program]
         return [argument.replace(shared, "/shared") for argument in arguments], spec
 
+    # Stands in for the sockets: a server's file can be opened once its folder is there.
+    tcp = tmp_path / "tcp"
+    for number in range(manifest["StatefulSet", "moe-rl-server"]["spec"]["replicas"]):
+        (tcp / f"moe-rl-server-{number}.moe-rl-server").mkdir(parents=True)
     arguments, serving = run("StatefulSet", "moe-rl-server", "python")
+    assert not list(tcp.glob("*/*"))
     options = served(arguments)
     arguments, training = run("Job", "moe-rl-train", "torchrun")
+    assert len(list(tcp.glob("*/8000"))) == serving["replicas"], "trainers wait for every server"
     theirs, ours = trainer(arguments)
     check_agreement(ours, [options] * serving["replicas"])
     config = configured(ours)
