@@ -210,7 +210,8 @@ class Rows:
 
     def _kept(self, row: Row) -> dict | None:
         file = self._file(row)
-        return json.loads(file.read_text()) if file.exists() else None
+        result = json.loads(file.read_text()) if file.exists() else None
+        return result if result and not result["died"] else None  # what died may have died of a busy machine
 
     def _file(self, row: Row) -> Path:
         return self.work / "rows" / f"{_digest([self.code, row])[:24]}.json"

@@ -16,6 +16,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 _PR_SET_PDEATHSIG = 1
 _MARK = "MOE_RL_STARTED_BY"
@@ -112,4 +113,6 @@ if __name__ == "__main__":
     _tie(int(sys.argv.pop(1)), signal.SIGTERM)
     from torch.distributed.run import main
 
-    main()
+    with TemporaryDirectory() as logs:  # torch makes such a folder itself, and leaves it
+        sys.argv[1:1] = ["--log-dir", logs]
+        main()

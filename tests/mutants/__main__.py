@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -73,21 +74,25 @@ def _judge(chosen: list[Mutant], *, jobs: int, all_tests: bool) -> tuple[list[Ou
         preload()
         running: dict[int, tuple[Mutant, Path]] = {}
         waiting = deque(chosen)
-        while waiting or running:
-            if waiting and free:
-                mutant, copy = waiting.popleft(), free.pop()
-                if not (child := os.fork()):
-                    _judge_alone(mutant, copy, all_tests=all_tests)
-                running[child] = mutant, copy
-                continue
-            child, ended = os.wait()
-            mutant, copy = running.pop(child)
-            free.append(copy)
-            if os.waitstatus_to_exitcode(ended):
-                raise SystemExit(f"{mutant.name} could not be judged")
-            outcomes.append(Outcome(mutant, *json.loads((copy / _ANSWER).read_text())))
-            told = f"killed by {outcomes[-1].killer}" if outcomes[-1].killer else "SURVIVED"
-            print(f"{outcomes[-1].seconds:6.1f} s  {mutant.room:12} {mutant.name}: {told}", flush=True)
+        try:
+            while waiting or running:
+                if waiting and free:
+                    mutant, copy = waiting.popleft(), free.pop()
+                    if not (child := os.fork()):
+                        _judge_alone(mutant, copy, all_tests=all_tests)
+                    running[child] = mutant, copy
+                    continue
+                child, ended = os.wait()
+                mutant, copy = running.pop(child)
+                free.append(copy)
+                if os.waitstatus_to_exitcode(ended):
+                    raise SystemExit(f"{mutant.name} could not be judged")
+                outcomes.append(Outcome(mutant, *json.loads((copy / _ANSWER).read_text())))
+                told = f"killed by {outcomes[-1].killer}" if outcomes[-1].killer else "SURVIVED"
+                print(f"{outcomes[-1].seconds:6.1f} s  {mutant.room:12} {mutant.name}: {told}", flush=True)
+        finally:
+            for child in running:  # left only when this process is ended; each ends its pytest
+                os.kill(child, signal.SIGTERM)
         killers = sorted({outcome.killer for outcome in outcomes if outcome.killer})
         return outcomes, failing(free[0], killers, all_tests=all_tests)
 
@@ -114,4 +119,6 @@ def _result(outcome: Outcome) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what it has begun ends with it
+        signal.signal(number, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -118,10 +118,12 @@ def _run(copy: Path, tests: Sequence[str], *, all_tests: bool, first: bool, with
     child = os.fork()
     if not child:
         _become_pytest(copy, output, [*arguments, *tests])
-    _, ended = os.waitpid(child, 0)
+    try:
+        _, ended = os.waitpid(child, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what its tests have left, or all of it if this process is to end
     status = os.waitstatus_to_exitcode(ended)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what its tests have left
     failed = cache / "v/cache/lastfailed"
     if failed.exists() and status:
         return list(json.loads(failed.read_text()))

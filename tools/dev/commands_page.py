@@ -67,8 +67,12 @@ with 1 when an episode failed, `explain` with 1 when it stays undecided, `serve`
 | `checkpoints/` | what a run continues from ([checkpoints](../howto/checkpoints.md)); `best` leads to the best one |
 | `export/` | weights as Hugging Face checkpoints, with `export.every_steps` |
 | `evidence/` | what settles who was right when a check has ended the run ([guards](../howto/guards.md)) |
-| `rollouts/`, `trace/` | completions and routes of the last steps |
-| `engine.log` | what vLLM said; of several engines `engine0.log`, ... |
+| `hang/` | stacks of all ranks when one was stuck ([cluster](../howto/cluster.md#while-it-runs)) |
+| `profiles/` | traces and memory, with `report.profile` |
+| `rollouts/`, `groups/`, `trace/` | completions and routes of the last steps, and of prompts that are being sampled |
+| `sync/` | weights on their way to a sampler, with `rollout.weight_transfer: disk` |
+| `engine.log`, `pool.log` | what vLLM and the sampling process said; of several engines `engine0.log`, ... |
+| `failed_episodes.log` | why episodes failed |
 | `trackers/` | what each tracker has got, and its log ([report](../howto/report.md)) |
 | `run.lock` | held while the run lives, so that no second process writes here |
 | `summary.json`, `report.html` | written at the end |

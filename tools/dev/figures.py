@@ -86,8 +86,10 @@ def overlap() -> None:
 
 def study() -> None:
     """Make the 54 runs of the stability study, its table and its plots, and the 20 runs of the study of adapters."""
+    named = subprocess.run(["git", "rev-parse", "--short", "HEAD:moe_rl"], cwd=ROOT, check=True, capture_output=True)
     for script, work in (("stability_study", "study"), ("adapter_study", "adapter_study")):
-        written = [f"benchmarks/{script}.py", "--work", f"runs/{work}", "--write", "docs/generated"]
+        folder = f"runs/{work}-{named.stdout.decode().strip()}"  # an interrupted call goes on, on the same code
+        written = [f"benchmarks/{script}.py", "--work", folder, "--write", "docs/generated"]
         subprocess.run([sys.executable, *written], cwd=ROOT, check=True)
 
 

@@ -160,7 +160,6 @@ def main(arguments: list[str] | None = None) -> int:
     machine = look(REQUIREMENTS)
     if not machine.gpus and not options.dry:
         parser.error("there is no GPU that nvidia-smi knows; --dry runs small sizes without one")
-    found: dict[str, Any] = {"versions": labelled(machine), "parts": {}}
     outcomes = {name: one for file in options.earlier for name, one in json.loads(file.read_text())["parts"].items()}
     options.out.mkdir(parents=True, exist_ok=True)
     device = machine.gpus[0].name if machine.gpus else "CPU"
@@ -168,25 +167,32 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = options.parts or [name for name in PARTS if name not in done]
     if left_out := {name for name in chosen if PARTS[name].needs_vllm and not found_version(VLLM)}:
         print(f"left out, because vLLM is not installed: {', '.join(sorted(left_out))}", flush=True)
+    written = _write(options.out, machine, outcomes)
     for name in (one for one in chosen if one not in left_out):
         print(f"{name}: {PARTS[name].what}, at most {PARTS[name].seconds:g} s", flush=True)
         outcome = run(name, PARTS[name], options.out, device, dry=options.dry)
         print(f"  {outcome.failed or 'done'}, {outcome.seconds:.0f} s", flush=True)
         outcomes[name] = asdict(outcome)
-        found = {
-            "when": datetime.now(UTC).isoformat(timespec="minutes"),
-            "versions": labelled(machine),
-            "parts": {one: outcomes[one] for one in PARTS if one in outcomes},
-        }
-        write_json(options.out / "gpu_day.json", found)  # after every part, for the case that this process is ended
+        written = _write(options.out, machine, outcomes)  # after every part, for the case that this process is ended
     if options.page:
-        options.page.write_text(page(found))
+        options.page.write_text(page(written))
     failed = sorted(name for name, one in outcomes.items() if one["failed"])
     if options.json:
         done = sorted(outcomes.keys() - set(failed))
         write_json(options.json, {"parts_done": len(done), "parts_failed": len(failed), "done": done, "failed": failed,
-                                  "left_out": sorted(left_out), **found})  # fmt: skip
+                                  "left_out": sorted(left_out), **written})  # fmt: skip
     return 1 if failed else 0
+
+
+def _write(out: Path, machine: Machine, outcomes: Mapping[str, Any]) -> dict[str, Any]:
+    """Write and return what is known by now."""
+    known = {
+        "when": datetime.now(UTC).isoformat(timespec="minutes"),
+        "versions": labelled(machine),
+        "parts": {name: outcomes[name] for name in PARTS if name in outcomes},
+    }
+    write_json(out / "gpu_day.json", known)
+    return known
 
 
 def run(name: str, part: Part, out: Path, device: str, *, dry: bool) -> Outcome:
@@ -313,4 +319,6 @@ def _figures(result: object) -> Iterable[str]:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what it has begun ends with it
+        signal.signal(number, lambda *_: sys.exit(143))
     raise SystemExit(main())

@@ -61,7 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/gpu-kit"), metavar="FOLDER")
     parser.add_argument("--patient", action="store_true", help="also vLLM, in parts")
     options = parser.parse_args(arguments)
-    shutil.rmtree(options.out, ignore_errors=True)
+    for name in ("site", "of_vllm"):  # of an earlier call; the folder may hold other things
+        shutil.rmtree(options.out / name, ignore_errors=True)
+    for file in (*options.out.glob("vllm.tar.zst*"), options.out / "kit.json"):
+        file.unlink(missing_ok=True)
     pins = pinned(ROOT / "requirements/gpu.txt")
     tested = pinned(ROOT / "requirements/cpu.txt") | pins  # what only the tests import is in the first
     chosen = [f"{name}=={tested[name]}" for name in NAMES]

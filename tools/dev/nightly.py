@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import signal
 import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -99,7 +101,9 @@ def state_of_the_code() -> str:
         )
     )  # fmt: skip
     names = [ROOT / name.decode() for name in untracked.split(b"\0") if name]
-    changed += b"".join(str(name).encode() + name.read_bytes() for name in names)
+    for name in filter(Path.is_file, names):  # neither other checkouts nor links to nowhere
+        with name.open("rb") as file:
+            changed += str(name).encode() + hashlib.file_digest(file, "sha256").digest()
     return commit.decode().strip() + (f"+{hashlib.sha256(changed).hexdigest()[:12]}" if changed else "")
 
 
@@ -108,4 +112,6 @@ def _passed(outcome: dict[str, object] | None, state: str) -> bool:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what it has begun ends with it
+        signal.signal(number, lambda *_: sys.exit(143))
     raise SystemExit(main())

@@ -121,7 +121,7 @@ class Soak:
         self.missed: Counter[str] = Counter()
         self.problems: list[str] = []
         self.temporary = work / "tmp"
-        self.temporary.mkdir(parents=True)
+        self.temporary.mkdir(parents=True, exist_ok=True)
         self.reference: Path | None = None
 
     def plan(self, kills: int) -> list[tuple[str, str]]:
@@ -346,7 +346,7 @@ def main(argv: list[str] | None = None) -> int:
     until = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            soak = Soak(options.work or Path(temporary) / "soak", seed=options.seed)
+            soak = Soak((options.work or Path(temporary) / "soak").absolute(), seed=options.seed)
             soak.run(soak.plan(options.kills), until=until)
         except MoeRLError as error:
             print(error, file=sys.stderr)
