@@ -10,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 # GPU=1 makes the environment of a machine with GPUs instead; `make clean` before changing over.
 REQUIREMENTS := requirements/$(if $(GPU),gpu,cpu).txt
 # A CUDA toolkit may lack headers that torch's wheels bring: nccl.h, cusparse.h. Those of the toolkit come first.
-HEADERS = CPATH="$$(ls -d $(abspath $(VENV))/lib/python3.12/site-packages/nvidia/*/include | paste -sd :)$${CPATH:+:$$CPATH}"
+HEADERS = CPATH="$$(ls -d "$(abspath $(VENV))"/lib/python3.12/site-packages/nvidia/*/include | paste -sd :)$${CPATH:+:$$CPATH}"
 PATCHES := $(wildcard patches/vllm/*/* patches/vllm/*/*/*)
 
 # Two stamps, each written last: an interrupted install leaves none and is done again.
@@ -37,7 +37,8 @@ LONG = -m "long and not gpu and not chaos and not nightly"
 test-part: $(READY) ## run some of the long tests, others for each commit
 	@part="$$(git rev-list --count HEAD)/8"; echo "part $$part of the long tests"; \
 	    $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder $(LONG) --part "$$part" || \
-	    { echo "what failed runs once more, alone"; $(VENV)/bin/python -m pytest -q --last-failed $(LONG); }
+	    { [[ $$? == 1 ]] || exit 2; echo "what failed runs once more, alone"; \
+	    $(VENV)/bin/python -m pytest -q --last-failed --last-failed-no-failures none $(LONG); }
 
 test-seeds: $(READY) ## compare with independent models again, on 20 random models; on 3 where vLLM samples
 	@$(VENV)/bin/python -m pytest -q --seeds 20 -m seeds tests/distributed tests/rollout
@@ -114,10 +115,12 @@ $(INSTALLED): $(REQUIREMENTS)
 	    echo "make: or say where it is: make PYTHON=/path/to/python3.12 ..." >&2; \
 	    exit 2; \
 	fi; \
+	$(if $(GPU),,"$$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
+	    { echo "make: vLLM needs libnuma.so.1: install libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora)" >&2; exit 2; };) \
 	echo "Making $(VENV) with $$("$$python" -V): about 6 GB, a few minutes."; \
 	"$$python" -m venv --clear $(VENV)
 	@$(PIP) install -qq --no-deps -r $(REQUIREMENTS)
-	@$(if $(GPU),$(HEADERS) $(PIP) install -qq --no-deps --no-build-isolation -r requirements/gpu_built.txt) # takes torch
+	@$(if $(GPU),$(HEADERS) $(PIP) install -qq --no-cache-dir --no-deps --no-build-isolation -r requirements/gpu_built.txt) # takes this torch
 	@touch $@
 
 # A vLLM that an older patch series changed is put back as published before the present one goes in.

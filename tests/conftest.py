@@ -13,6 +13,10 @@ from tests.support.near_ties import ROWS, Rows
 # before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Clients of other makers ask a proxy for this machine's own addresses, unless told not to.
+for name in ("no_proxy", "NO_PROXY"):
+    os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
+
 # Imports and the collection of tests make millions of objects that stay. Looking for garbage among them takes seconds.
 gc.disable()
 

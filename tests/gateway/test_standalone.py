@@ -25,6 +25,7 @@ from moe_rl.trace import TraceStore
 from tests.gateway.conftest import ADD, LONGEST, RunningGateway
 from tests.gateway.test_openai import ask, client_of
 from tests.rollout.serving import ROOT, START_SECONDS, serving_run
+from tests.support.processes import wait_until
 
 CONFIG = str(ROOT / "configs/tiny_moe_cpu.yaml")
 
@@ -264,8 +265,9 @@ def test_over_two_servers_of_which_one_dies(checkpoint, router, tmp_path):
 
         for thread in turns(5):
             thread.join()
-        threads = turns(300)
-        time.sleep(0.5)
+        before = servers[0].client().stats()[0]["forwarded"]
+        threads = turns(1500)
+        assert wait_until(lambda: servers[0].client().stats()[0]["forwarded"] > before + 40)
         end(servers[0])
         for thread in threads:
             thread.join()

@@ -95,6 +95,7 @@ def test_signs_of_life_never_wait_for_a_rank_that_does_not_read():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))  # in the pool: no limit
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)  # some hosts have 4 MiB
         line, rank0 = _PoolLine(Channel(theirs, wire.CALLS)), Channel(ours, wire.REPLIES)
         rank0.send(wire.TakeBatch(2))
         line.receive()
