@@ -49,7 +49,8 @@ class EnvironmentConfig(Section):
     """Settings of the environment, which it finds in `session.options`."""
     env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
     """Names of environment variables that the episodes may see, such as DOCKER_HOST or an API key of a sandbox. They
-    see no others but PATH, HOME, TMPDIR and those of the locale. Each must be set on the host of rank 0."""
+    see no others but PATH, HOME, TMPDIR, TZ, LD_LIBRARY_PATH and those of the locale. Each must be set on the host of
+    rank 0."""
     host: str | None = None
     """Address of rank 0's host at which the harnesses and sandboxes of an episode reach the gateway, from other hosts
     too. Each needs the session's key, and key and messages travel unencrypted: use a network of your own, or a tunnel.

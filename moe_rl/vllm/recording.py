@@ -1,6 +1,6 @@
 """Defines what to record: settings of the engine at its start, and arguments of each request.
 
-A request passes them in `SamplingParams.extra_args` (over HTTP: `vllm_xargs`):
+A request passes them in `SamplingParams.extra_args` (over HTTP: `sampling_params.extra_args`):
 
 moe_rl_key      name of the sequence in the trace; without it the request is sampled and not recorded
 moe_rl_sink     name of the trace shard
