@@ -44,6 +44,7 @@ def test_nothing_is_served_without_a_port():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_run_and_its_pool_are_scraped_while_they_work(port, tmp_path):
     """The last scrape of each is looked at."""
     from tests.end_to_end.conftest import BRIEF, Launch, config
@@ -68,7 +69,7 @@ def test_a_run_and_its_pool_are_scraped_while_they_work(port, tmp_path):
                 continue
         return bool(seen.get(port)) and bool(seen.get(port + 1))
 
-    launch.until(both)
+    launch.until(both, 900)
     assert launch.wait() == 0, launch.text()[-3000:]
     assert any(name.startswith(("moe_rl_policy_kl", "moe_rl_eval")) for name in seen[port])
     assert set(seen[port + 1]) == {

@@ -138,6 +138,7 @@ def _torchrun(shell: subprocess.Popen) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_page_works_line_by_line_on_two_hosts(tmp_path):
     done = subprocess.run([sys.executable, "-m", "tests.tools.test_cluster_page", str(tmp_path)], cwd=ROOT,
                           capture_output=True, text=True)  # fmt: skip

@@ -70,7 +70,7 @@ def test_every_loss_trains_with_other_switches_on_the_rollouts_of_a_run(switches
     assert all(math.isfinite(one["objective/loss"]) and one["optim/skipped"] == 0 for one in ended)
 
 
-def test_a_row_that_dies_is_reduced_to_the_pair_that_kills_it_and_not_run_again(
+def test_a_row_that_dies_is_reduced_to_the_pair_that_kills_it_and_run_again_later(
     benchmark, switches, checks, tmp_path, monkeypatch
 ):
     pairs = benchmark("pairs")
@@ -86,5 +86,6 @@ def test_a_row_that_dies_is_reduced_to_the_pair_that_kills_it_and_not_run_again(
     (result,) = pairs.Rows([row], tmp_path, checks, 8).done()
     assert (result["died"], result["cause"]) == ("planted", "export: steps, samples: 0")
     made = len(runs)
-    assert pairs.Rows([row], tmp_path, checks, 8).done() == [result]
-    assert len(runs) == made
+    (again,) = pairs.Rows([row], tmp_path, checks, 8).done()
+    assert again["cause"] == result["cause"]
+    assert len(runs) == 2 * made, "it may have died because the machine was busy"
