@@ -426,6 +426,7 @@ class ServerFleet:
         server = self.servers.pop(number, None)
         if server is None:
             return
+        server.paused = False  # its calls in flight no longer wait for an update
         self.lost[server.url] = str(error)
         if not bound or len(self.lost) > bound:
             raise SamplerGone(

@@ -555,6 +555,52 @@ def test_a_server_that_loads_weights_may_be_silent_for_longer_than_any_other(tmp
         asyncio.run(asyncio.wait_for(server._watch(None), 1.0))
 
 
+def answering(monkeypatch, answer) -> None:
+    """Let `answer` answer all requests to servers, after any time. A client waits as long as its time-out says."""
+
+    async def answered(request):
+        try:
+            async with asyncio.timeout(request.extensions["timeout"]["read"]):
+                return httpx.Response(200, content=msgspec.json.encode(await answer(request)))
+        except TimeoutError:
+            raise httpx.ReadTimeout("silent") from None
+
+    transport = httpx.MockTransport(answered)
+    monkeypatch.setattr(Transport, "client", lambda *_: httpx.AsyncClient(transport=transport))
+
+
+def test_a_server_that_is_lost_in_an_update_ends_its_calls(tmp_path, monkeypatch):
+    """Until then it is paused, and may be silent."""
+    make_token(token := tmp_path / "token")
+    server = VllmServer("http://host:1", token, timeout_seconds=0.2)
+    fleet = ServerFleet(
+        [server, Server("http://host:2")], tmp_path, "0.32.0", workers=[1, 1], max_lost=1, load_seconds=1
+    )
+
+    async def answer(request):
+        match request.url.path:
+            case "/moe_rl/recording":
+                return replace_served(SERVED, updates=1, version=1, digest="digest1")
+            case "/moe_rl/stats":
+                return [{"forwarded": 5}]
+            case "/moe_rl/update" if not server.paused:
+                return Holding(1, "digest1", True)
+            case "/moe_rl/update" | "/inference/v1/generate":
+                await asyncio.sleep(60)
+
+    async def run():
+        await fleet.take_weights(update(tmp_path, 1))
+        call = asyncio.create_task(fleet.sample(0, REQUESTS[:1], shard="g", leave=asyncio.Event()))
+        await fleet.pause()
+        await fleet.take_weights(update(tmp_path, 2))
+        assert list(fleet.places) == [1] and not call.done()
+        with refused(ServerLost, server=0, got=("no token",)):
+            await asyncio.wait_for(call, 30)
+
+    answering(monkeypatch, answer)
+    asyncio.run(run())
+
+
 def wake(made):
     """Begin a sync as the trainer does. Returns the numbers of workers before and after it."""
     before = len(made.workers)
