@@ -26,9 +26,10 @@ from moe_rl.weights.update import Broadcast, Files, Holding, Received, WeightUpd
 _SMALL_BODY = 1 << 16
 _TOKENS_BODY = 1 << 24
 _PUBLISH_BODY = 1 << 28
-# How long publishing or abandoning a shard waits for requests that may still add to it. Workers learn of a finished
-# request one step later, and requests of clients that are gone are aborted meanwhile.
-_SETTLE_SECONDS = 10.0
+# How often publishing or abandoning a shard asks for requests that may still add to it. Workers learn of a finished
+# request one step later, and requests of clients that are gone are aborted meanwhile. A limit on the time would not do:
+# while weights are loaded, an answer takes as long as that.
+_SETTLE_POLLS = 2000
 _SETTLE_POLL_SECONDS = 0.005
 # How long a release waits for the next expected request.
 _ARRIVE_SECONDS = 30.0
@@ -366,14 +367,14 @@ async def _stop(engine) -> None:
 
 async def _settle(engine, sink: str, only: Container[str] | None = None) -> None:
     """Wait until no request, or none with these keys, can add to a shard."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while unfinished := [
-        key for keys in await _call(engine, "moe_rl_unfinished", sink) for key in keys if only is None or key in only
-    ]:
-        if time.monotonic() > deadline:
-            got = f"{len(unfinished)} requests still being sampled, such as {unfinished[0]}"
-            raise RefusedCall(409, describe("A shard is not finished", where={"shard": sink}, got=got, do="abort them"))
+    for _ in range(_SETTLE_POLLS):
+        keys = [key for keys in await _call(engine, "moe_rl_unfinished", sink) for key in keys]
+        unfinished = [key for key in keys if only is None or key in only]
+        if not unfinished:
+            return
         await asyncio.sleep(_SETTLE_POLL_SECONDS)
+    got = f"{len(unfinished)} requests still being sampled, such as {unfinished[0]}"
+    raise RefusedCall(409, describe("A shard is not finished", where={"shard": sink}, got=got, do="abort them"))
 
 
 def _recording(engine) -> dict[str, Any]:

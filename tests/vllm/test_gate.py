@@ -406,6 +406,22 @@ def test_any_call_is_answered(server, method, path, content, headers):
     server.alive()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_shard_waits_for_the_step_after_a_load_and_not_for_ever(server, monkeypatch, ends):
+    """Workers learn of an ended request one step later. Each answer here takes a minute, as during a load."""
+    asked = []
+
+    def unfinished(sink):
+        asked.append(sink)
+        return ["key"] if len(asked) < 3 or not ends else []
+
+    monkeypatch.setattr(server.engine, "moe_rl_unfinished", unfinished)
+    monkeypatch.setattr(server_control, "time", SimpleNamespace(monotonic=lambda: 60.0 * len(asked)))
+    monkeypatch.setattr(server_control, "_SETTLE_POLLS", 9)
+    answer = server.answers("POST", "/moe_rl/abandon", b'{"sink": "step1"}')
+    assert (answer.status_code, len(asked)) == ((200, 3) if ends else (409, 9))
+
+
 @pytest.mark.parametrize("path", [path for path, body in BODIES.items() if body is not None])
 def test_a_body_that_does_not_come_is_refused_in_time(server, path):
     """Half a body and then silence; half a body and then a disconnect."""
