@@ -84,7 +84,6 @@ class VllmServer:
         self._folder = folder
         self._alone = alone
         self.paused = False
-        self._load_seconds: float | None = None  # how long a part of an update may take
         self._shards: dict[str, asyncio.Task[None]] = {}  # those left open, and what opened each
 
     def generate(self, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
@@ -114,7 +113,6 @@ class VllmServer:
 
     async def update(self, update: WeightUpdate, seconds: float | None = None) -> Holding:
         """Send a part of an update. `seconds` limits the loading; default: timeout_seconds."""
-        self._load_seconds = seconds
         return await self._transport.call(None, "POST", "/moe_rl/update", update, _HOLDING, seconds)
 
     async def adopt(self) -> Holding:
@@ -127,7 +125,7 @@ class VllmServer:
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> ScoredTokens:
         """Score token sequences, see Sampler.score."""
         asked = Scoring(list(map(list, runs)), shard, self._folder)
-        scores = await self._transport.call(None, "POST", "/moe_rl/score", asked, _SCORES)
+        scores = await self._watched(None, "POST", "/moe_rl/score", asked, _SCORES)
         return ScoredTokens([np.asarray(run, np.float32) for run in scores.logprobs], scores.routes, self.url)
 
     async def counts(self) -> list[dict[str, int]]:
@@ -160,7 +158,7 @@ class VllmServer:
         keep_open = options.get("keep_open", False)
         samples = [Growing() for _ in requests] if samples is None else samples
         async with self._transport.client(3 + self._at_once(requests, leave)) as client:
-            served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
+            served = await self._watched(client, "GET", "/moe_rl/recording", None, _SERVED)
             sampling.check(
                 requests,
                 max_model_len=served.max_model_len,
@@ -196,11 +194,7 @@ class VllmServer:
                         part = slice(start, start + size)
                         tokens = sampling.forwarded(requests[part], asks[part], samples[part])
                         message = Publish(shard, *tokens, keep_open or part.stop < len(requests))
-                        # Beside other calls, it may wait until an update is loaded.
-                        seconds = None if leave is None else self._load_seconds
-                        refs |= await self._transport.call(
-                            client, "POST", "/moe_rl/publish", message, _REFERENCES, seconds
-                        )
+                        refs |= await self._watched(client, "POST", "/moe_rl/publish", message, _REFERENCES)
             except BaseException:
                 if records and not keep_open:
                     await self._tidy(client, "/moe_rl/abandon", Sink(shard))
@@ -212,7 +206,7 @@ class VllmServer:
         if not keep_open:
             self._shards.pop(shard, None)
         message = Publish(shard, {}, keep_open=keep_open, cut=keep_open)
-        await self._transport.call(None, "POST", "/moe_rl/publish", message, _REFERENCES)
+        await self._watched(None, "POST", "/moe_rl/publish", message, _REFERENCES)
 
     async def pause(self) -> None:
         """Stop the server's forward passes; requests keep their KV cache."""
@@ -229,7 +223,7 @@ class VllmServer:
         opening = self._shards.get(shard) if keep_open else None
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
             message = Open(shard, self._folder)
-            opening = asyncio.ensure_future(self._transport.call(None, "POST", "/moe_rl/open", message, _NOTHING))
+            opening = asyncio.ensure_future(self._watched(None, "POST", "/moe_rl/open", message, _NOTHING))
             if keep_open:
                 self._shards[shard] = opening
         await asyncio.shield(opening)
@@ -321,7 +315,25 @@ class VllmServer:
             async with asyncio.timeout(_TIDY_SECONDS):
                 await self._transport.call(client, "POST", path, message, _NOTHING)
 
-    async def _watch(self, client: httpx.AsyncClient) -> None:
+    async def _watched(
+        self,
+        client: httpx.AsyncClient | None,
+        method: str,
+        path: str,
+        message: msgspec.Struct | None,
+        answer: msgspec.json.Decoder,
+    ):
+        """Make a control call that may wait until an update is loaded, or behind running requests: it ends with an
+        error only if the server hangs, see `_watch`."""
+        call = asyncio.create_task(self._transport.call(client, method, path, message, answer, forever=True))
+        try:
+            await _finished([call], [self._watch(client)])
+        finally:
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        return call.result()
+
+    async def _watch(self, client: httpx.AsyncClient | None) -> None:
         """Raise EngineError once the server forwards no token for timeout_seconds; otherwise never return.
 
         A paused server may load weights, and answers nothing meanwhile.

@@ -140,18 +140,22 @@ class Transport:
         message: msgspec.Struct | None,
         answer: msgspec.json.Decoder,
         seconds: float | None = None,
+        *,
+        forever: bool = False,
     ):
         """Make one control call and decode the answer.
 
         Args:
             client: None makes the call over a new connection.
             seconds: silence that counts as a hang; default: timeout_seconds.
+            forever: whether the server may be silent indefinitely.
         """
         if client is None:
             async with self.client(1) as client:
-                return await self.call(client, method, path, message, answer, seconds)
+                return await self.call(client, method, path, message, answer, seconds, forever=forever)
         body = b"" if message is None else msgspec.json.encode(message)
-        async with self.ask(client, method, path, body, seconds or self.timeout) as response:
+        silence = None if forever else seconds or self.timeout
+        async with self.ask(client, method, path, body, silence) as response:
             return self.decode(await response.aread(), answer)
 
     @contextlib.asynccontextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -567,6 +568,53 @@ def answering(monkeypatch, answer) -> None:
 
     transport = httpx.MockTransport(answered)
     monkeypatch.setattr(Transport, "client", lambda *_: httpx.AsyncClient(transport=transport))
+
+
+COMPLETION = {
+    "token_ids": [7],
+    "logprobs": {"content": [{"logprob": -1.0}]},
+    "finish_reason": "stop",
+    "weight_versions": [{"start": 0, "end": 1, "version": "1"}],
+}
+
+
+@pytest.mark.parametrize("meanwhile", ["loads", "samples", "hangs"])
+@pytest.mark.parametrize(
+    ("what", "path"),
+    [("sample", "recording"), ("sample", "open"), ("sample", "publish"), ("publish", "publish"), ("score", "score")],
+)
+def test_a_call_waits_as_long_as_the_server_loads_weights_or_samples(tmp_path, monkeypatch, what, path, meanwhile):
+    make_token(token := tmp_path / "token")
+    server, forwarded = VllmServer("http://host:1", token, timeout_seconds=0.2), 0
+
+    async def answer(request):
+        nonlocal forwarded
+        if request.url.path == f"/moe_rl/{path}":
+            server.paused = meanwhile == "loads"
+            await asyncio.sleep(60 if meanwhile == "hangs" else 0.6)
+            server.paused = False
+        match request.url.path:
+            case "/moe_rl/recording":
+                return replace_served(SERVED, updates=1, version=1, digest="d")
+            case "/moe_rl/stats":
+                forwarded += meanwhile == "samples"
+                return [{"forwarded": forwarded}]
+            case "/moe_rl/publish":
+                sent = json.loads(request.content)["sequences"]
+                return {key: RouteRef(key, len(tokens), ()) for key, tokens in sent.items()}
+            case "/moe_rl/score":
+                return {"logprobs": [[-1.0]], "routes": []}
+            case "/inference/v1/generate":
+                return {"choices": [COMPLETION]}
+
+    calls = {
+        "sample": lambda: server.sample(REQUESTS[:1], "group1", leave=asyncio.Event()),
+        "publish": lambda: server.publish("group0"),
+        "score": lambda: server.score([[1, 2]]),
+    }
+    answering(monkeypatch, answer)
+    with refused(EngineError, got=("no token",)) if meanwhile == "hangs" else nullcontext():
+        asyncio.run(asyncio.wait_for(calls[what](), 30))
 
 
 def test_a_server_that_is_lost_in_an_update_ends_its_calls(tmp_path, monkeypatch):
