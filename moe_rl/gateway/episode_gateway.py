@@ -46,8 +46,9 @@ from moe_rl.types import Verdict
 from moe_rl.vllm.api_server import bound_socket, url_of
 
 FAILURES = "failed_episodes.log"
-# How long an aborted request may take to end, besides the time in which weights go in.
-_BUSY_SECONDS, _LOOK_SECONDS = 30.0, 0.02
+# How long an aborted request may take to end, besides the time in which weights go in: these seconds, and this many
+# times run.peer_timeout_seconds. A server that hangs meanwhile is noticed before, after at most 1.5 times that.
+_BUSY_SECONDS, _BUSY_TIMEOUTS, _LOOK_SECONDS = 30.0, 2.5, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +204,16 @@ class EpisodeGateway:
     async def _settle(self, session: Session) -> None:
         """Wait until no request of a session, which were aborted, is sampled any more. A client that reads no reply may
         stay as long as it likes."""
+        patience = _BUSY_SECONDS + _BUSY_TIMEOUTS * self._config.run.peer_timeout_seconds
         try:
-            async with asyncio.timeout(_BUSY_SECONDS) as limit:
+            async with asyncio.timeout(patience) as limit:
                 while session.sampling:
                     if self.gateway.turns.held:  # a sampler that is paused for new weights ends no request
-                        limit.reschedule(asyncio.get_running_loop().time() + _BUSY_SECONDS)
+                        limit.reschedule(asyncio.get_running_loop().time() + patience)
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             what = "A request did not end though it was aborted"
-            raise EngineError(what, where={"session": session.name}, got=f"{_BUSY_SECONDS:g} s", fault="busy") from None
+            raise EngineError(what, where={"session": session.name}, got=f"{patience:g} s", fault="busy") from None
 
     def _trajectory(self, ended: _Ended) -> Trajectory:
         asked, session, finished, episode = ended.asked, ended.session, ended.finished, ended.episode

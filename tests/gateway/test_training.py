@@ -31,6 +31,7 @@ from moe_rl.rollout.batches import episode_metrics
 from moe_rl.rollout.episodes import Episodes
 from moe_rl.rollout.kept import shards_of
 from moe_rl.rollout.rollouts import OwnRollouts, Rollouts
+from moe_rl.rollout.sampler import ServerLost
 from moe_rl.tasks.environments.environment_pool import Episode
 from moe_rl.tasks.prompts import load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
@@ -310,6 +311,30 @@ def test_an_episode_that_is_given_up_ends_with_its_last_request(checkpoint, tmp_
     assert left == 0 and not list(open_sessions)
 
 
+class Hangs:
+    """Hangs, and is lost a while after the client of its request has left."""
+
+    places = (0,)
+
+    def __init__(self, seconds):
+        self.asked, self.seconds = asyncio.Event(), seconds
+
+    async def sample(self, place, requests, *, shard, leave, keep_open):
+        self.asked.set()
+        await leave.wait()
+        await asyncio.sleep(self.seconds)
+        raise ServerLost("planted: the server hangs")
+
+    async def publish(self, shard):
+        return []
+
+
+def patience(monkeypatch, seconds):
+    """Set how long an episode's last request may take to end, whatever the time-out of a server."""
+    monkeypatch.setattr(episode_gateway, "_BUSY_SECONDS", seconds)
+    monkeypatch.setattr(episode_gateway, "_BUSY_TIMEOUTS", 0)
+
+
 class LeftConnected:
     """Ends each episode while a request of it is under way, on a connection that stays open, as a sandbox on another
     host does that outlives its episode."""
@@ -337,7 +362,7 @@ class LeftConnected:
 def test_only_the_episode_fails_whose_request_outlives_it(checkpoint, tmp_path, monkeypatch, updated):
     """Also where new weights go in for longer than a request may take to end."""
     config, facts, sampler = config_of(checkpoint, tmp_path), read_model(checkpoint), SlowToLeave()
-    monkeypatch.setattr(episode_gateway, "_BUSY_SECONDS", 0.3 if updated else 20)
+    patience(monkeypatch, 0.3 if updated else 20)
 
     async def run():
         async def ends():
@@ -360,10 +385,30 @@ def test_only_the_episode_fails_whose_request_outlives_it(checkpoint, tmp_path, 
     assert (verdict.detail, answers) == ("killed at its time limit", (503, 401))
 
 
+def test_only_the_episode_fails_whose_server_hangs(checkpoint, tmp_path, monkeypatch):
+    """The server is lost before anyone says that the request did not end."""
+    config, facts = config_of(checkpoint, tmp_path, "run.peer_timeout_seconds=1"), read_model(checkpoint)
+    monkeypatch.setattr(episode_gateway, "_BUSY_SECONDS", 0.1)
+
+    async def run():
+        sampler = Hangs(seconds=1.25 * config.run.peer_timeout_seconds)
+        pool = LeftConnected(sampler.asked.wait)
+        monkeypatch.setattr(episode_gateway.EnvironmentPool, "of", lambda environment: pool)
+        player = EpisodeGateway(config, facts, sampler, tmp_path)
+        await player.open()
+        prompt = Prompt("sums/0", "", (1,), {"question": "2+3?", "answer": 5})
+        (played,) = await player.play([Episodes(config).request("g-c0", "c0", prompt, "g")])
+        await pool.answers()
+        await player.close()
+        return played.verdict.detail
+
+    assert asyncio.run(run()) == "killed at its time limit"
+
+
 def test_a_chat_that_is_rendered_for_long_ends_no_run(checkpoint, tmp_path, monkeypatch):
     """The sampler never sees it, as its episode is over."""
     config, facts = config_of(checkpoint, tmp_path), read_model(checkpoint)
-    monkeypatch.setattr(episode_gateway, "_BUSY_SECONDS", 0.3)
+    patience(monkeypatch, 0.3)
 
     async def run():
         async def ends():
@@ -389,7 +434,7 @@ def test_a_chat_that_is_rendered_for_long_ends_no_run(checkpoint, tmp_path, monk
 def test_a_client_that_never_reads_its_reply_ends_no_run(checkpoint, tmp_path, monkeypatch):
     """Its episode is over, and the sampler works for nobody."""
     config, facts = config_of(checkpoint, tmp_path, "task.environment.tokens=200000"), read_model(checkpoint)
-    monkeypatch.setattr(episode_gateway, "_BUSY_SECONDS", 1)
+    patience(monkeypatch, 1)
 
     class NeverReads:
         async def play(self, access, row):
