@@ -229,7 +229,7 @@ class EpisodeGateway:
         )
         most = self._config.train.microbatch_tokens
         # The config is refused where a sequence alone may not fit.
-        if credit == "trajectory" and verdict.scored and asked.shard is not None and played.forwarded > most:
+        if asked.shard is not None and not played.fits(credit, most):
             size = f"{played.forwarded} tokens in {len(sequences)} sequences, which credit: branch trains on apart"
             failed = _failed(f"does not fit into train.microbatch_tokens = {most} (task.environment.credit): {size}")
             played = replace(played, verdict=failed)

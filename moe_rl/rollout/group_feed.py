@@ -63,7 +63,7 @@ class GroupFeed:
         self._staleness, self._recompute = pipeline.lag, pipeline.kv == "recompute"
         self._exact = pipeline.segments == "exact"  # otherwise a piece continues the previous one's record
         self.unusable: list[str] = []
-        held = list(files.load(rollouts.source, self.unusable))
+        held = list(files.load(rollouts.source, self.unusable, self._fits))
         self._slots = _slots(config, len(self.sampler.places))
         self.groups = Groups(
             dict.fromkeys(self.sampler.places, self._slots),
@@ -314,6 +314,18 @@ class GroupFeed:
         so_far = sum(len(part.prompt_token_ids) + len(part.token_ids) for part in parts)
         longest = len(prompt.token_ids) + self.config.rollout.max_completion_tokens
         return so_far + longest <= self.config.train.microbatch_tokens
+
+    def _fits(self, group: Group) -> bool:
+        """Return whether the microbatches hold a group of an earlier process, whose microbatches may have been larger.
+        What is unfinished needs room for another piece."""
+        most, environment = self.config.train.microbatch_tokens, self.config.task.environment
+        if environment is not None:
+            return all(trajectory.fits(environment.credit, most) for trajectory in group.trajectories)
+        prompt, continued = self._prompt(group), unfinished(group.pieces)
+        return not self._exact or all(
+            self._has_room(prompt, parts) if index in continued else sum(part.forwarded for part in parts) <= most
+            for index, parts in enumerate(group.pieces)
+        )
 
     def _free(self, group: Group, requests: int) -> None:
         """Free the slots of ended requests for other groups."""

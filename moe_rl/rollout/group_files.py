@@ -8,7 +8,7 @@ Sessions of episodes are named like the shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,18 +99,25 @@ class GroupFiles:
         kept = _Kept(group.cursor, prompt.id, group.oldest, group.version, *sampled)
         sealed.save(self._path(group.cursor), _HEAD, kept, _WHAT, synced=False)
 
-    def load(self, source: PromptSource, unusable: list[str]) -> Iterator[Group]:
+    def load(self, source: PromptSource, unusable: list[str], fits: Callable[[Group], bool]) -> Iterator[Group]:
         """Read all groups, in the order of their cursors. A group that cannot be used is deleted.
 
         Args:
             source: the prompts.
             unusable: gets a message for each group that cannot be used.
+            fits: whether the microbatches hold what must be in one of them.
         """
         for path in self.folder.glob("*.tmp"):
             path.unlink()
         for path in sorted(self.folder.glob("*.group"), key=lambda file: (len(file.name), file.name)):
             try:
                 group = self._load(path, source)
+                if not fits(group):
+                    raise DataError(
+                        "the completions of a group do not fit into a microbatch",
+                        where={"file": path, "group": group.cursor},
+                        got="a smaller train.microbatch_tokens than when they were sampled",
+                    )
             except MoeRLError as error:
                 unusable.append(str(error))
                 path.unlink()

@@ -79,6 +79,11 @@ class Trajectory:
         """Return the number of tokens that training forwards, over all sequences."""
         return sum(sequence.forwarded for sequence in self.sequences)
 
+    def fits(self, credit: str | None, microbatch_tokens: int) -> bool:
+        """Return whether a microbatch holds what `task.environment.credit` trains on together. A failed episode is not
+        trained on."""
+        return credit != "trajectory" or not self.verdict.scored or self.forwarded <= microbatch_tokens
+
     @property
     def inserted(self) -> int:
         """Return the number of tokens given to the model between its turns."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
-from moe_rl.errors import CheckpointError, ConfigError, MoeRLError
+from moe_rl.errors import CheckpointError, ConfigError, DataError, MoeRLError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.report import history
@@ -38,6 +38,7 @@ from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.run_inputs import RunInput, changed_inputs, write_inputs
 from moe_rl.train.sampling_support import read_head, read_support
 from moe_rl.train.trainer import Trainer
+from moe_rl.types import held_together
 
 # What `Trainer.save` gives to a checkpoint and `restore` reads.
 _FIELDS = ("guards", "evaluations", "ledger")
@@ -229,6 +230,8 @@ def _take_left_behind(
             rollouts.kept,
             trainer.train_step.spec,
             lag=config.pipeline.lag,
+            microbatch_tokens=config.train.microbatch_tokens,
+            credit=None if config.task.environment is None else config.task.environment.credit,
             support=vocabulary if config.rollout.keep_sampling_mask else None,
             head=(vocabulary, config.objective.score_centering) if config.objective.score_centering else None,
         )
@@ -253,6 +256,8 @@ def left_behind(
     spec: TraceSpec,
     *,
     lag: int,
+    microbatch_tokens: int,
+    credit: str | None = None,
     support: int | None = None,
     head: tuple[int, int] | None = None,
 ) -> tuple[StepPrompts, RolloutBatch | SampledStep]:
@@ -260,6 +265,8 @@ def left_behind(
 
     Args:
         lag: How many versions older than the checkpoint's weights the sampling weights may be.
+        microbatch_tokens: As in the config now; it may have been larger.
+        credit: That of the environment, if there is one.
         support: Vocabulary size, if sampling supports are needed; else None.
         head: Vocabulary size and number of tokens, if sampler heads are needed; else None.
 
@@ -267,10 +274,17 @@ def left_behind(
         The step's line of the prompt ledger, and its rollouts, or its completions if it has no batch.
 
     Raises:
-        MoeRLError: Something is missing or damaged, or belongs to other prompts, tokens, weights or another model.
+        MoeRLError: Something is missing or damaged, fits into no microbatch, or belongs to other prompts, tokens,
+            weights or another model.
     """
     entry, batch = kept.entered(step, ledger, source, kept.load_sampled)
     ledger.check(step)
+    if too_long := _too_long(batch, microbatch_tokens, credit):
+        raise DataError(
+            "its kept rollouts do not fit into a microbatch",
+            got=f"{len(too_long)} too long, such as {too_long[0]}",
+            expected=f"at most train.microbatch_tokens = {microbatch_tokens}",
+        )
     # Missing routes are accepted here; the step decides what to do about them when it trains.
     rows = RowPolicy(missing="native", max_staleness=lag)
     for sequence in batch.sequences:
@@ -294,3 +308,15 @@ def left_behind(
         if head is not None:
             read_head(kept.store, sequence, *head)
     return entry, batch
+
+
+def _too_long(batch: RolloutBatch | SampledStep, microbatch_tokens: int, credit: str | None) -> list[str]:
+    """Return the keys of the completions or episodes that must be in one microbatch and do not fit."""
+    if isinstance(batch, SampledStep):
+        played = (trajectory for group in batch.trajectories for trajectory in group)
+        return [trajectory.name for trajectory in played if not trajectory.fits(credit, microbatch_tokens)]
+    return [
+        batch.sequences[places[0]].completion
+        for places in held_together(batch.sequences)
+        if sum(batch.sequences[place].forwarded for place in places) > microbatch_tokens
+    ]

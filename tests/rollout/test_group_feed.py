@@ -20,7 +20,7 @@ from moe_rl.rollout.rollouts import Rollouts
 from moe_rl.rollout.sampler import ServerLost, nobody, sample_all
 from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompts import PromptSource
-from moe_rl.types import Completion, InsertedTokens, RoutePart, RouteRef, Verdict, VersionSpan
+from moe_rl.types import Completion, InsertedTokens, RoutePart, RouteRef, Verdict, VersionSpan, by_completion
 from moe_rl.weights.update import Received, WeightUpdate
 from tests.support.refusals import refused
 from tests.support.simulated_time import run
@@ -516,6 +516,55 @@ def test_a_group_of_an_older_text_of_its_prompt_is_sampled_again(tmp_path, monke
     feed = run(resumed())
     assert sampled and len(feed.unusable) == len(sampled) and "an older text of its prompt" in feed.unusable[0]
     assert not {group.cursor for group in feed.groups} & set(sampled)
+
+
+def test_completions_in_too_many_pieces_for_a_smaller_microbatch_are_sampled_again(tmp_path):
+    """A resumed run may have smaller microbatches. Unfinished completions would grow by another piece."""
+    pieces, budget = {"kv": "recompute", "segments": "exact", "max_staleness": 4}, 2 * (TOKENS + 6)
+
+    async def first():
+        rig = Rig(tmp_path, **pieces)
+        await rig.feed.begin()
+        await rig.train(until=3, seconds=1.0)
+        await rig.feed.stop()
+        return [group.cursor for group in rig.feed.groups if any(group.pieces)]
+
+    async def second():
+        rig = Rig(tmp_path, with_keys(CONFIG, "train", microbatch_tokens=budget), done=3, **pieces)
+        held = {group.cursor for group in rig.feed.groups}
+        await rig.feed.begin()
+        await rig.train()
+        return rig, held
+
+    left = run(first())
+    rig, held = run(second())
+    check_of_all_runs(rig, 4)
+    assert len(rig.feed.unusable) + len(held) == len(left) and held < set(left)
+    assert all("do not fit into a microbatch" in told for told in rig.feed.unusable)
+    for batch in rig.batches.values():
+        for parts in by_completion(batch.sequences):
+            assert sum(batch.sequences[part].forwarded for part in parts) <= budget
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "branch"])
+def test_episodes_too_long_for_a_smaller_microbatch_are_played_again(tmp_path, credit):
+    config = with_keys(EPISODES, "task", environment=EnvironmentConfig(run="my.run", credit=credit))
+
+    async def first():
+        rig = Rig(tmp_path, config, player=Player)
+        await rig.feed.begin()
+        await rig.train(until=2)
+        await rig.feed.stop()
+        return [group.cursor for group in rig.feed.groups if group.trajectories]
+
+    async def resumed(tokens):
+        return Rig(tmp_path, with_keys(config, "train", microbatch_tokens=tokens), done=2, player=Player).feed
+
+    left = run(first())
+    whole, smaller = run(resumed(5)), run(resumed(4))
+    assert left and not whole.unusable and [group.cursor for group in whole.groups] == left
+    assert [group.cursor for group in smaller.groups] == (left if credit == "branch" else [])
+    assert len(smaller.unusable) == (0 if credit == "branch" else len(left))
 
 
 def test_a_damaged_group_is_sampled_again(tmp_path):

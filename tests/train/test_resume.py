@@ -13,12 +13,13 @@ from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, DataError, MoeRLError, SupportError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, SampledStep, shard_name
+from moe_rl.rollout.trajectories import Trajectory
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSet, PromptSource
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train import resume
 from moe_rl.train.resume import check_of_this_run, left_behind, restore
-from moe_rl.types import Completion, Prompt, Provenance, Sequence, Span, sampled_by
+from moe_rl.types import Completion, Prompt, Provenance, Sequence, Span, Verdict, sampled_by
 
 SPEC = TraceSpec("model", 8, 2, "mm")
 DONE, STEP = 1, 2
@@ -45,8 +46,22 @@ class Left:
         self.batch = RolloutBatch([sequence], [0], {"reward/mean": 0.5}, "second")
         self.kept.save(STEP, self.batch)
 
-    def find(self, lag=0):
-        return left_behind(STEP, self.ledger, self.source, self.kept, SPEC, lag=lag)
+    def find(self, lag=0, microbatch_tokens=9, **needed):
+        given = {"lag": lag, "microbatch_tokens": microbatch_tokens, **needed}
+        return left_behind(STEP, self.ledger, self.source, self.kept, SPEC, **given)
+
+    @property
+    def completion(self):
+        """The sequence as the sampler returned it."""
+        one = self.batch.sequences[0]
+        return Completion(
+            one.key, one.prompt_token_ids, one.token_ids, one.rollout_logprobs, "stop", one.versions, one.routes
+        )
+
+    def keep_sampled(self, completions, trajectories=()):
+        """Leave completions without a batch."""
+        self.kept.save_sampled(STEP, SampledStep(2, completions, {}, "second", list(trajectories)))
+        self.kept.folder.joinpath("step000002.rollout").unlink(missing_ok=True)
 
     def change(self, **fields):
         sequence = dataclasses.replace(self.batch.sequences[0], **fields)
@@ -58,9 +73,9 @@ def left(tmp_path):
     return Left(tmp_path)
 
 
-def refused(left):
+def refused(left, **needed):
     with pytest.raises(MoeRLError) as caught:
-        left.find()
+        left.find(**needed)
     return str(caught.value)
 
 
@@ -71,10 +86,7 @@ def test_what_is_whole_is_taken(left):
 
 
 def test_completions_without_a_batch_are_taken_if_they_are_whole(left):
-    one = left.batch.sequences[0]
-    made = Completion(
-        one.key, one.prompt_token_ids, one.token_ids, one.rollout_logprobs, "stop", one.versions, one.routes
-    )
+    made = left.completion
     sampled = SampledStep(2, [[made]], {"rollout/witnessed_rows": 3.0}, "second")
     left.kept.save_sampled(STEP, sampled)
     assert isinstance(left.find()[1], RolloutBatch), "a batch is more than its completions"
@@ -154,11 +166,40 @@ def test_routes_that_are_damaged_gone_or_of_other_tokens_are_not_taken(left, tmp
 
 
 def test_rollouts_without_what_the_trainer_now_needs_of_the_sampler_are_not_taken(left):
-    found = (STEP, left.ledger, left.source, left.kept, SPEC)
-    left_behind(*found, lag=0)
+    left.find()
     for needed in ({"support": 9}, {"head": (9, 2)}):
         with pytest.raises(SupportError):
-            left_behind(*found, lag=0, **needed)
+            left.find(**needed)
+
+
+def test_what_fits_into_no_microbatch_is_not_taken(left):
+    """A resumed run may have smaller microbatches. Three tokens of each sequence were forwarded."""
+    one = left.batch.sequences[0]
+    segments = [
+        dataclasses.replace(one, segment_of="episode"),
+        dataclasses.replace(one, segment_of="episode", key="s2/p0/c0/1", routes=None),
+    ]
+    apart = [dataclasses.replace(segment, alone=True) for segment in segments]
+    for sequences, tokens in (([one], 3), (segments, 6), (apart, 3)):
+        left.kept.save(STEP, dataclasses.replace(left.batch, sequences=sequences, group_ids=[0] * len(sequences)))
+        left.find(microbatch_tokens=tokens)
+        told = refused(left, microbatch_tokens=tokens - 1)
+        assert f"do not fit into a microbatch: got {2 if sequences is apart else 1} too long, such as" in told
+        assert sequences[0].completion in told and f"at most train.microbatch_tokens = {tokens - 1}" in told
+
+
+@pytest.mark.parametrize(("credit", "status", "fits"), [
+    ("trajectory", "scored", False), ("trajectory", "failed", True), ("branch", "scored", True),
+])  # fmt: skip
+def test_an_episode_that_fits_into_no_microbatch_is_not_judged_again(left, credit, status, fits):
+    """An episode that failed for its length is not trained on."""
+    verdict = Verdict(status, 1.0 if status == "scored" else None)
+    left.keep_sampled([], [[Trajectory("episode", [left.completion] * 2, verdict, 2, 0, 2, "d")]])
+    left.find(microbatch_tokens=6, credit=credit)
+    if fits:
+        left.find(microbatch_tokens=5, credit=credit)
+    else:
+        assert "do not fit into a microbatch" in refused(left, microbatch_tokens=5, credit=credit)
 
 
 @pytest.mark.parametrize("what", ["lost", "damaged"])
