@@ -279,6 +279,8 @@ def left_behind(
     """
     entry, batch = kept.entered(step, ledger, source, kept.load_sampled)
     ledger.check(step)
+    if isinstance(batch, SampledStep):
+        _check_texts(batch, source)
     if too_long := _too_long(batch, microbatch_tokens, credit):
         raise DataError(
             "its kept rollouts do not fit into a microbatch",
@@ -308,6 +310,15 @@ def left_behind(
         if head is not None:
             read_head(kept.store, sequence, *head)
     return entry, batch
+
+
+def _check_texts(sampled: SampledStep, source: PromptSource) -> None:
+    """Check that completions which are judged again belong to the present texts of their prompts: an accepted change of
+    the prompts leaves their ids. Rows of an environment have no text."""
+    prompts = source.at(sampled.first, len(sampled.completions))
+    for prompt, group in zip(prompts, sampled.completions, strict=True):
+        if any(completion.prompt_token_ids != prompt.token_ids for completion in group):
+            raise of_others("texts of their prompts", f"an older one of {prompt.id}", "the present ones")
 
 
 def _too_long(batch: RolloutBatch | SampledStep, microbatch_tokens: int, credit: str | None) -> list[str]:

@@ -202,6 +202,16 @@ def test_an_episode_that_fits_into_no_microbatch_is_not_judged_again(left, credi
         assert "do not fit into a microbatch" in refused(left, microbatch_tokens=5, credit=credit)
 
 
+def test_completions_of_an_older_text_of_their_prompt_are_not_judged_again(left):
+    """--accept lets the text of a row change whose id stays."""
+    left.keep_sampled([[left.completion]])
+    left.find()
+    left.source = PromptSource([PromptSet("all", [Prompt(f"p{n}", "?", (1, 2, 9)) for n in range(8)])], seed=1)
+    assert "belong to other texts of their prompts" in refused(left)
+    left.kept.save(STEP, left.batch)
+    left.find()  # its verdicts were made with the older text
+
+
 @pytest.mark.parametrize("what", ["lost", "damaged"])
 def test_a_shard_whose_line_the_manifest_lost_is_not_taken(left, tmp_path, what):
     """The shard's own digests agree; only the manifest says that this run published it."""
