@@ -73,8 +73,9 @@ class RankZero:
         rollouts, best = self.rollouts, progress.best
         if early or collapse:  # the batch of the next step may have been sampled
             rollouts.ledger.rewind(done)
-        # A run that ends early leaves groups that have begun.
-        rollouts.ledger.verify(rollouts.source, steps=done, whole=self.whole and not (early or collapse))
+        # A run that ends early leaves groups that have begun. So may a run that is replayed.
+        whole = self.whole and not (early or collapse or config.run.replays)
+        rollouts.ledger.verify(rollouts.source, steps=done, whole=whole)
         facts = {
             "heldout_best_metric": config.eval.best,
             "heldout_best_step": None if best is None else best[0],
