@@ -21,6 +21,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -324,6 +325,10 @@ def _build_chunk(
         if isinstance(module, ReplayRouter) and module.expert_bias is not None:
             # Float16Module rounds the bias to bfloat16. Megatron makes it float32 again, but only when it first runs.
             module.expert_bias = module.expert_bias.float()
+        sinks = getattr(module, "softmax_offset", None)
+        if isinstance(sinks, torch.nn.Parameter) and not hasattr(sinks, "tensor_model_parallel"):
+            # TransformerEngine does not mark that each tensor-parallel rank has the sinks of its own heads.
+            set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
     hf_map.load(model, facts, reader)
     return wrapped
 

@@ -1,8 +1,12 @@
 """Compares layers that have their own backward pass with the operations that they stand for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+
+from tests.megatron.models import TRAIN, facts
 
 
 @pytest.mark.parametrize("size", [8, 4], ids=["whole", "partial"])
@@ -56,3 +60,22 @@ def test_the_gradients_of_a_norm_are_exact():
     x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 2, 8), (8,)))
     torch.autograd.gradcheck(lambda x, weight: _Norm.apply(x, weight, 1e-6), (x, weight))
     torch.autograd.gradcheck(lambda x: _Norm.apply(x, weight.detach(), 1e-6), (x,))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sinks_that_their_layer_does_not_mark_are_those_of_a_ranks_own_heads(one_rank, monkeypatch, dtype):
+    """TransformerEngine's layer does not. Weights are summed up and gradients counted on all tensor-parallel ranks."""
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+    from moe_rl.config.training import ParallelConfig
+    from moe_rl.megatron import layers, model
+    from moe_rl.megatron.live_weights import _is_cut
+
+    monkeypatch.setattr(layers, "set_tensor_model_parallel_attributes", lambda *_, **__: None)
+    monkeypatch.setattr(model.hf_map, "load", lambda *_: None)
+    ours, train = facts(sinks=True, qk_norm=False), TRAIN.model_copy(update={"dtype": dtype})
+    chunk = model._build_chunk(ours, model.transformer_config(ours, train, ParallelConfig()), None, None)
+    sinks = [values for name, values in chunk.named_parameters() if name.endswith("softmax_offset")]
+    second = SimpleNamespace(rank=lambda: 1)
+    assert len(sinks) == 2
+    assert all(_is_cut(values) and param_is_not_tensor_parallel_duplicate(values, second) for values in sinks)

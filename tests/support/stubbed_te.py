@@ -3,8 +3,8 @@ names and shapes: `python -m tests.support.stubbed_te FOLDER`.
 
 The Python part of TransformerEngine must be importable. Nothing can be computed. For each family, weights are loaded
 from a checkpoint and exported again, compared with sums of the live parameters, experts are moved to other slots and
-back, and a sharded checkpoint is saved and loaded into a model with other weights. Prints one line of JSON: {family:
-what differs, or "" if nothing}.
+back, and a sharded checkpoint is saved and loaded into a model with other weights. Parameters that tensor-parallel
+ranks split must be marked. Prints one line of JSON: {family: what differs, or "" if nothing}.
 """
 
 from __future__ import annotations
@@ -117,6 +117,11 @@ def differences(name: str, folder: Path) -> str:
         "experts moved back": _differing(before, exported(ours)),
         "loaded again": _differing(before, exported(other)),
         "nothing to load": [] if unlike else ["all weights are equal"],
+        "split, and not marked": [
+            entry.names[0]
+            for entry in hf_map.entries(ours, facts)
+            if entry.weight.axis is not None and not all(map(live_weights._is_cut, entry.parameters))
+        ],
     }
     return "; ".join(f"{what}: {names[:3]}" for what, names in found.items() if names)
 
