@@ -19,8 +19,9 @@ from moe_rl.config.bypasses import NO_PLAN, bypasses
 from moe_rl.config.schema import Config
 from moe_rl.errors import Problem, describe, did_you_mean
 
-DTYPES = ("float32", "bfloat16", "float16", "uint8")
-"""Names of the precisions that a field of type torch.dtype takes."""
+DTYPES = ("float32", "bfloat16")
+"""Names of the precisions that a field of type torch.dtype takes. In float16 and uint8, TransformerEngine scales Adam's
+moments, and a resume would not restore them bit for bit."""
 
 _OBJECT = "only a program can set it: its value is an object"
 _UNREAD = "nothing that a run uses reads it"
@@ -298,7 +299,7 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
             do="remove it, or set train.dtype to bfloat16",
         )
     for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if apart != ["use_precision_aware_optimizer"] and passed.get(key) in DTYPES[1:]:
+        if apart != ["use_precision_aware_optimizer"] and passed.get(key) == "bfloat16":
             yield describe(
                 "only the precision-aware optimizer on a GPU takes it",
                 where={"key": f"train.megatron_optimizer.{key}"},

@@ -15,7 +15,6 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.parameters import Buffer, adapter_buffers, chunk_buffers
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def state_bytes(train: TrainConfig) -> StateBytes:
 
 
 def _number_bytes(passed: Mapping[str, Any], key: str) -> int:
-    return _NUMBER.get(str(passed.get(key)), _NUMBER["float32"])
+    return DTYPE_BYTES.get(str(passed.get(key)), DTYPE_BYTES["float32"])
 
 
 def _fraction(value: Any) -> float:
