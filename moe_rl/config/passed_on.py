@@ -260,6 +260,7 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
     saved or seen."""
     passed = config.train.megatron_optimizer
     moves, away = bool(passed.get("optimizer_cpu_offload")), passed.get("optimizer_offload_fraction", 0.0)
+    overlap, summed = "overlap_cpu_optimizer_d2h_h2d", "grad_reduce_in_fp32"
     if isinstance(away, int | float) and not 0 <= away <= 1:
         yield describe(
             "not a fraction of the parameters",
@@ -274,6 +275,14 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
             got=away,
             expected="above 0, at most 1" if moves else 0,
             do="set both keys, or remove both",
+        )
+    elif isinstance(away, int | float) and 0 < away < 1 and passed.get(overlap) and not passed.get(summed, True):
+        yield describe(
+            "Adam would not wait for the gradients of the parameters whose state stays on the GPU",
+            where={"key": f"train.megatron_optimizer.{overlap}", "given": f"optimizer_offload_fraction is {away}"},
+            got=True,
+            expected=False,
+            do=f"remove it, or set optimizer_offload_fraction to 1.0 or {summed} to true",
         )
     if "bucket_size" in passed and not passed.get("overlap_grad_reduce"):
         yield describe(

@@ -106,6 +106,20 @@ def test_settings_of_the_optimizer_that_go_together_are_taken():
     assert found("train.megatron_optimizer={optimizer_cpu_offload: false, optimizer_offload_fraction: 0.0}") == []
 
 
+@pytest.mark.parametrize(
+    ("fraction", "overlap", "in_fp32", "waits"),
+    [(0.5, True, False, False), (1.0, True, False, True), (0.5, False, False, True), (0.5, True, True, True)],
+)
+def test_an_adam_that_would_not_wait_for_gradients_is_refused(fraction, overlap, in_fp32, waits):
+    moved = f"use_precision_aware_optimizer: true, optimizer_cpu_offload: true, optimizer_offload_fraction: {fraction}"
+    others = f"overlap_cpu_optimizer_d2h_h2d: {overlap}, grad_reduce_in_fp32: {in_fp32}".lower()
+    problems = found("train.dtype=bfloat16", f"train.megatron_optimizer={{{moved}, {others}}}")
+    assert len(problems) == (not waits)
+    for problem in problems:
+        key = "train.megatron_optimizer.overlap_cpu_optimizer_d2h_h2d"
+        tells(problem, key=key, given="optimizer_offload_fraction is 0.5", got=True, expected=False)
+
+
 @pytest.mark.parametrize("value", ["null", "true", "bf16", "[float32]", "[[a]]", "{a: 1}", "-1", "1.0e+308", "1.5"])
 def test_a_wrong_value_is_told_and_does_not_end_the_plan(value):
     for others, key in (
